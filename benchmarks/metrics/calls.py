@@ -14,7 +14,7 @@ A_GAUGE = "a gauge (KV blocks, one a step and group)"
 
 def time_calls(run_dir: Path, decode_buckets: Sequence[int]) -> dict[str, float]:
     """Return the seconds of a call, by what it does, on boards in `run_dir`."""
-    from rbln_backend.compiler.port import GraphSpec, Phase
+    from rbln_backend.core import GraphSpec, Phase
     from rbln_backend.reporting.stats import MetricsBoard
     from rbln_backend.worker.step.metrics import StepMetrics
     from server.observability.metrics import ServerMetrics

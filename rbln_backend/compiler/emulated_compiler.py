@@ -11,11 +11,12 @@ from torch import Tensor, fx
 from rbln_backend.compiler.capabilities import EMULATED
 from rbln_backend.compiler.constants import fold_constants
 from rbln_backend.compiler.lowering import lower_graph
-from rbln_backend.compiler.port import CompiledGraph, GraphSpec
+from rbln_backend.compiler.port import CompiledGraph
 from rbln_backend.compiler.programs.call_list import CallList
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.programs.shapes import check_shapes
 from rbln_backend.compiler.recorder import Recorder, Step
+from rbln_backend.core import GraphSpec
 from rbln_backend.emulator.kernel_set import native_library
 from rbln_backend.emulator.kv_memory import HostKvMemory
 from rbln_backend.emulator.replay import Recording, StartRecording

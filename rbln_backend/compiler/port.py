@@ -7,8 +7,6 @@ Two exist: ``emulated_compiler`` (this host's CPU) and ``rebel_compiler`` (the R
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -19,72 +17,9 @@ if TYPE_CHECKING:
 
     from rbln_backend.compiler.capabilities import Capabilities
     from rbln_backend.compiler.programs.program import Program
+    from rbln_backend.core import GraphSpec
     from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
     from rbln_backend.parallel.collectives import Group
-
-
-class Phase(Enum):
-    """Kind of step that a graph computes."""
-
-    PREFILL = "prefill"
-    """A chunk of prompt tokens, of one request or one after the other of several: ``[1, bucket]``
-    in, ``[prompts, vocab]`` out."""
-    DECODE = "decode"
-    """One token of each of ``bucket`` requests: ``[bucket, 1]`` in, ``[bucket, vocab]`` out."""
-    VERIFY = "verify"
-    """As DECODE, with drafts: ``[bucket, length]`` in, ``[bucket * length, vocab]`` out."""
-    LOGITS = "logits"
-    """The LM head alone over ``bucket`` hidden rows, for prompt logprobs."""
-    POOLING = "pooling"
-    """As PREFILL, of a model that pools: ``[1, bucket]`` in, ``[bucket, hidden]`` out."""
-
-    @property
-    def takes_chunk(self) -> bool:
-        """True if a run is a chunk of prompt tokens."""
-        return self in (Phase.PREFILL, Phase.POOLING)
-
-
-@dataclass(frozen=True, order=True)
-class GraphSpec:
-    """One static shape of one phase; ``bucket`` counts tokens of a chunk, requests or rows."""
-
-    phase_name: str
-    bucket: int
-    length: int = 1
-    """Tokens of each request, in VERIFY."""
-    prompts: int = 1
-    """Requests whose tokens a chunk can hold, in PREFILL."""
-
-    @classmethod
-    def of(cls, phase: Phase, bucket: int, length: int = 1, prompts: int = 1) -> GraphSpec:
-        return cls(phase.value, bucket, length, prompts)
-
-    @property
-    def phase(self) -> Phase:
-        return Phase(self.phase_name)
-
-    @property
-    def batch_size(self) -> int:
-        """The batch axis of what a run takes in."""
-        return 1 if self.phase.takes_chunk else self.bucket
-
-    @property
-    def requests(self) -> int:
-        """Requests per run, at most."""
-        return self.prompts if self.phase.takes_chunk else self.bucket
-
-    @property
-    def query_len(self) -> int:
-        """The other axis: tokens of a chunk, or of each request."""
-        return self.bucket if self.phase.takes_chunk else self.length
-
-    @property
-    def size(self) -> str:
-        """The shape in words: ``8``, or ``8x4`` for 4 tokens of each of 8 requests."""
-        return str(self.bucket) if self.length == 1 else f"{self.bucket}x{self.length}"
-
-    def __str__(self) -> str:
-        return f"{self.phase_name}-{self.size}"
 
 
 class CompiledGraph(Protocol):

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from rbln_backend.compiler.capabilities import npu_capabilities
-from rbln_backend.compiler.port import CompiledGraph, GraphSpec, KvMemory
+from rbln_backend.compiler.port import CompiledGraph, KvMemory
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.sdk.kv_memory import StaticKvMemory, TensorKvMemory
 from rbln_backend.compiler.sdk.modules import as_dynamo_calls, module_of
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.compiler.sdk.tensors import BoundTensors, HostTensors, Moved, NpuTensors
+from rbln_backend.core import GraphSpec
 from rbln_backend.errors import CompileError, ConfigError, DeviceMemoryError
 from rbln_backend.parallel.collectives import Group
 from rbln_backend.parallel.functional import process_group_dict, use_functional_ops

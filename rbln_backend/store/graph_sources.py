@@ -9,7 +9,7 @@ from pathlib import Path
 # Those whose text decides what a captured graph holds.
 _GRAPH_SOURCES = (
     *("attention", "compiler", "emulator", "lora", "moe", "parallel", "quantization"),
-    *("worker/graphs/functions.py", "worker/step/group_inputs.py"),
+    *("core.py", "worker/graphs/functions.py", "worker/step/group_inputs.py"),
 )
 
 

@@ -1,1 +1,1 @@
-"""One rank: its process, what it is put together from, and its runners."""
+"""One rank: its worker, the assembly of its parts, and its step loops."""

@@ -1,4 +1,4 @@
-"""Wires one rank's parts together once the KV cache is known, and warms them up."""
+"""Assembly of one rank's parts once the KV cache is known, and their warm-up."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import Size
 from rbln_backend.compiler.capabilities import Capabilities
-from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
+from rbln_backend.compiler.port import CompiledGraph, Compiler
 from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
 from rbln_backend.config import RblnConfig
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.emulator.packing import pack, pack_consuming
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches, sharing_layers
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the worker has when the KV cache arrives."""
+    """The worker's objects from before the KV cache is known."""
 
     vllm_config: VllmConfig
     rbln: RblnConfig
@@ -94,28 +95,28 @@ class EngineParts:
 
 
 class GraphObserver(Protocol):
-    """Sees more of the graphs than the step loop does."""
+    """Replaces graphs by ones with more outputs, for tools that inspect a model."""
 
     def function(self, phase: Phase) -> tuple[GraphFunction, tuple[str, ...]]:
-        """What to capture for ``phase``, and the names of its inputs."""
+        """Return the function to capture for ``phase``, and the names of its inputs."""
         ...
 
     def wrap(self, step: StepGraph) -> CompiledGraph:
-        """The graph to put in place, which returns what the step loop expects."""
+        """Return a graph with the outputs that the step loop expects."""
         ...
 
 
 class FilledStore(NamedTuple):
-    """What came of filling the store ahead of time."""
+    """The result of a precompilation."""
 
     results: Mapping[str, Result]
     """"compiled" or "loaded" by graph."""
     missing: Sequence[str]
-    """Graphs that the store did not take, and ``binaries`` where it did not take those."""
+    """Graphs that could not be stored, and ``binaries`` if those could not."""
 
 
 class EngineBuild:
-    """Everything between the loaded model and a running step loop; compiles nothing itself."""
+    """The objects between the loaded model and a running step loop."""
 
     def __init__(self, parts: EngineParts, kv_cache_config: KVCacheConfig) -> None:
         config, rbln = parts.vllm_config, parts.rbln
@@ -132,7 +133,7 @@ class EngineBuild:
         parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self._kv_caches.num_bytes)
         dispatch = self._make_dispatch()
         tables = bucket_tables(config, rbln)
-        # Not a parameter's: the first of a quantised model holds packed words.
+        # Not the dtype of a parameter: a quantised model's first parameter may hold packed words.
         dtype: Any = config.model_config.dtype
         self._stage = make_stage(parts.model, dtype)
         self._agreement = make_agreement(config)
@@ -161,18 +162,18 @@ class EngineBuild:
 
     @property
     def usage_file(self) -> Path | None:
-        """Where it is kept how often each size ran."""
+        """The file with the counts of step sizes."""
         return None if self._usage is None else self._usage.path
 
     def close(self) -> None:
-        """Write down what is only in memory."""
+        """Write the counts that are only in memory."""
         if self._usage is not None:
             self._usage.close()
         if self._sizes is not None:
             self._sizes.tell()
 
     def warm_up(self, progress: ProgressWriter) -> Runner:
-        """Compile or load every graph, run each once, then refuse unknown shapes."""
+        """Compile or load every graph, run each once, then reject unknown shapes."""
         if self._parts.rbln.enable_warm_up:
             self._warm_up_graphs(WarmUp(progress, self._parts.board, Peers.of_this_rank()))
         else:
@@ -183,20 +184,20 @@ class EngineBuild:
         return self._make_runner()
 
     def observe(self, observer: GraphObserver) -> None:
-        """Exchange every graph for one of an observer's function; none of them is stored.
+        """Replace every graph by one of the observer's function; none of them is stored.
 
-        For tools that look inside a model. Raises ``CompileError``.
+        Raises ``CompileError``.
         """
         for spec, inputs in self._graphs.inputs.items():
             graph = self._factory.build_other(self._request(spec), *observer.function(spec.phase))
             self._graphs.exchange(observer.wrap(StepGraph(spec, inputs, graph)))
 
     def restrict(self, tables: Mapping[Phase, BucketTable]) -> None:
-        """Run steps in the graphs of ``tables`` alone: for tools that compare buckets."""
+        """Run steps in the graphs of ``tables`` alone, for tools that compare buckets."""
         self._graphs.restrict(tables)
 
     def fill_store(self, progress: ProgressWriter) -> FilledStore:
-        """Compile what the store lacks and run nothing; the weights need have no values."""
+        """Compile the graphs that the store lacks and run none; weights need no values."""
         requests = self._requests()
         warm_up = WarmUp(progress, self._parts.board)
         if self._factory.compiles_when_loading:
@@ -283,7 +284,7 @@ class EngineBuild:
         return set_forward_context(*(request.metadata, config, rows, everywhere), slot_mapping={})
 
     def _open_usage(self, tables: Mapping[Phase, BucketTable]) -> UsageRecorder | None:
-        """One rank counts: all of them run the same sizes."""
+        """Return the recorder of step sizes on one rank: all ranks run the same sizes."""
         config, rbln = self._parts.vllm_config, self._parts.rbln
         writes = rbln.record_usage and not rbln.cache_read_only
         if not writes or not self._generates or not self._parts.place.counts_steps:
@@ -374,7 +375,7 @@ class EngineBuild:
 
 
 def _without_speculation(config: VllmConfig) -> VllmConfig:
-    """With it, vLLM leaves processors out that its own sampling of drafts does not know."""
+    """Return ``config`` without speculation: with it, vLLM would leave logits processors out."""
     plain = copy.copy(config)
     plain.speculative_config = None
     return plain
@@ -385,11 +386,11 @@ def _row_order(capabilities: Capabilities) -> RowOrder:
 
 
 def _encoder_layers(parts: EngineParts) -> list[str]:
-    """Names of the layers without a cache. Raises ``UnsupportedModelError`` in a decoder."""
+    """Return the layers without a KV cache; raises ``UnsupportedModelError`` for a decoder."""
     layers = parts.attention_layers.items()
     names = [name for name, layer in layers if isinstance(layer.impl, EncoderAttentionImpl)]
     if names and parts.vllm_config.model_config.attn_type != "encoder_only":
-        # Its prompts would be cut into chunks that do not see each other.
+        # Its prompts would be split into chunks that cannot attend to each other.
         raise UnsupportedModelError(
             f"layer {names[0]!r} attends in both directions, but the model is served as a decoder;"
             " serve it with --runner pooling"

@@ -1,9 +1,7 @@
-"""The step loop: scheduler output in, sampled tokens out.
+"""The step loop of generating models: scheduler output in, sampled tokens out.
 
-Charter: only what every generating model does at every step lives here. The way to a graph's
-outputs is in ``step.runner``, states and batches are in ``step.batches``, buffers in
-``step.inputs``, graphs in ``graphs.dispatch``; features that need more are called from here and
-live elsewhere. No configuration flag is read during a step.
+Only steps that every generating model takes belong here; features have their own modules, which
+this one calls. ``rbln_backend.core`` describes a step. No configuration is read during a step.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rbln_backend.compiler.port import Phase
+from rbln_backend.core import Phase, StepBatch
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     DraftTokenIds,
@@ -30,19 +28,18 @@ from rbln_backend.worker.drafts.drafting import Drafting, StepSeconds
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
-from rbln_backend.worker.sampling.sampler import drawing
-from rbln_backend.worker.step.batches import StepWork
+from rbln_backend.worker.sampling.sampler import with_generators
 from rbln_backend.worker.step.runner import StepRunner
 
 
 class _PendingStep(NamedTuple):
-    """Between ``execute_model`` and ``sample_tokens``."""
+    """A step after ``execute_model`` and before ``sample_tokens``."""
 
     scheduled: SchedulerOutput
-    work: StepWork
+    batch: StepBatch
     logits: Tensor
-    """[num_reqs, V], or [num_tokens, V] where drafts are checked; padded rows are already cut off.
-    Of no use in a chunk that is not the last of its prompt."""
+    """[num_reqs, V], or [num_tokens, V] where drafts are checked, without padding. Unused for a
+    chunk that ends no prompt."""
     prompt_logprobs: dict[str, LogprobsTensors | None]
     started: float
     graph_seconds: float
@@ -72,22 +69,21 @@ class RblnModelRunner:
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Run the step's graph. None means ``sample_tokens`` has the result.
+        """Run the step's graph; return None if it ran, because ``sample_tokens`` has the result.
 
-        It has it for every step that ran something: with several steps under way, an engine takes
-        results from there alone.
+        An engine with several steps in flight takes results from ``sample_tokens`` alone.
         """
         started = time.perf_counter()
         self._drafting.start_step(scheduled)
         result = self._steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        work, (logits, *rest), seconds = result
+        batch, (logits, *rest), seconds = result
         self._pending = _PendingStep(
             scheduled,
-            work,
-            logits=_real_rows(work, logits),
-            prompt_logprobs=self._collect_prompt_logprobs(work, rest[0] if rest else None),
+            batch,
+            logits=_real_rows(batch, logits),
+            prompt_logprobs=self._collect_prompt_logprobs(batch, rest[0] if rest else None),
             started=started,
             graph_seconds=seconds,
         )
@@ -95,52 +91,52 @@ class RblnModelRunner:
 
     @torch.inference_mode()
     def execute_idle(self) -> None:
-        """A step without work of this rank; see ``StepRunner.run_idle``."""
+        """Run the graphs of other ranks' steps over padding; see ``StepRunner.run_idle``."""
         self._steps.run_idle()
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | None:
-        """Mask, sample and record; None when the last step ran nothing."""
+        """Mask, sample and record; return None when the last step ran nothing."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        work, logits = pending.work, pending.logits
-        if not work.samples:
-            return _without_tokens(work, pending.prompt_logprobs)
+        batch, logits = pending.batch, pending.logits
+        if not batch.samples:
+            return _without_tokens(batch, pending.prompt_logprobs)
         if grammar is not None:
-            logits = self._grammar_mask.apply(pending.scheduled, grammar, work.batch, logits)
-        token_ids, logprobs = self._sample(work, logits)
+            logits = self._grammar_mask.apply(pending.scheduled, grammar, batch.input_batch, logits)
+        token_ids, logprobs = self._sample(batch, logits)
         took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
-        self._drafting.end_step(work, token_ids, took)
-        return _with_tokens(work, token_ids, logprobs, pending.prompt_logprobs)
+        self._drafting.end_step(batch, token_ids, took)
+        return _with_tokens(batch, token_ids, logprobs, pending.prompt_logprobs)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """What may follow the tokens of the latest step; None where there is nothing to say."""
+        """Return drafts for the next step; None without speculation or sampled tokens."""
         return self._drafting.take()
 
     def _sample(
-        self, work: StepWork, logits: Tensor
+        self, batch: StepBatch, logits: Tensor
     ) -> tuple[list[list[int]], LogprobsLists | None]:
-        if work.phase is Phase.VERIFY:
-            return self._verification.sample(work, logits)
-        metadata = work.batch.sampling_metadata
-        if work.unfinished:
-            metadata = drawing(metadata, [*{*range(work.num_reqs)} - {*work.unfinished}])
+        if batch.phase is Phase.VERIFY:
+            return self._verification.sample(batch, logits)
+        metadata = batch.input_batch.sampling_metadata
+        if batch.unfinished:
+            metadata = with_generators(metadata, [*{*range(batch.num_reqs)} - {*batch.unfinished}])
         sampled = self._sampler(logits=logits, sampling_metadata=metadata)
         token_ids: list[list[int]] = sampled.sampled_token_ids.tolist()
-        for row in work.unfinished:
+        for row in batch.unfinished:
             token_ids[row] = []
-        self._batches.record(work, token_ids)
+        self._batches.record(batch, token_ids)
         logprobs = sampled.logprobs_tensors
         return token_ids, logprobs.tolists() if logprobs is not None else None
 
     def _collect_prompt_logprobs(
-        self, work: StepWork, hidden: Tensor | None
+        self, batch: StepBatch, hidden: Tensor | None
     ) -> dict[str, LogprobsTensors | None]:
         collected: dict[str, LogprobsTensors | None] = {}
-        counts = work.counts or [1] * work.num_reqs
+        counts = batch.counts or [1] * batch.num_reqs
         ends = accumulate(counts)
-        for request_id, count, end in zip(work.batch.req_ids, counts, ends, strict=True):
+        for request_id, count, end in zip(batch.input_batch.req_ids, counts, ends, strict=True):
             request = self._batches.requests[request_id]
             params = request.sampling_params
             if params is None or params.prompt_logprobs is None:
@@ -152,39 +148,39 @@ class RblnModelRunner:
         return collected
 
 
-def _real_rows(work: StepWork, logits: Tensor) -> Tensor:
-    """logits [bucket, V] or [bucket, length, V] without the padding, request by request."""
-    if work.phase is not Phase.VERIFY:
-        return logits[: work.num_reqs]
-    return torch.cat([logits[row, : 1 + len(drafts)] for row, drafts in enumerate(work.drafts)])
+def _real_rows(batch: StepBatch, logits: Tensor) -> Tensor:
+    """Return logits [bucket, V] or [bucket, length, V] without padding, request by request."""
+    if batch.phase is not Phase.VERIFY:
+        return logits[: batch.num_reqs]
+    return torch.cat([logits[row, : 1 + len(drafts)] for row, drafts in enumerate(batch.drafts)])
 
 
 def _without_tokens(
-    work: StepWork, prompt_logprobs: dict[str, LogprobsTensors | None]
+    batch: StepBatch, prompt_logprobs: dict[str, LogprobsTensors | None]
 ) -> ModelRunnerOutput:
     return ModelRunnerOutput(
-        req_ids=list(work.batch.req_ids),
-        req_id_to_index=dict(work.batch.req_id_to_index),
-        sampled_token_ids=[[] for _ in range(work.num_reqs)],
+        req_ids=list(batch.input_batch.req_ids),
+        req_id_to_index=dict(batch.input_batch.req_id_to_index),
+        sampled_token_ids=[[] for _ in range(batch.num_reqs)],
         prompt_logprobs_dict=prompt_logprobs,
     )
 
 
 def _with_tokens(
-    work: StepWork,
+    batch: StepBatch,
     token_ids: list[list[int]],
     logprobs: LogprobsLists | None,
     prompt_logprobs: dict[str, LogprobsTensors | None],
 ) -> ModelRunnerOutput:
-    names, places = list(work.batch.req_ids), dict(work.batch.req_id_to_index)
-    for reader in work.readers:
-        # All of them have the place behind the last, which has no token and no log-probability.
-        names.append(reader.req_id)
-        places[reader.req_id] = work.num_reqs
+    names, rows = list(batch.input_batch.req_ids), dict(batch.input_batch.req_id_to_index)
+    for request in batch.decode_prefill:
+        # All of them share the row behind the last, which has no token and no log-probability.
+        names.append(request.req_id)
+        rows[request.req_id] = batch.num_reqs
     return ModelRunnerOutput(
         req_ids=names,
-        req_id_to_index=places,
-        sampled_token_ids=[*token_ids, []] if work.readers else token_ids,
+        req_id_to_index=rows,
+        sampled_token_ids=[*token_ids, []] if batch.decode_prefill else token_ids,
         logprobs=logprobs,
         prompt_logprobs_dict=prompt_logprobs,
     )

@@ -1,4 +1,4 @@
-"""``RBLN_PROFILER``: profiles of the step loop, started and stopped through vLLM's own calls."""
+"""``RBLN_PROFILER``: profiles of the step loop, started and stopped by vLLM's methods."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from rbln_backend.errors import ConfigError
 
 
-class Profiler(Protocol):
-    """What ``start_profile`` and ``stop_profile`` reach in a worker."""
+class StepProfiler(Protocol):
+    """The profiler of a worker, behind ``start_profile`` and ``stop_profile``."""
 
     def start(self) -> None: ...
 
@@ -20,7 +20,7 @@ class Profiler(Protocol):
 
 
 class NoProfiler:
-    """Profiling was not asked for at start-up."""
+    """No profiler: ``RBLN_PROFILER`` is not set."""
 
     def start(self) -> None:
         raise ConfigError("profiling is off; start the server with RBLN_PROFILER=1")

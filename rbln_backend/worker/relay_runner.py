@@ -1,4 +1,4 @@
-"""The step loop of a pipeline stage that is not the last: it computes and hands on."""
+"""The step loop of a pipeline stage that is not the last: runs graphs and samples nothing."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rbln_backend.worker.step.runner import StepRunner
 
 
 class RelayRunner:
-    """Tokens are sampled by the last stage; the scheduler tells them with the next step."""
+    """Runs the stage's graph; the next scheduler output has the tokens of the last stage."""
 
     def __init__(self, steps: StepRunner) -> None:
         self._steps = steps
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run the stage's graph; whoever asks for a step's result asks the last stage."""
+        """Run the stage's graph; the executor takes the result from the last stage."""
         self._steps.run(scheduled)
         return EMPTY_MODEL_RUNNER_OUTPUT
 
     @torch.inference_mode()
     def execute_idle(self) -> None:
-        """A step without work of this rank; see ``StepRunner.run_idle``."""
+        """Run the graphs of other ranks' steps over padding; see ``StepRunner.run_idle``."""
         self._steps.run_idle()
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> None:
-        """The last stage does."""
+        """Return None: the last stage samples."""

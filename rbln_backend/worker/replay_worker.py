@@ -1,4 +1,4 @@
-"""What a replay needs of an engine: it has several sets of buckets, and runs one set at a time."""
+"""The worker and scheduler of a replay, which runs with several sets of buckets in turn."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Mapping
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan, room_of
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.compiler.port import Phase
+from rbln_backend.core import Phase
 from rbln_backend.scheduler.scheduler import RblnScheduler
 from rbln_backend.vllm_compat.surface import SchedulerOutput, configured
 from rbln_backend.worker.worker import RblnWorker
 
 
 class ReplayWorker(RblnWorker):
-    """Adds ``use_buckets`` to the methods that ``collective_rpc`` finds."""
+    """An ``RblnWorker`` with ``use_buckets`` for ``collective_rpc``."""
 
     def use_buckets(self, tables: Mapping[str, BucketTable]) -> None:
-        """Run in these alone from now on, by phase; each was compiled, and the largest stay."""
+        """Use only these compiled buckets, by phase; the largest must be the same."""
         assert self._build is not None
         self._build.restrict({Phase(name): table for name, table in tables.items()})
 
 
 class ReplayScheduler(RblnScheduler):
-    """As ``RblnScheduler``; ``take_step`` tells the phase and the size of the latest step."""
+    """An ``RblnScheduler`` that records the phase and size of the latest step."""
 
     _step: tuple[str, int] | None = None
 
     def use_chunks(self, table: BucketTable) -> None:
-        """Cut prompts into chunks of these sizes from now on."""
+        """Split prompts into chunks of these sizes from now on."""
         rbln = configured(self.vllm_config)
         assert rbln.prefill_step_tokens is not None
         self._chunks = ChunkPlan(table, rbln.prefill_step_tokens, rbln.chunk_prompts)
@@ -38,7 +38,7 @@ class ReplayScheduler(RblnScheduler):
         output = super().schedule(throttle_prefills)
         tokens = output.num_scheduled_tokens
         if tokens:
-            # A request that is new in this step, too, has a chunk if it has more than one token.
+            # A request that is new in this step has a chunk as well if it has several tokens.
             is_chunk = bool(prefilling & tokens.keys()) or any(
                 count > 1 for name, count in tokens.items() if name not in known
             )
@@ -48,6 +48,6 @@ class ReplayScheduler(RblnScheduler):
         return output
 
     def take_step(self) -> tuple[str, int] | None:
-        """Phase and size of the step since the last call: tokens of a chunk or rows of a batch."""
+        """Return phase and size of the step since the last call: tokens of a chunk, or rows."""
         step, self._step = self._step, None
         return step

@@ -1,4 +1,4 @@
-"""One rank of the engine: the methods vLLM's executor calls, in the order it calls them."""
+"""One rank of the engine: the methods that vLLM's executor calls, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -61,19 +61,22 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
-from rbln_backend.worker.adapter_calls import AdapterCalls, register_adapted_layers
+from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.model_runner import RblnModelRunner
-from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, Profiler, RebelProfiler
+from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, RebelProfiler, StepProfiler
+from rbln_backend.worker.startup.emulated_device import set_up_runtime, start_kernels
 from rbln_backend.worker.startup.estimate import StartEstimate
-from rbln_backend.worker.startup.kernel_start import start_kernels
-from rbln_backend.worker.startup.latent_model import install_latent_layers
+from rbln_backend.worker.startup.model_layers import (
+    install_adapted_layers,
+    install_latent_layers,
+    quantized_summary,
+    register_quantization,
+)
 from rbln_backend.worker.startup.npu_memory import npu_budget_bytes
 from rbln_backend.worker.startup.phase_timer import PHASE_SECONDS, timed_phase
 from rbln_backend.worker.startup.preflight import check_layers, kv_limits
-from rbln_backend.worker.startup.quantized_model import quantized_summary, register_quantization
 from rbln_backend.worker.startup.rank_place import rank_place
-from rbln_backend.worker.startup.runtime import set_up_runtime
 from rbln_backend.worker.startup.self_description import SelfDescription
 from rbln_backend.worker.startup.skeleton import (
     Skeleton,
@@ -95,10 +98,10 @@ R = TypeVar("R")
 _STEP_FAILED = 70
 
 
-def _told(
+def _reports_failure(
     step: Callable[Concatenate[RblnWorker, P], R],
 ) -> Callable[Concatenate[RblnWorker, P], R]:
-    """Let the API process know why a step of the start-up failed."""
+    """Wrap a step of the start-up so that the API process learns why it failed."""
 
     @functools.wraps(step)
     def run(worker: RblnWorker, /, *args: P.args, **options: P.kwargs) -> R:
@@ -109,7 +112,7 @@ def _told(
 
 
 class RblnWorker(AdapterCalls, WorkerBase):
-    """init_device, load_model, KV cache, warm-up, then ``execute_model``/``sample_tokens``."""
+    """A rank: init_device, load_model, KV cache, warm-up, then execute_model, sample_tokens."""
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         is_driver_worker: bool = False,
     ) -> None:
         share_logging()
-        # Where the process was spawned, nothing of ours came before.
+        # A spawned process has run no code of ours before.
         outlive_readers()
         end_with_parent()
         if vllm_config.parallel_config.distributed_executor_backend == "mp":
@@ -130,40 +133,36 @@ class RblnWorker(AdapterCalls, WorkerBase):
         self._place = rank_place(vllm_config, rank, local_rank)
         run_dir = Path(self._rbln.run_dir) if self._rbln.run_dir else None
         if run_dir is not None and not run_dir.is_dir():
-            # Of a rank that Ray has placed on another host nobody would read it.
+            # Ray has placed the rank on another host: the API process cannot read its files.
             run_dir = None
         number = self._place.number
-        # One rank tells the terminal for all of them; the API process hears each.
+        # One rank writes to the terminal; the API process reads the progress of each.
         self._progress = ProgressWriter(run_dir, number, sys.stderr if number == 0 else None)
         self._board = MetricsBoard(run_dir, number)
         writer = DescriptionWriter(run_dir, number)
         self._description = SelfDescription(writer, vllm_config, self._rbln, self._board)
-        self._profiler: Profiler = NoProfiler()
+        self._profiler: StepProfiler = NoProfiler()
         self._estimate: StartEstimate
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
         self._build: EngineBuild | None = None
         self._runner: Runner | None = None
 
-    @_told
+    @_reports_failure
     def init_device(self) -> None:
         self._progress.phase("init")
         self._description.started()
         self._estimate = StartEstimate(self.vllm_config, self._rbln)
         apply_patches()
         self.device = torch.device("cpu")
+        config, method = self.vllm_config, self.distributed_init_method
         with timed_phase(self._board, "init"):
-            self._init_device()
+            init_process_groups(config, self.rank, method, self.local_rank)
+            self._compiler = self._make_compiler()
+            self._compiler.join(groups())
         set_random_seed(self.model_config.seed)
 
-    def _init_device(self) -> None:
-        init_process_groups(
-            self.vllm_config, self.rank, self.distributed_init_method, self.local_rank
-        )
-        self._compiler = self._make_compiler()
-        self._compiler.join(groups())
-
-    @_told
+    @_reports_failure
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         self._progress.phase("load", self.model_config.model)
         config, loader = self.vllm_config, self._loader
@@ -172,17 +171,17 @@ class RblnWorker(AdapterCalls, WorkerBase):
                 self.load_config.load_format = "dummy"
             register_text_models()
             register_quantization(config)
-            register_adapted_layers(config)
-            # Whatever makes the model unfit is said now, not after its weights were read.
+            install_adapted_layers(config)
+            # Raises for unsupported models before any weight is read.
             check_layers(Skeleton(config), config, self._rbln)
             self._model = loader().load_model(vllm_config=config, model_config=self.model_config)
             self._adapters = self._make_adapters(self._model)
         num_bytes = weight_bytes(self._model)
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(num_bytes)
         self._description.has_weights(num_bytes, quantized_summary(self._model))
-        self._tell_of_experts(self._model)
+        self._report_experts(self._model)
 
-    def _tell_of_experts(self, model: nn.Module) -> None:
+    def _report_experts(self, model: nn.Module) -> None:
         experts = experts_info(model, tokens_mask=self._rbln.use_moe_tokens_mask)
         if experts is None:
             return
@@ -198,7 +197,6 @@ class RblnWorker(AdapterCalls, WorkerBase):
     def _make_adapters(self, model: nn.Module) -> Adapters | None:
         if self.vllm_config.lora_config is None:
             return None
-        # vLLM's part of it takes a while to import.
         from rbln_backend.lora.adapters import Adapters
 
         slots_used = self._board.gauge("rbln_lora_slots_used")
@@ -213,7 +211,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         assert self._model is not None
         return self._model
 
-    @_told
+    @_reports_failure
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return dict(self._layer_specs())
 
@@ -222,9 +220,9 @@ class RblnWorker(AdapterCalls, WorkerBase):
         shared = set(sharing_layers(attention_layers(self.vllm_config)).values())
         return plan_specs(kv_cache_specs(self.vllm_config), limits, shared)
 
-    @_told
+    @_reports_failure
     def determine_available_memory(self) -> int:
-        """Bytes for vLLM's pool of KV blocks of this rank; window layers' memory is set apart."""
+        """Return the bytes of vLLM's pool of KV blocks, without those of window layers."""
         specs = list(self._layer_specs().values())
         per_block = paged_bytes_per_block(specs)
         for_windows = window_bytes(specs, self.scheduler_config.max_num_seqs)
@@ -236,7 +234,10 @@ class RblnWorker(AdapterCalls, WorkerBase):
             budget = self._paged_budget(per_block, for_windows)
         if per_block:
             return budget
-        # Only window layers: vLLM's pool hands out the window blocks, at their nominal size.
+        return self._window_pool_bytes(specs)
+
+    def _window_pool_bytes(self, specs: list[LayerSpec]) -> int:
+        """Return the size of vLLM's pool for window layers only: nominal bytes of their blocks."""
         nominal = sum(spec.page_size_bytes for spec in specs)
         return (self.scheduler_config.max_num_seqs + 1) * nominal
 
@@ -246,8 +247,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
         if explicit is not None:
             return explicit_budget_bytes(explicit, bytes_per_block, for_windows)
         memory = host_memory()
-        # Packing needs room for one more weight: an embedding that is the LM head, too, is kept in
-        # both layouts, and a weight that needs padding is copied before it goes.
+        # Packing needs memory for one more weight: an embedding that is also the LM head is kept in
+        # both layouts, and a weight that needs padding is copied.
         for_packing = max((weight.nbytes for weight in self.get_model().parameters()), default=0)
         ranks = self._place.local_ranks
         return kv_budget_bytes(
@@ -261,7 +262,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
             window_bytes=for_windows,
         )
 
-    @_told
+    @_reports_failure
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         assert self._compiler is not None
         if self._compiler.capabilities.npu is not None:
@@ -286,7 +287,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         if self._build.usage_file is not None:
             self._description.records_usage(self._build.usage_file)
 
-    @_told
+    @_reports_failure
     def compile_or_warm_up_model(self) -> CompilationTimes:
         assert self._build is not None
         started = time.perf_counter()
@@ -311,21 +312,21 @@ class RblnWorker(AdapterCalls, WorkerBase):
         return self._guarded(self._runner.sample_tokens, grammar_output)
 
     def execute_dummy_batch(self) -> None:
-        """Called in place of ``execute_model`` while other data-parallel ranks have work."""
+        """Run padding. Called instead of ``execute_model`` while other data ranks have requests."""
         assert self._runner is not None
         self._runner.execute_idle()
 
     def _guarded(self, step: Callable[[A], R], argument: A) -> R:
-        """A part of a step. Where it fails on a rank that nobody listens to, the process ends.
+        """Run a part of a step; if it fails on a rank that does not reply, exit the process.
 
-        The executor waits for the rank that replies, and that one for this one.
+        The executor would wait for the rank that replies, and that one for this one.
         """
         try:
             return step(argument)
         except Exception as error:
             if self._place.replies:
                 raise
-            logger.exception("Rank %d cannot go on", self.rank)
+            logger.exception("Rank %d: a step failed, exiting", self.rank)
             raise SystemExit(_STEP_FAILED) from error
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -334,7 +335,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         return pooling_tasks(self.get_model())
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Asked only of an engine that speculates; see ``worker.drafts.drafting``."""
+        """Return the drafts of an engine with speculation; see ``worker.drafts.drafting``."""
         assert isinstance(self._runner, RblnModelRunner)
         return self._runner.take_draft_token_ids()
 
@@ -346,7 +347,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
             self._profiler.stop()
 
     def synchronize_device(self) -> None:
-        """Graphs run synchronously: nothing is in flight between calls."""
+        """Do nothing: graphs run synchronously."""
 
     def shutdown(self) -> None:
         if self._adapters is not None:
@@ -380,15 +381,13 @@ class RblnWorker(AdapterCalls, WorkerBase):
 
     def _make_rebel_compiler(self, root: Path) -> Compiler:
         place, parallel = self._place, self.parallel_config
-        warnings = announce_rank(
-            RankDevices(
-                local_number=place.local_number,
-                rank=place.number,
-                ranks=place.ranks * parallel.data_parallel_size,
-                npus_per_rank=self._rbln.num_devices_per_local_rank,
-            )
+        devices = RankDevices(
+            local_number=place.local_number,
+            rank=place.number,
+            ranks=place.ranks * parallel.data_parallel_size,
+            npus_per_rank=self._rbln.num_devices_per_local_rank,
         )
-        for warning in warnings:
+        for warning in announce_rank(devices):
             logger.warning(warning)
         sdk = installed_sdk()
         if self._rbln.profiler and sdk is not None:

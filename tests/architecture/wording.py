@@ -36,8 +36,6 @@ PENDING_CLASSES = {
     "Choice",
     "ModelInfo",
     "Pair",
-    "Profiler",
-    "Round",
     "Shape",
     "Target",
     "Weights",
@@ -45,10 +43,7 @@ PENDING_CLASSES = {
     "_Stack",
 }
 # Folders whose public functions still lack shapes.
-PENDING_SHAPES = {
-    "rbln_backend/worker/sampling",
-    "rbln_backend/worker/step",
-}
+PENDING_SHAPES = {}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

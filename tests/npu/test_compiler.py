@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.programs.sdk_schemas import PASSED, check_ops
 from rbln_backend.compiler.rebel_compiler import RebelCompiler
 from rbln_backend.compiler.sdk.modules import input_name
 from rbln_backend.compiler.sdk.npu import Npu
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.errors import CompileError, ConfigError, UnsupportedModelError
 
 SPEC = GraphSpec.of(Phase.DECODE, 2)

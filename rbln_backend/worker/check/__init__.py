@@ -1,1 +1,1 @@
-"""What is told, compiled or counted of a model without an engine."""
+"""Reports on a model, its memory and its stored graphs, and precompilation, without an engine."""

@@ -1,4 +1,4 @@
-"""What a server would do with the memory of this host, reckoned from a model's shapes."""
+"""The memory plan of a server on this host, computed from a model's shapes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from rbln_backend.worker.startup.npu_memory import rank_memory
 from rbln_backend.worker.startup.preflight import Preflight
 
 _MIB = 1 << 20
-# Rows of the hidden and of the intermediate size that a step's tensors hold at once.
+# Tensors of the hidden and of the intermediate size that a step holds at once, per token.
 _HIDDEN_ROWS, _INTERMEDIATE_ROWS = 6, 3
 
 
 def memory_report(found: Preflight, memory: HostMemory | None = None) -> MemoryReport:
-    """The plan; what does not fit is among its problems, with what to change."""
+    """Return the plan; its problems name what does not fit and the flag to change."""
     npu = found.capabilities.npu
     if npu is not None:
         return _npu_report(found, npu)
@@ -63,7 +63,7 @@ def memory_report(found: Preflight, memory: HostMemory | None = None) -> MemoryR
 
 
 def _npu_report(found: Preflight, npu: Npu) -> MemoryReport:
-    """All NPUs of an engine together, after the vendor's figures."""
+    """Return the plan of all NPUs of an engine together, by the vendor's figures."""
     config, specs = found.config, list(found.specs.values())
     ranks = config.parallel_config.world_size
     rank = rank_memory(npu, config)
@@ -89,14 +89,17 @@ def _npu_report(found: Preflight, npu: Npu) -> MemoryReport:
 
 
 def _with_npu_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
-    """All that utilisation leaves is for blocks: nothing else runs on an NPU."""
+    """Add the blocks of an NPU's KV cache, or the problem: they get all that utilisation leaves."""
     cache, fixed = config.cache_config, planned.weight_bytes + planned.workspace_bytes
     if fixed > planned.total_bytes:
         return replace(planned, problems=(_weights_problem(planned, fixed),))
     if not planned.block_bytes:
         return planned
-    flag, room = "--gpu-memory-utilization", int(planned.total_bytes * cache.gpu_memory_utilization)
-    num_blocks = max(0, room - fixed - planned.window_bytes) // planned.block_bytes
+    flag, usable = (
+        "--gpu-memory-utilization",
+        int(planned.total_bytes * cache.gpu_memory_utilization),
+    )
+    num_blocks = max(0, usable - fixed - planned.window_bytes) // planned.block_bytes
     num_blocks = min(num_blocks, LARGEST_NUM_BLOCKS)
     if cache.num_gpu_blocks_override is not None:
         flag, num_blocks = "--num-gpu-blocks-override", cache.num_gpu_blocks_override
@@ -109,10 +112,10 @@ def _with_npu_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
 
 
 def packing_bytes(model: nn.Module) -> int:
-    """Bytes beyond the weights' own that their packed forms take.
+    """Return the bytes that packed weights take beyond the weights' own.
 
-    A weight that is also read as it is (an embedding that is the LM head) stays beside its packed
-    form, and one whose edges are filled up grows.
+    A weight that is also read unpacked (an embedding that is the LM head) is kept beside its packed
+    form, and one that needs padding grows.
     """
     owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     extra = 0
@@ -129,7 +132,7 @@ def packing_bytes(model: nn.Module) -> int:
 
 
 def _lora_bytes(found: Preflight) -> int:
-    """Slots of every layer that an adapter may change."""
+    """Return the bytes of the adapter slots of all layers."""
     lora = found.config.lora_config
     if lora is None:
         return 0
@@ -140,12 +143,12 @@ def _lora_bytes(found: Preflight) -> int:
 
 
 def _workspace_bytes(found: Preflight) -> int:
-    """What the tensors of the largest step take, roughly, and its logits in float32."""
+    """Return roughly the bytes of the largest step's tensors and of its logits in float32."""
     config = found.config.model_config
     tokens = max(max(table.sizes) for table in found.tables.values())
     hidden = config.get_hidden_size()
     wide = getattr(config.hf_text_config, "intermediate_size", None) or 4 * hidden
-    # Gemma-3n has one for each layer.
+    # Gemma-3n has one intermediate size for each layer.
     wide = max(wide) if isinstance(wide, list) else wide
     row = (_HIDDEN_ROWS * hidden + _INTERMEDIATE_ROWS * wide) * found.skeleton.item_bytes
     rows = found.config.scheduler_config.max_num_seqs
@@ -153,7 +156,7 @@ def _workspace_bytes(found: Preflight) -> int:
 
 
 def _with_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
-    """Add the blocks of the KV cache as the worker reckons them, or why there is no room."""
+    """Add the blocks of the KV cache as the worker computes them, or the problem."""
     fixed = planned.process_bytes + planned.weight_bytes + planned.packing_bytes
     fixed += planned.lora_bytes + planned.workspace_bytes
     if fixed > planned.available_bytes:
@@ -198,16 +201,16 @@ def _weights_problem(planned: MemoryReport, fixed: int) -> str:
 
 
 def _checked(planned: MemoryReport, fixed: int, flag: str) -> MemoryReport:
-    """A size that the user named must fit, and hold one longest request."""
-    room = planned.available_bytes - fixed
-    if planned.kv_bytes > room:
-        most = max(0, room - planned.window_bytes)
-        value = most // planned.block_bytes if "blocks" in flag else room
+    """Add a problem if the size set with ``flag`` does not fit, or is below one longest request."""
+    left = planned.available_bytes - fixed
+    if planned.kv_bytes > left:
+        most = max(0, left - planned.window_bytes)
+        value = most // planned.block_bytes if "blocks" in flag else left
         return replace(
             planned,
             problems=(
                 f"{flag} asks for {planned.kv_bytes // _MIB:,} MiB of KV cache, but "
-                f"{room // _MIB:,} MiB are left: lower it to {value}",
+                f"{left // _MIB:,} MiB are left: lower it to {value}",
             ),
         )
     if (planned.longest_requests or 0.0) < 1.0:

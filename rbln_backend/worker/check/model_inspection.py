@@ -1,18 +1,18 @@
-"""What `rbln-serve check` tells of a model: its layers, graphs, memory and what is stored."""
+"""The report of `rbln-serve check` on a model: layers, graphs, memory and stored graphs."""
 
 from __future__ import annotations
 
-from rbln_backend.compiler.port import Phase
+from rbln_backend.core import Phase
 from rbln_backend.reporting.model_report import ModelReport
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.check.memory_plan import memory_report
 from rbln_backend.worker.check.store_survey import knows_ranks, survey
+from rbln_backend.worker.startup.model_layers import quantized_summary
 from rbln_backend.worker.startup.preflight import cache_groups, generates, prefix_caching, prepare
-from rbln_backend.worker.startup.quantized_model import quantized_summary
 
 
 def inspect_model(config: VllmConfig) -> ModelReport:
-    """Describe the model, its memory and what of it is stored; raises like ``prepare``."""
+    """Return the report on a model, its memory and its stored graphs; raises like ``prepare``."""
     found = prepare(config)
     model, tables = config.model_config, found.tables
     caching, reason = prefix_caching(config, found.rbln, found.specs)
@@ -39,6 +39,6 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         max_loras=lora.max_loras if lora else 0,
         max_lora_rank=lora.max_lora_rank if lora else 0,
         memory=memory_report(found),
-        # The length follows from the memory of the host that serves, and the graphs from it.
+        # With --max-model-len auto the graphs depend on the memory of the serving host.
         store=survey(found) if follows and knows_ranks(config) else None,
     )

@@ -1,4 +1,4 @@
-"""Fills the store ahead of time: the way of an engine's start up to its compiled graphs."""
+"""Precompilation: an engine's start up to its compiled graphs, which fills the store."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ WORKER = "rbln_backend.worker.compile_worker.CompileWorker"
 
 
 def compile_model(config: VllmConfig, targets: Sequence[str]) -> CompileReport:
-    """Put the graphs of ``config``, and kernels for ``targets``, into the store.
+    """Compile the graphs of ``config``, and kernels for ``targets``, into the store.
 
-    ``targets`` are levels of CPUs, ``native`` or ``all``; none: what this host would use. Raises
-    ``ConfigError`` where nothing can be stored, and whatever a start raises.
+    ``targets`` are levels of CPUs, ``native`` or ``all``; none: the kernels of this host. Raises
+    ``ConfigError`` if nothing can be stored, and the errors of a start.
     """
     rbln = configured(config)
     _check(config, rbln)
@@ -54,9 +54,9 @@ def compile_model(config: VllmConfig, targets: Sequence[str]) -> CompileReport:
 def kv_cache_configs(
     config: VllmConfig, specs: Sequence[Mapping[str, KVCacheSpec]], available: Sequence[int]
 ) -> list[KVCacheConfig]:
-    """The KV cache groups of every rank, as vLLM's engine forms them from ``specs`` by rank."""
+    """Return the KV cache groups of every rank, formed from ``specs`` by rank as vLLM does."""
     register_all_kvcache_specs(config)
-    # The engine settles it before it forms groups; our caches have a layout of their own.
+    # vLLM's engine resolves it before it forms groups; our caches do not use it.
     layouts = [layout.name for layout in get_supported_kv_cache_layouts([RblnAttentionBackend])]
     resolve_kv_cache_layout(config, [layouts], [s for rank in specs for s in rank.values()])
     configs: Any = get_kv_cache_configs(config, [dict(spec) for spec in specs], list(available))
@@ -75,7 +75,7 @@ def _check(config: VllmConfig, rbln: RblnConfig) -> None:
 
 
 def check_length(config: VllmConfig) -> None:
-    """Raise ``ConfigError`` where the graphs would depend on the memory of the host."""
+    """Raise ``ConfigError`` if the graphs would depend on the memory of the host."""
     if config.model_config.original_max_model_len == -1:
         raise ConfigError(
             "--max-model-len auto takes what fits into the memory of the host that serves; name a "
@@ -84,7 +84,7 @@ def check_length(config: VllmConfig) -> None:
 
 
 def _build_kernels(rbln: RblnConfig, names: Sequence[str]) -> list[str]:
-    """Build what was asked for by name; the rest is up to the worker, as in a server."""
+    """Build the kernels ``names``; without any the worker builds what it lacks, as in a server."""
     if not names:
         return []
     levels = [level.name for level in LEVELS]

@@ -1,4 +1,4 @@
-"""What the store has of the graphs that a configuration needs, found without compiling any."""
+"""Comparison of the graphs that a configuration needs with those in the store."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from rbln_backend.worker.startup.cache_fields import cache_fields, version_field
 from rbln_backend.worker.startup.preflight import Preflight, prepare
 from rbln_backend.worker.step.group_inputs import kv_groups
 
-# More than any host has: grouping layers needs some number, and does not depend on it.
+# More than any host has: vLLM's grouping of layers needs a number but does not depend on it.
 _ANY_BYTES = 1 << 50
 _LONGEST_LINE = 160
-# Fields whose values say nothing to a reader.
+# Fields whose values mean nothing to users.
 _OPAQUE = {"backend_sources": "backend_sources: another version of rbln-serve made it"}
 
 
 def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
-    """Compare what a start needs with what ``cache_root``, an absolute path, has of it.
+    """Compare the graphs that a start needs with those below ``cache_root``, an absolute path.
 
     Raises like ``prepare``.
     """
@@ -53,7 +53,7 @@ def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
 
 
 def survey(found: Preflight) -> StoreReport:
-    """The same for a model whose layers are known already."""
+    """Compare as ``survey_store`` for a model that is prepared already."""
     rbln, keys = found.rbln, planned_keys(found)
     states = _states(rbln, keys)
     graphs = tuple(PlannedGraph(name, key.digest, states[name]) for name, key in keys.items())
@@ -67,9 +67,9 @@ def survey(found: Preflight) -> StoreReport:
 
 
 def knows_ranks(config: VllmConfig) -> bool:
-    """Whether the graphs of all ranks follow from the layers of the whole model.
+    """Return True if the graphs of all ranks follow from the layers of the whole model.
 
-    A pipeline stage has layers of its own, a rank of data-parallel experts some of the experts.
+    A pipeline stage has only some layers, a rank of data-parallel experts some of the experts.
     """
     parallel = config.parallel_config
     experts = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
@@ -77,7 +77,7 @@ def knows_ranks(config: VllmConfig) -> bool:
 
 
 def check_ranks(config: VllmConfig) -> None:
-    """Raise ``ConfigError`` where ``knows_ranks`` says no."""
+    """Raise ``ConfigError`` unless ``knows_ranks``."""
     if not knows_ranks(config):
         raise ConfigError(
             "the graphs of pipeline stages and of data-parallel experts are not known before their "
@@ -87,7 +87,7 @@ def check_ranks(config: VllmConfig) -> None:
 
 
 def planned_keys(found: Preflight) -> dict[str, CacheKey]:
-    """The key of every graph of every rank by its name, as the engine will compute it."""
+    """Return the key of every graph of every rank by its name, as the engine computes it."""
     ranks = found.config.parallel_config.tensor_parallel_size
     keys: dict[str, CacheKey] = {}
     for rank in range(ranks):
@@ -116,21 +116,21 @@ def _keys_of_rank(found: Preflight, rank: int) -> dict[str, CacheKey]:
 
 
 def store_versions() -> tuple[dict[str, object], tuple[str, ...]]:
-    """What tells this version's graphs from others', and the keys of its kernel libraries."""
+    """Return the key fields of this version's graphs, and the keys of its kernel libraries."""
     return dict(version_fields()), _kernel_keys()
 
 
 def _kernel_keys() -> tuple[str, ...]:
-    """This host's first."""
+    """Return the keys of kernel libraries, this host's first."""
     return (build_key(), *(build_key(level) for level in LEVELS))
 
 
 def kernel_report(rbln: RblnConfig, capabilities: Capabilities) -> KernelReport:
-    """Whether the store has a library for this CPU, and which others it has."""
+    """Return the state of this CPU's kernel library, and the targets of the stored libraries."""
     if not capabilities.runs_on_host:
         return KernelReport("not needed", "the device is an NPU")
     if rbln.kernels == "aten":
-        return KernelReport("not needed", "PyTorch's operators were asked for")
+        return KernelReport("not needed", "PyTorch's operators are configured")
     store = kernel_store(Path(rbln.cache_root))
     targets = tuple(sorted({library.target or "unknown" for library in libraries(store)}))
     keys = _kernel_keys()
@@ -150,7 +150,7 @@ def kernel_report(rbln: RblnConfig, capabilities: Capabilities) -> KernelReport:
 def differences(
     missing: Mapping[str, CacheKey], entries: Sequence[Entry]
 ) -> tuple[Difference, ...]:
-    """How the entries nearest to the missing graphs differ from them: stored -> needed."""
+    """Return the differences of the nearest stored entries to missing graphs: stored -> needed."""
     found: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, key in missing.items():
         lines = _nearest(key, entries)
@@ -160,11 +160,11 @@ def differences(
 
 
 def _nearest(key: CacheKey, entries: Sequence[Entry]) -> tuple[str, ...]:
-    """The fewest lines that tell ``key`` from an entry of its phase and architecture."""
+    """Return the shortest difference of ``key`` to an entry of its phase and architecture."""
     same = ("phase", "architecture")
     alike = [e for e in entries if all(e.key.fields.get(f) == key.fields.get(f) for f in same)]
-    told = [diff(entry.key, key) for entry in alike if entry.key != key]
-    nearest = min(told, key=lambda lines: (len(lines), lines), default=[])
+    different = [diff(entry.key, key) for entry in alike if entry.key != key]
+    nearest = min(different, key=lambda lines: (len(lines), lines), default=[])
     return tuple(_readable(line) for line in nearest)
 
 
@@ -197,7 +197,7 @@ def _is_usable(key: CacheKey, files: Mapping[str, bytes]) -> bool:
 
 
 def _open(rbln: RblnConfig, events: list[StoreEvent]) -> ArtifactStore:
-    """The store as it lies there: looking must not change it."""
+    """Open the store read-only."""
     return ArtifactStore(
         graph_store(Path(rbln.cache_root)),
         max_bytes=rbln.cache_max_bytes,

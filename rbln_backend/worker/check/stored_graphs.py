@@ -1,10 +1,10 @@
-"""The check of a stored graph: before it is imported or exported, and whenever it is looked at."""
+"""The check of a stored graph, before an import or export and in a comparison of the store."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# They define the ops that programs call.
+# Imported because they define the ops that programs call.
 import rbln_backend.attention.ops
 import rbln_backend.emulator.ops  # noqa: F401
 from rbln_backend.compiler.programs.document import read_document
@@ -17,9 +17,9 @@ from rbln_backend.store.graph_sources import sources_digest
 def check_graph(key: CacheKey, files: Mapping[str, bytes]) -> bool:
     """Raise ``CorruptArtifactError`` unless ``files`` are one program, or an NPU's binaries.
 
-    False for a graph that another version made: it is not checked, and its key keeps this version
-    from loading it. Binaries are code in the SDK's own format; ``ArtifactStore.load_code`` decides
-    who may bring them.
+    Return False for a graph of another version: it is not checked, and its key keeps this version
+    from loading it. Binaries are code in the SDK's format; ``ArtifactStore.load_code`` decides
+    which sources of them are trusted.
     """
     if key.fields.get("backend_sources") != sources_digest():
         return False

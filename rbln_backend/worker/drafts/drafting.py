@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from rbln_backend.bucketing.verify import Size, VerifyTable
-from rbln_backend.compiler.port import Phase
+from rbln_backend.core import Phase, StepBatch
 from rbln_backend.reporting.draft_counts import DraftCounts
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.speculation.acceptance import Acceptance
@@ -29,7 +29,7 @@ from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     configured,
 )
-from rbln_backend.worker.step.batches import RequestBatches, StepWork
+from rbln_backend.worker.step.batches import RequestBatches
 
 
 class StepSeconds(NamedTuple):
@@ -48,7 +48,7 @@ class Drafting(Protocol):
         ...
 
     def end_step(
-        self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds
+        self, batch: StepBatch, token_ids: Sequence[Sequence[int]], took: StepSeconds
     ) -> None:
         """Record the tokens sampled for each request. Called after a step."""
         ...
@@ -65,7 +65,7 @@ class NoDrafting:
         """Do nothing."""
 
     def end_step(
-        self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds
+        self, batch: StepBatch, token_ids: Sequence[Sequence[int]], took: StepSeconds
     ) -> None:
         """Do nothing."""
 
@@ -125,16 +125,16 @@ class HostDrafting:
                 self._drafter.end(name, finished=self._has_ended(begun.state))
 
     def end_step(
-        self, work: StepWork, token_ids: Sequence[Sequence[int]], took: StepSeconds
+        self, batch: StepBatch, token_ids: Sequence[Sequence[int]], took: StepSeconds
     ) -> None:
         """As ``Drafting``."""
         self._sampled = True
-        names = work.batch.req_ids
-        if work.phase.takes_chunk:
+        names = batch.input_batch.req_ids
+        if batch.phase.takes_chunk:
             self._decoding += names
         else:
             self._decoding = list(names)
-            self._count(work, sum(map(len, token_ids)), took)
+            self._count(batch, sum(map(len, token_ids)), took)
         for name, tokens in zip(names, token_ids, strict=True):
             begun = self._begun.get(name) or self._begin(self._requests[name])
             if begun.acceptance is not None:
@@ -158,16 +158,16 @@ class HostDrafting:
         most = self._choice.length - 1
         return DraftTokenIds(list(drafts), [tokens[:most] for tokens in drafts.values()])
 
-    def _count(self, work: StepWork, tokens: int, took: StepSeconds) -> None:
-        size = self._table.find(work.num_reqs, work.length)
-        if work.phase is Phase.VERIFY:
+    def _count(self, batch: StepBatch, tokens: int, took: StepSeconds) -> None:
+        size = self._table.find(batch.num_reqs, batch.length)
+        if batch.phase is Phase.VERIFY:
             without = self._costs.seconds((size[0], 1)) / took.whole
             self._counts.record(
                 size,
-                checked=sum(map(len, work.drafts)),
-                accepted=tokens - work.num_reqs,
+                checked=sum(map(len, batch.drafts)),
+                accepted=tokens - batch.num_reqs,
                 expected_gain=self._choice.gain,
-                gain=tokens / work.num_reqs * without,
+                gain=tokens / batch.num_reqs * without,
             )
         self._costs.record(size, took.graph, took.whole)
 

@@ -16,14 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rbln_backend.core import StepBatch
 from rbln_backend.vllm_compat.surface import (
     LogprobsLists,
     LogprobsTensors,
     Sampler,
     SamplerOutput,
 )
-from rbln_backend.worker.sampling.sampler import GreedySampler, drawing
-from rbln_backend.worker.step.batches import RequestBatches, StepWork
+from rbln_backend.worker.sampling.sampler import GreedySampler, with_generators
+from rbln_backend.worker.step.batches import RequestBatches
 
 
 class Sampled(NamedTuple):
@@ -41,47 +42,49 @@ class Verification:
         self._sampler = sampler
         self._batches = batches
 
-    def sample(self, work: StepWork, logits: Tensor) -> Sampled:
+    def sample(self, batch: StepBatch, logits: Tensor) -> Sampled:
         """Sample from logits [tokens of the step, V], request by request; record the tokens."""
-        metadata = work.batch.sampling_metadata
+        metadata = batch.input_batch.sampling_metadata
         if isinstance(self._sampler, GreedySampler) and self._sampler.takes_largest(metadata):
-            return self._take_largest(work, logits)
-        return self._sample_by_position(work, logits)
+            return self._take_largest(batch, logits)
+        return self._sample_by_position(batch, logits)
 
-    def _take_largest(self, work: StepWork, logits: Tensor) -> Sampled:
-        largest = self._sampler(logits=logits, sampling_metadata=work.batch.sampling_metadata)
+    def _take_largest(self, batch: StepBatch, logits: Tensor) -> Sampled:
+        metadata = batch.input_batch.sampling_metadata
+        largest = self._sampler(logits=logits, sampling_metadata=metadata)
         tokens = largest.sampled_token_ids.flatten().tolist()
         accepted = []
-        for first, drafts in zip(_firsts(work), work.drafts, strict=True):
+        for first, drafts in zip(_firsts(batch), batch.drafts, strict=True):
             own = tokens[first : first + 1 + len(drafts)]
             accepted.append(own[: 1 + _num_right(drafts, own)])
-        self._batches.record(work, accepted)
+        self._batches.record(batch, accepted)
         return Sampled(accepted, None)
 
-    def _sample_by_position(self, work: StepWork, logits: Tensor) -> Sampled:
-        batch, firsts = work.batch, _firsts(work)
-        active, results = list(range(work.num_reqs)), _Results(work.num_reqs)
-        for position in range(work.length):
+    def _sample_by_position(self, batch: StepBatch, logits: Tensor) -> Sampled:
+        firsts = _firsts(batch)
+        active, results = list(range(batch.num_reqs)), _Results(batch.num_reqs)
+        for position in range(batch.length):
             # Rows of requests that are done are sampled as well, and the tokens dropped.
             rows = [
                 first + min(position, len(drafts))
-                for first, drafts in zip(firsts, work.drafts, strict=True)
+                for first, drafts in zip(firsts, batch.drafts, strict=True)
             ]
             sampled = self._sampler(
                 logits=logits[torch.tensor(rows)],
-                sampling_metadata=drawing(batch.sampling_metadata, active),
+                sampling_metadata=with_generators(batch.input_batch.sampling_metadata, active),
             )
             tokens = results.add(sampled, active)
-            self._batches.record(work, tokens)
+            self._batches.record(batch, tokens)
             active = [
                 row
                 for row in active
-                if position < len(work.drafts[row]) and work.drafts[row][position] == tokens[row][0]
+                if position < len(batch.drafts[row])
+                and batch.drafts[row][position] == tokens[row][0]
             ]
             if not active:
                 break
             # As before any step: minimum lengths, for example, depend on the recorded tokens.
-            batch.refresh_metadata()
+            batch.input_batch.refresh_metadata()
         return results.sampled()
 
 
@@ -126,9 +129,9 @@ class _Results:
         return Sampled(self.token_ids, LogprobsTensors(ids, logprobs, ranks).tolists(starts))
 
 
-def _firsts(work: StepWork) -> list[int]:
+def _firsts(batch: StepBatch) -> list[int]:
     """Return the row of each request's first token."""
-    counts = [1 + len(drafts) for drafts in work.drafts]
+    counts = [1 + len(drafts) for drafts in batch.drafts]
     return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
 
 

@@ -1,1 +1,1 @@
-"""The graphs of a model: which there are, how they are made, which one a step takes."""
+"""The graphs of a model: the plan of all graphs, their capture or load, and their dispatch."""

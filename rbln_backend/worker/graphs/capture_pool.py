@@ -1,7 +1,7 @@
-"""Graphs captured in forked children, one per core: Dynamo is Python and keeps to one core.
+"""Graphs captured in forked children, one per core: Dynamo is Python and uses one core.
 
-A child inherits the loaded model, sends programs as bytes and ends without cleaning up after its
-parent. Whatever befalls a child, the parent only misses the graphs that it did not deliver.
+A child inherits the loaded model, sends programs as bytes and exits without the parent's exit
+handlers. If a child dies, the parent lacks only the graphs that it did not send.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
-from rbln_backend.compiler.port import Compiler, GraphSpec
+from rbln_backend.compiler.port import Compiler
+from rbln_backend.core import GraphSpec
 from rbln_backend.vllm_compat.surface import init_logger
 
 logger = init_logger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 _INDEX = struct.Struct("=I")
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A program's bytes and the seconds that its capture took."""
+    """A program's bytes and the seconds of its capture."""
 
     spec: GraphSpec
     data: bytes
@@ -37,7 +38,7 @@ class Captured:
 
 
 def workers_of(compiler: Compiler, local_ranks: int) -> int:
-    """A rank's share of the cores; the SDK's compiler is not known to survive a fork."""
+    """Return a rank's share of the cores, 1 for the SDK: its compiler may not survive a fork."""
     if not compiler.capabilities.runs_on_host:
         return 1
     return max(1, len(os.sched_getaffinity(0)) // local_ranks)
@@ -49,12 +50,12 @@ def capture_in_children(
     *,
     workers: int,
     on_start: Callable[[GraphSpec], None],
-    patience_s: float = _PATIENCE_S,
+    timeout_s: float = _TIMEOUT_S,
 ) -> Generator[Captured, None, None]:
-    """Yield what ``workers`` forked children capture, in the order in which it is done.
+    """Capture ``specs`` in ``workers`` forked children and yield each graph when it is done.
 
-    A graph whose capture fails, whose child dies, or that shows no progress for ``patience_s``
-    seconds is not among them; nothing is raised.
+    A graph is left out if its capture fails, if its child dies, or if no child sends anything for
+    ``timeout_s`` seconds; nothing is raised.
     """
     queue = _filled_queue(len(specs))
     children: dict[Connection, int] = {}
@@ -63,7 +64,7 @@ def capture_in_children(
             reader, writer = Pipe(duplex=False)
             children[reader] = _fork(queue, writer, specs, capture)
             writer.close()
-        yield from _collect(list(children), specs, on_start, patience_s)
+        yield from _collect(list(children), specs, on_start, timeout_s)
     finally:
         os.close(queue)
         for reader, pid in children.items():
@@ -72,7 +73,7 @@ def capture_in_children(
 
 
 def _filled_queue(count: int) -> int:
-    """Return the reading end of a pipe that holds the numbers below ``count``, then its end."""
+    """Return the reading end of a pipe with the numbers below ``count`` and then end of file."""
     reader, writer = os.pipe()
     os.write(writer, b"".join(_INDEX.pack(index) for index in range(count)))
     os.close(writer)
@@ -88,7 +89,7 @@ def _fork(
     pid = os.fork()
     if pid:
         return pid
-    # No handler and no exit hook of the parent's may run here.
+    # No signal handler and no exit hook of the parent may run here.
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -117,12 +118,14 @@ def _collect(
     readers: list[Connection],
     specs: Sequence[GraphSpec],
     on_start: Callable[[GraphSpec], None],
-    patience_s: float,
+    timeout_s: float,
 ) -> Iterator[Captured]:
     while readers:
-        ready = wait(readers, patience_s)
+        ready = wait(readers, timeout_s)
         if not ready:
-            logger.warning("Capturing stands still since %.0f s: going on alone", patience_s)
+            logger.warning(
+                "No child has captured a graph for %.0f s: the engine captures the rest", timeout_s
+            )
             return
         for reader in ready:
             assert isinstance(reader, Connection)

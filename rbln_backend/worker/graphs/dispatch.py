@@ -1,18 +1,19 @@
-"""From (phase, bucket) to a compiled graph, and what happens on a miss."""
+"""The compiled graphs by graph spec, and the policy for unknown ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Literal
 
-from rbln_backend.compiler.port import CompiledGraph, GraphSpec
+from rbln_backend.compiler.port import CompiledGraph
+from rbln_backend.core import GraphSpec
 from rbln_backend.errors import UncompiledShapeError
 
 
 class GraphDispatch:
-    """Holds the compiled graphs. Once sealed, an unknown shape is a hot-path compile.
+    """Table of the compiled graphs. Once sealed, an unknown shape is a hot-path compile.
 
-    Policy ``error`` refuses it, ``warn`` compiles it; both are counted through ``on_miss``.
+    Policy ``error`` rejects it, ``warn`` compiles it; both call ``on_miss``.
     """
 
     def __init__(
@@ -36,11 +37,14 @@ class GraphDispatch:
         self._graphs[graph.spec] = graph
 
     def seal(self) -> None:
-        """Called when warm-up ends: from here on every shape must be known."""
+        """End the warm-up: from now on every shape must be known."""
         self._sealed = True
 
     def get(self, spec: GraphSpec) -> CompiledGraph:
-        """The graph of ``spec``; raises ``UncompiledShapeError`` for an unknown one if sealed."""
+        """Return the graph of ``spec``.
+
+        Raises ``UncompiledShapeError`` for an unknown one, if sealed with policy ``error``.
+        """
         graph = self._graphs.get(spec)
         if graph is not None:
             return graph

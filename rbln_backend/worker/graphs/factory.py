@@ -1,4 +1,4 @@
-"""Makes compiled graphs: from the artifact store if they are there, else by capture."""
+"""Compiled graphs from the artifact store, or captured where the store lacks them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from rbln_backend.attention.metadata import RblnAttentionMetadata
 from rbln_backend.compiler.capture import capture
-from rbln_backend.compiler.port import CompiledGraph, Compiler, GraphSpec, Phase
+from rbln_backend.compiler.port import CompiledGraph, Compiler
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.errors import CompileError, CorruptArtifactError
 from rbln_backend.store.artifact_files import BINARIES, PROGRAM
 from rbln_backend.store.artifacts import ArtifactStore
@@ -30,7 +31,7 @@ LayerMetadata = Mapping[str, RblnAttentionMetadata]
 
 
 class GraphRequest(NamedTuple):
-    """A graph to make: its shape, the buffers it reads, and what attention knows of the step."""
+    """A graph to make: its shape, its input buffers, and the attention metadata of the step."""
 
     spec: GraphSpec
     inputs: Mapping[str, Tensor]
@@ -38,25 +39,25 @@ class GraphRequest(NamedTuple):
 
 
 ForwardContext = Callable[[GraphRequest], AbstractContextManager[Any]]
-"""Makes what the model looks up while it is captured."""
+"""Sets the context that the model reads while it is captured."""
 
 
-class Listener(Protocol):
-    """Hears how the graphs of a warm-up come about."""
+class GraphListener(Protocol):
+    """Receives the progress of a warm-up."""
 
     def graph_started(self, spec: GraphSpec) -> None:
-        """Work on a graph begins."""
+        """Called when the capture or load of a graph begins."""
         ...
 
     def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
-        """A graph was captured or loaded."""
+        """Called when a graph was captured or loaded."""
         ...
 
 
 def graph_key(
     fields: Mapping[str, Any], fingerprint: Mapping[str, Any], spec: GraphSpec
 ) -> CacheKey:
-    """The key of a graph; ``fields`` are what all graphs of an engine share."""
+    """Return the key of a graph; ``fields`` are those that all graphs of an engine share."""
     own: dict[str, Any] = {
         "device": dict(fingerprint),
         "phase": spec.phase_name,
@@ -72,14 +73,14 @@ def graph_key(
 def binaries_key(
     fields: Mapping[str, Any], fingerprint: Mapping[str, Any], specs: Iterable[GraphSpec]
 ) -> CacheKey:
-    """The key of what a device's compiler made of the graphs ``specs`` of an engine."""
+    """Return the key of the binaries that a device's compiler made of an engine's graphs."""
     names: list[Any] = sorted(map(str, specs))
     own: dict[str, Any] = {"device": dict(fingerprint), "phase": "binaries", "graphs": names}
     return CacheKey({**fields, **own})
 
 
 class GraphFactory:
-    """Owns the way from a graph spec to a compiled graph; the store may be None (cache off)."""
+    """Makes compiled graphs of graph specs; ``store`` is None if the cache is off."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class GraphFactory:
         part: ModelPart = WHOLE,
         capture_workers: int = 1,
     ) -> None:
-        """``capture_workers``: processes that capture at once, when several graphs are missing."""
+        """``capture_workers``: processes that capture in parallel if several graphs are missing."""
         self._model = model
         self._part = part
         self._compiler = compiler
@@ -108,11 +109,11 @@ class GraphFactory:
         return graph_key(self._key_fields, self._compiler.fingerprint(), spec)
 
     def is_stored(self, spec: GraphSpec) -> bool:
-        """Whether the store has the graph now, whole or not."""
+        """Return True if the store has an entry for the graph, intact or not."""
         return self._store is not None and self._store.has(self.key(spec))
 
     def build(self, request: GraphRequest) -> tuple[CompiledGraph, Result, float]:
-        """One graph outside a warm-up, how it was obtained and the seconds it took.
+        """Return one graph outside a warm-up, how it was obtained and the seconds it took.
 
         Raises ``CompileError``.
         """
@@ -126,14 +127,14 @@ class GraphFactory:
         return self.bind(request, program), result, time.perf_counter() - started
 
     def obtain_all(
-        self, requests: Sequence[GraphRequest], listener: Listener
+        self, requests: Sequence[GraphRequest], listener: GraphListener
     ) -> dict[GraphSpec, Program]:
-        """The program of every request, from the store or captured; raises ``CompileError``."""
+        """Return the program of every request, loaded or captured; raises ``CompileError``."""
         programs: dict[GraphSpec, Program] = {}
         missing: dict[GraphSpec, GraphRequest] = {}
         locks: dict[GraphSpec, ExitStack] = {}
-        # Of several processes that need a graph, one compiles and the others wait and load. Every
-        # process takes the locks in the order of its plan, so that none waits for another in turn.
+        # Of several processes that need a graph, one compiles it and the others wait and load it.
+        # All take the locks in the order of the plan, which excludes a deadlock.
         with ExitStack() as held:
             for request in requests:
                 lock = locks[request.spec] = held.enter_context(ExitStack())
@@ -155,23 +156,23 @@ class GraphFactory:
         return programs
 
     def pack_weights(self, programs: Iterable[Program]) -> None:
-        """Give the weights the layout that ``programs``, all that will run, read them in."""
+        """Pack the weights into the layout that ``programs``, all that will run, read."""
         self._table.pack_weights(chain.from_iterable(program.bindings for program in programs))
 
     def bind(self, request: GraphRequest, program: Program) -> CompiledGraph:
-        """Make ``program`` callable over the model's tensors and the request's buffers."""
+        """Return ``program`` as a graph over the model's tensors and the request's buffers."""
         tensors = self._table.resolve_all(program.bindings, request.inputs)
         return self._compiler.load(program, request.spec, tensors)
 
     def restore_binaries(self, specs: Sequence[GraphSpec]) -> bool:
-        """Give the compiler what it once made of these graphs; False where that is not stored."""
+        """Load the compiler's binaries of these graphs; False if they are not stored."""
         if self._store is None:
             return False
         files = self._store.load_code(self._binaries_key(specs))
         return files is not None and self._compiler.read_binaries(files[BINARIES])
 
     def save_binaries(self, specs: Sequence[GraphSpec]) -> None:
-        """Store what the compiler made of these graphs, where there is something to keep."""
+        """Store the compiler's binaries of these graphs, if it has any."""
         if self._store is None:
             return
         key = self._binaries_key(specs)
@@ -181,7 +182,7 @@ class GraphFactory:
                 self._store.store(key, {BINARIES: data})
 
     def has_binaries(self, specs: Sequence[GraphSpec]) -> bool:
-        """Whether the store has what the compiler makes of these graphs, if it makes any."""
+        """Return True if the store has the binaries of these graphs, or if there are none."""
         if not self.compiles_when_loading:
             return True
         return self._store is not None and self._store.has(self._binaries_key(specs))
@@ -192,14 +193,14 @@ class GraphFactory:
     def build_other(
         self, request: GraphRequest, function: GraphFunction, names: Sequence[str]
     ) -> CompiledGraph:
-        """A graph of another function over the model's tensors, which is never stored.
+        """Return a graph of another ``function`` over the model's tensors; it is never stored.
 
-        ``names`` are the inputs that it takes. Raises ``CompileError``.
+        ``names`` are its inputs. Raises ``CompileError``.
         """
         return self.bind(request, self._capture_function(request, function, names))
 
     def _capture_all(
-        self, missing: Mapping[GraphSpec, GraphRequest], listener: Listener
+        self, missing: Mapping[GraphSpec, GraphRequest], listener: GraphListener
     ) -> Iterator[tuple[GraphSpec, Program, float]]:
         delivered = set()
         if self.capture_workers > 1 and len(missing) > 1:
@@ -228,7 +229,7 @@ class GraphFactory:
             return
         try:
             data = program.to_bytes()
-            # A stored one that fails this would be compiled again by every start.
+            # A stored program that fails this check would be compiled again by every start.
             self._check(program, request)
         except (CompileError, CorruptArtifactError) as error:
             logger.warning("Graph %s runs but cannot be cached: %s", request.spec, error)
@@ -236,7 +237,7 @@ class GraphFactory:
         self._store.store(self.key(request.spec), {PROGRAM: data})
 
     def _check(self, program: Program, request: GraphRequest) -> None:
-        """Raise where ``program`` does not fit the model's tensors and the request's buffers."""
+        """Raise if ``program`` does not fit the model's tensors and the request's buffers."""
         self._compiler.check(program, self._table.shapes_of(program.bindings, request.inputs))
 
     def _load(self, store: ArtifactStore, request: GraphRequest) -> Program | None:
@@ -254,8 +255,8 @@ class GraphFactory:
         return program
 
     def _capture(self, request: GraphRequest) -> Program:
-        wanted = graph_function(request.spec.phase, self._model, self._part)
-        return self._capture_function(request, *wanted)
+        own = graph_function(request.spec.phase, self._model, self._part)
+        return self._capture_function(request, *own)
 
     def _capture_function(
         self, request: GraphRequest, function: GraphFunction, names: Sequence[str]

@@ -1,7 +1,7 @@
 """The functions that are captured, one per phase: embedding to LM head, or to hidden states.
 
-Of a model in several pipeline stages, each rank captures its own part: what a stage hands to the
-next is an output here and an input there.
+With pipeline stages, each rank captures its own part of the model: the outputs of one stage are
+inputs of the next.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rbln_backend.compiler.port import Phase
+from rbln_backend.core import Phase
 from rbln_backend.vllm_compat.surface import IntermediateTensors
 
 GraphFunction = Callable[..., Any]
 _Forward = Callable[..., Any]
 
 HANDED = "handed."
-"""Before the names of the inputs that come from the stage before."""
+"""Prefix of the names of the inputs that come from the previous stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """Which stage of a pipeline is captured."""
+    """The part of the model in one pipeline stage."""
 
     is_first: bool = True
     is_last: bool = True
     handed: tuple[str, ...] = ()
-    """Names of the tensors that stages hand on, in order; none in a single stage."""
+    """Names of the tensors passed between stages, in order; none in a single stage."""
 
     @property
     def received(self) -> tuple[str, ...]:
-        """The graph inputs that come from the stage before."""
+        """The graph inputs that come from the previous stage."""
         return () if self.is_first else tuple(HANDED + name for name in self.handed)
 
 
@@ -43,12 +43,12 @@ WHOLE = ModelPart()
 def graph_function(
     phase: Phase, model: nn.Module, part: ModelPart = WHOLE
 ) -> tuple[GraphFunction, tuple[str, ...]]:
-    """The function of ``phase`` over ``model`` and the input names it takes, in order."""
+    """Return the function of ``phase`` over ``model``, and the names of its inputs in order."""
     if phase is Phase.LOGITS:
         return _logits(model), ("hidden",)
     forward, names = _forward(model, part), ("input_ids", "positions", *part.received)
     if not part.is_last:
-        return _handing_on(forward, part.handed), names
+        return _stage(forward, part.handed), names
     if phase is Phase.POOLING:
         return _pooling(forward), names
     if phase is Phase.PREFILL:
@@ -58,7 +58,7 @@ def graph_function(
 
 def _prefill(model: Any, forward: _Forward) -> GraphFunction:
     def prefill(token_indices: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """[1], then [1, L], [1, L] -> logits [1, V] of one row, hidden states [L, H]."""
+        """[R], then [1, L], [1, L] -> logits [R, V] of the last rows, hidden states [L, H]."""
         hidden = forward(*inputs)
         return model.compute_logits(hidden.index_select(0, token_indices)), hidden
 
@@ -89,9 +89,9 @@ def _logits(model: Any) -> GraphFunction:
     return logits
 
 
-def _handing_on(forward: _Forward, handed: tuple[str, ...]) -> GraphFunction:
+def _stage(forward: _Forward, handed: tuple[str, ...]) -> GraphFunction:
     def stage(*inputs: Tensor) -> tuple[Tensor, ...]:
-        """As the last stage, up to the tensors [rows, H] that the next one takes."""
+        """[B, L], [B, L], received tensors [B * L, H] -> tensors [B * L, H] of the next stage."""
         result = forward(*inputs)
         return tuple(result[name] for name in handed)
 
@@ -100,7 +100,7 @@ def _handing_on(forward: _Forward, handed: tuple[str, ...]) -> GraphFunction:
 
 def _forward(model: Any, part: ModelPart) -> _Forward:
     def forward(input_ids: Tensor, positions: Tensor, *received: Tensor) -> Any:
-        # vLLM's models take a flat run of tokens; the batch shape lies in the attention metadata.
+        # vLLM's models take a flat tensor of tokens; the batch shape is in the attention metadata.
         intermediates = None
         if not part.is_first:
             intermediates = IntermediateTensors(dict(zip(part.handed, received, strict=True)))
@@ -117,7 +117,7 @@ def _forward(model: Any, part: ModelPart) -> _Forward:
 
 
 def _embedded_by_layer(model: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """What Gemma-3n adds of each token in every layer; vLLM's text class leaves it to its caller.
+    """Return Gemma-3n's per-layer embeddings, which vLLM's text class expects from its caller.
 
     tokens [T] to [T, layers, width].
     """

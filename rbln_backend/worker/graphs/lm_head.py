@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
 from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
@@ -20,7 +20,7 @@ SPEC = GraphSpec.of(Phase.LOGITS, LOGITS_ROWS)
 
 
 class LmHead:
-    """Callable: hidden [n, H] of a request -> logits [n, V], in runs of ``LOGITS_ROWS`` rows."""
+    """The graph of the LM head as a function: hidden [n, H] of a request to logits [n, V]."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class LmHead:
         dispatch: GraphDispatch,
         adapters: Adapters | None = None,
     ) -> None:
-        """``adapters`` find a request's slot; None in an engine without them."""
+        """``adapters`` is None in an engine without adapters."""
         self.inputs = {"hidden": torch.zeros(LOGITS_ROWS, hidden_size, dtype=dtype)}
         if adapters is not None:
             self.inputs[INPUT_NAME] = torch.full((1,), NO_ADAPTER, dtype=torch.int32)

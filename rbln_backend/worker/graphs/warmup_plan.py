@@ -1,4 +1,4 @@
-"""Which graphs a server needs: a pure function of its bucket tables."""
+"""The plan of all graphs that a server needs: a pure function of its bucket tables."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from rbln_backend.bucketing.chunk_plan import prompts_of
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase
 
-# Rows of one run of the LM head alone, for prompt logprobs. Prompts are cut into pieces of this
+# Rows of one run of the LM head alone, for prompt logprobs. Prompts are split into parts of this
 # size, so that a large vocabulary does not need [chunk, vocab] logits at once.
 LOGITS_ROWS = 32
 
@@ -21,10 +21,10 @@ def plan(
     has_logits: bool,
     prompts: int = 1,
 ) -> list[GraphSpec]:
-    """Every graph, smallest first within a phase: memory trouble shows before the long compiles.
+    """Return every graph, smallest first within a phase.
 
-    ``verify``: the steps that check drafts. ``has_logits``: the model generates text (False for
-    pooling models). ``prompts``: what the largest prefill chunk may hold.
+    ``verify``: sizes of steps that check drafts. ``has_logits``: False for pooling models.
+    ``prompts``: most prompts of the largest prefill chunk.
     """
     specs = [spec_of(phase, size, prompts) for phase, table in tables.items() for size in table]
     specs += [GraphSpec.of(Phase.VERIFY, bucket, length) for bucket, length in verify]
@@ -34,5 +34,5 @@ def plan(
 
 
 def spec_of(phase: Phase, size: int, prompts: int) -> GraphSpec:
-    """The graph of a chunk or a decode bucket; ``prompts`` as for ``plan``."""
+    """Return the graph of a chunk or a decode bucket; ``prompts`` as for ``plan``."""
     return GraphSpec.of(phase, size, prompts=prompts_of(size, prompts) if phase.takes_chunk else 1)

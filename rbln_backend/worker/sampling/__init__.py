@@ -1,1 +1,1 @@
-"""Sampling on the host: rows of requests, grammar masks, the sampler, prompt log-probabilities."""
+"""Sampling on the host: persistent batch, grammar masks, sampler, prompt log-probabilities."""

@@ -1,4 +1,4 @@
-"""Grammar masks on the worker's side: applied to the logits on the host, and timed."""
+"""Grammar masks in the worker: applied to the logits on the host, and timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The persistent batch of a phase, in which a row holds the state of its request and no other."""
+"""The persistent batch of a phase, with rows that keep no state of earlier requests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class IsolatedInputBatch(InputBatch):
     """vLLM's input batch, with every row cleared before it is filled and after it is left.
 
     Upstream writes a row's mask of allowed tokens, bad words, generator, prompt embeddings and
-    thinking budget only for requests that have them, and leaves the source row of a move as it
-    was. A later request in that row would be sampled with the state of an earlier one.
+    thinking budget only for requests that have them, and does not clear the source row of a move.
+    A later request in that row would be sampled with the state of an earlier one.
     """
 
     def _register_add_request(self, request: CachedRequestState) -> int:
@@ -48,16 +48,16 @@ class IsolatedInputBatch(InputBatch):
         self.bad_words_token_ids.pop(row, None)
         self.req_prompt_embeds.pop(row, None)
         self.request_lora_mapping[row] = 0
-        # Penalties read the prompt of a request that came as embeddings, too.
+        # Penalties read the prompt tokens of requests with prompt embeddings as well.
         self.token_ids_cpu[row] = 0
         self.is_token_ids[row] = False
         if self.allowed_token_ids_mask_cpu_tensor is not None:
             self.allowed_token_ids_mask_cpu_tensor[row] = False
 
     def _drop_budget(self, row: int) -> None:
-        """Drop the thinking budget of a row that is left, before a move into it is reported.
+        """Drop the thinking budget of a freed row before another request moves into it.
 
-        Upstream's holder keeps it where the request that moves there has none.
+        Upstream's holder would keep it for a request without a budget.
         """
         if self.thinking_budget_state_holder is not None:
             self.thinking_budget_state_holder.sync_batch(

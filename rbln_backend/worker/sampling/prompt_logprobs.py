@@ -14,7 +14,7 @@ LogitsOf = Callable[[Tensor, CachedRequestState], Tensor]
 
 
 class PromptLogprobs:
-    """Collects ``prompt_logprobs`` of requests that ask for them."""
+    """Collects ``prompt_logprobs`` of requests that have the parameter."""
 
     def __init__(self, sampler: Sampler, logits_of: LogitsOf, vocab_size: int) -> None:
         self._sampler = sampler
@@ -24,17 +24,17 @@ class PromptLogprobs:
     def collect(
         self, request: CachedRequestState, hidden: Tensor | None, num_tokens: int
     ) -> LogprobsTensors | None:
-        """Score one chunk of ``num_tokens`` tokens; the whole prompt's table when it is complete.
+        """Score a chunk of ``num_tokens`` tokens; return the prompt's table after the last chunk.
 
-        ``hidden`` [>= num_tokens, H], or None for a one-token step, which has nothing to score:
-        a row predicts the next prompt token, and the last row predicts a generated one.
+        ``hidden`` [>= num_tokens, H], or None for a step of one token, which has nothing to score:
+        each row predicts the next prompt token, and the last row predicts a generated one.
         """
         wanted = self._num_wanted(request)
         if wanted is None or request.prompt_token_ids is None:
             return None
         prompt = request.prompt_token_ids
         start = request.num_computed_tokens
-        # A preempted request recomputes a prompt that was already reported.
+        # A preempted request recomputes a prompt whose table was already returned.
         if start >= len(prompt) or request.output_token_ids:
             return None
         table = request.in_progress_prompt_logprobs_cpu

@@ -1,4 +1,4 @@
-"""vLLM's sampler: log-probabilities of each request alone, and a short way for greedy steps."""
+"""vLLM's sampler, with log-probabilities by request and a fast path for greedy steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from rbln_backend.vllm_compat.surface import (
 
 
 class RowSampler(Sampler):
-    """Upstream's sampler, which gives every request the log-probabilities that it wants.
+    """Upstream's sampler with the log-probabilities that each request has parameters for.
 
-    Where one request of a step names tokens (``logprob_token_ids``), upstream returns columns for
-    these to all of them, in the place of their likeliest tokens.
+    If one request of a step has ``logprob_token_ids``, upstream returns the columns of these tokens
+    to all requests, instead of their likeliest tokens.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -33,13 +33,17 @@ class RowSampler(Sampler):
     def forward(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
     ) -> SamplerOutput:
+        """Sample from logits [rows, V] as upstream."""
         self._num_likeliest = sampling_metadata.max_num_logprobs
         return super().forward(logits, sampling_metadata, *args, **options)
 
     def gather_specific_token_logprobs(
         self, logprobs: Tensor, logprob_token_ids: dict[int, list[int]], sampled: Tensor
     ) -> LogprobsTensors | None:
-        """Name the likeliest tokens of the rows that name none; ``logprobs`` [rows, V]."""
+        """Gather as upstream; rows without ``logprob_token_ids`` get their likeliest tokens.
+
+        ``logprobs`` [rows, V], ``sampled`` [rows].
+        """
         named = logprob_token_ids
         if self._num_likeliest:
             likeliest = logprobs.topk(self._num_likeliest).indices.tolist()
@@ -48,35 +52,36 @@ class RowSampler(Sampler):
 
 
 class GreedySampler(RowSampler):
-    """Where upstream would only look for each row's largest logit, a kernel does.
+    """A ``RowSampler`` that takes the largest logit of each row in a kernel where that is all.
 
-    Upstream first copies the logits to float32, which changes no order.
+    Upstream copies the logits to float32 first, which does not change their order.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._seen: SamplingMetadata | None = None
-        self._is_plain = False
+        self._latest: SamplingMetadata | None = None
+        self._is_greedy = False
 
     def forward(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
     ) -> SamplerOutput:
+        """Sample from logits [rows, V] as upstream."""
         if args or options or not self.takes_largest(sampling_metadata):
             return super().forward(logits, sampling_metadata, *args, **options)
         sampled = torch.ops.rbln_emulator.greedy(logits)
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
 
     def takes_largest(self, metadata: SamplingMetadata) -> bool:
-        """Whether a token is that of its row's largest logit, whatever was sampled before."""
-        if metadata is not self._seen:
+        """Return True if every row's token is that of its largest logit."""
+        if metadata is not self._latest:
             # A batch keeps its metadata until a request joins or leaves.
-            self._seen = metadata
-            self._is_plain = _asks_for_largest(metadata)
-        return self._is_plain and not _is_biased(metadata)
+            self._latest = metadata
+            self._is_greedy = _is_greedy(metadata)
+        return self._is_greedy and not _is_biased(metadata)
 
 
-def _asks_for_largest(metadata: SamplingMetadata) -> bool:
-    """Whether nothing that lasts as long as the batch stands between logits and tokens."""
+def _is_greedy(metadata: SamplingMetadata) -> bool:
+    """Return True if no parameter but a bias or a minimum length changes greedy tokens."""
     return (
         metadata.all_greedy
         and metadata.no_penalties
@@ -93,7 +98,7 @@ def _asks_for_largest(metadata: SamplingMetadata) -> bool:
 
 
 def _is_biased(metadata: SamplingMetadata) -> bool:
-    """Whether a request has a bias or a minimum length, which it may reach at any step."""
+    """Return True if a request has a bias, or a minimum length that it has not reached."""
     for processor in metadata.logitsprocs.non_argmax_invariant:
         if isinstance(processor, LogitBiasLogitsProcessor):
             if processor.biases:
@@ -103,8 +108,8 @@ def _is_biased(metadata: SamplingMetadata) -> bool:
     return False
 
 
-def drawing(metadata: SamplingMetadata, rows: Sequence[int]) -> SamplingMetadata:
-    """The metadata with the generators of ``rows`` alone: those of others do not advance."""
+def with_generators(metadata: SamplingMetadata, rows: Sequence[int]) -> SamplingMetadata:
+    """Return the metadata with the generators of ``rows`` alone: others do not advance."""
     if metadata.generators.keys() <= set(rows):
         return metadata
     own = {row: generator for row, generator in metadata.generators.items() if row in rows}

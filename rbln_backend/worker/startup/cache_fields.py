@@ -14,18 +14,18 @@ from rbln_backend.store.graph_sources import sources_digest
 from rbln_backend.vllm_compat.surface import VLLM_VERSION, VllmConfig
 from rbln_backend.worker.step.group_inputs import KvGroup
 
-# Fields of a Hugging Face config that say where a model came from, not what it computes.
+# Fields of a Hugging Face config that describe a model's origin, not its computation.
 _PROVENANCE = frozenset(("_name_or_path", "transformers_version", "dtype", "torch_dtype"))
 
 
 def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]) -> dict[str, Any]:
-    """Everything besides device, phase and bucket that changes a graph; weights do not."""
+    """Return the fields besides device, phase and bucket that change a graph; weights do not."""
     model, parallel = config.model_config, config.parallel_config
     # Label maps have integer keys and some fields hold dtypes; JSON has neither.
     hf_config = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
     return {
         "model": without_provenance(hf_config),
-        # Which of vLLM's classes runs it: some models have one of their own and a generic one.
+        # vLLM's class: some models can run in their own one or in a generic one.
         "architecture": model.architecture,
         "dtype": str(model.dtype),
         "quantization": _quantization_fields(config),
@@ -48,7 +48,7 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
 
 
 def version_fields() -> dict[str, str]:
-    """What of a key says which software made a graph."""
+    """Return the fields that identify the software that made a graph."""
     return {
         "torch": torch.__version__,
         "vllm": VLLM_VERSION,
@@ -57,7 +57,7 @@ def version_fields() -> dict[str, str]:
 
 
 def without_provenance(config: Any) -> Any:
-    """``config`` less the fields that only say where it came from, at every depth."""
+    """Return ``config`` without the fields that only describe its origin, at every depth."""
     if isinstance(config, dict):
         return {k: without_provenance(v) for k, v in config.items() if k not in _PROVENANCE}
     if isinstance(config, list):
@@ -66,10 +66,10 @@ def without_provenance(config: Any) -> Any:
 
 
 def _quantization_fields(config: VllmConfig) -> dict[str, Any] | None:
-    """The format and everything that says which layers are quantised how."""
+    """Return the quantisation format and its settings by layer."""
     if config.quant_config is None:
         return None
-    # Not always a part of the model's own configuration.
+    # These are not always part of the model's own configuration.
     described = json.loads(json.dumps(vars(config.quant_config), default=str))
     return {"method": config.model_config.quantization, **described}
 

@@ -1,4 +1,4 @@
-"""What the start of an engine will probably take: the sizes that its costs depend on."""
+"""An estimate of the seconds that an engine's start takes, from the sizes that they depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 class StartEstimate:
-    """The expected seconds of each phase of one rank's start, and the memory of earlier ones."""
+    """The expected seconds of each phase of one rank's start, from those of earlier starts."""
 
     def __init__(self, config: VllmConfig, rbln: RblnConfig) -> None:
         """Raises ``BucketError``."""
@@ -31,12 +31,12 @@ class StartEstimate:
         self.costs = StartCosts(Path(rbln.cache_root), (*names, parallel.world_size))
 
     def phases_s(self, *, builds_kernels: bool) -> dict[str, float]:
-        """Seconds by phase, `init` first."""
+        """Return the expected seconds by phase, `init` first."""
         init = self.costs.kernels_s() if builds_kernels else 0.0
         return {"init": init, **self.costs.phases_s(*self._sizes)}
 
 
 def _weight_bytes(folder: Path) -> int:
-    """Bytes of a local checkpoint; 0 of what is still to be fetched."""
+    """Return the bytes of a local checkpoint, 0 for one that is not fetched yet."""
     files = (path for pattern in _WEIGHT_FILES for path in folder.glob(pattern))
     return sum(path.stat().st_size for path in files)

@@ -1,4 +1,4 @@
-"""The KV caches' share of an NPU's memory; host memory says nothing of it."""
+"""The memory of an NPU that KV caches get."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rbln_backend.worker.startup.skeleton import weight_bytes
 
 
 def rank_memory(npu: Npu, config: VllmConfig) -> RankMemory:
-    """The memory of one rank of the engine that ``config`` describes."""
+    """Return the memory of one rank of the engine that ``config`` describes."""
     rbln = configured(config)
     tables, verify = bucket_tables(config, rbln), verify_table(config)
     graphs = plan(tables, verify, has_logits=generates(config))
@@ -35,9 +35,9 @@ def rank_memory(npu: Npu, config: VllmConfig) -> RankMemory:
 def npu_budget_bytes(
     npu: Npu, config: VllmConfig, model: nn.Module, specs: Iterable[LayerSpec]
 ) -> int:
-    """Bytes for KV caches on one rank, no more than it has numbers of blocks for.
+    """Return the bytes of KV caches on one rank, at most those of ``LARGEST_NUM_BLOCKS``.
 
-    Raises ``DeviceMemoryError`` where nothing is left.
+    Raises ``DeviceMemoryError`` if nothing is left.
     """
     memory, utilization = rank_memory(npu, config), config.cache_config.gpu_memory_utilization
     weights = weight_bytes(model)
@@ -54,7 +54,7 @@ def npu_budget_bytes(
 
 
 def _smallest_group_bytes(specs: Iterable[LayerSpec]) -> int:
-    """Bytes of a block in the fewest layers that vLLM may put into a group; 0 without pages."""
+    """Return the bytes of a block in the smallest group that vLLM may form; 0 without pages."""
     by_kind: Counter[int | None] = Counter()
     for spec in specs:
         if not isinstance(spec, WindowSpec):

@@ -1,4 +1,4 @@
-"""Seconds of the start-up phases, as a metric."""
+"""The metric of the start-up phases' seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PHASE_SECONDS = "rbln_startup_phase_seconds"
 
 @contextmanager
 def timed_phase(board: MetricsBoard, phase: str) -> Iterator[None]:
-    """Report what the block took as ``PHASE_SECONDS``, also when it fails."""
+    """Set ``PHASE_SECONDS`` to the seconds of the block, also when it fails."""
     started = time.perf_counter()
     try:
         yield

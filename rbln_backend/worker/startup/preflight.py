@@ -1,4 +1,4 @@
-"""Whether a model can run here, and how it would, before any of its weights is read."""
+"""The check of a model before its weights are read, and the properties of its engine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefi
 from rbln_backend.bucketing.verify import VerifyTable
 from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.device import device_capabilities
-from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.compiler.sdk.limits import check_windows
 from rbln_backend.config import RblnConfig
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.emulator.layers import install_layers
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.host.memory import host_memory
@@ -34,8 +34,7 @@ from rbln_backend.vllm_compat.surface import (
     set_current_vllm_config,
 )
 from rbln_backend.worker.graphs.warmup_plan import plan
-from rbln_backend.worker.startup.latent_model import install_latent_layers
-from rbln_backend.worker.startup.quantized_model import register_quantization
+from rbln_backend.worker.startup.model_layers import install_latent_layers, register_quantization
 from rbln_backend.worker.startup.skeleton import Skeleton
 from rbln_backend.worker.step.host_pooler import HostPooler
 
@@ -44,7 +43,7 @@ LayerSpecs = Mapping[str, LayerSpec]
 
 @dataclass(frozen=True)
 class Preflight:
-    """A model as it would run here, known from its layers."""
+    """The properties of a model's engine, derived from the model's layers."""
 
     config: VllmConfig
     rbln: RblnConfig
@@ -56,7 +55,7 @@ class Preflight:
 
     @property
     def graphs(self) -> list[GraphSpec]:
-        """Every graph that a start loads or compiles."""
+        """The graphs that a start loads or compiles."""
         prompts = self.rbln.chunk_prompts
         return plan(self.tables, self.verify, has_logits=generates(self.config), prompts=prompts)
 
@@ -71,7 +70,7 @@ def prepare(config: VllmConfig) -> Preflight:
     rbln = configured(config)
     capabilities = device_capabilities(rbln)
     if capabilities.runs_on_host:
-        # They refuse what they cannot compute when they are made.
+        # Their constructors raise for models that they cannot compute.
         install_layers()
     register_quantization(config)
     install_expert_layers()
@@ -86,7 +85,7 @@ def prepare(config: VllmConfig) -> Preflight:
 
 
 def _of_one_rank(config: VllmConfig) -> VllmConfig:
-    """The same engine without its other ranks, for which process groups would wait."""
+    """Return the same engine with one rank: process groups would wait for others."""
     alone = copy.copy(config)
     alone.parallel_config = parallel = copy.copy(config.parallel_config)
     parallel.tensor_parallel_size = parallel.pipeline_parallel_size = 1
@@ -97,7 +96,7 @@ def _of_one_rank(config: VllmConfig) -> VllmConfig:
 
 @contextmanager
 def _process_groups(config: VllmConfig) -> Iterator[None]:
-    """vLLM's process groups of one rank, for as long as the block runs."""
+    """Create vLLM's process groups of one rank, and destroy them after the block."""
     with tempfile.TemporaryDirectory(prefix="rbln-check-") as folder:
         try:
             with set_current_vllm_config(config):
@@ -109,7 +108,7 @@ def _process_groups(config: VllmConfig) -> Iterator[None]:
 
 
 def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> LayerSpecs:
-    """Return our KV cache spec of every attention layer; raises what makes the model unfit."""
+    """Return our KV cache spec of every attention layer; raise for an unsupported model."""
     if generates(config) and not skeleton.generates:
         raise UnsupportedModelError(
             f"architecture {config.model_config.architecture!r} has no language-model head and "
@@ -117,14 +116,14 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
             "'architectures'"
         )
     if config.lora_config is not None:
-        # vLLM's part of it takes a while to import.
+        # Imported here because vLLM's part takes long.
         from rbln_backend.vllm_compat.lora import supports_lora
 
-        # Of latent attention a projection is taken apart: adapters of it would have no effect.
+        # Latent attention splits a projection: adapters of that one would have no effect.
         if not supports_lora(skeleton.model) or config.model_config.use_mla:
             raise LORA_MODEL.refusal(config.model_config.architecture)
     if not generates(config):
-        # Raises where a prefix hit would hide tokens from the pooler.
+        # Raises if a prefix hit would hide tokens from the pooler.
         HostPooler(skeleton.model, reuses_prefixes=bool(config.cache_config.enable_prefix_caching))
     limits = kv_limits(config, rbln)
     shared = set(skeleton.sharing_layers().values())
@@ -140,7 +139,7 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
 
 
 def generates(config: VllmConfig) -> bool:
-    """Whether the engine answers with text; otherwise it pools."""
+    """Return True for an engine that generates text, False for one that pools."""
     return config.model_config.runner_type == "generate"
 
 
@@ -157,7 +156,7 @@ def bucket_tables(config: VllmConfig, rbln: RblnConfig) -> dict[Phase, BucketTab
 
 
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
-    """What decides the KV cache; the platform has settled the unit of prefix reuse."""
+    """Return the limits of the KV cache; the platform has set ``rbln.sub_block_size``."""
     assert rbln.sub_block_size is not None
     device = device_capabilities(rbln)
     reuses = config.cache_config.enable_prefix_caching and rbln.window_prefix_cache
@@ -178,7 +177,7 @@ def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
 
 
 def cache_groups(specs: LayerSpecs) -> tuple[CacheGroup, ...]:
-    """Layers whose caches are alike, in the order of their first layers."""
+    """Return the groups of layers with equal caches, in the order of their first layers."""
     counts = Counter(
         (window_in(spec), spec.num_kv_heads, spec.head_size, str(spec.dtype))
         for spec in specs.values()
@@ -196,7 +195,7 @@ def cache_groups(specs: LayerSpecs) -> tuple[CacheGroup, ...]:
 
 
 def prefix_caching(config: VllmConfig, rbln: RblnConfig, specs: LayerSpecs) -> tuple[bool, str]:
-    """Whether prefixes are shared, and in what units or why not."""
+    """Return True if prefixes are shared, and the unit or the reason why not."""
     if not config.cache_config.enable_prefix_caching:
         flag = "--no-enable-prefix-caching"
         if generates(config):

@@ -1,12 +1,13 @@
-"""What a worker tells `/v1/server_info` of its device, its model, its cache and its store."""
+"""A worker's part of `/v1/server_info`: device, model, KV cache and store."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
 
-from rbln_backend.compiler.port import Compiler, Phase
+from rbln_backend.compiler.port import Compiler
 from rbln_backend.config import RblnConfig
+from rbln_backend.core import Phase
 from rbln_backend.emulator.kernel_set import KernelSet
 from rbln_backend.emulator.memory import huge_page_bytes
 from rbln_backend.kv_cache.specs import WindowSpec, layer_specs, window_in
@@ -32,7 +33,7 @@ _PHASES = ("init", "load", "compile", "warmup")
 
 
 class SelfDescription:
-    """One rank's description, told section by section as the start-up learns it."""
+    """One rank's description, written section by section during the start-up."""
 
     def __init__(
         self, writer: DescriptionWriter, config: VllmConfig, rbln: RblnConfig, board: MetricsBoard
@@ -51,42 +52,42 @@ class SelfDescription:
         self._writer.tell("buckets", _buckets_info(self._config, self._rbln, None))
 
     def has_device(self, compiler: Compiler) -> None:
-        """Tell of a device that is not emulated."""
+        """Describe an NPU."""
         self._writer.tell("device", _device_info(compiler, None))
 
     def has_kernels(self, compiler: Compiler, kernels: KernelSet, runtime: RuntimeInfo) -> None:
-        """Tell of the emulated device."""
+        """Describe the emulated device."""
         self._runtime = runtime
         self._writer.tell("device", _device_info(compiler, kernels))
         self._writer.tell("runtime", runtime)
 
     def has_weights(self, num_bytes: int, quantized_layers: str | None) -> None:
-        """Tell that the model is loaded."""
+        """Describe the loaded model."""
         self._writer.tell("model", _model_info(self._config, num_bytes, quantized_layers))
         self._writer.tell("phases", _phase_seconds(self._board))
 
     def has_adapters(self, num_bytes: int) -> None:
-        """Tell of the slots for adapters, which take ``num_bytes``."""
+        """Describe the adapter slots, which take ``num_bytes``."""
         lora = self._config.lora_config
         assert lora is not None
         info = LoraInfo(max_loras=lora.max_loras, max_lora_rank=lora.max_lora_rank, bytes=num_bytes)
         self._writer.tell("lora", info)
 
     def has_experts(self, experts: ExpertsInfo) -> None:
-        """Tell how mixtures of experts are computed."""
+        """Describe the computation of mixtures of experts."""
         self._writer.tell("experts", experts)
 
     def records_usage(self, file: Path) -> None:
-        """Tell where it is kept how often each size ran."""
+        """Describe the file with the counts of step sizes."""
         self._writer.tell("buckets", _buckets_info(self._config, self._rbln, str(file)))
 
     def has_kv_caches(self, kv_cache_config: KVCacheConfig) -> None:
-        """Tell of the KV cache, once it is allocated."""
+        """Describe the allocated KV cache."""
         num_bytes = self._board.value("rbln_device_memory_bytes", kind="kv")
         self._writer.tell("kv", _kv_info(kv_cache_config, int(num_bytes)))
 
     def is_ready(self) -> None:
-        """Tell what the warm-up found and left; nothing is told after that."""
+        """Describe store, phases and memory after the warm-up; nothing is written later."""
         self._writer.tell("cache", _cache_info(self._rbln, self._board))
         self._writer.tell("phases", _phase_seconds(self._board))
         if self._runtime is not None:
@@ -96,7 +97,7 @@ class SelfDescription:
 
 
 def _device_info(compiler: Compiler, kernels: KernelSet | None) -> DeviceInfo:
-    """The device behind ``compiler``; ``kernels`` are those of the emulated one."""
+    """Return the device of ``compiler``; ``kernels`` is None for an NPU."""
     if kernels is None:
         npu = compiler.fingerprint().get("npu")
         return DeviceInfo(
@@ -120,7 +121,7 @@ def _device_info(compiler: Compiler, kernels: KernelSet | None) -> DeviceInfo:
 def _model_info(
     config: VllmConfig, weight_bytes: int | None, quantized_layers: str | None
 ) -> ModelInfo:
-    """What is served; ``weight_bytes`` is None until the weights are loaded."""
+    """Return the served model; ``weight_bytes`` is None until the weights are loaded."""
     model = config.model_config
     return ModelInfo(
         name=model.model,
@@ -134,7 +135,7 @@ def _model_info(
 
 
 def _limits_info(config: VllmConfig) -> LimitsInfo:
-    """What the engine takes at once."""
+    """Return the limits of requests and steps."""
     return LimitsInfo(
         max_model_len=config.model_config.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,
@@ -152,7 +153,7 @@ def _buckets_info(config: VllmConfig, rbln: RblnConfig, usage_file: str | None) 
 
 
 def _kv_info(config: KVCacheConfig, num_bytes: int) -> KvInfo:
-    """The KV cache groups; ``num_bytes`` is what all of them take."""
+    """Return the KV cache groups, which take ``num_bytes`` in all."""
     groups = []
     for group in config.kv_cache_groups:
         specs = layer_specs(group.kv_cache_spec, group.layer_names)
@@ -174,7 +175,7 @@ def _kv_info(config: KVCacheConfig, num_bytes: int) -> KvInfo:
 
 
 def _cache_info(rbln: RblnConfig, board: MetricsBoard) -> CacheInfo:
-    """The artifact store, by what the start-up counted."""
+    """Return the artifact store's settings and the counts of the start-up."""
 
     def count(result: str) -> int:
         return int(board.value("rbln_compile_cache_requests_total", result=result))
@@ -193,6 +194,6 @@ def _cache_info(rbln: RblnConfig, board: MetricsBoard) -> CacheInfo:
 
 
 def _phase_seconds(board: MetricsBoard) -> dict[str, float]:
-    """Seconds of the start-up phases that are over."""
+    """Return the seconds of the completed start-up phases."""
     taken = {phase: board.value(PHASE_SECONDS, phase=phase) for phase in _PHASES}
     return {phase: round(seconds, 3) for phase, seconds in taken.items() if seconds}

@@ -1,7 +1,7 @@
-"""A model without its weights: every layer is real, every parameter is a shape.
+"""A model without its weights: real layers whose parameters are on the meta device.
 
-Layers refuse what they cannot do when they are made, so a skeleton tells in a fraction of a second
-and a few megabytes whether a model of any size can run, before a byte of its weights is read.
+Layers raise for unsupported models when they are constructed. A skeleton therefore finds out in
+less than a second and a few megabytes if a model can run, before any weight is read.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from rbln_backend.vllm_compat.surface import (
 
 
 class Skeleton:
-    """The layers of ``config``'s model. Raises what the model's own layers raise.
+    """The layers of ``config``'s model. Raises the errors of the model's layers.
 
-    Needs vLLM's process groups. ``config`` keeps no trace of it, and tables that vLLM shares
-    between models, such as rotary embeddings, are filled with real values.
+    Needs vLLM's process groups. ``config`` is not changed. Tables that vLLM shares between models,
+    such as rotary embeddings, have real values.
     """
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = copy.copy(config)
         self._config.compilation_config = compilation = copy.copy(config.compilation_config)
-        # Layers enter themselves here, under the names that the real model's will have.
+        # Layers register themselves here, under the same names as in the real model.
         compilation.static_forward_context = {}
         compilation.static_all_moe_layers = []
         compilation.enabled_custom_ops = Counter()
@@ -60,13 +60,13 @@ class Skeleton:
             method = self._config.model_config.quantization
             if method is None or isinstance(error, RblnError):
                 raise
-            # vLLM's layers look for a kernel when they are made; what they say then is long.
+            # vLLM's layers select a kernel when they are constructed; their message is long.
             raise QUANTIZATION.refusal(f"quantization {method!r}") from error
         return model
 
     @property
     def num_parameters(self) -> int:
-        """Weights as they are stored: packed ones count as their container."""
+        """Number of stored weights: packed ones count as their container."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
@@ -76,39 +76,39 @@ class Skeleton:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of a number in the model's dtype."""
+        """Bytes of one element of the model's dtype."""
         dtype = self._config.model_config.dtype
         assert isinstance(dtype, torch.dtype)
         return dtype.itemsize
 
     @property
     def generates(self) -> bool:
-        """Whether the model has a language-model head."""
+        """True if the model has a language-model head."""
         return hasattr(self.model, "compute_logits")
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """vLLM's spec of every attention layer with a KV cache of its own, by layer name."""
+        """Return vLLM's spec of every attention layer with its own KV cache, by layer name."""
         with set_current_vllm_config(self._config):
             return kv_cache_specs(self._config)
 
     def sharing_layers(self) -> dict[str, str]:
-        """The layers that read the cache of another, by name, and which one has it."""
+        """Return the layers that read the cache of another, by name, and the name of its owner."""
         return sharing_layers(attention_layers(self._config))
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters of ``model``."""
+    """Return the bytes of all parameters of ``model``."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def attention_layers(config: VllmConfig) -> dict[str, Any]:
-    """Every attention layer that was made under ``config``, by its name."""
+    """Return every attention layer that was constructed under ``config``, by its name."""
     layers = config.compilation_config.static_forward_context
     return {n: layer for n, layer in layers.items() if isinstance(layer, AttentionLayerBase)}
 
 
 def kv_cache_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """vLLM's spec of every attention layer that has a KV cache of its own, by layer name."""
+    """Return vLLM's spec of every attention layer with its own KV cache, by layer name."""
     layers = attention_layers(config)
     sharing = sharing_layers(layers)
     found = {n: x.get_kv_cache_spec(config) for n, x in layers.items() if n not in sharing}
@@ -116,10 +116,10 @@ def kv_cache_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 class _ShapesForWeights(TorchFunctionMode):
-    """Puts what ``torch.empty`` makes on the meta device.
+    """Puts tensors of ``torch.empty`` on the meta device.
 
-    vLLM's layers take the storage of their weights from it; whatever they make otherwise has
-    values that somebody may read while the model is made.
+    vLLM's layers allocate their weights with it. Tensors made in other ways keep their values,
+    which layers may read while the model is constructed.
     """
 
     def __torch_function__(

@@ -14,7 +14,7 @@ _WRITES = frozenset(("stored", "failed", "read_only"))
 
 
 def store_event_recorder(board: MetricsBoard) -> Callable[[StoreEvent], None]:
-    """A listener for ``ArtifactStore``; its label sets exist from the start, at 0."""
+    """Return a listener for ``ArtifactStore``, whose label sets exist from the start, at 0."""
     requests = {
         kind: board.counter("rbln_compile_cache_requests_total", result=kind) for kind in _REQUESTS
     }
@@ -35,13 +35,13 @@ def store_event_recorder(board: MetricsBoard) -> Callable[[StoreEvent], None]:
 
 
 def report_store_size(board: MetricsBoard, store: ArtifactStore) -> None:
-    """Entries and bytes now; called when warm-up has filled the store."""
+    """Set the metrics of entries and bytes. Called after the warm-up."""
     board.gauge("rbln_compile_cache_entries").set(len(store.entries()))
     board.gauge("rbln_compile_cache_size_bytes").set(store.size_bytes())
 
 
 def open_store(rbln: RblnConfig, board: MetricsBoard) -> ArtifactStore | None:
-    """The store of compiled graphs, None where none is to be used."""
+    """Return the store of compiled graphs, None if the cache is disabled."""
     record = store_event_recorder(board)
     if rbln.disable_compile_cache:
         board.counter("rbln_compile_cache_requests_total", result="bypass").inc()

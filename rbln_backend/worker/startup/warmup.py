@@ -1,4 +1,4 @@
-"""Executes the warm-up plan: compile or load the graphs, pack the weights, run what is new once."""
+"""The warm-up: compile or load the graphs, pack the weights, run new graphs once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Sequence, Set
 from itertools import accumulate
 
 from rbln_backend.bucketing.verify import NO_DRAFTS, Size, VerifyTable
-from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
+from rbln_backend.compiler.port import CompiledGraph
 from rbln_backend.compiler.programs.program import Program
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
@@ -26,7 +27,7 @@ class WarmUp:
     def __init__(
         self, progress: ProgressWriter, board: MetricsBoard, peers: Peers | None = None
     ) -> None:
-        """``peers``: the ranks that must run the same graphs at the same time."""
+        """``peers``: the ranks that must run the same graphs, None for a single rank."""
         self._progress = progress
         self._board = board
         self._peers = peers or Peers(None)
@@ -36,7 +37,7 @@ class WarmUp:
     def compile_all(
         self, requests: Sequence[GraphRequest], factory: GraphFactory
     ) -> list[CompiledGraph]:
-        """Every graph of the plan, in its order; raises ``CompileError``."""
+        """Return every graph of the plan, in its order; raises ``CompileError``."""
         graphs: list[CompiledGraph] = []
 
         def compile_here() -> Set[str]:
@@ -61,10 +62,10 @@ class WarmUp:
     def _load_all(
         self, requests: Sequence[GraphRequest], factory: GraphFactory
     ) -> list[CompiledGraph]:
-        """For a compiler that works when it is given the tensors: a graph is done then."""
+        """Make the graphs with a compiler that compiles when it loads a program."""
         specs = [request.spec for request in requests]
         self._progress.phase("compile", "capturing")
-        programs = factory.obtain_all(requests, _Unheard())
+        programs = factory.obtain_all(requests, _NoListener())
         restored = factory.restore_binaries(specs)
         self._progress.phase("compile")
         graphs = []
@@ -81,7 +82,7 @@ class WarmUp:
     def obtain_all(
         self, requests: Sequence[GraphRequest], factory: GraphFactory
     ) -> dict[GraphSpec, Program]:
-        """The program of every graph, from the store or captured; raises ``CompileError``."""
+        """Return the program of every graph, loaded or captured; raises ``CompileError``."""
         self._plan(requests, factory)
         return factory.obtain_all(requests, self)
 
@@ -92,17 +93,17 @@ class WarmUp:
 
     @property
     def results(self) -> dict[str, Result]:
-        """How each graph was obtained so far."""
+        """ "compiled" or "loaded" for each graph obtained so far."""
         return {str(spec): result for spec, result in self._results.items()}
 
     def run_all(
         self, graphs: Sequence[CompiledGraph], verify: VerifyTable = NO_DRAFTS
     ) -> dict[Size, float]:
-        """First run over padding only: pages are touched, threads are started.
+        """Run graphs over padding, which touches pages and starts threads.
 
-        Of the graphs that every rank loaded the smallest of each phase runs, and the others
-        prepare: they ran when they were made, and a large model's long chunks would take seconds
-        here. Returns seconds by size of steps that ``verify`` leaves a choice between.
+        Newly compiled graphs and the smallest of each phase run. The others, loaded by every rank,
+        only ``prepare``: long chunks of a large model would take seconds here. Return seconds by
+        size of the steps among which the number of drafts is chosen.
         """
         self._progress.phase("warmup")
         warm = set()
@@ -116,13 +117,13 @@ class WarmUp:
             return self._measure(graphs, verify)
 
     def _measure(self, graphs: Sequence[CompiledGraph], verify: VerifyTable) -> dict[Size, float]:
-        """The better of two runs of each, of the smallest first, as many as there is time for."""
+        """Return the shorter of two runs of each size, smallest first, within ``_MEASURING_S``."""
         steps = {(g.spec.bucket, g.spec.length): g for g in graphs if g.spec.phase in _BY_TOKEN}
         sizes = [s for b in verify.buckets if len(verify.sizes(b)) > 1 for s in verify.sizes(b)]
         sizes.sort(key=lambda size: (size[0] * size[1], size))
         if not sizes:
             return {}
-        # Every rank runs the same, whatever its own clock says.
+        # Every rank must run the same sizes, whatever its own times are.
         chosen = self._peers.union(lambda: _affordable(sizes, _seconds(steps[sizes[0]])))
         return {
             size: min(_seconds(steps[size]), _seconds(steps[size]))
@@ -131,11 +132,11 @@ class WarmUp:
         }
 
     def graph_started(self, spec: GraphSpec) -> None:
-        """Tell that work on a graph begins."""
+        """Report that the capture or load of a graph begins."""
         self._progress.graph_started(str(spec))
 
     def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
-        """Tell and count a graph."""
+        """Report and count a graph."""
         self._results[spec] = result
         labels = {"kind": spec.phase_name, "result": result}
         self._board.histogram("rbln_compile_seconds", **labels).observe(seconds)
@@ -145,9 +146,10 @@ class WarmUp:
 
 
 def _affordable(sizes: Sequence[Size], least_s: float) -> Set[str]:
-    """The first of the sizes that two runs each can be spent on, where the first takes `least_s`.
+    """Return the names of the first sizes whose two runs each fit in ``_MEASURING_S``.
 
-    At least the first: a step of eight tokens is reckoned to take as long, any more in proportion.
+    At least the first one, which takes `least_s`. Estimate: steps of up to eight tokens take as
+    long, larger ones in proportion to their tokens.
     """
     spent = (2 * least_s * max(1, size[0] * size[1] / 8) for size in sizes)
     within = sum(total <= _MEASURING_S for total in accumulate(spent))
@@ -164,8 +166,8 @@ def _seconds(graph: CompiledGraph) -> float:
     return time.perf_counter() - started
 
 
-class _Unheard:
-    """Hears of graphs whose work has only begun."""
+class _NoListener:
+    """Ignores captures, after which graphs still have to be compiled."""
 
     def graph_started(self, spec: GraphSpec) -> None:
         pass

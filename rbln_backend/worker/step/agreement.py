@@ -1,65 +1,52 @@
-"""What the data-parallel ranks of a mixture of experts run in a step, agreed before they run it.
+"""The rounds of a step, agreed between the data-parallel ranks of a mixture of experts.
 
-Their graphs meet in collectives, so that all of them run graphs of the same sizes, one after the
-other: the largest prefill chunk of any rank, then the largest decode batch. A rank without work of
-that kind runs the graph over padding.
+Their graphs share collectives, so all ranks run graphs of equal sizes: that of the largest prefill
+chunk of any rank, then that of the largest decode batch. A rank without requests of that phase runs
+the graph over padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from rbln_backend.compiler.port import Phase
+from rbln_backend.core import Phase, StepBatch, StepRound
 from rbln_backend.parallel.collectives import Group, groups
 from rbln_backend.vllm_compat.surface import VllmConfig
-from rbln_backend.worker.step.batches import StepWork
 
 # In the order in which ranks run them.
 _PHASES = (Phase.PREFILL, Phase.POOLING, Phase.DECODE)
 
 
-class Round(NamedTuple):
-    """One graph of a step."""
-
-    phase: Phase
-    size: int
-    """What the bucket is chosen by: tokens of a chunk or requests, of the rank that has most."""
-    counts: tuple[int, ...]
-    """The same of each rank; 0 of those that only take part."""
-    length: int = 1
-    """Tokens of each request, in a step that checks drafts."""
-
-
 class StepAgreement(Protocol):
-    """Finds the rounds of a step."""
+    """Determines the rounds of a step."""
 
     ranks: int
-    """How many ranks' tokens a mixture of experts computes."""
+    """Ranks whose tokens a mixture of experts computes."""
 
-    def rounds(self, work: StepWork | None) -> Sequence[Round]:
-        """What runs now; ``work`` is this rank's own part, None if it has none."""
+    def rounds(self, batch: StepBatch | None) -> Sequence[StepRound]:
+        """Return the rounds to run now; ``batch`` is None for a rank without requests."""
         ...
 
 
 class SoleRank:
-    """Nobody to agree with: one round, the work itself."""
+    """A single rank: the batch is the only round."""
 
     ranks = 1
 
-    def rounds(self, work: StepWork | None) -> Sequence[Round]:
+    def rounds(self, batch: StepBatch | None) -> Sequence[StepRound]:
         """As ``StepAgreement``."""
-        if work is None:
+        if batch is None:
             return ()
-        count = work.num_tokens if work.phase.takes_chunk else work.size
-        return (Round(work.phase, work.size, (count,), work.length),)
+        count = batch.num_tokens if batch.phase.takes_chunk else batch.size
+        return (StepRound(batch.phase, batch.size, (count,), batch.length),)
 
 
 class DataRanks:
-    """The ranks of several engines; every one of them asks once per step."""
+    """The ranks of several engines, all of which call ``rounds`` once per step."""
 
     def __init__(self, group: Group) -> None:
         self.ranks = len(group.ranks)
@@ -67,26 +54,29 @@ class DataRanks:
         self._mine = torch.zeros(2, dtype=torch.int32)
         self._all = [torch.zeros(2, dtype=torch.int32) for _ in group.ranks]
 
-    def rounds(self, work: StepWork | None) -> Sequence[Round]:
+    def rounds(self, batch: StepBatch | None) -> Sequence[StepRound]:
         """As ``StepAgreement``; raises ``RuntimeError`` when a rank is gone."""
-        self._mine[0] = -1 if work is None else _PHASES.index(work.phase)
-        self._mine[1] = 0 if work is None else work.size
+        self._mine[0] = -1 if batch is None else _PHASES.index(batch.phase)
+        self._mine[1] = 0 if batch is None else batch.size
         dist.all_gather(self._all, self._mine, group=self._group)
         return agreed([(number, size) for number, size in torch.stack(self._all).tolist()])
 
 
 def make_agreement(config: VllmConfig) -> StepAgreement:
-    """Engines of a dense model are by themselves, whatever their number."""
+    """Return the agreement of a rank; engines of a dense model need none between them."""
     if config.parallel_config.data_parallel_size == 1:
         return SoleRank()
     return DataRanks(groups()["dp"])
 
 
-def agreed(wanted: Sequence[tuple[int, int]]) -> list[Round]:
-    """The rounds for what each rank wants: a phase's place in the order, -1: none, and a size."""
+def agreed(wanted: Sequence[tuple[int, int]]) -> list[StepRound]:
+    """Return the rounds for the ``(phase, size)`` of each rank.
+
+    A phase is its index in the order of rounds, -1 for a rank without requests.
+    """
     rounds = []
-    for number, phase in enumerate(_PHASES):
-        counts = tuple(size if theirs == number else 0 for theirs, size in wanted)
+    for index, phase in enumerate(_PHASES):
+        counts = tuple(size if of_rank == index else 0 for of_rank, size in wanted)
         if any(counts):
-            rounds.append(Round(phase, max(counts), counts))
+            rounds.append(StepRound(phase, max(counts), counts))
     return rounds

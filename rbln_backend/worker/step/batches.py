@@ -1,14 +1,12 @@
-"""What persists per request, and the two persistent batches built from it."""
+"""The state of each request, and the two persistent batches over it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from rbln_backend.bucketing.chunk_plan import room_of
-from rbln_backend.compiler.port import Phase
+from rbln_backend.core import Phase, StepBatch
 from rbln_backend.scheduler.constraints import is_prefill
 from rbln_backend.vllm_compat.surface import (
     CachedRequestState,
@@ -19,48 +17,10 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.worker.sampling.input_batch import IsolatedInputBatch
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """The requests of one step, in batch order; ``batch`` is the persistent batch they are in."""
-
-    phase: Phase
-    batch: InputBatch
-    num_reqs: int
-    num_tokens: int
-    """Tokens of the step: those of a chunk in prefill, ``num_rows`` in decode, with drafts more."""
-    samples: bool
-    """False for a chunk that is the last of no prompt: it produces no token."""
-    drafts: Sequence[Sequence[int]] = ()
-    """The drafts of each request, in batch order; empty where none are checked."""
-    counts: Sequence[int] = ()
-    """The tokens of each request, in batch order, in prefill."""
-    unfinished: Sequence[int] = ()
-    """Rows of a chunk that samples whose prompts go on after it; nothing is sampled for them."""
-    readers: Sequence[CachedRequestState] = ()
-    """Further requests, in rows behind the batch's: each reads a token of its prompt there, and
-    nothing is sampled for it."""
-
-    @property
-    def num_rows(self) -> int:
-        """Requests of the step."""
-        return self.num_reqs + len(self.readers)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the request that has most drafts, its latest one included."""
-        return 1 + max(map(len, self.drafts), default=0)
-
-    @property
-    def size(self) -> int:
-        """What the bucket is chosen by: tokens in prefill, requests in decode."""
-        takes_chunk = self.phase.takes_chunk
-        return room_of(self.num_tokens, self.num_reqs) if takes_chunk else self.num_rows
-
-
 class RequestBatches:
-    """Applies scheduler output; a prefill batch of a few and a decode batch.
+    """Applies scheduler output to a prefill batch of a few requests and to a decode batch.
 
-    Two batches, so that a prefill between decode steps does not disturb the decode rows and their
+    Two batches, so that a prefill between decode steps does not change the decode rows and their
     sampling state.
     """
 
@@ -72,19 +32,19 @@ class RequestBatches:
         *,
         samples: bool = True,
     ) -> None:
-        """``max_batch``: requests of the largest decode step; ``prompts``: of a prefill step.
+        """``max_batch``: most requests of a decode step; ``prompts``: of a prefill step.
 
-        ``samples``: this rank records the tokens that it samples; otherwise it learns of them from
-        the scheduler.
+        ``samples``: this rank records the tokens that it samples. Other ranks get them from the
+        scheduler.
         """
         self.requests: dict[str, CachedRequestState] = {}
         self._prefill: InputBatch = make_batch(prompts)
         self._decode: InputBatch = make_batch(max_batch)
-        self._readers: list[CachedRequestState] = []
-        self._records = samples
+        self._decode_prefill: list[CachedRequestState] = []
+        self._samples = samples
 
-    def apply(self, scheduled: SchedulerOutput) -> StepWork | None:
-        """Update the states and return this step's work, or None when nothing is scheduled."""
+    def apply(self, scheduled: SchedulerOutput) -> StepBatch | None:
+        """Update the states and return the requests of this step, None if there are none."""
         for request_id in scheduled.finished_req_ids:
             self.requests.pop(request_id, None)
         for new_request in scheduled.scheduled_new_reqs:
@@ -92,11 +52,11 @@ class RequestBatches:
         self._update_cached(scheduled)
         phase = self._phase(scheduled)
         self._drop_departed(scheduled, phase)
-        self._readers = []
+        self._decode_prefill = []
         if phase is None:
             return None
         batch = self._prefill if phase.takes_chunk else self._decode
-        self._readers = self._admit(batch, scheduled)
+        self._decode_prefill = self._admit(batch, scheduled)
         num_tokens = scheduled.total_num_scheduled_tokens
         drafted = scheduled.scheduled_spec_decode_tokens
         drafts = [drafted.get(i, ()) for i in batch.req_ids] if phase is Phase.VERIFY else ()
@@ -104,25 +64,25 @@ class RequestBatches:
         counts = [tokens[i] for i in batch.req_ids] if phase.takes_chunk else ()
         unfinished = self._unfinished(batch, counts)
         samples = not unfinished or len(unfinished) < batch.num_reqs
-        work = (phase, batch, batch.num_reqs, num_tokens, samples, drafts, counts)
-        return StepWork(*work, unfinished, self._readers)
+        fields = (phase, batch, batch.num_reqs, num_tokens, samples, drafts, counts)
+        return StepBatch(*fields, unfinished, self._decode_prefill)
 
     def adapter_ids(self) -> set[int]:
-        """The adapters of the requests that are in a batch, or read beside one."""
+        """Return the adapter ids of the requests in both batches and in the latest step."""
         both = (self._prefill, self._decode)
-        adapters = [r.lora_request for r in self._readers if r.lora_request is not None]
+        adapters = [r.lora_request for r in self._decode_prefill if r.lora_request is not None]
         ids = {adapter.lora_int_id for adapter in adapters}
         return ids.union(*(batch.lora_id_to_lora_request for batch in both))
 
-    def record(self, work: StepWork, token_ids: Sequence[Sequence[int]]) -> None:
+    def record(self, batch: StepBatch, token_ids: Sequence[Sequence[int]]) -> None:
         """Append the tokens sampled for each request to the requests of the step."""
-        batch = work.batch
-        for row, (request_id, tokens) in enumerate(zip(batch.req_ids, token_ids, strict=True)):
+        rows = batch.input_batch
+        for row, (request_id, tokens) in enumerate(zip(rows.req_ids, token_ids, strict=True)):
             request = self.requests[request_id]
             for token in tokens:
                 end = request.num_tokens
-                batch.token_ids_cpu[row, end] = token
-                batch.num_tokens_no_spec[row] = end + 1
+                rows.token_ids_cpu[row, end] = token
+                rows.num_tokens_no_spec[row] = end + 1
                 request.output_token_ids.append(token)
 
     def _update_cached(self, scheduled: SchedulerOutput) -> None:
@@ -130,15 +90,15 @@ class RequestBatches:
         for index, request_id in enumerate(cached.req_ids):
             request = self.requests[request_id]
             request.num_computed_tokens = cached.num_computed_tokens[index]
-            if not self._records:
+            if not self._samples:
                 tokens = cached.all_token_ids.get(request_id)
                 if tokens is not None:
-                    # It was preempted; its latest token has not come with any step.
+                    # It was preempted: no scheduler output had its latest token.
                     request.output_token_ids[:] = tokens[request.num_prompt_tokens :]
-                self._learn(request, cached.new_token_ids[index])
+                self._append_tokens(request, cached.new_token_ids[index])
             new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                # Preempted and resumed: it starts over with fresh blocks.
+                # Preempted and resumed: it starts over with new blocks.
                 assert new_blocks is not None
                 request.block_ids = new_blocks
                 self._prefill.remove_request(request_id)
@@ -146,19 +106,19 @@ class RequestBatches:
             elif new_blocks is not None:
                 self._append_blocks(request, new_blocks)
 
-    def _learn(self, request: CachedRequestState, step_tokens: list[int]) -> None:
-        """Append what the last stage has sampled since this rank last saw the request.
+    def _append_tokens(self, request: CachedRequestState, step_tokens: list[int]) -> None:
+        """Append the tokens that the last stage has sampled since the request's latest step here.
 
         ``step_tokens`` are those of the step, from the first one that is not computed.
         """
         end = request.num_computed_tokens + len(step_tokens)
-        for place in range(request.num_tokens, end):
-            token = step_tokens[place - request.num_computed_tokens]
+        for position in range(request.num_tokens, end):
+            token = step_tokens[position - request.num_computed_tokens]
             for batch in (self._prefill, self._decode):
                 row = batch.req_id_to_index.get(request.req_id)
                 if row is not None:
-                    batch.token_ids_cpu[row, place] = token
-                    batch.num_tokens_no_spec[row] = place + 1
+                    batch.token_ids_cpu[row, position] = token
+                    batch.num_tokens_no_spec[row] = position + 1
             request.output_token_ids.append(token)
 
     def _append_blocks(
@@ -176,10 +136,10 @@ class RequestBatches:
             return None
         if scheduled.scheduled_spec_decode_tokens:
             return Phase.VERIFY
-        several = len(scheduled.num_scheduled_tokens)
-        if several > 1:
-            # A decode step has a token of each, a chunk of several prompts has all of theirs.
-            is_decode = scheduled.total_num_scheduled_tokens == several
+        num_reqs = len(scheduled.num_scheduled_tokens)
+        if num_reqs > 1:
+            # A decode step has one token of each request, a chunk has all tokens of its prompts.
+            is_decode = scheduled.total_num_scheduled_tokens == num_reqs
             return Phase.DECODE if is_decode else Phase.PREFILL
         (request_id,) = scheduled.num_scheduled_tokens
         request = self.requests[request_id]
@@ -190,9 +150,9 @@ class RequestBatches:
         return Phase.DECODE
 
     def _drop_departed(self, scheduled: SchedulerOutput, phase: Phase | None) -> None:
-        """Free rows of finished and preempted requests, and of those that left this phase's batch.
+        """Free the rows of finished and preempted requests, and of those that left this batch.
 
-        The other phase's batch keeps its rows: its requests merely sit this step out.
+        The batch of the other phase keeps its rows: its requests are not part of this step.
         """
         takes_chunk = None if phase is None else phase.takes_chunk
         gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
@@ -205,17 +165,17 @@ class RequestBatches:
                 batch.remove_request(request_id)
 
     def _admit(self, batch: InputBatch, scheduled: SchedulerOutput) -> list[CachedRequestState]:
-        """Put the step's requests into ``batch``; returns those that only read in a decode step.
+        """Add the step's requests to ``batch``; return those that prefill in a decode step.
 
-        They have no row of the batch, so that no sampling state of theirs or of others moves.
+        These get no row of the batch, so that no sampling state moves between rows.
         """
-        readers = []
+        prefills = []
         for request_id in scheduled.num_scheduled_tokens:
             request = self.requests[request_id]
             if batch is self._decode and is_prefill(
                 request.num_computed_tokens, request.num_tokens
             ):
-                readers.append(request)
+                prefills.append(request)
                 continue
             row = batch.req_id_to_index.get(request_id)
             if row is None:
@@ -224,10 +184,10 @@ class RequestBatches:
                 batch.num_computed_tokens_cpu[row] = request.num_computed_tokens
         batch.condense()
         batch.refresh_metadata()
-        return readers
+        return prefills
 
     def _unfinished(self, batch: InputBatch, counts: Sequence[int]) -> list[int]:
-        """Return the rows of a chunk whose prompts go on after it; none in a decode step."""
+        """Return the rows of a chunk whose prompts continue after it; none in a decode step."""
         rows = zip(batch.req_ids, counts, strict=False)
         return [
             row

@@ -1,4 +1,4 @@
-"""The graphs of one engine by what a step needs: a phase and a number of rows or tokens."""
+"""The graphs of one engine, selected by phase and number of rows or tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
-from rbln_backend.compiler.port import CompiledGraph, GraphSpec, Phase
+from rbln_backend.compiler.port import CompiledGraph
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.warmup_plan import plan, spec_of
 from rbln_backend.worker.step.inputs import StepInputs
 
 
 class StepGraph(NamedTuple):
-    """A compiled graph and the buffers it reads."""
+    """A compiled graph and its input buffers."""
 
     spec: GraphSpec
     inputs: StepInputs
@@ -43,13 +44,13 @@ class GraphSet:
         verify: VerifyTable = NO_DRAFTS,
         prompts: int = 1,
     ) -> GraphSet:
-        """Buffers for every chunk, bucket and length; a large chunk may hold ``prompts``."""
+        """Allocate buffers of every chunk, bucket and length; large chunks hold ``prompts``."""
         specs = plan(tables, verify, has_logits=False, prompts=prompts)
         inputs = {spec: make_inputs(spec) for spec in specs}
         return cls(tables, verify, inputs, dispatch, prompts)
 
     def select(self, phase: Phase, size: int, length: int = 1) -> StepGraph:
-        """The smallest graph of ``phase`` that holds ``size`` tokens of a chunk or requests.
+        """Return the smallest graph of ``phase`` for ``size`` tokens of a chunk or requests.
 
         ``length``: the tokens of each request, in VERIFY.
         """
@@ -66,7 +67,7 @@ class GraphSet:
         return spec_of(phase, self.tables[phase].find(size), self.prompts)
 
     def restrict(self, tables: Mapping[Phase, BucketTable]) -> None:
-        """Select among the graphs of ``tables`` alone; their largest sizes are those of all."""
+        """Select among the graphs of ``tables`` alone, whose largest sizes must be the same."""
         self._selected.clear()
         for phase, table in tables.items():
             for size in range(1, table.largest + 1):
@@ -75,6 +76,6 @@ class GraphSet:
                 self._selected[(phase, size, 1)] = step
 
     def exchange(self, graph: CompiledGraph) -> None:
-        """Put ``graph`` in the place of the one of its spec."""
+        """Replace the graph of the same spec by ``graph``."""
         self.dispatch.add(graph)
         self._selected.clear()

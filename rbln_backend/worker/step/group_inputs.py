@@ -17,7 +17,7 @@ from rbln_backend.attention.metadata import (
     WindowMetadata,
 )
 from rbln_backend.compiler.capabilities import Capabilities
-from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.core import GraphSpec
 from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, window_in
 from rbln_backend.vllm_compat.surface import KVCacheConfig
@@ -26,19 +26,22 @@ IntArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
 class GroupInputs(Protocol):
-    """Fills what the attention layers of one group read. Padding: the null block 0, no tokens."""
+    """Fills the inputs of one group's attention layers. Padding: the null block 0, no tokens."""
 
     tensors: dict[str, Tensor]
     metadata: RblnAttentionMetadata
 
     def fill(self, starts: IntArray, counts: IntArray | int, block_rows: IntArray) -> None:
-        """``counts`` tokens of each of n requests from ``starts`` [n] on; their blocks [n, ...]."""
+        """Fill ``counts`` tokens of each of n requests from ``starts`` [n] on.
+
+        ``block_rows`` [n, ...] are their blocks.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class KvGroup:
-    """A KV cache group as the step loop sees it."""
+    """The shape of a KV cache group, as the step loop uses it."""
 
     layer_names: tuple[str, ...]
     block_size: int
@@ -46,19 +49,19 @@ class KvGroup:
     width: int
     """P: blocks per request, the width of the block table."""
     is_window: bool
-    """A request has one block, which is its window, shifted in place."""
+    """Each request has one block, which is its window, shifted in place."""
     one_block: bool
     """See ``PagedMetadata``, as for ``appended_window``."""
     appended_window: int | None = None
     counts_held: bool = False
-    """``cache_seq_len`` counts the tokens that a window holds, as the SDK wants it, not all."""
+    """``cache_seq_len`` counts the tokens in the window, as the SDK requires, not all tokens."""
 
     def allocate(
         self, spec: GraphSpec, suffix: str, query_counts: Tensor | None = None
     ) -> GroupInputs:
-        """Buffers for one graph; ``suffix`` keeps the names of several groups apart.
+        """Allocate the buffers of one graph; ``suffix`` separates the names of several groups.
 
-        ``query_counts``: see ``RblnAttentionMetadata``.
+        ``query_counts`` [prompts] int32: see ``RblnAttentionMetadata``.
         """
         maker = WindowInputs if self.is_window else PagedInputs
         return maker(self, spec, suffix, query_counts)
@@ -70,11 +73,11 @@ def kv_groups(
     sharing: Mapping[str, str],
     capabilities: Capabilities,
 ) -> list[KvGroup]:
-    """The groups of an engine, in vLLM's order; layers ``sharing`` a cache are of its group."""
+    """Return the groups of an engine, in vLLM's order; ``sharing`` layers belong to the owner's."""
     groups = []
     for group in config.kv_cache_groups:
         specs = layer_specs(group.kv_cache_spec, group.layer_names)
-        # A pipeline stage may have no layer of a group, whose blocks it still gets to hear of.
+        # A pipeline stage may have no layer of a group, but receives the blocks of all groups.
         spec = next(iter(specs.values()), None) or any_layer_spec(group.kv_cache_spec)
         is_window = isinstance(spec, WindowSpec)
         block_size = spec.window if isinstance(spec, WindowSpec) else spec.block_size
@@ -174,7 +177,7 @@ class WindowInputs:
 def by_layer(
     groups: Sequence[KvGroup], inputs: Sequence[GroupInputs]
 ) -> dict[str, RblnAttentionMetadata]:
-    """The metadata of every attention layer."""
+    """Return the metadata of every attention layer by its name."""
     return {
         name: part.metadata
         for group, part in zip(groups, inputs, strict=True)

@@ -1,8 +1,8 @@
 """vLLM's pooler over the hidden states of a whole prompt, gathered chunk by chunk.
 
-vLLM's poolers are given what one step computed, and most of them refuse a part of a prompt. Here
-a pooler runs once per request, after the last chunk, with every row that it reads; so each of
-them works whatever the chunk. One that reads the last row alone is given the last chunk alone.
+In vLLM a pooler gets the rows of one step, and most poolers reject a part of a prompt. Here a
+pooler runs once per request, after the last chunk, over every row that it reads, so that all
+poolers work with any chunk size. A pooler that reads the last row alone gets the last chunk alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEVER_CACHED = frozenset(("token_embed", "token_classify", "plugin"))
 
 
 def pooling_tasks(model: nn.Module) -> tuple[str, ...]:
-    """What the pooler of a pooling model can do, in vLLM's words."""
+    """Return the tasks that the pooler of a pooling model supports, by vLLM's names."""
     return tuple(sorted(_pooler_of(model).get_supported_tasks()))
 
 
@@ -39,16 +39,16 @@ class HostPooler:
     """Gathers the hidden states of each request and pools them on the host."""
 
     def __init__(self, model: nn.Module, *, reuses_prefixes: bool) -> None:
-        """Raises ``UnsupportedModelError`` where a prefix hit would hide rows from the pooler."""
+        """Raises ``UnsupportedModelError`` if a prefix hit would hide rows from the pooler."""
         self._pooler = _pooler_of(model)
         self._rows: dict[str, list[Tensor]] = {}
-        # Scores of late-interaction models: a query's rows wait in it for its documents.
+        # For scores of late-interaction models: stores a query's rows until its documents arrive.
         self._late_interaction = LateInteractionRunner()
         if reuses_prefixes:
             _refuse_prefix_reuse(self._pooler)
 
     def add(self, request: CachedRequestState, hidden: Tensor, *, is_last: bool) -> None:
-        """Keep what the pooler reads of one chunk: ``hidden`` [n, H], a view of a graph's output.
+        """Store the rows of one chunk: ``hidden`` [n, H], a view of a graph's output.
 
         ``is_last``: the chunk ends the prompt, so ``pool`` follows before the next run.
         """
@@ -56,7 +56,7 @@ class HostPooler:
         if rows is None:
             rows = self._start(request)
         if request.num_computed_tokens == 0:
-            # The first chunk, also of a request that was preempted half way.
+            # The first chunk, or a preempted request that starts over.
             rows.clear()
         if is_last:
             rows.append(hidden)
@@ -65,8 +65,8 @@ class HostPooler:
             rows.append(hidden.clone())
 
     def pool(self, request: CachedRequestState, metadata: PoolingMetadata) -> Tensor:
-        """The request's result: [D], [labels], or [T, D] for tasks of single tokens."""
-        # Always a copy, which outlives the graph's output.
+        """Return the request's result: [D], [labels], or [T, D] for tasks per token."""
+        # A copy: the next run may overwrite the graph's output.
         hidden = torch.cat(self._rows.pop(request.req_id))
         metadata.build_pooling_cursor(
             np.array([len(hidden)]),
@@ -77,11 +77,11 @@ class HostPooler:
         (result,) = self._late_interaction.postprocess_pooler_output(
             pooled, [_params(request)], [request.req_id], [True]
         )
-        assert result is not None, "a pooler answers for a whole prompt"
+        assert result is not None, "a pooler returns a result for a whole prompt"
         return result
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Drop what is kept of requests that finished or were aborted."""
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """Drop the rows of requests that finished or were aborted."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._rows.pop(request_id, None)

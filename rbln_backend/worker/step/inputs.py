@@ -1,4 +1,4 @@
-"""The input buffers of one graph: allocated once, filled in place at every step, row by row."""
+"""The input buffers of one graph: allocated once, filled in place at every step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rbln_backend.attention.metadata import EncoderMetadata, RblnAttentionMetadata
-from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.core import GraphSpec
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
 from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.vllm_compat.surface import CachedRequestState
@@ -21,10 +21,10 @@ from rbln_backend.worker.step.group_inputs import GroupInputs, IntArray, KvGroup
 
 @dataclass
 class StepInputs:
-    """B = batch size, L = query length.
+    """Input buffers of a graph with batch size B and query length L.
 
     The numpy arrays are views of the tensors, so filling them fills the graph's inputs. Padding:
-    token id 0, position 0 and what ``GroupInputs`` says.
+    token id 0, position 0, and see ``GroupInputs``.
     """
 
     spec: GraphSpec
@@ -33,13 +33,13 @@ class StepInputs:
     positions: IntArray
     """[B, L] int64."""
     token_indices: IntArray
-    """[R] int64: the last row of each of R requests of a chunk; [1] in decode, where it is idle."""
+    """[R] int64: the last row of each of R requests of a chunk; [1] in decode, unused."""
     query_counts: IntArray
-    """[R] int32: the rows of each; empty where a chunk holds one request."""
+    """[R] int32: the rows of each; empty if a chunk holds one request."""
     adapter_slots: IntArray
     """[B] int32: the slot of each request's adapter, or of a chunk's; empty without adapters."""
     tokens_mask: npt.NDArray[np.float32]
-    """[ranks, B * L]: 0 in padding; no ranks in an engine whose graphs do not read it."""
+    """[ranks, B * L]: 0 in padding; [0, B * L] in an engine whose graphs do not read it."""
     groups: Sequence[GroupInputs]
     """One per KV cache group, in vLLM's order."""
     tensors: dict[str, Tensor]
@@ -57,10 +57,10 @@ class StepInputs:
         masked_ranks: int = 0,
         handed: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> StepInputs:
-        """``groups`` are the KV cache groups; ``encoder_layers`` attend without a cache.
+        """Allocate the buffers of ``spec``; shapes and dtypes are those of the attributes.
 
-        ``masked_ranks``: the data-parallel ranks whose rows graphs tell from padding, 0 if they do
-        not. ``handed``: makes the buffers of what the stage before hands on, for a number of rows.
+        ``encoder_layers`` have no KV cache. ``masked_ranks``: data-parallel ranks in
+        ``tokens_mask``. ``handed``: makes the buffers [rows, H] of the previous stage's outputs.
         """
         batch, length = spec.batch_size, spec.query_len
         tensors = {
@@ -105,9 +105,10 @@ class StepInputs:
     def fill_prefill(
         self, prompts: Sequence[IntArray], starts: IntArray, block_rows: Sequence[IntArray]
     ) -> None:
-        """One chunk: the tokens of each of n <= R requests, those of all together L at most.
+        """Fill one chunk with the tokens of n <= R requests, at most L in all.
 
-        They lie at positions ``starts`` [n] and the following; ``block_rows`` by group [n, ...].
+        Each prompt [tokens] starts at its position in ``starts`` [n]; ``block_rows`` [n, ...] are
+        by group.
         """
         counts = np.fromiter(map(len, prompts), dtype=np.int64)
         ends, end = counts.cumsum(), int(counts.sum())
@@ -125,7 +126,7 @@ class StepInputs:
     def fill_decode(
         self, token_ids: IntArray, num_computed: IntArray, block_rows: Sequence[IntArray]
     ) -> None:
-        """One token of each of n <= B requests; the other rows become padding.
+        """Fill one token of each of n <= B requests; the other rows become padding.
 
         ``token_ids``, ``num_computed`` [n]; ``block_rows`` by group [n, ...].
         """
@@ -145,7 +146,7 @@ class StepInputs:
         num_computed: IntArray,
         block_rows: Sequence[IntArray],
     ) -> None:
-        """The latest token and the drafts of each of n <= B requests; the rest becomes padding.
+        """Fill the latest token and the drafts of n <= B requests; the rest becomes padding.
 
         ``token_ids`` [n, L], of which ``counts`` [n] are real; ``num_computed`` [n]; ``block_rows``
         by group [n, ...].
@@ -156,13 +157,13 @@ class StepInputs:
         self.positions[:rows] = np.where(real, num_computed[:, None] + places, 0)
         self.token_ids[rows:] = 0
         self.positions[rows:] = 0
-        # A graph writes all its query rows: padding goes where later tokens of the request will
-        # or, as vLLM ends a row of blocks in zeros, to the null block.
+        # A graph writes all its query rows: padding goes to the slots of the request's later tokens
+        # or to the null block, because vLLM ends a row of blocks with zeros.
         for group, blocks in zip(self.groups, block_rows, strict=True):
             group.fill(num_computed, 1, blocks)
 
     def fill_idle(self) -> None:
-        """Nothing but padding: every row goes to the null block and to no adapter."""
+        """Fill every row with padding: the null block, and no adapter."""
         for whole in (self.token_ids, self.positions, self.token_indices, self.query_counts):
             whole[...] = 0
         self.adapter_slots[...] = NO_ADAPTER
@@ -171,7 +172,7 @@ class StepInputs:
                 tensor.zero_()
 
     def fill_mask(self, counts: Sequence[int]) -> None:
-        """The rows of the first ``counts[r]`` tokens or requests of rank r are tokens."""
+        """Set the mask of the first ``counts[r]`` tokens or requests of each rank r."""
         for rows, number in zip(self.tokens_mask, counts, strict=False):
             count = number * self.spec.length
             rows[:count] = 1.0
@@ -179,26 +180,26 @@ class StepInputs:
 
 
 class DecodeRows(NamedTuple):
-    """What ``StepInputs.fill_decode`` is given."""
+    """The arguments of ``StepInputs.fill_decode``."""
 
     token_ids: IntArray
     num_computed: IntArray
     block_rows: Sequence[IntArray]
 
-    def with_readers(self, readers: Sequence[CachedRequestState]) -> DecodeRows:
-        """These rows, and behind them one of each of ``readers``: its next known token."""
+    def with_prefills(self, requests: Sequence[CachedRequestState]) -> DecodeRows:
+        """Return these rows, and after them the next prompt token of each of ``requests``."""
         return DecodeRows(
-            np.append(self.token_ids, [r.get_token_id(r.num_computed_tokens) for r in readers]),
-            np.append(self.num_computed, [r.num_computed_tokens for r in readers]),
+            np.append(self.token_ids, [r.get_token_id(r.num_computed_tokens) for r in requests]),
+            np.append(self.num_computed, [r.num_computed_tokens for r in requests]),
             [
-                np.append(rows, _padded([r.block_ids[group] for r in readers], rows.shape[1]), 0)
+                np.append(rows, _padded([r.block_ids[group] for r in requests], rows.shape[1]), 0)
                 for group, rows in enumerate(self.block_rows)
             ],
         )
 
 
 def _padded(lists: Sequence[Sequence[int]], width: int) -> IntArray:
-    """[len(lists), width], the null block behind the last of each."""
+    """Return [len(lists), width] int32, each list followed by the null block."""
     whole = np.zeros((len(lists), width), dtype=np.int32)
     for row, blocks in zip(whole, lists, strict=True):
         row[: len(blocks)] = blocks
@@ -206,44 +207,44 @@ def _padded(lists: Sequence[Sequence[int]], width: int) -> IntArray:
 
 
 class RowOrder(Protocol):
-    """In which order a decode step's requests fill its rows; gives results back as scheduled."""
+    """The order of requests in the rows of a decode step."""
 
     def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
-        """The rows of a step of ``bucket`` rows in their order."""
+        """Return the rows of a step of ``bucket`` rows in this order."""
         ...
 
     def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The outputs [bucket, ...] of the step that was arranged last."""
+        """Return the outputs [bucket, ...] of the latest arranged step in scheduling order."""
         ...
 
 
 class AsScheduled:
-    """A row's result does not depend on its place."""
+    """The order of the scheduler."""
 
     def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:  # noqa: ARG002
-        """As they are."""
+        """Return ``rows``."""
         return rows
 
     def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """As they are."""
+        """Return ``outputs`` [bucket, ...]."""
         return outputs
 
 
 class LongestFirst:
-    """For kernels that read, of a block column, the rows up to the last one that reaches it."""
+    """Longest context first: kernels then stop at the last row that reaches a block column."""
 
     def __init__(self) -> None:
-        self._places = torch.zeros(0, dtype=torch.int64)
+        self._rows = torch.zeros(0, dtype=torch.int64)
 
     def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
-        """As ``RowOrder``."""
+        """As ``RowOrder``; a copy."""
         token_ids, num_computed, block_rows = rows
         order = np.argsort(-num_computed, kind="stable")
-        places = np.arange(bucket)
-        places[order] = np.arange(len(order))
-        self._places = torch.from_numpy(places)
+        rows_of = np.arange(bucket)
+        rows_of[order] = np.arange(len(order))
+        self._rows = torch.from_numpy(rows_of)
         return DecodeRows(token_ids[order], num_computed[order], [b[order] for b in block_rows])
 
     def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Copies in the scheduler's order."""
-        return tuple(output[self._places] for output in outputs)
+        """As ``RowOrder``: copies of the outputs [bucket, ...]."""
+        return tuple(output[self._rows] for output in outputs)

@@ -1,11 +1,11 @@
-"""Counts every step on the metrics board; all label sets exist before the first step."""
+"""Metrics of every step; all label sets exist before the first step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from rbln_backend.bucketing.chunk_plan import room_of
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.metric_cells import CounterHandle, StepCells
 from rbln_backend.reporting.stats import MetricsBoard
@@ -16,7 +16,7 @@ from rbln_backend.worker.step.usage_recorder import UsageRecorder
 class _Series:
     takes_chunk: bool
     tuned_as: str
-    """The phase whose buckets it ran in."""
+    """Name of the phase whose buckets are tuned with it."""
     bucket: int
     batch_size: int
     cells: StepCells
@@ -27,8 +27,8 @@ class _Series:
 class StepMetrics:
     """Bucket use and padding, per phase and bucket; exact sizes go to the ``usage`` record.
 
-    Made when the engine is ready: from then on the latest step has a time, so that an engine that
-    never makes its first is seen.
+    Created when the engine is ready. That time counts as the latest step, so that an engine that
+    never completes a step is noticed.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class StepMetrics:
         self._last_step = board.gauge("rbln_engine_last_step_timestamp_seconds", engine=engine)
         self._last_step.set_to_now()
         self._series = {spec: self._declare(spec) for spec in specs}
-        # Of the step before, which most steps are like: a graph has read all caches full of
-        # weights since then, and whatever is looked up comes from memory.
+        # Series of the latest step, which the next one mostly shares: the graph has evicted the
+        # dictionary from the processor's caches, so that a lookup would read memory.
         self._latest = (specs[0], self._series[specs[0]]) if specs else None
 
     def _declare(self, spec: GraphSpec) -> _Series:
@@ -74,12 +74,12 @@ class StepMetrics:
         )
 
     def record(self, spec: GraphSpec, num_reqs: int, num_tokens: int, seconds: float) -> None:
-        """One step of ``spec`` with ``num_reqs`` real rows and ``num_tokens`` real tokens.
+        """Record a step of ``spec`` with ``num_reqs`` real rows and ``num_tokens`` real tokens.
 
-        Both are 0 where a data-parallel rank only takes part in the others' step.
+        Both are 0 where a data-parallel rank runs padding in another rank's step.
         """
         series = self._series_of(spec)
-        # A chunk may hold several requests, and none is missed where it holds one.
+        # A chunk may have several requests, but a chunk of one has no padded row.
         series.cells.add(num_reqs, max(0, series.batch_size - num_reqs), seconds)
         if series.useful_tokens is not None and series.padded_tokens is not None:
             series.useful_tokens.inc(num_tokens)

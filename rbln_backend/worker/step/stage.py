@@ -1,6 +1,6 @@
-"""One stage of a pipeline: what it gets from the stage before, and hands to the next.
+"""Transfers between pipeline stages.
 
-Both sides know the shapes, those of the step's graph, so that nothing but the tensors travels.
+Both sides know the shapes from the step's graph, so that only the tensors are sent.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ class Stage(Protocol):
     part: ModelPart
 
     def receive(self, inputs: StepInputs) -> None:
-        """Before a run: wait for what the stage before computed of the same step."""
+        """Wait for the previous stage's outputs of the same step. Called before a run."""
         ...
 
-    def hand_on(self, outputs: Sequence[Tensor]) -> None:
-        """After a run: send the outputs, which the next run may overwrite."""
+    def send(self, outputs: Sequence[Tensor]) -> None:
+        """Send copies of the outputs, each [rows, H], to the next stage. Called after a run."""
         ...
 
 
 class SoleStage:
-    """The whole model on one rank, or split across its layers alone."""
+    """The only stage: the whole model, on one rank or split by tensor parallelism."""
 
     part = WHOLE
 
     def receive(self, inputs: StepInputs) -> None:
-        """Nothing comes before it."""
+        """Do nothing."""
 
-    def hand_on(self, outputs: Sequence[Tensor]) -> None:
-        """Nothing comes after it."""
+    def send(self, outputs: Sequence[Tensor]) -> None:
+        """Do nothing with ``outputs`` [...]."""
 
 
 class PipelineStage:
-    """A stage of several. Tensors go through the group's host side: gloo between any two hosts."""
+    """One of several stages. Tensors go through the group's gloo process group."""
 
     def __init__(self, part: ModelPart, group: Group) -> None:
         self.part = part
@@ -53,42 +53,41 @@ class PipelineStage:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, inputs: StepInputs) -> None:
-        """Raises ``RuntimeError`` when the rank before is gone."""
+        """As ``Stage``; raises ``RuntimeError`` when the previous rank has exited."""
         if self.part.is_first:
             return
         source = self._group.ranks[self._group.rank - 1]
         for name in self.part.received:
             dist.recv(inputs.tensors[name], src=source, group=self._group.host_group)
 
-    def hand_on(self, outputs: Sequence[Tensor]) -> None:
-        """Raises ``RuntimeError`` when the next rank is gone."""
+    def send(self, outputs: Sequence[Tensor]) -> None:
+        """As ``Stage``, [rows, H] each; raises ``RuntimeError`` when the next rank has exited."""
         if self.part.is_last:
             return
-        # The next stage has taken the tensors of the step before, or is about to: at most one step
-        # is under way, so that a stage cannot run ahead of a slower one without end.
+        # At most one step is in flight, so that a stage cannot run ahead of a slower one.
         for sent, _ in self._sent:
             sent.wait()
         target = self._group.ranks[self._group.rank + 1]
         self._sent = []
         for output in outputs:
-            kept = output.contiguous().clone()
-            work = dist.isend(kept, dst=target, group=self._group.host_group)
+            copy = output.contiguous().clone()
+            work = dist.isend(copy, dst=target, group=self._group.host_group)
             assert work is not None
-            self._sent.append((work, kept))
+            self._sent.append((work, copy))
 
 
 def make_stage(model: nn.Module, dtype: torch.dtype) -> Stage:
-    """This rank's stage; vLLM's process groups exist. ``dtype`` is that of hidden states."""
-    place = get_pp_group()
-    if place.world_size == 1:
+    """Return this rank's stage; needs vLLM's process groups. ``dtype``: of hidden states."""
+    group = get_pp_group()
+    if group.world_size == 1:
         return SoleStage()
     handed = tuple(_handed_like(model, dtype, 1))
-    part = ModelPart(bool(place.is_first_rank), bool(place.is_last_rank), handed)
+    part = ModelPart(bool(group.is_first_rank), bool(group.is_last_rank), handed)
     return PipelineStage(part, groups()["pp"])
 
 
 def handed_buffers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
-    """Buffers [rows, H] for what the stage before hands on, by the name of the graph's input."""
+    """Return buffers [rows, H] for the previous stage's outputs, by the name of the input."""
     return {HANDED + name: tensor for name, tensor in _handed_like(model, dtype, rows).items()}
 
 

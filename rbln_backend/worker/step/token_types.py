@@ -1,7 +1,7 @@
-"""Token types: which tokens of a pair belong to the document, for BERT and its relatives.
+"""Token types of BERT and its relatives: type 1 marks the tokens of a pair's second text.
 
 vLLM's models of that family read a token's type from a high bit of its id, and clear the bit
-before they look the id up. So the types need no graph input of their own.
+before the embedding lookup. So the types need no graph input of their own.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import nn
 from rbln_backend.vllm_compat.surface import NewRequestData, SchedulerOutput
 
 _FIELD = "compressed_token_type_ids"
-"""vLLM's front end puts the position of the first token of type 1 under this name."""
+"""The key with which vLLM's front end passes the position of the first token of type 1."""
 
 
 class TokenTypes:
-    """Writes the types into the prompts of new requests, where the model reads them there."""
+    """Writes the types into the prompts of new requests, for models that read them there."""
 
     def __init__(self, model: nn.Module) -> None:
         from rbln_backend.vllm_compat.bert import (
@@ -30,7 +30,7 @@ class TokenTypes:
         )
 
     def apply(self, scheduled: SchedulerOutput) -> None:
-        """Mark the prompts that the step brings; the scheduler's own lists stay as they are."""
+        """Mark the prompts of new requests, in copies of the scheduler's lists."""
         for request in scheduled.scheduled_new_reqs:
             first = _first_of_document(request)
             prompt = request.prompt_token_ids

@@ -1,4 +1,4 @@
-"""Counts the sizes of steps and keeps the counts in a file, for the bucket tuner."""
+"""Counts of step sizes, written to a file for the bucket tuner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
-from rbln_backend.compiler.port import Phase
+from rbln_backend.core import Phase
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.vllm_compat.surface import ModelConfig, init_logger
 
@@ -29,10 +29,10 @@ def open_recorder(
     device: Fingerprint,
     tables: Mapping[Phase, BucketTable],
 ) -> UsageRecorder:
-    """Record below ``root``; one file per model, configuration and device.
+    """Return a recorder below ``root``, with one file per model, configuration and device.
 
-    ``configuration`` is what the keys of its graphs share, so that step times of another dtype,
-    with adapters or of other kernels are never mixed in; the buckets are no part of it.
+    ``configuration`` is the part of the cache key that all graphs share. So step times of another
+    dtype, with adapters or of other kernels go to another file; buckets are not part of it.
     """
     key = CacheKey({**configuration, "served": model.model, "device": dict(device)})
     adapters = ", adapters" if configuration.get("lora") else ""
@@ -46,9 +46,9 @@ def open_recorder(
 
 
 class UsageRecorder:
-    """Used from the step loop; a thread of its own writes, at most once a minute and at the end.
+    """Counts steps in memory; a thread writes the counts once a minute and at the end.
 
-    A process that is killed loses what it counted since then, and nothing else.
+    A killed process loses the counts since the last write.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class UsageRecorder:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """Path of the file."""
         return self._file.path
 
     def note(self, phase: str, size: int, bucket: int, seconds: float) -> None:
@@ -77,7 +77,7 @@ class UsageRecorder:
             self._hand_over()
 
     def close(self) -> None:
-        """Write what is left, and end."""
+        """Write the remaining counts and end the thread."""
         self._hand_over()
         self._handed.put(None)
         self._writer.join(timeout=5.0)
@@ -94,5 +94,5 @@ class UsageRecorder:
             try:
                 self._file.add(counted)
             except OSError as error:
-                # A full or read-only disk must not touch the service.
+                # A full or read-only disk must not affect the service.
                 logger.warning_once("bucket use is not recorded: %s", error)

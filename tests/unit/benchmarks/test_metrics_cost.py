@@ -15,7 +15,7 @@ from benchmarks.metrics.report import Pairs, Run, markdown
 from benchmarks.metrics.unmetered import Switch, install, plugin_folder, recorders
 from benchmarks.runner.command import raw_numbers
 from benchmarks.runner.machine import Machine
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.worker.step.metrics import StepMetrics
 from server.observability.metrics import ServerMetrics

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from rbln_backend.compiler.emulated_compiler import EmulatedGraph
-from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.core import GraphSpec
 from rbln_backend.emulator.kernel_set import load_kernels, set_threads, start_recording
 from tests.kernel_cache import share_kernels
 

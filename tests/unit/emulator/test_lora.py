@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from rbln_backend.compiler.emulated_compiler import EmulatedGraph
-from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.core import GraphSpec
 from rbln_backend.emulator import fallback
 from rbln_backend.emulator.kernel_set import set_threads, start_recording
 from rbln_backend.emulator.packing import pack_reference

@@ -12,7 +12,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.memory import choose_memory
 from rbln_backend.errors import ConfigError
 from rbln_backend.host.cores import core_budget, format_cores
-from rbln_backend.worker.startup.runtime import set_up_runtime
+from rbln_backend.worker.startup.emulated_device import set_up_runtime
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.reporting.description import DescriptionWriter, read_descriptions
 from rbln_backend.reporting.progress import ProgressReader, ProgressWriter
 from rbln_backend.reporting.ranks import RankPlace

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.reporting.store_report import (
     CompileReport,
     KernelReport,

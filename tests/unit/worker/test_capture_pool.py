@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.compiler.port import GraphSpec
+from rbln_backend.core import GraphSpec
 from rbln_backend.worker.graphs.capture_pool import capture_in_children
 
 SPECS = [GraphSpec("decode", size) for size in (1, 2, 4, 8, 16)]
@@ -67,7 +67,7 @@ def test_a_child_that_stands_still_is_given_up() -> None:
         return by_its_name(spec)
 
     captured = list(
-        capture_in_children(SPECS, capture, workers=2, on_start=lambda _: None, patience_s=0.5)
+        capture_in_children(SPECS, capture, workers=2, on_start=lambda _: None, timeout_s=0.5)
     )
     assert sorted(c.spec for c in captured) == SPECS[:-1]
     assert children() == before

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.errors import UncompiledShapeError
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.warmup_plan import LOGITS_ROWS, plan

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
-from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.compiler.programs.document import write_document
 from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.emulator.packing import pack
 from rbln_backend.store.artifact_files import PROGRAM
 from rbln_backend.store.artifacts import ArtifactStore, StoreEvent

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.step.graph_set import GraphSet
 from rbln_backend.worker.step.inputs import StepInputs

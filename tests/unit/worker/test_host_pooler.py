@@ -90,7 +90,7 @@ def test_a_preempted_prompt_starts_over() -> None:
 def test_an_aborted_prompt_is_forgotten() -> None:
     pooler, request = host_pooler(MeanPool()), make_request("a", 10)
     pooler.add(request, torch.full((6, 4), 99.0), is_last=False)
-    pooler.forget({"a", "never seen"})
+    pooler.remove({"a", "never seen"})
     # The same id again, after a prefix hit of six tokens: nothing of the first is left.
     request.num_computed_tokens = 6
     pooler.add(request, ROWS[:4], is_last=True)

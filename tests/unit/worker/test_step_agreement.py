@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rbln_backend.compiler.port import Phase
-from rbln_backend.worker.step.agreement import Round, SoleRank, agreed
+from rbln_backend.core import Phase, StepRound
+from rbln_backend.worker.step.agreement import SoleRank, agreed
 
 PREFILL, POOLING, DECODE, IDLE = 0, 1, 2, -1
 
@@ -15,19 +15,19 @@ def test_a_rank_alone_runs_what_it_has() -> None:
 
 def test_decodes_take_the_bucket_of_the_largest_batch() -> None:
     wanted = [(DECODE, 1), (DECODE, 7), (IDLE, 0), (DECODE, 3)]
-    assert agreed(wanted) == [Round(Phase.DECODE, 7, (1, 7, 0, 3))]
+    assert agreed(wanted) == [StepRound(Phase.DECODE, 7, (1, 7, 0, 3))]
 
 
 def test_chunks_come_before_batches() -> None:
     wanted = [(DECODE, 4), (PREFILL, 20), (PREFILL, 64)]
     assert agreed(wanted) == [
-        Round(Phase.PREFILL, 64, (0, 20, 64)),
-        Round(Phase.DECODE, 4, (4, 0, 0)),
+        StepRound(Phase.PREFILL, 64, (0, 20, 64)),
+        StepRound(Phase.DECODE, 4, (4, 0, 0)),
     ]
 
 
 def test_prompts_that_are_pooled_are_rounds_of_their_own() -> None:
-    assert agreed([(POOLING, 9), (IDLE, 0)]) == [Round(Phase.POOLING, 9, (9, 0))]
+    assert agreed([(POOLING, 9), (IDLE, 0)]) == [StepRound(Phase.POOLING, 9, (9, 0))]
 
 
 def test_nothing_runs_when_all_are_idle() -> None:

@@ -10,8 +10,8 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from rbln_backend.compiler.capabilities import EMULATED, npu_capabilities
-from rbln_backend.compiler.port import GraphSpec, Phase
 from rbln_backend.compiler.sdk.npu import Npu
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.kv_cache.specs import WindowSpec
 from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs, WindowInputs, kv_groups
 from rbln_backend.worker.step.inputs import StepInputs

@@ -11,7 +11,7 @@ import torch
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.usage import UsageFile
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.usage_recorder import UsageRecorder, open_recorder

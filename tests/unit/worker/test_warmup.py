@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import VerifyTable
-from rbln_backend.compiler.port import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.worker.startup.warmup import WarmUp

@@ -1,22 +1,45 @@
-"""Threads and memory of one rank of the emulated device, from its settings and its host."""
+"""Start of the emulated device on one rank: kernels, then cores, threads and memory."""
 
 from __future__ import annotations
 
 import os
+import time
+from functools import partial
 
+from rbln_backend.compiler.device import builds_kernels, make_emulated_compiler
+from rbln_backend.compiler.port import Compiler
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.kernel_set import set_threads
+from rbln_backend.emulator.kernel_set import KernelSet, set_threads
 from rbln_backend.emulator.memory import choose_memory
 from rbln_backend.errors import ConfigError
 from rbln_backend.host.cores import chosen_cores, core_budget
 from rbln_backend.reporting.description import RuntimeInfo
+from rbln_backend.reporting.progress import ProgressWriter
+from rbln_backend.worker.startup.estimate import StartEstimate
+
+
+def start_kernels(
+    rbln: RblnConfig, progress: ProgressWriter, estimate: StartEstimate
+) -> tuple[Compiler, KernelSet]:
+    """Return the emulated compiler and its kernels; report the estimate and a build."""
+    builds = builds_kernels(rbln)
+    expected = estimate.phases_s(builds_kernels=builds)
+    progress.expect(expected)
+    if not builds:
+        return make_emulated_compiler(rbln)
+    detail = f"building the kernels for this CPU, about {expected['init']:.0f} s, once"
+    progress.phase("init", detail)
+    started = time.perf_counter()
+    made = make_emulated_compiler(rbln, partial(progress.step, "building the kernels: files"))
+    estimate.costs.keep_kernels(time.perf_counter() - started)
+    return made
 
 
 def set_up_runtime(config: RblnConfig, local_rank: int, num_ranks: int) -> RuntimeInfo:
-    """Take cores, threads and memory for one of the ranks of this host; returns what was taken.
+    """Set cores, threads and memory of one of the ranks of this host, and return them.
 
-    Call it once the kernels are loaded, before there are threads or tensors of the model. Raises
-    ``ConfigError`` for processors that this process may not use or that are fewer than the threads.
+    Call it after the kernels are loaded, before there are threads or tensors of the model. Raises
+    ``ConfigError`` for cores that this process may not use, or for fewer cores than threads.
     """
     affinity = config.thread_affinity
     if affinity != "none":

@@ -1,0 +1,156 @@
+"""The types of one engine step, from the scheduler's output to the outputs of a graph.
+
+1. The scheduler (`scheduler/scheduler.py`) picks one prefill chunk or one decode batch.
+2. `worker/step/batches.py` applies its output to the state of each request (vLLM's
+   `CachedRequestState`: tokens, blocks, sampling parameters) and to one of two persistent batches
+   (vLLM's `InputBatch`: a row for each request). The requests of the step are a `StepBatch`.
+3. `worker/step/agreement.py` turns it into one `StepRound`, or into several where data-parallel
+   ranks share the experts of a model.
+4. `worker/step/graph_set.py` selects the smallest compiled graph that holds the round. A
+   `GraphSpec` names it: a `Phase` and a static shape.
+5. `worker/step/runner.py` fills the buffers of that graph in place (`worker/step/inputs.py`), runs
+   it and returns a `StepResult`.
+6. `worker/model_runner.py` samples a token for each request from the logits and appends it to the
+   request's state. Rows of padding are never sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from rbln_backend.bucketing.chunk_plan import room_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from rbln_backend.vllm_compat.surface import CachedRequestState, InputBatch
+
+
+class Phase(Enum):
+    """Kind of step that a graph computes."""
+
+    PREFILL = "prefill"
+    """A chunk of prompt tokens, of one request or one after the other of several: ``[1, bucket]``
+    in, ``[prompts, vocab]`` out."""
+    DECODE = "decode"
+    """One token of each of ``bucket`` requests: ``[bucket, 1]`` in, ``[bucket, vocab]`` out."""
+    VERIFY = "verify"
+    """As DECODE, with drafts: ``[bucket, length]`` in, ``[bucket * length, vocab]`` out."""
+    LOGITS = "logits"
+    """The LM head alone over ``bucket`` hidden rows, for prompt logprobs."""
+    POOLING = "pooling"
+    """As PREFILL, of a pooling model: ``[1, bucket]`` in, ``[bucket, hidden]`` out."""
+
+    @property
+    def takes_chunk(self) -> bool:
+        """True if a run is a chunk of prompt tokens."""
+        return self in (Phase.PREFILL, Phase.POOLING)
+
+
+@dataclass(frozen=True, order=True)
+class GraphSpec:
+    """One static shape of one phase; ``bucket`` counts tokens of a chunk, requests or rows."""
+
+    phase_name: str
+    bucket: int
+    length: int = 1
+    """Tokens of each request, in VERIFY."""
+    prompts: int = 1
+    """Requests whose tokens a chunk can hold, in PREFILL."""
+
+    @classmethod
+    def of(cls, phase: Phase, bucket: int, length: int = 1, prompts: int = 1) -> GraphSpec:
+        return cls(phase.value, bucket, length, prompts)
+
+    @property
+    def phase(self) -> Phase:
+        return Phase(self.phase_name)
+
+    @property
+    def batch_size(self) -> int:
+        """The batch axis B of the input ids [B, L]."""
+        return 1 if self.phase.takes_chunk else self.bucket
+
+    @property
+    def query_len(self) -> int:
+        """The other axis L: tokens of a chunk, or of each request."""
+        return self.bucket if self.phase.takes_chunk else self.length
+
+    @property
+    def requests(self) -> int:
+        """Most requests of a run."""
+        return self.prompts if self.phase.takes_chunk else self.bucket
+
+    @property
+    def size(self) -> str:
+        """The shape as text: ``8``, or ``8x4`` for 4 tokens of each of 8 requests."""
+        return str(self.bucket) if self.length == 1 else f"{self.bucket}x{self.length}"
+
+    def __str__(self) -> str:
+        return f"{self.phase_name}-{self.size}"
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The requests of one step, in the order of the rows of ``input_batch``."""
+
+    phase: Phase
+    input_batch: InputBatch
+    num_reqs: int
+    """Requests with a row in ``input_batch``."""
+    num_tokens: int
+    """Tokens of the step: of a chunk in prefill, one for each of ``num_rows`` and the drafts in
+    decode."""
+    samples: bool
+    """False for a chunk that ends no prompt: no token is sampled."""
+    drafts: Sequence[Sequence[int]] = ()
+    """The drafts of each request in VERIFY, else empty."""
+    counts: Sequence[int] = ()
+    """The tokens of each request in prefill, else empty."""
+    unfinished: Sequence[int] = ()
+    """Rows of a prefill chunk whose prompts continue after it: nothing is sampled for them."""
+    decode_prefill: Sequence[CachedRequestState] = ()
+    """Requests that prefill one prompt token in a decode step, in rows behind ``input_batch``:
+    nothing is sampled for them."""
+
+    @property
+    def num_rows(self) -> int:
+        """Requests of the step."""
+        return self.num_reqs + len(self.decode_prefill)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the request with the most drafts, its latest token included."""
+        return 1 + max(map(len, self.drafts), default=0)
+
+    @property
+    def size(self) -> int:
+        """The size that the bucket must hold: tokens in prefill, requests in decode."""
+        takes_chunk = self.phase.takes_chunk
+        return room_of(self.num_tokens, self.num_reqs) if takes_chunk else self.num_rows
+
+
+class StepRound(NamedTuple):
+    """One graph of a step; data-parallel ranks that share experts run their rounds together."""
+
+    phase: Phase
+    size: int
+    """As ``StepBatch.size``, of the rank with the largest batch."""
+    counts: tuple[int, ...]
+    """Tokens of a chunk or rows, by rank; 0 for ranks that run padding alone."""
+    length: int = 1
+    """Tokens of each request, in VERIFY."""
+
+
+class StepResult(NamedTuple):
+    """The outputs of a step's graph. The next run may overwrite them."""
+
+    batch: StepBatch
+    outputs: tuple[Tensor, ...]
+    """Logits [bucket, V], or [bucket, length, V] in VERIFY; then hidden states in prefill."""
+    seconds: float
+    """Duration of filling the inputs and running the graph."""
