@@ -43,7 +43,7 @@ PENDING_CLASSES = {
     "_Stack",
 }
 # Folders whose public functions still lack shapes.
-PENDING_SHAPES = {}
+PENDING_SHAPES: set[str] = set()
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
