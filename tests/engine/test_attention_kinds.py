@@ -1,4 +1,4 @@
-"""What attention may ask for beyond all earlier tokens: tokens of transformers."""
+"""Kinds of attention besides plain causal attention give the tokens of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The background runs in rows and steps that nobody else would use, and says the same tokens."""
+"""The background runs in rows and steps that would be unused, and gives the same tokens."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_overrides_dtype_and_seed_reach_the_checkpoint(checkpoints: CheckpointCa
     assert path != checkpoints("llama", dtype="bfloat16", seed=4, tie_word_embeddings=True)
 
 
-def test_reference_stops_at_the_end_token_only_when_asked(checkpoints: CheckpointCache) -> None:
+def test_reference_stops_at_the_end_token_only_on_request(checkpoints: CheckpointCache) -> None:
     path = checkpoints("llama", eos_token_id=list(range(4, 4090)))
     assert len(reference_generate(path, [1, 7, 9], 5).token_ids) == 5
     assert len(reference_generate(path, [1, 7, 9], 5, ignore_eos=False).token_ids) == 1

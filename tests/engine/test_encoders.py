@@ -42,7 +42,7 @@ def assert_close(actual: Tensor, expected: Tensor, about: str) -> None:
 def test_the_first_token_pools(engines: Engines, tmp_path: Path, family: str) -> None:
     checkpoint = encoder(family, engines.checkpoints("llama"), tmp_path / family)
     engine = engines.fresh(checkpoint=checkpoint, enable_chunked_prefill=True)
-    # A prompt is one run, whatever chunk was asked for, and nothing of it is kept.
+    # A prompt is one run, whatever the configured chunk, and none of it is cached.
     assert engine.core.vllm_config.scheduler_config.max_num_batched_tokens == 256
     assert engine.metric("rbln_device_memory_bytes", kind="kv") == 0
     prompts = make_prompts(LENGTHS, seed=60)

@@ -190,7 +190,7 @@ def test_more_adapters_than_slots(lora: Engine, tmp_path: Path) -> None:
     adapters = Adapters(lora, tmp_path)
     requests = [adapters(number, rank=4) for number in (1, 2, 3)]
     prompts = make_prompts([20, 21, 22], seed=43)
-    # Requests bring them along: the third waits for a slot, nobody loses theirs.
+    # Adapters come with requests: the third waits for a slot, and none is evicted.
     outputs = generate(lora, prompts, requests)
     expected = [adapters.expected(p, r) for p, r in zip(prompts, requests, strict=True)]
     assert tokens(outputs) == expected

@@ -91,10 +91,10 @@ def test_the_tokens_mask_changes_no_token(engines: Engines, path: str) -> None:
     assert_equals_reference(engine, prompts, engine.generate(prompts, GREEDY))
 
 
-def test_the_path_is_told(engines: Engines) -> None:
+def test_the_path_is_in_the_description(engines: Engines) -> None:
     engine = engine_on(engines, "qwen2_moe", "custom")
-    told = json.loads((engine.run_dir / "describe-0.json").read_text())["experts"]
-    assert told == {
+    experts = json.loads((engine.run_dir / "describe-0.json").read_text())["experts"]
+    assert experts == {
         "path": "custom",
         "reason": "VLLM_RBLN_MOE_CUSTOM_KERNEL is on and VLLM_RBLN_MOE_USE_OPT_KERNEL off",
         "tokens_mask": True,

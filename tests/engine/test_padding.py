@@ -1,4 +1,4 @@
-"""What padded rows and unused cache slots hold reaches no token: everything there is NaN."""
+"""The content of padded rows and unused cache slots reaches no token: all of it is NaN."""
 
 from __future__ import annotations
 

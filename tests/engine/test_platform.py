@@ -1,4 +1,4 @@
-"""What the platform refuses before weights load, and how vLLM itself starts with the plugin."""
+"""Refusals of the platform before weights load, and vLLM's own start with the plugin."""
 
 from __future__ import annotations
 

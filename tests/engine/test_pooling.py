@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 # One token, both sides of a block (16) and of a chunk (64), one token left for a last chunk, and
 # a prompt as long as the context.
 LENGTHS = [1, 2, 16, 17, 63, 64, 65, 129, 200, 255, 256]
-# As the server's command line has it: vLLM wants to be told for some poolers.
+# As the server's command line has it: vLLM requires the option for some poolers.
 EMBED: dict[str, Any] = {"runner": "pooling", "convert": "embed", "enable_chunked_prefill": True}
 TOLERANCE = 1e-4
 
@@ -156,7 +156,7 @@ def test_a_classifier_scores_the_last_token(engines: Engines, tmp_path: Path) ->
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_half_precision_model_pools_in_float32(engines: Engines, dtype: str) -> None:
-    # vLLM makes float16 of float32 checkpoints that pool unless it is told otherwise.
+    # By default vLLM converts float32 checkpoints of pooling models to float16.
     engine = engines.fresh("qwen3", **EMBED, dtype=dtype)
     prompts = make_prompts([5, 130], seed=49)
     for prompt, actual in zip(prompts, vectors(engine, prompts), strict=True):

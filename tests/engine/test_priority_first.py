@@ -52,6 +52,6 @@ def test_they_pass_all_who_wait(engines: Engines) -> None:
     for number in (4, 5):
         queue.add(f"first-{number}", prompts[number], FIRST_PRIORITY)
     queue.to_the_end()
-    # Nobody had begun; among themselves they keep their order, and so do the others.
+    # No request had begun; each class keeps its order.
     assert queue.begun == ["first-4", "first-5", "came-0", "came-1", "came-2", "came-3"]
     queue.assert_exact()

@@ -21,12 +21,12 @@ PARAMS = SamplingParams(
 SEEDED = SamplingParams(temperature=0.9, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 
 
-def told(output: Any) -> list[Any]:
-    """Tokens and every number that goes with them."""
+def outcome(output: Any) -> list[Any]:
+    """Return the tokens and all their log-probabilities."""
     (completion,) = output.outputs
     steps = [*completion.logprobs, *filter(None, output.prompt_logprobs or ())]
-    told = [{token: entry.logprob for token, entry in step.items()} for step in steps]
-    return [list(completion.token_ids), told]
+    logprobs = [{token: entry.logprob for token, entry in step.items()} for step in steps]
+    return [list(completion.token_ids), logprobs]
 
 
 def steps(engine: Engine) -> tuple[float, float]:
@@ -48,10 +48,10 @@ def run(engine: Engine, prompts: list[list[int]], params: Any) -> tuple[list[Any
 def assert_bits_of_each_alone(engine: Engine, seed: int) -> None:
     prompts = make_prompts(LENGTHS, seed=seed)
     for params in (PARAMS, SEEDED):
-        alone = [told(run(engine, [prompt], params)[0][0]) for prompt in prompts]
+        alone = [outcome(run(engine, [prompt], params)[0][0]) for prompt in prompts]
         outputs, taken, held = run(engine, prompts, params)
         assert (taken, held) == (1, 4)
-        assert [told(output) for output in outputs] == alone
+        assert [outcome(output) for output in outputs] == alone
     assert engine.total("rbln_recompiles_after_warmup_total") == 0
 
 

@@ -1,4 +1,4 @@
-"""Who waits and for how long: priorities, preemption by priority, the end of a wait."""
+"""The queue of waiting requests: priorities, preemption by priority, the end of a wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every sampling parameter has its meaning, and company changes nobody's text."""
+"""Every sampling parameter has its meaning, and no request changes another one's text."""
 
 from __future__ import annotations
 

@@ -240,15 +240,15 @@ def _random_params(rng: random.Random, max_tokens: int) -> SamplingParams:
 
 
 @KINDS
-def test_most_tokens_ask_no_group_for_blocks(engines: Engines, arch: str) -> None:
-    """vLLM's scheduler asks for a running request in the way that our manager takes short."""
+def test_most_tokens_query_no_group_for_blocks(engines: Engines, arch: str) -> None:
+    """vLLM's scheduler calls ``allocate_slots`` with the options of our manager's fast path."""
     engine = engines(arch)
     coordinator = engine.core.scheduler.kv_cache_manager.coordinator
-    original, asked = coordinator.get_num_blocks_to_allocate, 0
+    original, queries = coordinator.get_num_blocks_to_allocate, 0
 
     def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal asked
-        asked += 1
+        nonlocal queries
+        queries += 1
         return original(*args, **kwargs)
 
     coordinator.get_num_blocks_to_allocate = counting
@@ -256,4 +256,4 @@ def test_most_tokens_ask_no_group_for_blocks(engines: Engines, arch: str) -> Non
         engine.generate(make_prompts([20], seed=3), greedy(64))
     finally:
         del coordinator.get_num_blocks_to_allocate
-    assert 0 < asked < 64 / 2
+    assert 0 < queries < 64 / 2

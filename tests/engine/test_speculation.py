@@ -72,7 +72,7 @@ class Pair:
         drafting._drafter, drafting._chooser = oracle, lengths
         try:
             yield oracle
-            # What ended with the last step is told with the next one.
+            # The next scheduler output names the requests that ended with the last step.
             self.drafted.generate([[7]], SamplingParams(max_tokens=1, extra_args=OFF))
         finally:
             drafting._drafter, drafting._chooser = own
@@ -96,10 +96,10 @@ def results(
 ) -> list[tuple[Any, ...]]:
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = engine.llm.generate(inputs, params, use_tqdm=False, lora_request=loras)
-    return [told(output.outputs[0]) for output in outputs]
+    return [outcome(output.outputs[0]) for output in outputs]
 
 
-def told(completion: Any) -> tuple[Any, ...]:
+def outcome(completion: Any) -> tuple[Any, ...]:
     logprobs = completion.logprobs and [
         {token: (entry.logprob, entry.rank) for token, entry in place.items()}
         for place in completion.logprobs
@@ -282,7 +282,7 @@ class Crowd:
     params: list[SamplingParams]
     rng: random.Random
     got: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    """By request, what was told of it last."""
+    """The latest outcome by request."""
     aborted: set[int] = field(default_factory=set)
 
     def run(self, engine: Any) -> None:
@@ -294,7 +294,7 @@ class Crowd:
                 prompt = {"prompt_token_ids": self.prompts[number]}
                 engine.add_request(str(number), prompt, self.params[number])
             for output in engine.step():
-                self.got[int(output.request_id)] = told(output.outputs[0])
+                self.got[int(output.request_id)] = outcome(output.outputs[0])
                 if output.finished:
                     here.discard(int(output.request_id))
             if here and self.rng.random() < 0.08:

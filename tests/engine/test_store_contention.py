@@ -48,7 +48,7 @@ def test_two_starts_share_the_work(checkpoints: CheckpointCache, tmp_path: Path)
 
 
 def _results(run_dir: Path) -> list[str]:
-    """How each graph was obtained, from the progress file of rank 0."""
+    """Return "compiled" or "loaded" by graph, from the progress file of rank 0."""
     lines = (run_dir / "progress-0.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     return [event["result"] for event in events if event["event"] == "graph_done"]

@@ -92,7 +92,7 @@ def test_adapters_name_the_layers_as_transformers_has_them(
         assert reference.token_ids != reference_generate(checkpoint, prompt, NUM_TOKENS).token_ids
 
 
-def test_text_has_to_be_asked_for(engines: Engines, tmp_path: Path) -> None:
+def test_text_models_need_the_option(engines: Engines, tmp_path: Path) -> None:
     checkpoint = make_multimodal_checkpoint("gemma3", tmp_path)
     with pytest.raises(ValueError, match=r"multimodal inputs: .*--language-model-only"):
         engines.fresh(checkpoint=checkpoint)

@@ -1,4 +1,4 @@
-"""Layers that share a cache, and what is told of scales."""
+"""Scales of layers that share a cache, and the log of scales."""
 
 from __future__ import annotations
 

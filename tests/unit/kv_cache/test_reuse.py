@@ -276,7 +276,7 @@ def test_another_salt_never_hits(name: str) -> None:
     world.admit()
     while world.running[0].num_computed_tokens < 80:
         world.advance(world.running[0])
-    # What is told as written to the cache is what others can read: all but the last unit, which
+    # The tokens reported as written to the cache can be reused: all but the last unit, which
     # holds the token that they have to compute.
     written = world.manager.estimate_cached_tokens(world.running[0])
     assert written == 80 // world.shape.unit * world.shape.unit

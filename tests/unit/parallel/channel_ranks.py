@@ -50,7 +50,7 @@ def check_gathered(channel: int) -> None:
 
 
 def check_counts(channel: int) -> None:
-    """How many ranks there are stands in stored graphs, too, and the kernels write for each."""
+    """Check that the number of ranks in a stored graph must be that of the channel."""
     x = torch.ones(6, 2)
     for op in (torch.ops.rbln_channels.all_gather, torch.ops.rbln_channels.reduce_scatter):
         for ranks in (0, 1, 3):
@@ -96,7 +96,7 @@ def check_peers(group: Group) -> None:
 
 
 def check_death(channel: int) -> None:
-    """The last check: nobody waits for a rank that has ended."""
+    """Check that no rank waits for one that has ended. This ends rank 1."""
     if dist.get_rank() == 1:
         os._exit(0)
     with pytest.raises(RuntimeError, match="rank 1 of 2 has ended"):

@@ -30,8 +30,8 @@ def test_ranks_agree_whatever_they_talk_through(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=120)[1] for rank in ranks]
+        logs = [rank.communicate(timeout=120)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)[-3000:]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(logs)[-3000:]

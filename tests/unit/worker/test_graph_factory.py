@@ -37,8 +37,8 @@ class Model(nn.Module):
         return logits
 
 
-class Heard:
-    """What a listener was told, in order."""
+class Recorded:
+    """A listener that records its calls."""
 
     def __init__(self) -> None:
         self.started: list[GraphSpec] = []
@@ -99,7 +99,7 @@ def test_missing_graphs_are_captured_whoever_does_it(
 ) -> None:
     events: list[StoreEvent] = []
     store = ArtifactStore(tmp_path, max_bytes=1 << 20, on_event=events.append) if cached else None
-    graphs, heard = factory(store, context, workers), Heard()
+    graphs, heard = factory(store, context, workers), Recorded()
     programs = graphs.obtain_all(requests(), heard)
     assert heard.done == dict.fromkeys(SPECS, "compiled")
     assert [e.kind for e in events if e.kind != "lock_wait"] == (
@@ -113,8 +113,8 @@ def test_missing_graphs_are_captured_whoever_does_it(
 
 def test_stored_graphs_are_loaded_without_a_capture(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path, max_bytes=1 << 20, on_event=lambda _: None)
-    factory(store, anywhere, 1).obtain_all(requests()[:2], Heard())
-    heard = Heard()
+    factory(store, anywhere, 1).obtain_all(requests()[:2], Recorded())
+    heard = Recorded()
     programs = factory(store, anywhere, 2).obtain_all(requests(), heard)
     assert heard.done == {SPECS[0]: "loaded", SPECS[1]: "loaded", SPECS[2]: "compiled"}
     assert list(heard.started) == SPECS
@@ -148,7 +148,7 @@ def test_a_stored_graph_that_does_not_fit_the_model_is_compiled_again(
     """Each is valid as a program, and its run would end the start."""
     events: list[StoreEvent] = []
     store = ArtifactStore(tmp_path, max_bytes=1 << 20, on_event=events.append)
-    graphs, heard = factory(store, anywhere, 1), Heard()
+    graphs, heard = factory(store, anywhere, 1), Recorded()
     for spec in SPECS:
         store.store(graphs.key(spec), {PROGRAM: stored_document(bindings, arguments)})
     graphs.obtain_all(requests(), heard)
@@ -156,6 +156,6 @@ def test_a_stored_graph_that_does_not_fit_the_model_is_compiled_again(
     damaged = [event.detail for event in events if event.kind == "corrupt"]
     assert len(damaged) == 3
     assert all(reason in detail for detail in damaged)
-    again = Heard()
+    again = Recorded()
     factory(store, anywhere, 1).obtain_all(requests(), again)
     assert again.done == dict.fromkeys(SPECS, "loaded")

@@ -271,7 +271,7 @@ FEATURES = {
 
 
 @st.composite
-def wishes(draw: st.DrawFn, names: list[str]) -> dict[str, Any]:
+def options(draw: st.DrawFn, names: list[str]) -> dict[str, Any]:
     """One request, with some of the features ``names``."""
     return {
         "temperature": draw(st.sampled_from([0.0, 0.7])),
@@ -306,7 +306,7 @@ def make_request(name: str, wish: Mapping[str, Any], *, pools: bool = False) -> 
 
 
 class Update(NamedTuple):
-    """What one step changes."""
+    """The changes of one step."""
 
     ends: set[int]
     """Rows that are left."""
@@ -324,7 +324,7 @@ def histories(draw: st.DrawFn) -> list[Update]:
     update = st.builds(
         Update,
         ends=st.sets(row),
-        arrivals=st.lists(wishes(names), max_size=ROWS),
+        arrivals=st.lists(options(names), max_size=ROWS),
         swapped=st.tuples(row, row),
         drafts=st.lists(TOKEN, max_size=2),
     )

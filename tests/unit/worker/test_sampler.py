@@ -1,4 +1,4 @@
-"""The short way of greedy steps gives vLLM's tokens, and is only taken where nothing else is asked.
+"""The fast path of greedy steps gives vLLM's tokens, and is only used for plain greedy requests.
 
 Fields of the metadata are made by vLLM's own batch, from requests.
 """
@@ -42,7 +42,7 @@ def native_kernels(tmp_path: Path) -> None:
     load_kernels(share_kernels(tmp_path), "native")
 
 
-def batch_of(*wishes: dict[str, Any]) -> InputBatch:
+def batch_of(*requests: dict[str, Any]) -> InputBatch:
     device = torch.device("cpu")
     batch = InputBatch(
         max_num_reqs=4,
@@ -57,8 +57,8 @@ def batch_of(*wishes: dict[str, Any]) -> InputBatch:
             [LogitBiasLogitsProcessor(None, device, False), NoMinTokens()]
         ),
     )
-    for number, wish in enumerate(wishes):
-        params = SamplingParams(**({"temperature": 0.0} | wish))
+    for number, options in enumerate(requests):
+        params = SamplingParams(**({"temperature": 0.0} | options))
         batch.add_request(
             CachedRequestState(
                 req_id=str(number),
@@ -77,7 +77,7 @@ def batch_of(*wishes: dict[str, Any]) -> InputBatch:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [
         {},
         {"logit_bias": {7: 50.0}},
@@ -86,12 +86,12 @@ def batch_of(*wishes: dict[str, Any]) -> InputBatch:
         {"allowed_token_ids": [4, 9]},
         {"logprobs": 3},
     ],
-    ids=lambda wish: next(iter(wish), "plain"),
+    ids=lambda options: next(iter(options), "plain"),
 )
-def test_tokens_and_logprobs_are_vllms(wish: dict[str, Any], dtype: torch.dtype) -> None:
+def test_tokens_and_logprobs_are_vllms(options: dict[str, Any], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, VOCABULARY).to(dtype)
-    metadata = batch_of({}, wish, {}).sampling_metadata
+    metadata = batch_of({}, options, {}).sampling_metadata
     expected = Sampler()(logits=logits.clone(), sampling_metadata=metadata)
     sampled = GreedySampler()(logits=logits.clone(), sampling_metadata=metadata)
     assert torch.equal(sampled.sampled_token_ids, expected.sampled_token_ids)

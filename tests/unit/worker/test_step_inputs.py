@@ -51,9 +51,7 @@ def test_prefill_chunk_in_the_second_block() -> None:
 
 
 @pytest.mark.parametrize(("counts_held", "cached"), [(False, 40), (True, 24)])
-def test_a_full_window_is_told_by_all_its_tokens_or_those_it_holds(
-    counts_held: bool, cached: int
-) -> None:
+def test_a_full_window_counts_all_tokens_or_those_it_holds(counts_held: bool, cached: int) -> None:
     group = replace(WINDOW, counts_held=counts_held)
     inputs = StepInputs.allocate(GraphSpec.of(Phase.PREFILL, 8), [group])
     (window,) = inputs.groups

@@ -1,4 +1,4 @@
-"""What the first runs tell of steps: each size's own seconds, of no more than there is time for."""
+"""The first runs measure the seconds of step sizes, of as many as the time limit allows."""
 
 from __future__ import annotations
 

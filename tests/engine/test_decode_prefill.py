@@ -1,4 +1,4 @@
-"""Prompts of the background are read in rows that would be padding, and have the bits of alone."""
+"""Decode prefill: background prompts in rows that would be padding, with unchanged results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engine.conftest import Engine, Engines
 from tests.engine.oracle import AnyLength, Oracle
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_lora import LORA, Adapters, worker
-from tests.engine.test_prompts_together import KINDS, told
+from tests.engine.test_prompts_together import KINDS, outcome
 from tests.engine.test_speculation import FEW, SUFFIX, Pair, results, texts_of
 
 pytestmark = pytest.mark.engine
@@ -49,7 +49,7 @@ class Mixed:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._core = engine, engine.llm.llm_engine
-        self._asked: dict[str, tuple[list[int], SamplingParams, Any]] = {}
+        self._requests: dict[str, tuple[list[int], SamplingParams, Any]] = {}
         self.done: dict[str, Any] = {}
 
     def add(self, name: str, prompt: list[int], params: SamplingParams, lora: Any = None) -> None:
@@ -57,7 +57,7 @@ class Mixed:
         priority = BACKGROUND_PRIORITY if name.startswith("line") else 0
         inputs = {"prompt_token_ids": prompt}
         self._core.add_request(name, inputs, params, lora_request=lora, priority=priority)
-        self._asked[name] = (prompt, params, lora)
+        self._requests[name] = (prompt, params, lora)
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -75,27 +75,27 @@ class Mixed:
 
     def abort(self, name: str) -> None:
         self._core.abort_request([name], internal=False)
-        del self._asked[name]
+        del self._requests[name]
 
-    def assert_bits_of_alone(self, plain: Engine | None = None) -> None:
-        """`plain`: another engine that tells them."""
+    def assert_as_alone(self, plain: Engine | None = None) -> None:
+        """Assert that every request gives the outcome that it has alone, in `plain` if given."""
         plain = plain or self._engine
         assert self._engine.used_blocks() == 0
         assert self._engine.total("rbln_recompiles_after_warmup_total") == 0
-        for name, (prompt, params, lora) in self._asked.items():
+        for name, (prompt, params, lora) in self._requests.items():
             plain.core.scheduler.reset_prefix_cache()
             (alone,) = plain.llm.generate(
                 [{"prompt_token_ids": prompt}], params, use_tqdm=False, lora_request=lora
             )
-            if told(alone) != told(self.done[name]):
-                pytest.fail(f"{name}: {told(self.done[name])[0]}, not {told(alone)[0]}")
+            if outcome(alone) != outcome(self.done[name]):
+                pytest.fail(f"{name}: {outcome(self.done[name])[0]}, not {outcome(alone)[0]}")
 
 
 def chunks(engine: Engine) -> float:
     return engine.total("rbln_bucket_steps_total", phase="prefill")
 
 
-def read(engine: Engine) -> float:
+def prefilled(engine: Engine) -> float:
     return engine.total("rbln_background_rows_total", kind="prompt")
 
 
@@ -108,8 +108,8 @@ def start(engine: Engine) -> Mixed:
     return mixed
 
 
-def assert_read_in_rows(engine: Engine, lines: list[SamplingParams]) -> None:
-    mixed, before, already = start(engine), chunks(engine), read(engine)
+def assert_prefilled_in_rows(engine: Engine, lines: list[SamplingParams]) -> None:
+    mixed, before, earlier = start(engine), chunks(engine), prefilled(engine)
     prompts = make_prompts([70, 33, 1, 45], seed=12)
     for number, (prompt, wanted) in enumerate(zip(prompts, lines, strict=True)):
         mixed.add(f"line-{number}", prompt, wanted)
@@ -120,13 +120,13 @@ def assert_read_in_rows(engine: Engine, lines: list[SamplingParams]) -> None:
     mixed.to_the_end()
     assert chunks(engine) == before, "a prompt took a step"
     # The last token of a prompt is a row that decodes, but for who begins with it.
-    assert read(engine) - already == 69 + 32 + 1 + 44
-    mixed.assert_bits_of_alone()
+    assert prefilled(engine) - earlier == 69 + 32 + 1 + 44
+    mixed.assert_as_alone()
 
 
 def test_the_stream_is_held_up_by_nothing(engines: Engines) -> None:
     engine = engines("llama", rbln=ONE_BUCKET)
-    assert_read_in_rows(engine, [params(), SEEDED, params(), CHOOSY])
+    assert_prefilled_in_rows(engine, [params(), SEEDED, params(), CHOOSY])
     mixed = start(engine)
     for number, prompt in enumerate(make_prompts([70, 60, 50], seed=13)):
         mixed.add(f"line-{number}", prompt, params())
@@ -135,7 +135,7 @@ def test_the_stream_is_held_up_by_nothing(engines: Engines) -> None:
         (stream,) = (r for r in engine.core.scheduler.running if r.request_id.startswith("stream"))
         assert stream.num_output_tokens == length, "each step has a token for it"
     mixed.to_the_end()
-    mixed.assert_bits_of_alone()
+    mixed.assert_as_alone()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -144,7 +144,7 @@ def test_the_stream_is_held_up_by_nothing(engines: Engines) -> None:
 )
 def test_every_kind_of_attention(engines: Engines, arch: str, dtype: str) -> None:
     engine = engines(arch, dtype=dtype, rbln=ONE_BUCKET)
-    assert_read_in_rows(engine, [params(), SEEDED, params(), CHOOSY])
+    assert_prefilled_in_rows(engine, [params(), SEEDED, params(), CHOOSY])
 
 
 def test_grammars_do_not_move_while_a_prompt_is_read(engines: Engines) -> None:
@@ -163,7 +163,7 @@ def test_grammars_do_not_move_while_a_prompt_is_read(engines: Engines) -> None:
         mixed.add(f"line-{number}", prompt, grammar())
     mixed.to_the_end()
     assert mixed.done["line-0"].outputs[0].text.startswith("[")
-    mixed.assert_bits_of_alone()
+    mixed.assert_as_alone()
 
 
 def test_rows_of_several_adapters(engines: Engines, tmp_path: Path) -> None:
@@ -176,21 +176,21 @@ def test_rows_of_several_adapters(engines: Engines, tmp_path: Path) -> None:
         mixed.add(f"line-{number}", prompt, params(), lora)
     mixed.to_the_end()
     assert chunks(engine) == before
-    mixed.assert_bits_of_alone()
+    mixed.assert_as_alone()
     for number in worker(engine).list_loras():
         worker(engine).remove_lora(number)
 
 
 def test_a_prefix_is_read_once(engines: Engines) -> None:
     engine = engines("llama", rbln=ONE_BUCKET)
-    mixed, already = start(engine), read(engine)
+    mixed, earlier = start(engine), prefilled(engine)
     (stem,) = make_prompts([48], seed=17)
     for number, tail in enumerate(make_prompts([5, 6, 7], seed=18)):
         mixed.add(f"line-{number}", stem + tail, params())
     mixed.to_the_end()
     assert [mixed.done[f"line-{n}"].num_cached_tokens for n in range(3)] == [0, 48, 48]
-    assert read(engine) - already == 48 + 4 + 5 + 6
-    mixed.assert_bits_of_alone()
+    assert prefilled(engine) - earlier == 48 + 4 + 5 + 6
+    mixed.assert_as_alone()
 
 
 def test_chunks_take_the_prompt_of_which_most_is_left(
@@ -212,7 +212,7 @@ def test_chunks_take_the_prompt_of_which_most_is_left(
     assert 25 < left["line-0"] < 31
     assert 30 < left["line-1"] < 38
     mixed.to_the_end()
-    mixed.assert_bits_of_alone()
+    mixed.assert_as_alone()
 
 
 def test_scores_of_prompts_come_from_chunks(
@@ -220,14 +220,14 @@ def test_scores_of_prompts_come_from_chunks(
 ) -> None:
     monkeypatch.setattr(background, "STEPS_PER_CHUNK", 10)
     engine = engines("llama", rbln=ONE_BUCKET)
-    mixed, before, already = start(engine), chunks(engine), read(engine)
+    mixed, before, earlier = start(engine), chunks(engine), prefilled(engine)
     mixed.add("line-0", make_prompts([30], seed=20)[0], params(prompt_logprobs=1))
     mixed.to_the_end()
-    assert (chunks(engine), read(engine)) == (before + 1, already)
-    mixed.assert_bits_of_alone()
+    assert (chunks(engine), prefilled(engine)) == (before + 1, earlier)
+    mixed.assert_as_alone()
 
 
-def test_readers_are_preempted_parked_and_left(engines: Engines) -> None:
+def test_decode_prefill_is_preempted_parked_and_aborted(engines: Engines) -> None:
     engine = engines(
         "llama", rbln=ONE_BUCKET, num_gpu_blocks_override=22, enable_prefix_caching=False
     )
@@ -246,7 +246,7 @@ def test_readers_are_preempted_parked_and_left(engines: Engines) -> None:
     mixed.step(10)
     mixed.abort("line-0")
     mixed.to_the_end()
-    mixed.assert_bits_of_alone()
+    mixed.assert_as_alone()
 
 
 def test_beside_steps_that_check_drafts(engines: Engines) -> None:
@@ -256,21 +256,21 @@ def test_beside_steps_that_check_drafts(engines: Engines) -> None:
     names = ["stream 1", "stream 2", "line-0", "line-1", "line-2"]
     wanted = [STREAM, STREAM, params(), SEEDED, CHOOSY]
     oracle = Oracle(texts_of(prompts, results(plain, prompts, wanted)), 0.3)
-    mixed, before, already = Mixed(engine), chunks(engine), read(engine)
+    mixed, before, earlier = Mixed(engine), chunks(engine), prefilled(engine)
     with Pair(plain, engine).asking(oracle, AnyLength(2)):
         for request in zip(names, prompts, wanted, strict=True):
             mixed.add(*request)
         mixed.to_the_end()
     assert engine.total("rbln_bucket_steps_total", phase="verify") > 20
     assert chunks(engine) <= before + 2
-    assert read(engine) - already == 49 + 29 + 39
-    mixed.assert_bits_of_alone(plain)
+    assert prefilled(engine) - earlier == 49 + 29 + 39
+    mixed.assert_as_alone(plain)
 
 
 @pytest.mark.parametrize(("arch", "num_blocks", "seed"), [("llama", 30, 0), ("gemma3_text", 60, 1)])
 def test_any_mix(engines: Engines, arch: str, num_blocks: int, seed: int) -> None:
     engine = engines(arch, num_gpu_blocks_override=num_blocks, rbln=ONE_BUCKET)
-    mixed, rng, already = Mixed(engine), random.Random(seed), read(engine)
+    mixed, rng, earlier = Mixed(engine), random.Random(seed), prefilled(engine)
     names: list[str] = []
     for number in range(40):
         name = f"{rng.choice(['stream', 'line', 'line'])} {number}"
@@ -290,5 +290,5 @@ def test_any_mix(engines: Engines, arch: str, num_blocks: int, seed: int) -> Non
             names.remove(running[0])
     mixed.to_the_end()
     mixed.step()
-    assert read(engine) > already + 50
-    mixed.assert_bits_of_alone()
+    assert prefilled(engine) > earlier + 50
+    mixed.assert_as_alone()
