@@ -95,11 +95,8 @@ def _with_npu_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
         return replace(planned, problems=(_weights_problem(planned, fixed),))
     if not planned.block_bytes:
         return planned
-    flag, usable = (
-        "--gpu-memory-utilization",
-        int(planned.total_bytes * cache.gpu_memory_utilization),
-    )
-    num_blocks = max(0, usable - fixed - planned.window_bytes) // planned.block_bytes
+    flag, most = "--gpu-memory-utilization", int(planned.total_bytes * cache.gpu_memory_utilization)
+    num_blocks = max(0, most - fixed - planned.window_bytes) // planned.block_bytes
     num_blocks = min(num_blocks, LARGEST_NUM_BLOCKS)
     if cache.num_gpu_blocks_override is not None:
         flag, num_blocks = "--num-gpu-blocks-override", cache.num_gpu_blocks_override
