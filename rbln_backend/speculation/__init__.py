@@ -1,1 +1,1 @@
-"""Drafts of tokens that a decode step checks in one run: who makes them and how many it takes."""
+"""Draft tokens: drafters that propose them, and the choice of how many a decode step checks."""

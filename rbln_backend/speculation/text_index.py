@@ -31,7 +31,7 @@ class TextIndex:
         self._mask = (1 << gram * _TOKEN_BITS) - 1
         self._key = 0
         self._end = 0
-        self._known = 0
+        self._since_gap = 0
         """Tokens since the last gap."""
         self._tokens: list[int] = []
         self._keys: list[int | None] = []
@@ -50,19 +50,19 @@ class TextIndex:
     @property
     def key(self) -> int | None:
         """The key of the last ``gram`` tokens for ``positions``; None where there are too few."""
-        return self._key if self._known >= self.gram else None
+        return self._key if self._since_gap >= self.gram else None
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
-        key, known, end, capacity = self._key, self._known, self._end, self._capacity
+        key, since_gap, end, capacity = self._key, self._since_gap, self._end, self._capacity
         for token in tokens:
             slot = end % capacity
             if end >= capacity:
                 self._unlink(slot, end - capacity + 1)
             end += 1
-            known = 0 if token == GAP else known + 1
+            since_gap = 0 if token == GAP else since_gap + 1
             key = (key << _TOKEN_BITS | token + 1) & self._mask
-            indexed = key if known >= self.gram else None
+            indexed = key if since_gap >= self.gram else None
             before = self._latest.get(key, -1) if indexed is not None else -1
             if end > capacity:
                 self._tokens[slot], self._keys[slot], self._before[slot] = token, indexed, before
@@ -72,7 +72,7 @@ class TextIndex:
                 self._before.append(before)
             if indexed is not None:
                 self._latest[key] = end
-        self._key, self._known, self._end = key, known, end
+        self._key, self._since_gap, self._end = key, since_gap, end
 
     def at(self, position: int) -> int:
         """Return the token at ``position``, ``GAP`` outside the text in memory."""

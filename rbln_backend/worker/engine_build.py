@@ -68,7 +68,7 @@ from rbln_backend.worker.step.host_pooler import HostPooler
 from rbln_backend.worker.step.inputs import AsScheduled, LongestFirst, RowOrder, StepInputs
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.runner import StepRunner
-from rbln_backend.worker.step.stage import handed_buffers, make_stage
+from rbln_backend.worker.step.stage import intermediate_buffers, make_stage
 from rbln_backend.worker.step.token_types import TokenTypes
 from rbln_backend.worker.step.usage_recorder import UsageRecorder, open_recorder
 
@@ -145,7 +145,7 @@ class EngineBuild:
             encoder_layers=_encoder_layers(parts),
             has_adapters=parts.adapters is not None,
             masked_ranks=self._agreement.ranks if masks_tokens else 0,
-            handed=None if is_first else partial(handed_buffers, parts.model, dtype),
+            intermediates=None if is_first else partial(intermediate_buffers, parts.model, dtype),
         )
         self._graphs = GraphSet.allocate(
             *(tables, dispatch, make_inputs),
@@ -298,8 +298,8 @@ class EngineBuild:
 
     def _open_sizes(self) -> BatchSizeLog | None:
         interval_s = self._parts.rbln.log_batchsize_interval
-        tells = interval_s >= 0 and self._generates and self._parts.place.counts_steps
-        return BatchSizeLog(interval_s) if tells else None
+        logs = interval_s >= 0 and self._generates and self._parts.place.counts_steps
+        return BatchSizeLog(interval_s) if logs else None
 
     def _make_runner(self) -> Runner:
         config = self._parts.vllm_config

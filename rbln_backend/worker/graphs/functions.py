@@ -18,7 +18,7 @@ from rbln_backend.vllm_compat.surface import IntermediateTensors
 GraphFunction = Callable[..., Any]
 _Forward = Callable[..., Any]
 
-HANDED = "handed."
+INTERMEDIATE = "intermediate."
 """Prefix of the names of the inputs that come from the previous stage."""
 
 
@@ -28,13 +28,13 @@ class ModelPart:
 
     is_first: bool = True
     is_last: bool = True
-    handed: tuple[str, ...] = ()
+    intermediates: tuple[str, ...] = ()
     """Names of the tensors passed between stages, in order; none in a single stage."""
 
     @property
     def received(self) -> tuple[str, ...]:
         """The graph inputs that come from the previous stage."""
-        return () if self.is_first else tuple(HANDED + name for name in self.handed)
+        return () if self.is_first else tuple(INTERMEDIATE + name for name in self.intermediates)
 
 
 WHOLE = ModelPart()
@@ -48,7 +48,7 @@ def graph_function(
         return _logits(model), ("hidden",)
     forward, names = _forward(model, part), ("input_ids", "positions", *part.received)
     if not part.is_last:
-        return _stage(forward, part.handed), names
+        return _stage(forward, part.intermediates), names
     if phase is Phase.POOLING:
         return _pooling(forward), names
     if phase is Phase.PREFILL:
@@ -89,11 +89,11 @@ def _logits(model: Any) -> GraphFunction:
     return logits
 
 
-def _stage(forward: _Forward, handed: tuple[str, ...]) -> GraphFunction:
+def _stage(forward: _Forward, intermediates: tuple[str, ...]) -> GraphFunction:
     def stage(*inputs: Tensor) -> tuple[Tensor, ...]:
         """[B, L], [B, L], received tensors [B * L, H] -> tensors [B * L, H] of the next stage."""
         result = forward(*inputs)
-        return tuple(result[name] for name in handed)
+        return tuple(result[name] for name in intermediates)
 
     return stage
 
@@ -103,7 +103,9 @@ def _forward(model: Any, part: ModelPart) -> _Forward:
         # vLLM's models take a flat tensor of tokens; the batch shape is in the attention metadata.
         intermediates = None
         if not part.is_first:
-            intermediates = IntermediateTensors(dict(zip(part.handed, received, strict=True)))
+            intermediates = IntermediateTensors(
+                dict(zip(part.intermediates, received, strict=True))
+            )
         tokens = input_ids.view(-1)
         return model(
             input_ids=tokens,

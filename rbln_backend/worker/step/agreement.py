@@ -55,7 +55,7 @@ class DataRanks:
         self._all = [torch.zeros(2, dtype=torch.int32) for _ in group.ranks]
 
     def rounds(self, batch: StepBatch | None) -> Sequence[StepRound]:
-        """As ``StepAgreement``; raises ``RuntimeError`` when a rank is gone."""
+        """As ``StepAgreement``; raises ``RuntimeError`` when a rank has exited."""
         self._mine[0] = -1 if batch is None else _PHASES.index(batch.phase)
         self._mine[1] = 0 if batch is None else batch.size
         dist.all_gather(self._all, self._mine, group=self._group)

@@ -55,12 +55,12 @@ class StepInputs:
         *,
         has_adapters: bool = False,
         masked_ranks: int = 0,
-        handed: Callable[[int], Mapping[str, Tensor]] | None = None,
+        intermediates: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> StepInputs:
         """Allocate the buffers of ``spec``; shapes and dtypes are those of the attributes.
 
         ``encoder_layers`` have no KV cache. ``masked_ranks``: data-parallel ranks in
-        ``tokens_mask``. ``handed``: makes the buffers [rows, H] of the previous stage's outputs.
+        ``tokens_mask``. ``intermediates``: makes buffers [rows, H] of the previous stage's outputs.
         """
         batch, length = spec.batch_size, spec.query_len
         tensors = {
@@ -71,8 +71,8 @@ class StepInputs:
         counts = torch.zeros(spec.prompts if spec.prompts > 1 else 0, dtype=torch.int32)
         if len(counts):
             tensors["query_counts"] = counts
-        if handed is not None:
-            tensors |= handed(batch * length)
+        if intermediates is not None:
+            tensors |= intermediates(batch * length)
         slots = torch.full((batch if has_adapters else 0,), NO_ADAPTER, dtype=torch.int32)
         if has_adapters:
             tensors[INPUT_NAME] = slots

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rbln_backend.parallel.collectives import Group, groups
 from rbln_backend.vllm_compat.surface import get_pp_group
-from rbln_backend.worker.graphs.functions import HANDED, WHOLE, ModelPart
+from rbln_backend.worker.graphs.functions import INTERMEDIATE, WHOLE, ModelPart
 from rbln_backend.worker.step.inputs import StepInputs
 
 
@@ -81,17 +81,18 @@ def make_stage(model: nn.Module, dtype: torch.dtype) -> Stage:
     group = get_pp_group()
     if group.world_size == 1:
         return SoleStage()
-    handed = tuple(_handed_like(model, dtype, 1))
-    part = ModelPart(bool(group.is_first_rank), bool(group.is_last_rank), handed)
+    intermediates = tuple(_intermediates_like(model, dtype, 1))
+    part = ModelPart(bool(group.is_first_rank), bool(group.is_last_rank), intermediates)
     return PipelineStage(part, groups()["pp"])
 
 
-def handed_buffers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
+def intermediate_buffers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
     """Return buffers [rows, H] for the previous stage's outputs, by the name of the input."""
-    return {HANDED + name: tensor for name, tensor in _handed_like(model, dtype, rows).items()}
+    made = _intermediates_like(model, dtype, rows)
+    return {INTERMEDIATE + name: tensor for name, tensor in made.items()}
 
 
-def _handed_like(model: Any, dtype: torch.dtype, rows: int) -> Mapping[str, Tensor]:
+def _intermediates_like(model: Any, dtype: torch.dtype, rows: int) -> Mapping[str, Tensor]:
     made = model.make_empty_intermediate_tensors(rows, dtype, torch.device("cpu"))
     tensors: Mapping[str, Tensor] = made.tensors
     return tensors
