@@ -58,7 +58,7 @@ class RblnModelRunner:
         verification: Verification,
         drafting: Drafting,
     ) -> None:
-        self._steps = steps
+        self.steps = steps
         self._batches = steps.batches
         self._sampler = sampler
         self._verification = verification
@@ -75,7 +75,7 @@ class RblnModelRunner:
         """
         started = time.perf_counter()
         self._drafting.start_step(scheduled)
-        result = self._steps.run(scheduled)
+        result = self.steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch, (logits, *rest), seconds = result
@@ -88,11 +88,6 @@ class RblnModelRunner:
             graph_seconds=seconds,
         )
         return None
-
-    @torch.inference_mode()
-    def execute_idle(self) -> None:
-        """Run the graphs of other ranks' steps over padding; see ``StepRunner.run_idle``."""
-        self._steps.run_idle()
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | None:

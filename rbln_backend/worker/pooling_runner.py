@@ -21,7 +21,7 @@ class PoolingRunner:
     """Runs one chunk of one prompt per step, and pools on the host after a prompt's last chunk."""
 
     def __init__(self, steps: StepRunner, pooler: HostPooler, token_types: TokenTypes) -> None:
-        self._steps = steps
+        self.steps = steps
         self._pooler = pooler
         self._token_types = token_types
 
@@ -30,21 +30,16 @@ class PoolingRunner:
         """Run the step's graph, and pool if it was the prompt's last chunk."""
         self._pooler.remove(scheduled.finished_req_ids)
         self._token_types.apply(scheduled)
-        result = self._steps.run(scheduled)
+        result = self.steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch, (hidden,), _ = result
-        request = self._steps.batches.requests[batch.input_batch.req_ids[0]]
+        request = self.steps.batches.requests[batch.input_batch.req_ids[0]]
         self._pooler.add(request, hidden[: batch.num_tokens], is_last=batch.samples)
         pooled: Tensor | None = None
         if batch.samples:
             pooled = self._pooler.pool(request, batch.input_batch.get_pooling_metadata())
         return _output(batch, pooled)
-
-    @torch.inference_mode()
-    def execute_idle(self) -> None:
-        """Run the graphs of other ranks' steps over padding; see ``StepRunner.run_idle``."""
-        self._steps.run_idle()
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> None:
         """Return None: ``execute_model`` returns the whole result."""

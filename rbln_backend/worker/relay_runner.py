@@ -17,18 +17,13 @@ class RelayRunner:
     """Runs the stage's graph; the next scheduler output has the tokens of the last stage."""
 
     def __init__(self, steps: StepRunner) -> None:
-        self._steps = steps
+        self.steps = steps
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run the stage's graph; the executor takes the result from the last stage."""
-        self._steps.run(scheduled)
+        self.steps.run(scheduled)
         return EMPTY_MODEL_RUNNER_OUTPUT
-
-    @torch.inference_mode()
-    def execute_idle(self) -> None:
-        """Run the graphs of other ranks' steps over padding; see ``StepRunner.run_idle``."""
-        self._steps.run_idle()
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> None:
         """Return None: the last stage samples."""

@@ -314,7 +314,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
     def execute_dummy_batch(self) -> None:
         """Run padding. Called instead of ``execute_model`` while other data ranks have requests."""
         assert self._runner is not None
-        self._runner.execute_idle()
+        self._runner.steps.run_idle()
 
     def _guarded(self, step: Callable[[A], R], argument: A) -> R:
         """Run a part of a step; if it fails on a rank that does not reply, exit the process.

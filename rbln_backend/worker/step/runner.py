@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rbln_backend.core import Phase, StepBatch, StepResult, StepRound
@@ -61,6 +62,7 @@ class StepRunner:
         self._kv_caches.store_windows(transfers)
         return StepResult(batch, outputs, seconds)
 
+    @torch.inference_mode()
     def run_idle(self) -> None:
         """Run the graphs of the other data-parallel ranks over padding: their collectives wait."""
         self._run_rounds(None)
