@@ -69,7 +69,7 @@ class Router:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NAMES)
-def test_events_say_what_the_pool_holds(name: str, seed: int) -> None:
+def test_events_match_the_blocks_of_the_pool(name: str, seed: int) -> None:
     rng = random.Random(f"{name} {seed}")
     world = World(SHAPES[name], events=True)
     router = Router(world)
@@ -101,7 +101,7 @@ def test_events_say_what_the_pool_holds(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["full", "sub-block", "hybrid", "one window"])
 @pytest.mark.parametrize("extra", EXTRAS, ids=str)
-def test_a_reused_prefix_is_reported_once_where_the_request_wants_it(
+def test_a_reused_prefix_is_reported_once_for_requests_in_full_mode(
     name: str, extra: dict[str, str] | None
 ) -> None:
     world = World(SHAPES[name], events=True)
@@ -127,7 +127,7 @@ def test_a_reused_prefix_is_reported_once_where_the_request_wants_it(
         assert reports == []
 
 
-def test_a_block_is_held_until_the_last_with_its_tokens_is_gone() -> None:
+def test_a_removal_is_reported_for_the_last_block_with_its_tokens() -> None:
     """Two requests compute the same prefix at once, so that two blocks hold it."""
     world = World(SHAPES["full"], events=True)
     router = Router(world)

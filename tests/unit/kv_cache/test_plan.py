@@ -84,7 +84,7 @@ def test_a_chunked_layer_keeps_its_whole_context() -> None:
         plan({"b": chunked(999)}, own_ops=False)
 
 
-def test_narrow_values_lie_in_rows_of_the_keys_size() -> None:
+def test_narrow_values_use_rows_of_the_size_of_keys() -> None:
     narrow = dataclasses.replace(full(), head_size_v=16)
     assert plan({"a": narrow}) == plan({"a": full()})
     with pytest.raises(UnsupportedModelError, match="heads of 32 and 16"):
@@ -98,14 +98,14 @@ def test_a_shared_cache_does_not_slide() -> None:
     assert isinstance(specs["b"], PagedSpec)
 
 
-def test_windows_alone_take_their_blocks_from_vllms_pool() -> None:
+def test_windows_alone_use_vllms_pool() -> None:
     (spec,) = plan({"a": window(48)}).values()
     assert isinstance(spec, WindowSpec)
     assert spec.own_blocks == 0
     assert spec.prefix_cacheable
 
 
-def test_a_window_over_the_whole_context_is_none() -> None:
+def test_a_window_of_the_whole_context_is_paged() -> None:
     assert isinstance(plan({"a": window(1000)})["a"], PagedSpec)
     assert isinstance(plan({"a": window(999)})["a"], WindowSpec)
 
@@ -134,7 +134,7 @@ def test_without_windows_the_unit_stays() -> None:
     assert reuse_unit_of(plan({"a": full()}).values(), 99) == 99
 
 
-def test_switched_off_logs_cost_nothing() -> None:
+def test_disabled_logs_take_no_memory() -> None:
     (spec,) = plan({"a": window(48)}, log_bytes=0).values()
     assert isinstance(spec, WindowSpec)
     assert spec.log_pages == 0
@@ -146,7 +146,7 @@ def test_windows_need_the_hybrid_manager() -> None:
     assert isinstance(plan({"b": full()}, hybrid=False)["b"], PagedSpec)
 
 
-def test_other_kinds_are_refused_by_layer() -> None:
+def test_other_kinds_are_rejected_by_layer() -> None:
     sliding = SlidingWindowMLASpec(block_size=32, sliding_window=64, **HEADS)
     with pytest.raises(UnsupportedModelError, match=r"layers\.3"):
         plan({"layers.3": sliding})

@@ -287,7 +287,7 @@ def test_another_salt_never_hits(name: str) -> None:
         assert world.hits - before == expected
 
 
-def test_a_manager_that_holds_more_than_is_known_is_not_taken_over() -> None:
+def test_a_manager_with_unknown_attributes_is_rejected() -> None:
     shape = Shape(16, 4, [], True, 8, 0, 32)
     world = World(shape)
     upstream = KVCacheManager(

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "channel_ranks.py"
 
 
 @pytest.mark.slow
-def test_ranks_agree_whatever_they_talk_through(tmp_path: Path) -> None:
+def test_ranks_agree_over_shared_memory_and_gloo(tmp_path: Path) -> None:
     kernels = share_kernels(tmp_path / "cache")
     command = [sys.executable, str(SCRIPT)]
     rest = [str(tmp_path / "meeting"), str(kernels)]

@@ -41,7 +41,7 @@ def test_every_graph_is_delivered_once_by_other_processes() -> None:
 
 
 @pytest.mark.parametrize("fate", ["killed", "failed"])
-def test_what_a_lost_child_had_begun_is_missing_and_the_rest_arrives(fate: str) -> None:
+def test_graphs_of_a_lost_child_are_missing_and_the_others_arrive(fate: str) -> None:
     before = children()
 
     def capture(spec: GraphSpec) -> bytes:
@@ -58,7 +58,7 @@ def test_what_a_lost_child_had_begun_is_missing_and_the_rest_arrives(fate: str) 
     assert children() == before
 
 
-def test_a_child_that_stands_still_is_given_up() -> None:
+def test_a_child_without_progress_is_killed_after_the_timeout() -> None:
     before = children()
 
     def capture(spec: GraphSpec) -> bytes:
@@ -73,7 +73,7 @@ def test_a_child_that_stands_still_is_given_up() -> None:
     assert children() == before
 
 
-def test_children_end_with_a_consumer_that_leaves_early() -> None:
+def test_children_are_killed_when_the_consumer_stops_early() -> None:
     before = children()
 
     def capture(spec: GraphSpec) -> bytes:

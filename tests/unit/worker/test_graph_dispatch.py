@@ -39,7 +39,7 @@ def test_before_warm_up_ends_a_miss_compiles_silently() -> None:
     assert missed == []
 
 
-def test_error_policy_refuses_and_counts() -> None:
+def test_error_policy_raises_and_counts() -> None:
     graphs, missed = dispatch("error")
     graphs.seal()
     with pytest.raises(UncompiledShapeError, match=r"decode-4.*compiled: decode-2"):

@@ -94,7 +94,7 @@ def requests() -> list[GraphRequest]:
     ("context", "workers"), [(anywhere, 1), (deadly_here, 2), (deadly_in_children, 2)]
 )
 @pytest.mark.parametrize("cached", [True, False])
-def test_missing_graphs_are_captured_whoever_does_it(
+def test_missing_graphs_are_captured_in_children_or_in_process(
     context: object, workers: int, cached: bool, tmp_path: Path
 ) -> None:
     events: list[StoreEvent] = []

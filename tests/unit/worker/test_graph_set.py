@@ -24,7 +24,7 @@ class Graph:
         return ()
 
 
-def test_steps_run_in_the_smallest_graph_of_those_that_are_allowed() -> None:
+def test_select_returns_the_smallest_allowed_graph() -> None:
     dispatch = GraphDispatch(Graph, policy="error", on_miss=lambda _: None)
     graphs = GraphSet.allocate(TABLES, dispatch, partial(StepInputs.allocate, groups=[]), prompts=3)
     for spec in graphs.inputs:

@@ -68,7 +68,7 @@ def test_a_pooler_of_all_rows_gets_all_rows(chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [3, 10])
-def test_the_last_row_is_enough_for_its_pooler(chunk: int) -> None:
+def test_a_last_row_pooler_gets_the_last_chunk(chunk: int) -> None:
     request = make_request("a", 10)
     # After a prefix hit the first rows never come.
     request.num_computed_tokens = 4
@@ -76,7 +76,7 @@ def test_the_last_row_is_enough_for_its_pooler(chunk: int) -> None:
     assert torch.equal(result, ROWS[-1])
 
 
-def test_a_result_is_no_view_of_a_buffer() -> None:
+def test_a_result_is_a_copy() -> None:
     pooler = host_pooler(lambda rows, _: [rows[2]])
     assert torch.equal(run(pooler, make_request("a", 10), ROWS, 10), ROWS[2])
 
@@ -87,7 +87,7 @@ def test_a_preempted_prompt_starts_over() -> None:
     assert torch.equal(run(pooler, request, ROWS, 5), ROWS.mean(0))
 
 
-def test_an_aborted_prompt_is_forgotten() -> None:
+def test_rows_of_an_aborted_prompt_are_removed() -> None:
     pooler, request = host_pooler(MeanPool()), make_request("a", 10)
     pooler.add(request, torch.full((6, 4), 99.0), is_last=False)
     pooler.remove({"a", "never seen"})
@@ -99,6 +99,6 @@ def test_an_aborted_prompt_is_forgotten() -> None:
     )
 
 
-def test_prefix_hits_are_refused_to_poolers_of_whole_prompts() -> None:
+def test_prefix_caching_is_rejected_for_poolers_of_whole_prompts() -> None:
     with pytest.raises(UnsupportedModelError, match="--no-enable-prefix-caching"):
         host_pooler(MeanPool(), reuses_prefixes=True)

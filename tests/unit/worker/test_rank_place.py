@@ -17,7 +17,7 @@ def config(engine: int = 0, *, engines: int = 1, **sizes: int) -> VllmConfig:
     return made
 
 
-def test_every_rank_of_every_engine_has_a_number_and_a_place_of_its_own() -> None:
+def test_rank_numbers_and_local_numbers_are_unique() -> None:
     places = [
         rank_place(config(engine, engines=2, tensor_parallel_size=2), rank, rank)
         for engine in range(2)
@@ -37,7 +37,7 @@ def test_the_first_rank_of_the_last_stage_replies(tensor: int, stages: int, repl
     assert sum(place.replies for place in places) == 1
 
 
-def test_ray_tells_how_many_ranks_a_host_has() -> None:
+def test_ray_sets_the_number_of_ranks_on_a_host() -> None:
     sizes = config(tensor_parallel_size=4)
     sizes.parallel_config.assigned_physical_gpu_ids = [0, 1]
     place = rank_place(sizes, 3, 1)

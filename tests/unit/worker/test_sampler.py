@@ -98,7 +98,7 @@ def test_tokens_and_logprobs_are_vllms(options: dict[str, Any], dtype: torch.dty
     assert (sampled.logprobs_tensors is None) == (expected.logprobs_tensors is None)
 
 
-def test_a_bias_that_comes_and_goes_is_noticed() -> None:
+def test_a_bias_added_or_removed_is_noticed() -> None:
     """The metadata of a batch does not change with it."""
     batch, sampler = batch_of({}), GreedySampler()
     logits = torch.zeros(1, VOCABULARY)

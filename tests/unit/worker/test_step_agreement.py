@@ -8,12 +8,12 @@ from rbln_backend.worker.step.agreement import SoleRank, agreed
 PREFILL, POOLING, DECODE, IDLE = 0, 1, 2, -1
 
 
-def test_a_rank_alone_runs_what_it_has() -> None:
+def test_a_single_rank_runs_its_batch() -> None:
     assert SoleRank().rounds(None) == ()
     assert SoleRank().ranks == 1
 
 
-def test_decodes_take_the_bucket_of_the_largest_batch() -> None:
+def test_decode_uses_the_size_of_the_largest_batch() -> None:
     wanted = [(DECODE, 1), (DECODE, 7), (IDLE, 0), (DECODE, 3)]
     assert agreed(wanted) == [StepRound(Phase.DECODE, 7, (1, 7, 0, 3))]
 
@@ -26,7 +26,7 @@ def test_chunks_come_before_batches() -> None:
     ]
 
 
-def test_prompts_that_are_pooled_are_rounds_of_their_own() -> None:
+def test_pooling_has_its_own_round() -> None:
     assert agreed([(POOLING, 9), (IDLE, 0)]) == [StepRound(Phase.POOLING, 9, (9, 0))]
 
 
@@ -34,6 +34,6 @@ def test_nothing_runs_when_all_are_idle() -> None:
     assert agreed([(IDLE, 0), (IDLE, 0)]) == []
 
 
-def test_the_order_of_phases_covers_all_that_steps_run() -> None:
+def test_every_phase_of_a_step_has_a_place_in_the_order() -> None:
     phases = [agreed([(number, 1)])[0].phase for number in (PREFILL, POOLING, DECODE)]
     assert phases == [Phase.PREFILL, Phase.POOLING, Phase.DECODE]

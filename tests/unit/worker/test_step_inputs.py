@@ -61,7 +61,7 @@ def test_a_full_window_counts_all_tokens_or_those_it_holds(counts_held: bool, ca
     assert window.cache_offset.tolist() == [[cached + 5]]
 
 
-def test_an_npu_counts_what_a_window_holds() -> None:
+def test_an_npu_counts_the_tokens_in_the_window() -> None:
     window = WindowSpec(
         block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, window=24,
         own_blocks=3, log_pages=0, page_tokens=0,
@@ -73,7 +73,7 @@ def test_an_npu_counts_what_a_window_holds() -> None:
         assert group.counts_held is (capabilities.npu is not None)
 
 
-def test_the_prompts_of_a_chunk_lie_one_after_the_other() -> None:
+def test_the_prompts_of_a_chunk_are_concatenated() -> None:
     inputs, paged, window = allocate(Phase.PREFILL, 8, prompts=3)
     inputs.query_counts.fill(99)
     rows = [np.array([[7, 4, 0, 0], [3, 0, 0, 0]]), np.array([[2], [1]])]
@@ -118,7 +118,7 @@ def test_arrays_are_views_of_the_graph_inputs() -> None:
     assert inputs.metadata == {"a": paged.metadata, "b": window.metadata, "c": window.metadata}
 
 
-def test_adapters_have_a_slot_per_request_and_none_at_first() -> None:
+def test_adapter_slots_are_per_request_and_initially_none() -> None:
     without = StepInputs.allocate(GraphSpec.of(Phase.DECODE, 4), [PAGED])
     assert "lora_slots" not in without.tensors
     for phase, rows in ((Phase.DECODE, 4), (Phase.PREFILL, 1)):
@@ -128,7 +128,7 @@ def test_adapters_have_a_slot_per_request_and_none_at_first() -> None:
         assert inputs.tensors["lora_slots"][0] == 2
 
 
-def test_an_idle_rank_brings_padding_alone() -> None:
+def test_an_idle_rank_fills_padding_alone() -> None:
     for phase, bucket in ((Phase.PREFILL, 8), (Phase.DECODE, 4)):
         inputs, _, _ = allocate(phase, bucket)
         inputs.token_indices.fill(7)
@@ -147,7 +147,7 @@ def test_the_mask_covers_the_rows_of_every_rank() -> None:
     assert inputs.tensors["tokens_mask"].shape == (8, 1)
 
 
-def test_without_a_mask_there_is_no_such_input() -> None:
+def test_graphs_without_a_mask_have_no_mask_input() -> None:
     inputs = StepInputs.allocate(GraphSpec.of(Phase.DECODE, 4), [PAGED])
     inputs.fill_mask((3,))
     assert "tokens_mask" not in inputs.tensors

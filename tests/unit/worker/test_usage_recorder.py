@@ -21,7 +21,7 @@ def recorded(file: UsageFile) -> dict[int, int]:
     return file.read().phases["decode"].steps_by_size
 
 
-def test_what_was_counted_is_written_at_the_end(tmp_path: Path) -> None:
+def test_counts_are_written_on_close(tmp_path: Path) -> None:
     file = UsageFile(tmp_path / "model.json")
     recorder = UsageRecorder(file)
     for size in (3, 3, 1):
@@ -31,7 +31,7 @@ def test_what_was_counted_is_written_at_the_end(tmp_path: Path) -> None:
     assert recorded(file) == {3: 2, 1: 1}
 
 
-def test_it_is_written_meanwhile(tmp_path: Path) -> None:
+def test_counts_are_written_periodically(tmp_path: Path) -> None:
     file = UsageFile(tmp_path / "model.json")
     recorder = UsageRecorder(file, period_s=0.0)
     recorder.note("decode", 2, 4, 0.01)
@@ -56,14 +56,14 @@ def test_steps_that_check_drafts_count_as_decode_steps(tmp_path: Path) -> None:
     assert (found.steps_by_size, found.mean_seconds()) == ({3: 2}, {4: 0.02})
 
 
-def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     recorder = UsageRecorder(UsageFile(tmp_path / "taken" / "model.json"), period_s=0.0)
     recorder.note("decode", 1, 1, 0.01)
     recorder.close()
 
 
-def test_other_configurations_have_records_of_their_own(tmp_path: Path) -> None:
+def test_each_configuration_has_its_own_file(tmp_path: Path) -> None:
     def record(
         decode: tuple[int, ...] = (1, 4), threads: int = 2, **fields: Any
     ) -> tuple[Path, str]:

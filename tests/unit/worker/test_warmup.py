@@ -49,7 +49,7 @@ def warmed(tmp_path: Path, graphs: list[Graph], **options: Any) -> dict[tuple[in
     return warm_up.run_all(graphs, **options)
 
 
-def test_every_size_is_measured_by_its_own_graph(tmp_path: Path) -> None:
+def test_every_size_is_measured_in_its_own_graph(tmp_path: Path) -> None:
     graphs = [Graph(spec) for spec in (CHUNK, *STEPS)]
     found = warmed(tmp_path, graphs, verify=VERIFY)
     assert set(found) == {(spec.bucket, spec.length) for spec in STEPS}
@@ -58,7 +58,7 @@ def test_every_size_is_measured_by_its_own_graph(tmp_path: Path) -> None:
     assert graphs[0].runs == 1
 
 
-def test_a_large_model_is_measured_where_it_is_fastest(tmp_path: Path) -> None:
+def test_a_large_model_is_measured_at_its_smallest_sizes(tmp_path: Path) -> None:
     graphs = [Graph(spec, slower=80.0) for spec in STEPS[:1]] + [Graph(s) for s in STEPS[1:]]
     found = set(warmed(tmp_path, graphs, verify=VERIFY))
     assert {(1, 1)} <= found <= {(1, 1), (1, 2), (1, 4), (4, 1)}
