@@ -54,10 +54,10 @@ class NgramDrafter:
         """See ``Drafter``."""
         text, tail = self._texts[request_id], self._tails[request_id]
         longest, best, compared = 0, None, tail[-self._limits.largest :]
-        for place in text.places(text.key, _CANDIDATES):
-            length = text.match(place, compared)
+        for position in text.positions(text.key, _CANDIDATES):
+            length = text.match(position, compared)
             if length > longest:
-                longest, best = length, place
+                longest, best = length, position
             if length == len(compared):
                 break
         if best is None:
