@@ -23,17 +23,10 @@ PENDING_FOLDERS = {
     "rbln_backend/bucketing",
     "rbln_backend/reporting",
     "rbln_backend/vllm_compat",
-    "rbln_backend/worker",
-    "rbln_backend/worker/check",
-    "rbln_backend/worker/graphs",
-    "rbln_backend/worker/sampling",
-    "rbln_backend/worker/startup",
-    "rbln_backend/worker/step",
     "server/tuning",
 }
 # Class names that still exist twice.
 PENDING_CLASSES = {
-    "Choice",
     "ModelInfo",
     "Pair",
     "Shape",
