@@ -1,1 +1,1 @@
-"""What this project uses of vLLM, name by name, and what another release of it would break."""
+"""Names of vLLM that this project uses, name by name, and what another release of it would break."""
