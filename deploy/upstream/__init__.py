@@ -1,1 +1,1 @@
-"""Names of vLLM that this project uses, name by name, and what another release of it would break."""
+"""The names of vLLM that this project uses, and what another release of vLLM would break."""
