@@ -72,22 +72,21 @@ def refuse_model(config: ModelConfig) -> None:
 
 def profiles(config: VllmConfig) -> bool:
     """Whether an engine of this configuration records profiles when it is asked to."""
-    from rbln_backend.config import Settled
+    from rbln_backend.vllm_compat.settled import Settled
 
     settled = config.additional_config
     return isinstance(settled, Settled) and settled.rbln.profiler
 
 
 def decode_buckets(config: VllmConfig) -> tuple[int, ...]:
-    """Return the sizes of decode graphs, rising; none where a model pools.
+    """Return the sizes of decode graphs, ascending; none for a model that pools.
 
     Raises ``PlatformError``.
     """
     _require_platform()
-    from rbln_backend.parallel.stages import decode_buckets
+    from rbln_backend.vllm_compat.surface import compiled_sizes
 
-    table = decode_buckets(config)
-    return () if table is None else table.sizes
+    return tuple(compiled_sizes(config).decode or ())
 
 
 def inspect_model(config: VllmConfig) -> ModelReport:

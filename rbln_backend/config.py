@@ -8,12 +8,10 @@ configuration to all processes.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -355,22 +353,3 @@ class RblnConfig(BaseModel):
         """
         fields = type(self).model_fields
         return {k: v for k, v in self.to_dict().items() if GRAPH in fields[k].metadata}
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What takes the place of the mapping in `VllmConfig.additional_config`.
-
-    vLLM takes any object there that has a hash, and pickles it with the rest.
-    """
-
-    rbln: RblnConfig
-    local_engines: int
-    """How many data-parallel engines share this host, which vLLM tells no dense engine."""
-    others: Mapping[str, Any]
-    """What the mapping held besides ours."""
-
-    def compute_hash(self) -> str:
-        """Tell this from others, as vLLM asks."""
-        told = [self.rbln.to_dict(), self.local_engines, dict(self.others)]
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()

@@ -10,9 +10,10 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from rbln_backend.bucketing.chunk_plan import step_tokens_of
+from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
 from rbln_backend.compilation import settle_compilation
-from rbln_backend.config import RblnConfig, Settled
+from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.parallel.rules import keep_rows_whole
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
@@ -28,6 +29,7 @@ from rbln_backend.unsupported import (
     SPARSE_ATTENTION,
 )
 from rbln_backend.vllm_compat.patches import inspect_models_here, speculate_here
+from rbln_backend.vllm_compat.settled import Settled
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -196,7 +198,8 @@ class RblnPlatform(Platform):
         _settle_grammars(vllm_config)
         # vLLM does not tell an engine of a dense model how many share the host.
         engines = max(1, vllm_config.parallel_config.data_parallel_size_local)
-        vllm_config.additional_config = Settled(rbln, engines, others)
+        buckets = _settle_buckets(vllm_config, rbln)
+        vllm_config.additional_config = Settled(rbln, engines, others, buckets)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -360,6 +363,21 @@ def _settle_prompts(vllm_config: VllmConfig, rbln: RblnConfig, *, can_join: bool
     # Prompts of one token each are a decode step.
     prompts = min(prompts, largest_decode(vllm_config))
     return rbln.model_copy(update={"prefill_prompts": prompts})
+
+
+def _settle_buckets(vllm_config: VllmConfig, rbln: RblnConfig) -> EngineBuckets | None:
+    """Derive the compiled sizes; None without a model. Raises ``BucketError``."""
+    from rbln_backend.parallel.stages import largest_decode
+
+    model, speculation = model_config(vllm_config), vllm_config.speculative_config
+    if model is None:
+        return None
+    return EngineBuckets.derive(
+        rbln,
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        None if model.runner_type == "pooling" else largest_decode(vllm_config),
+        None if speculation is None else speculation.num_speculative_tokens,
+    )
 
 
 def _settle_npu(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu) -> RblnConfig:

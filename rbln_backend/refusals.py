@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rbln_backend.config import RblnConfig, Settled
+from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
 from rbln_backend.parallel.rules import check_ranks
@@ -30,6 +30,7 @@ from rbln_backend.unsupported import (
     UNEQUAL_HEADS,
     Feature,
 )
+from rbln_backend.vllm_compat.settled import Settled
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
-from rbln_backend.bucketing.table import prefill_chunk_table
 from rbln_backend.grammar.backend import pin_backend
-from rbln_backend.parallel.stages import decode_buckets, verify_table
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import (
     Background,
@@ -50,6 +48,7 @@ from rbln_backend.vllm_compat.surface import (
     RequestStatus,
     SchedulerOutput,
     VllmConfig,
+    compiled_sizes,
     configured,
 )
 
@@ -91,13 +90,12 @@ class RblnScheduler(NarrowedScheduler):
         self._decodes_owed = 0
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
         self._chunks = _chunk_plan(vllm_config)
-        self._background = Background(
-            decode_buckets(vllm_config), self.max_num_running_reqs, self._stages, board
-        )
+        sizes = compiled_sizes(vllm_config)
+        self._background = Background(sizes.decode, self.max_num_running_reqs, self._stages, board)
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
         groups = len(self.kv_cache_config.kv_cache_groups)
-        self._drafts = DraftCapacity(verify_table(vllm_config), self.block_size, groups)
+        self._drafts = DraftCapacity(sizes.verify, self.block_size, groups)
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)
@@ -391,8 +389,8 @@ def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:
         return None
     rbln = configured(config)
     assert rbln.prefill_step_tokens is not None
-    table = prefill_chunk_table(rbln, config.scheduler_config.max_num_batched_tokens)
-    return ChunkPlan(table, rbln.prefill_step_tokens, rbln.chunk_prompts)
+    chunks = compiled_sizes(config).chunks
+    return ChunkPlan(chunks, rbln.prefill_step_tokens, rbln.chunk_prompts)
 
 
 def _is_prompt_in_front(request: Request) -> bool:

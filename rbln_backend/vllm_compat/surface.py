@@ -143,7 +143,9 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from rbln_backend.config import RblnConfig, Settled
+from rbln_backend.bucketing.engine_buckets import EngineBuckets
+from rbln_backend.config import RblnConfig
+from rbln_backend.vllm_compat.settled import Settled
 
 VLLM_VERSION = str(vllm.__version__)
 
@@ -167,11 +169,23 @@ def init_process_groups(config: VllmConfig, rank: int, init_method: str, local_r
     )
 
 
+def settled(config: VllmConfig) -> Settled:
+    """Return what the platform stored in vLLM's configuration."""
+    found = config.additional_config
+    assert isinstance(found, Settled), "RblnPlatform.check_and_update_config ran first"
+    return found
+
+
 def configured(config: VllmConfig) -> RblnConfig:
-    """Our configuration, which the platform resolved and stored in vLLM's."""
-    settled = config.additional_config
-    assert isinstance(settled, Settled), "RblnPlatform.check_and_update_config ran first"
-    return settled.rbln
+    """Return the settings of this backend."""
+    return settled(config).rbln
+
+
+def compiled_sizes(config: VllmConfig) -> EngineBuckets:
+    """Return the compiled sizes of an engine."""
+    found = settled(config).buckets
+    assert found is not None, "an engine has a model"
+    return found
 
 
 __all__ = [
@@ -267,6 +281,7 @@ __all__ = [
     "ZeroExpertRouter",
     "apply_grammar_bitmask",
     "build_logitsprocs",
+    "compiled_sizes",
     "configured",
     "destroy_distributed_environment",
     "destroy_model_parallel",
@@ -290,4 +305,5 @@ __all__ = [
     "set_default_torch_dtype",
     "set_forward_context",
     "set_random_seed",
+    "settled",
 ]

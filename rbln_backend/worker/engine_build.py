@@ -28,7 +28,7 @@ from rbln_backend.kv_cache.tensors import KvCaches, sharing_layers
 from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.parallel.peers import Peers
-from rbln_backend.parallel.stages import largest_decode, verify_table
+from rbln_backend.parallel.stages import largest_decode
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.ranks import RankPlace
@@ -37,6 +37,7 @@ from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
     VllmConfig,
     build_logitsprocs,
+    compiled_sizes,
     init_logger,
     set_forward_context,
 )
@@ -132,7 +133,7 @@ class EngineBuild:
         self._kv_caches.bind(parts.attention_layers)
         parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self._kv_caches.num_bytes)
         dispatch = self._make_dispatch()
-        tables = bucket_tables(config, rbln)
+        tables = bucket_tables(config)
         # Not the dtype of a parameter: a quantised model's first parameter may hold packed words.
         dtype: Any = config.model_config.dtype
         self._stage = make_stage(parts.model, dtype)
@@ -149,7 +150,7 @@ class EngineBuild:
         )
         self._graphs = GraphSet.allocate(
             *(tables, dispatch, make_inputs),
-            verify=verify_table(config),
+            verify=compiled_sizes(config).verify,
             prompts=rbln.chunk_prompts,
         )
         hidden_size = config.model_config.get_hidden_size()

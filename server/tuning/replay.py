@@ -6,10 +6,10 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rbln_backend.config import Settled
+from rbln_backend.bucketing.verify import NO_DRAFTS
 from rbln_backend.reporting.child_process import report
 from rbln_backend.scheduler.simulator import Pace, Request, Tables
 from server.engine.config import engine_config
@@ -50,14 +50,14 @@ class Player:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
+        from rbln_backend.vllm_compat.surface import configured
+
         config = _config(argv)
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._vocab_size = config.model_config.get_vocab_size()
         self._added = 0
         self.max_model_len: int = config.model_config.max_model_len
-        settled = config.additional_config
-        assert isinstance(settled, Settled)
-        rbln = settled.rbln
+        rbln = configured(config)
         assert rbln.prefill_step_tokens is not None  # the platform has settled it
         self.pace = Pace(rbln.decode_steps_per_chunk, rbln.prefill_step_tokens, rbln.chunk_prompts)
 
@@ -141,6 +141,8 @@ def _config(argv: Sequence[str]) -> VllmConfig:
     config.cache_config.enable_prefix_caching = False
     # Nor do drafts of these prompts say anything of those that were served.
     config.speculative_config = None
+    settled: Any = config.additional_config
+    config.additional_config = replace(settled, buckets=replace(settled.buckets, verify=NO_DRAFTS))
     config.scheduler_config.async_scheduling = False
     config.scheduler_config.scheduler_cls = _SCHEDULER
     config.parallel_config.worker_cls = _WORKER

@@ -10,9 +10,10 @@ import pytest
 from pydantic import ValidationError
 from vllm.config import VllmConfig
 
-from rbln_backend.config import RblnConfig, Settled
+from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.settings import resolve
+from rbln_backend.vllm_compat.settled import Settled
 
 FIELDS = [
     "device",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rbln_backend.config import RblnConfig
-from rbln_backend.parallel.stages import verify_table
 from rbln_backend.reporting.start_costs import StartCosts
-from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.vllm_compat.surface import VllmConfig, compiled_sizes
 from rbln_backend.worker.graphs.warmup_plan import plan
 from rbln_backend.worker.startup.preflight import bucket_tables, generates
 
@@ -18,9 +17,8 @@ class StartEstimate:
     """The expected seconds of each phase of one rank's start, from those of earlier starts."""
 
     def __init__(self, config: VllmConfig, rbln: RblnConfig) -> None:
-        """Raises ``BucketError``."""
         model, parallel = config.model_config, config.parallel_config
-        tables, verify = bucket_tables(config, rbln), verify_table(config)
+        tables, verify = bucket_tables(config), compiled_sizes(config).verify
         graphs = plan(tables, verify, has_logits=generates(config))
         self._sizes = (
             _weight_bytes(Path(model.model)) // parallel.world_size,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
+from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import VerifyTable
 from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.device import device_capabilities
@@ -22,11 +22,11 @@ from rbln_backend.host.memory import host_memory
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.moe.layers import install_expert_layers
-from rbln_backend.parallel.stages import largest_decode, verify_table
 from rbln_backend.reporting.model_report import CacheGroup
 from rbln_backend.unsupported import LORA_MODEL
 from rbln_backend.vllm_compat.surface import (
     VllmConfig,
+    compiled_sizes,
     configured,
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -64,7 +64,7 @@ def prepare(config: VllmConfig) -> Preflight:
     """Make the model's layers in a process that runs no engine, with vLLM's process groups.
 
     Numbers are those of the whole model, however many ranks will share it. Raises
-    ``UnsupportedModelError``, ``ConfigError`` or ``BucketError`` with the reason why it cannot run,
+    ``UnsupportedModelError`` or ``ConfigError`` with the reason why it cannot run,
     and whatever vLLM's layers raise themselves.
     """
     rbln = configured(config)
@@ -75,12 +75,11 @@ def prepare(config: VllmConfig) -> Preflight:
     register_quantization(config)
     install_expert_layers()
     install_latent_layers(config)
-    tables = bucket_tables(config, rbln)
     whole = _of_one_rank(config)
     with _process_groups(whole):
         skeleton = Skeleton(whole)
         specs = check_layers(skeleton, whole, rbln)
-    verify = verify_table(config)
+    tables, verify = bucket_tables(config), compiled_sizes(config).verify
     return Preflight(config, rbln, capabilities, tables, verify, skeleton, specs)
 
 
@@ -143,16 +142,12 @@ def generates(config: VllmConfig) -> bool:
     return config.model_config.runner_type == "generate"
 
 
-def bucket_tables(config: VllmConfig, rbln: RblnConfig) -> dict[Phase, BucketTable]:
-    """The compiled sizes by phase. Raises ``BucketError``."""
-    scheduler = config.scheduler_config
-    chunks = prefill_chunk_table(rbln, scheduler.max_num_batched_tokens)
-    if not generates(config):
-        return {Phase.POOLING: chunks}
-    return {
-        Phase.PREFILL: chunks,
-        Phase.DECODE: decode_bucket_table(rbln, largest_decode(config)),
-    }
+def bucket_tables(config: VllmConfig) -> dict[Phase, BucketTable]:
+    """Return the compiled sizes by phase."""
+    sizes = compiled_sizes(config)
+    if sizes.decode is None:
+        return {Phase.POOLING: sizes.chunks}
+    return {Phase.PREFILL: sizes.chunks, Phase.DECODE: sizes.decode}
 
 
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from rbln_backend.config import Settled
 from rbln_backend.reporting.ranks import RankPlace
-from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.vllm_compat.surface import VllmConfig, settled
 
 
 def rank_place(config: VllmConfig, rank: int, local_rank: int) -> RankPlace:
     """The place of ``rank`` of the engine that ``config`` belongs to."""
-    parallel, settled = config.parallel_config, config.additional_config
-    assert isinstance(settled, Settled)
+    parallel = config.parallel_config
     # Ray tells a rank which devices of its host the engine has, one for each of its ranks there.
     local = len(parallel.assigned_physical_gpu_ids or ()) or parallel.local_world_size
     return RankPlace(
@@ -19,5 +17,5 @@ def rank_place(config: VllmConfig, rank: int, local_rank: int) -> RankPlace:
         ranks=parallel.world_size,
         tensor_ranks=parallel.tensor_parallel_size,
         local_number=(parallel.data_parallel_rank_local or 0) * local + local_rank,
-        local_ranks=local * settled.local_engines,
+        local_ranks=local * settled(config).local_engines,
     )

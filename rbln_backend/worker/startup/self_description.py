@@ -25,9 +25,8 @@ from rbln_backend.reporting.description import (
     RuntimeInfo,
 )
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.vllm_compat.surface import KVCacheConfig, VllmConfig
+from rbln_backend.vllm_compat.surface import KVCacheConfig, VllmConfig, compiled_sizes
 from rbln_backend.worker.startup.phase_timer import PHASE_SECONDS
-from rbln_backend.worker.startup.preflight import bucket_tables
 
 _PHASES = ("init", "load", "compile", "warmup")
 
@@ -45,11 +44,11 @@ class SelfDescription:
         self._runtime: RuntimeInfo | None = None
 
     def started(self) -> None:
-        """Tell what is known before anything is done. Raises ``BucketError``."""
+        """Tell what is known before anything is done."""
         self._writer.tell("settings", self._rbln.to_dict())
         self._writer.tell("model", _model_info(self._config, None, None))
         self._writer.tell("limits", _limits_info(self._config))
-        self._writer.tell("buckets", _buckets_info(self._config, self._rbln, None))
+        self._writer.tell("buckets", _buckets_info(self._config, None))
 
     def has_device(self, compiler: Compiler) -> None:
         """Describe an NPU."""
@@ -79,7 +78,7 @@ class SelfDescription:
 
     def records_usage(self, file: Path) -> None:
         """Describe the file with the counts of step sizes."""
-        self._writer.tell("buckets", _buckets_info(self._config, self._rbln, str(file)))
+        self._writer.tell("buckets", _buckets_info(self._config, str(file)))
 
     def has_kv_caches(self, kv_cache_config: KVCacheConfig) -> None:
         """Describe the allocated KV cache."""
@@ -143,12 +142,11 @@ def _limits_info(config: VllmConfig) -> LimitsInfo:
     )
 
 
-def _buckets_info(config: VllmConfig, rbln: RblnConfig, usage_file: str | None) -> BucketsInfo:
-    """The compiled sizes. Raises ``BucketError``."""
-    tables = bucket_tables(config, rbln)
-    chunks = tables.get(Phase.PREFILL) or tables[Phase.POOLING]
+def _buckets_info(config: VllmConfig, usage_file: str | None) -> BucketsInfo:
+    """The compiled sizes."""
+    sizes = compiled_sizes(config)
     return BucketsInfo(
-        decode=list(tables.get(Phase.DECODE, ())), prefill=list(chunks), usage_file=usage_file
+        decode=list(sizes.decode or ()), prefill=list(sizes.chunks), usage_file=usage_file
     )
 
 

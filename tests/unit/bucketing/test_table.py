@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.bucketing.strategies import decode_batch_buckets, manual_buckets
-from rbln_backend.bucketing.table import BucketTable, decode_bucket_table, prefill_chunk_table
+from rbln_backend.bucketing.engine_buckets import decode_bucket_table, prefill_chunk_table
+from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import BucketError
 
@@ -43,10 +44,6 @@ def test_worked_examples(
     assert decode_bucket_table(config, maximum).sizes == buckets
 
 
-def test_documented_defaults_give_one_bucket() -> None:
-    assert decode_batch_buckets("exponential", 8) == (8,)
-
-
 def test_our_defaults_give_every_power_of_two() -> None:
     assert decode_bucket_table(RblnConfig(), 64).sizes == (1, 2, 4, 8, 16, 32, 64)
 
@@ -61,37 +58,29 @@ def test_manual_buckets_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_batch_size": 9}, "max_batch_size must be >= min_batch_size"),
-        ({"limit": 0}, "limit must be greater than 0"),
-        ({"step": 0}, "step must be greater than 0"),
-        ({"min_batch_size": 0}, "min_batch_size must be greater than 0"),
+        ({"min": 9}, "max_batch_size must be >= min_batch_size"),
+        ({"limit": 0}, r"limit\n.*greater than 0"),
+        ({"step": 0}, r"step\n.*greater than 0"),
+        ({"min": 0}, r"min\n.*greater than 0"),
         ({"step": 1}, "For exponential bucketing, step must be greater than 1, step: 1"),
+        ({"strategy": "fibonacci"}, r"strategy\n.*'exponential', 'exp', 'linear' or 'manual'"),
+        ({"manual_buckets": (0, 8)}, r"manual_buckets\.0\n.*greater than 0"),
+        ({"strategy": "manual"}, "at least one decode batch size in the manual buckets"),
     ],
 )
-def test_impossible_parameters_are_refused(options: dict[str, int], message: str) -> None:
-    with pytest.raises(BucketError, match=message):
-        decode_batch_buckets("exponential", 8, **options)  # type: ignore[arg-type]
-
-
-def test_an_unknown_strategy_is_refused() -> None:
-    with pytest.raises(BucketError, match="Invalid bucketing strategy 'fibonacci'"):
-        decode_batch_buckets("fibonacci", 8)
-
-
-def test_manual_buckets_must_exist() -> None:
-    with pytest.raises(BucketError, match="manual_buckets must be non-empty"):
-        manual_buckets(8, ())
-
-
-def test_manual_buckets_must_be_positive() -> None:
-    with pytest.raises(BucketError, match="must all be > 0"):
-        manual_buckets(8, (0, 8))
+def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config = RblnConfig(**{f"decode_batch_bucket_{k}": v for k, v in options.items()})
+        decode_bucket_table(config, 8)
 
 
 @pytest.mark.parametrize("maximum", [4, 16])
 def test_the_last_manual_bucket_must_be_the_maximum(maximum: int) -> None:
+    config = RblnConfig(
+        decode_batch_bucket_strategy="manual", decode_batch_bucket_manual_buckets=(1, 8)
+    )
     with pytest.raises(BucketError, match=f"last manual bucket 8 must equal .* {maximum}"):
-        manual_buckets(maximum, (1, 8))
+        decode_bucket_table(config, maximum)
 
 
 def test_find_rounds_up_to_the_smallest_bucket() -> None:
@@ -166,10 +155,13 @@ def test_generated_tables_end_at_the_maximum_and_respect_the_bounds(
     strategy: str, maximum: int, smallest: int, step: int, limit: int
 ) -> None:
     smallest = min(smallest, maximum)
-    buckets = decode_batch_buckets(
-        strategy, maximum, min_batch_size=smallest, limit=limit, step=step
+    config = RblnConfig(
+        decode_batch_bucket_strategy=strategy,
+        decode_batch_bucket_min=smallest,
+        decode_batch_bucket_limit=limit,
+        decode_batch_bucket_step=step,
     )
-    table = BucketTable(buckets)
+    table = decode_bucket_table(config, maximum)
     assert table.largest == maximum
     assert len(table) <= limit
     assert table.sizes[0] >= smallest

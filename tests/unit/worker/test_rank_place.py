@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from vllm.config import ParallelConfig, VllmConfig
 
-from rbln_backend.config import RblnConfig, Settled
+from rbln_backend.config import RblnConfig
+from rbln_backend.vllm_compat.settled import Settled
 from rbln_backend.worker.startup.rank_place import rank_place
 
 
