@@ -1,10 +1,10 @@
-"""The vLLM platform plugin for RBLN devices; importing it loads nothing heavy."""
+"""vLLM platform plug-in for RBLN devices; importing it loads neither torch nor vLLM."""
 
 from __future__ import annotations
 
 
 def register() -> str:
-    """Return the dotted path of the platform class, as `vllm.platform_plugins` asks for."""
+    """Return the dotted path of the platform class; entry point of `vllm.platform_plugins`."""
     from rbln_backend.vllm_compat.log import drop_expected_warnings
 
     drop_expected_warnings()

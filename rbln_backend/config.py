@@ -1,8 +1,8 @@
-"""`RblnConfig`: every setting of the backend, what it may hold, and what it is by default.
+"""`RblnConfig`: every setting of the backend with its rule and default.
 
 A field declares its type, which is its rule; the variable that sets it; whether it changes
-compiled graphs; and the text of `docs/configuration.md`. It knows nothing of the environment:
-`rbln_backend.settings` makes the one object of a service, and `Settled` carries it in vLLM's
+compiled graphs; and the text of `docs/configuration.md`. This module does not read the environment:
+`rbln_backend.settings` creates the one object of a service, and `Settled` carries it in vLLM's
 configuration to all processes.
 """
 
@@ -27,9 +27,6 @@ waiting requests, under any policy."""
 QUEUE_TIMEOUT = "queue_timeout"
 """The stop reason of a request that waited for longer than `max_queue_ms`."""
 
-CLASH = "clash"
-"""The type of an error about fields that exclude each other; its context names them."""
-
 STRICT = ConfigDict(strict=True)
 
 GRAPH = "graph"
@@ -42,16 +39,17 @@ _FALSE = ("false", "0", "no", "off")
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """Marks a field with the documented variable that sets it."""
+    """Documented variable that sets a field."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the values of a type are written, in JSON and in a variable's text.
+    """Notation of a type's values in JSON and in a variable's text.
 
-    `read` leaves what it cannot read to the type's own rule, or raises ValueError.
+    `read` returns text that it cannot convert for the type's own rule to reject, or raises
+    ValueError.
     """
 
     json: str
@@ -67,7 +65,7 @@ def _read_switch(text: str) -> bool:
 
 
 def read_number(text: str) -> object:
-    """Return the number that a variable holds, or its text."""
+    """Return a variable's text as a number, unchanged if it is none."""
     try:
         return int(text)
     except ValueError:
@@ -123,7 +121,7 @@ _NUMBERS = Form("list of integers > 0", "comma-separated integers", _read_number
 _NUMBER_OF_SECONDS = Form("number", "number", _read_real)
 _TEXT = Form("text", "text")
 WORD = BeforeValidator(_lower)
-"""Lets a choice be written in capitals."""
+"""Makes a choice case-insensitive."""
 
 Switch: TypeAlias = Annotated[bool, Form("boolean", "boolean", _read_switch)]
 OptionalSwitch: TypeAlias = Annotated[bool | None, Form("boolean", "boolean", _read_switch)]
@@ -166,7 +164,7 @@ Allocator: TypeAlias = Annotated[Literal["auto", "system"], WORD]
 
 
 class RblnConfig(BaseModel):
-    """The backend's settings. Raises pydantic's `ValidationError` for what is not allowed."""
+    """The backend's settings. Raises pydantic's `ValidationError`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, **STRICT)
 
@@ -183,11 +181,11 @@ class RblnConfig(BaseModel):
     enable_warm_up: Annotated[Switch, Env("VLLM_RBLN_ENABLE_WARM_UP")] = True
     """Compile or load and run every planned graph before the service is ready."""
     hot_path_policy: Annotated[HotPathPolicy, Env("VLLM_RBLN_HOT_PATH_POLICY")] = "error"
-    """What a shape without a compiled graph does after warm-up."""
+    """Reaction to a shape without a compiled graph after warm-up."""
     decode_batch_bucket_strategy: Annotated[
         Strategy, Env("VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY")
     ] = "exponential"
-    """How the decode buckets are derived from `max_num_seqs`."""
+    """Rule that derives the decode buckets from `max_num_seqs`."""
     decode_batch_bucket_min: Annotated[Number, Env("VLLM_RBLN_DECODE_BATCH_BUCKET_MIN")] = 1
     """Smallest decode bucket, in requests."""
     decode_batch_bucket_step: Annotated[Number, Env("VLLM_RBLN_DECODE_BATCH_BUCKET_STEP")] = 2
@@ -203,32 +201,30 @@ class RblnConfig(BaseModel):
     at most.
     """
     prefill_step_tokens: OptionalNumber = None
-    """What a prefill step costs besides its tokens, in tokens: a prompt is cut into smaller chunks
-    where padding would cost more. Unset: on the emulated device 16, of a mixture of experts times
-    its experts for each that is chosen (128 with 4 of 32); on an NPU the largest chunk, which cuts
-    nothing.
+    """Fixed cost of a prefill step, in tokens: a prompt is cut into smaller chunks where padding
+    would cost more. Unset: 16 on the emulated device, times experts per chosen expert for a mixture
+    of experts (128 with 4 of 32); the largest chunk on an NPU, which cuts nothing.
     """
     prefill_prompts: Annotated[OptionalNumber, Env("VLLM_RBLN_PREFILL_PROMPTS")] = None
-    """Prompts that one prefill step may compute, of those that fit into a chunk together; each
-    takes 16 tokens of it or more. Unset: 8 on the emulated device; 1 on an NPU, for models that
-    pool and with the custom kernels, which know no other number.
+    """Largest number of prompts that share a prefill chunk; each takes 16 tokens of it or more.
+    Unset: 8 on the emulated device; 1 on an NPU, for models that pool and with the custom kernels,
+    which support no other number.
     """
     decode_steps_per_chunk: Annotated[Count, Env("VLLM_RBLN_DECODE_STEPS_PER_CHUNK")] = 1
     """Decode steps between two prefill chunks while requests decode: 0 finishes prompts first
     (throughput), more keep streams smoother (time between tokens).
     """
     verify_lengths: OptionalSizes = None
-    """With speculation, the tokens that a decode step can take of each request: its latest and the
-    drafts that are checked. The largest must be `num_speculative_tokens` and one; unset: powers of
-    two up to it.
+    """With speculation, the tokens per request of a decode step: its latest token and the drafts
+    that are checked. The largest must be `num_speculative_tokens` + 1. Unset: powers of two up to
+    it.
     """
     verify_tokens: Number = 64
-    """Tokens of such a step at most, over all requests, and never more than a chunk: larger sizes
-    are not compiled.
+    """Largest number of tokens of such a step over all requests, at most a chunk; larger sizes are
+    not compiled.
     """
     share_drafts: Switch = False
-    """With the method `suffix`: finished answers are drafts for every API key, not for their own
-    alone.
+    """With the method `suffix`: drafts for one API key may come from finished answers of others.
     """
     cache_root: Annotated[Directory, Env("VLLM_CACHE_ROOT")] = Field(
         "~/.cache/vllm", validate_default=True
@@ -239,8 +235,8 @@ class RblnConfig(BaseModel):
     cache_read_only: Annotated[Switch, Env("VLLM_RBLN_CACHE_READ_ONLY")] = False
     """Read artifacts but never write, evict or quarantine any."""
     cache_bundles: Annotated[Directories, Env("VLLM_RBLN_CACHE_BUNDLES")] = ()
-    """Folders with exported bundles, searched for what `cache_root` lacks and left as they are;
-    kernels in them are run.
+    """Folders with exported bundles, searched for artifacts that `cache_root` lacks and never
+    written; kernels in them are run.
     """
     disable_compile_cache: Annotated[Switch, Env("VLLM_DISABLE_COMPILE_CACHE")] = False
     """Neither read nor write compiled artifacts."""
@@ -277,19 +273,19 @@ class RblnConfig(BaseModel):
     record_usage: Switch = True
     """Keep how often each batch and chunk size ran, over restarts, for `rbln-serve tune`."""
     moe_use_opt_kernel: Annotated[Switch, GRAPH, Env("VLLM_RBLN_MOE_USE_OPT_KERNEL")] = True
-    """Experts: the op that is given router logits and chooses itself; before the others."""
+    """Experts: the op that takes router logits and chooses the experts; preferred to the others."""
     moe_custom_kernel: Annotated[Switch, GRAPH, Env("VLLM_RBLN_MOE_CUSTOM_KERNEL")] = True
-    """Experts: the op that is given each row's weight of each expert; before a loop of plain
+    """Experts: the op that takes each row's weight of each expert; preferred to a loop of plain
     operators over all experts.
     """
     use_moe_tokens_mask: Annotated[Switch, GRAPH, Env("VLLM_RBLN_USE_MOE_TOKENS_MASK")] = True
-    """Padded rows choose no expert, and none is read for them."""
+    """Padded rows choose no expert, so that no weights are read for them."""
     num_devices_per_local_rank: Annotated[
         Number, GRAPH, Env("VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK")
     ] = 1
     """NPUs that one rank splits its tensors over."""
     force_npu_name: Annotated[OptionalText, Env("RBLN_FORCE_NPU_NAME")] = None
-    """Compile for this NPU although the host has none, such as RBLN-CR13."""
+    """Compile for this NPU, such as RBLN-CR13, on a host that has none."""
     profiler: Annotated[Switch, Env("RBLN_PROFILER")] = False
     """Let `POST /start_profile` and `/stop_profile`, or `LLM.start_profile()`, record a profile of
     the steps; excludes model parallelism.
@@ -299,34 +295,35 @@ class RblnConfig(BaseModel):
     leave the process, divided among the ranks of the host.
     """
     thread_affinity: Processors = "none"
-    """Processors that the engine keeps to, its ranks dividing them, such as `0-3,8`; `none` leaves
-    its threads to the system, which on a shared machine was faster.
+    """Processors that the engine's ranks divide among them, such as `0-3,8`; `none` leaves
+    placement to the system, which was faster on a shared machine.
     """
     huge_pages: HugePages = "auto"
-    """Put weights and KV caches on huge pages, where the system has them for the asking."""
+    """Put weights and KV caches on huge pages where the system offers them."""
     allocator: Allocator = "auto"
     """`auto` keeps the memory of a step's large tensors for the next step; `system` is torch's own.
     """
     max_queue_ms: Count = 0
-    """Milliseconds that a request may wait to be scheduled for the first time; 0 is any time. The
-    HTTP server sets it to its `--max-queue-s`.
+    """Longest wait of a request for its first scheduling, in milliseconds; 0 is unlimited. The HTTP
+    server sets it to its `--max-queue-s`.
     """
     run_dir: OptionalText = None
     """Directory where workers leave progress and metrics for the API process."""
 
     @model_validator(mode="after")
-    def _buckets_agree(self) -> RblnConfig:
+    def check_buckets(self) -> RblnConfig:
+        """Raise `PydanticCustomError` for bucket settings that exclude each other."""
         strategy, step = self.decode_batch_bucket_strategy, self.decode_batch_bucket_step
         if strategy == "exponential" and step <= 1:
             raise PydanticCustomError(
-                CLASH,
+                "clash",
                 "decode_batch_bucket_step: For exponential bucketing, step must be greater than 1, "
                 "step: {step}",
                 {"step": step, "fields": ["decode_batch_bucket_step"]},
             )
         if strategy == "manual" and not self.decode_batch_bucket_manual_buckets:
             raise PydanticCustomError(
-                CLASH,
+                "clash",
                 "decode_batch_bucket_strategy='manual' needs at least one entry in "
                 "decode_batch_bucket_manual_buckets "
                 "(VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS): There must be at least one "
@@ -337,7 +334,7 @@ class RblnConfig(BaseModel):
 
     @property
     def chunk_prompts(self) -> int:
-        """`prefill_prompts` as the platform has settled it."""
+        """`prefill_prompts` as the platform settled it, else 1."""
         return self.prefill_prompts or 1
 
     def to_dict(self) -> dict[str, object]:
@@ -347,9 +344,9 @@ class RblnConfig(BaseModel):
     def graph_fields(self) -> dict[str, object]:
         """Return the fields that change a compiled graph, for the cache key.
 
-        `device`, `kernels` and `force_npu_name` are requests: what they resolve to belongs to
-        the compiler's description of itself, so that `auto` and an explicit choice share
-        artifacts. Bucket settings are absent because each graph's key holds its own shape.
+        `device`, `kernels` and `force_npu_name` are absent: the compiler's fingerprint holds what
+        they resolve to, so that `auto` and an explicit choice share artifacts. Bucket settings are
+        absent because each graph's key holds its own shape.
         """
         fields = type(self).model_fields
         return {k: v for k, v in self.to_dict().items() if GRAPH in fields[k].metadata}

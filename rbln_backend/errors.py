@@ -1,4 +1,4 @@
-"""Every error the backend raises on purpose.
+"""Errors that the backend raises on purpose.
 
     RblnError
     |-- ConfigError            (ValueError)    a setting is unknown, malformed or impossible
@@ -11,12 +11,12 @@
     |-- CompileError           (RuntimeError)  a graph could not be compiled or built
     |   `-- UncompiledShapeError               a shape reached the hot path that warm-up left out
     `-- ArtifactError                          a stored artifact cannot be used
-        |-- CorruptArtifactError               its bytes differ from what its manifest promises
+        |-- CorruptArtifactError               its bytes differ from its manifest
         |-- UntrustedFileError (PermissionError)  code that another user could have written
-        `-- BundleError                        a bundle cannot be read, or is not what it should be
+        `-- BundleError                        a bundle cannot be read, or is malformed
 
-The built-in second bases let callers that know nothing of this package (vLLM, argparse)
-treat each error as what it is.
+The built-in second bases let callers without knowledge of this package (vLLM, argparse) handle
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class UnsupportedModelError(RblnError, ValueError):
 
 
 class CheckpointError(RblnError, ValueError):
-    """A file cannot be read, or a download not be had, as the checkpoint that was asked for."""
+    """A file or download cannot be used as the requested checkpoint."""
 
 
 class AdapterError(RblnError, ValueError):
@@ -47,7 +47,7 @@ class AdapterError(RblnError, ValueError):
 
 
 class PlatformError(RblnError, RuntimeError):
-    """Something was asked that only this platform answers, and vLLM runs on another one."""
+    """A call needs this platform, and vLLM runs on another one."""
 
 
 class DeviceMemoryError(RblnError, MemoryError):
@@ -59,7 +59,7 @@ class CompileError(RblnError, RuntimeError):
 
 
 class UncompiledShapeError(CompileError):
-    """A step asked for a shape that warm-up did not compile."""
+    """A step needs a shape that warm-up did not compile."""
 
 
 class ArtifactError(RblnError):
@@ -71,8 +71,8 @@ class CorruptArtifactError(ArtifactError):
 
 
 class UntrustedFileError(ArtifactError, PermissionError):
-    """Code that would be run lies where somebody else than this user and root could write it."""
+    """Code to be run lies where users besides this one and root can write."""
 
 
 class BundleError(ArtifactError):
-    """A bundle of artifacts is malformed, too large, or not the one that was asked for."""
+    """A bundle of artifacts is malformed, too large, or not the requested one."""

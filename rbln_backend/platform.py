@@ -1,4 +1,4 @@
-"""The vLLM platform: what vLLM asks of a device before any worker exists."""
+"""`RblnPlatform`: vLLM's platform interface, called before any worker exists."""
 
 from __future__ import annotations
 
@@ -42,19 +42,18 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 DEFAULT_BLOCK_SIZE = 128
-# Fine enough that a shared prompt costs at most a handful of tokens again, coarse enough that
-# hashing and logging them does not show.
+# At most 15 tokens of a shared prompt are computed again; hashing and logging cost nothing visible.
 DEFAULT_REUSE_UNIT = 16
 DEFAULT_PREFILL_PROMPTS = 8
 
-# Follows schemas, regular expressions, grammars and the tags of tool calls, all of them compiled.
+# Compiles schemas, regular expressions, grammars and the tags of tool calls.
 GRAMMAR_BACKEND: Literal["xgrammar"] = "xgrammar"
 
 _NOT_ADAPTED = ("embed_tokens",)
 
 
 class RblnPlatform(Platform):
-    """RBLN NPUs, real or emulated. Tensors of the host side are CPU tensors in both cases."""
+    """RBLN NPUs, real or emulated. Host tensors are CPU tensors in both cases."""
 
     _enum = PlatformEnum.OOT
     # vLLM builds a torch.device from this name.
@@ -64,16 +63,16 @@ class RblnPlatform(Platform):
     dist_backend: str = "gloo"
     ray_device_key: str = "RBLN"
     device_control_env_var: str = "RBLN_VISIBLE_DEVICES"
-    # Nothing is compiled on the side: "eager" keeps vLLM's small helpers out of Inductor.
+    # "eager" keeps vLLM's small helpers out of Inductor.
     simple_compile_backend: str = "eager"
 
     @classmethod
     def import_kernels(cls) -> None:
-        """None of vLLM's own kernels: they are built for one CPU level and may not run here."""
+        """Import none of vLLM's kernels: they are built for one CPU level and may not run here."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
-        """The native implementation of vLLM's IR operators is what gets captured."""
+        """Import none: the native implementation of vLLM's IR operators is captured."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
@@ -87,11 +86,11 @@ class RblnPlatform(Platform):
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """The host is the only torch device."""
+        """Do nothing: the host is the only torch device."""
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """``torch.manual_seed`` already covers the host."""
+        """Do nothing: ``torch.manual_seed`` covers the host."""
 
     @classmethod
     def inference_mode(cls) -> Any:
@@ -103,11 +102,11 @@ class RblnPlatform(Platform):
 
     @classmethod
     def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
-        """bfloat16, float16 and float32 all have kernels."""
+        """Accept bfloat16, float16 and float32: all have kernels."""
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        """Asked before vLLM reads what a quantised checkpoint says of itself."""
+        """Register quantisation methods before vLLM reads a checkpoint's quantisation config."""
         from rbln_backend.quantization.configs import register
 
         register()
@@ -124,7 +123,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def check_runner_kv_caches_multi_layer(cls) -> None:
-        """KV caches are bound by layer name, so equal layer indices do not collide."""
+        """Accept equal layer indices: KV caches are bound by layer name."""
 
     @classmethod
     def get_attn_backend_cls(
@@ -135,7 +134,7 @@ class RblnPlatform(Platform):
     ) -> str:
         from vllm.v1.attention.backend import AttentionType
 
-        # Sparse attention of today is MLA as well.
+        # First: sparse attention is also MLA.
         if attn_selector_config.use_sparse:
             raise SPARSE_ATTENTION.refusal()
         if attn_selector_config.use_mla:
@@ -154,7 +153,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        # Platforms are chosen before vLLM's configs can be imported.
+        # Local import: platforms are chosen before vLLM's configs can be imported.
         from rbln_backend.quantization.gguf_config import register as register_gguf
 
         register_text_models()
@@ -165,7 +164,7 @@ class RblnPlatform(Platform):
             parser.set_defaults(
                 max_num_batched_tokens=DEFAULT_CHUNK_TOKENS,
                 max_num_seqs=DEFAULT_MAX_NUM_SEQS,
-                # vLLM leaves it off for some poolers, and then refuses a chunk below the context.
+                # vLLM leaves it off for some poolers, and then rejects chunks below the context.
                 enable_chunked_prefill=True,
             )
 
@@ -196,21 +195,21 @@ class RblnPlatform(Platform):
             model.dtype = torch.float32
         _settle_lora(vllm_config, rbln)
         _settle_grammars(vllm_config)
-        # vLLM does not tell an engine of a dense model how many share the host.
+        # vLLM does not pass this number to engines of dense models.
         engines = max(1, vllm_config.parallel_config.data_parallel_size_local)
         buckets = _settle_buckets(vllm_config, rbln)
         vllm_config.additional_config = Settled(rbln, engines, others, buckets)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        """The block size is settled in ``check_and_update_config``."""
+        """Do nothing: ``check_and_update_config`` settles the block size."""
 
 
 def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, Any]]:
-    """Return our settings and what `additional_config` holds besides; say what was ignored."""
+    """Return our settings and the other entries of `additional_config`; log warnings."""
     additional = vllm_config.additional_config
     if isinstance(additional, Settled):
-        # vLLM makes a configuration again from one that was settled.
+        # vLLM builds a configuration again from a settled one.
         return additional.rbln, additional.others
     if not isinstance(additional, dict):
         raise ConfigError(f"additional_config must be a mapping, got {type(additional).__name__}")
@@ -221,9 +220,9 @@ def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, An
 
 
 def _settle_tuning(config: VllmConfig) -> None:
-    """Let Llama-4 attend as its config.json says beyond 8192 tokens.
+    """Pass on config.json's attention tuning of Llama-4 beyond 8192 tokens.
 
-    vLLM looks for the field in the generation config alone, where published checkpoints lack it.
+    vLLM reads the field only from the generation config, where published checkpoints lack it.
     """
     model, field = model_config(config), "attn_temperature_tuning"
     if model is not None and getattr(model.hf_text_config, field, None):
@@ -231,15 +230,15 @@ def _settle_tuning(config: VllmConfig) -> None:
 
 
 def _settle_pooling(vllm_config: VllmConfig) -> None:
-    """Poolers that read a whole prompt: chunks are gathered for them, prefix hits are not made."""
+    """Gather chunks for poolers that read a whole prompt, and switch prefix caching off."""
     model = model_config(vllm_config)
     if model is None or model.runner_type != "pooling":
         return
     if not model.is_chunked_prefill_supported:
-        # vLLM's own runner would have to hand them the prompt in one step; ours gathers it.
+        # vLLM's runner passes such a pooler the prompt in one step; ours gathers its chunks.
         vllm_config.scheduler_config.enable_chunked_prefill = True
     if model.attn_type == "encoder_only":
-        # No token can be computed before all of them are there: a prompt is one chunk.
+        # Attention in both directions needs the whole prompt in one chunk.
         vllm_config.scheduler_config.max_num_batched_tokens = model.max_model_len
     if vllm_config.cache_config.enable_prefix_caching and not model.is_prefix_caching_supported:
         vllm_config.cache_config.enable_prefix_caching = False
@@ -247,32 +246,30 @@ def _settle_pooling(vllm_config: VllmConfig) -> None:
 
 
 def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
-    """Refuse adapters that the slots cannot hold; they compute in the model's dtype."""
+    """Reject adapters that the slots cannot hold; make adapters compute in the model's dtype."""
     lora, model = vllm_config.lora_config, model_config(vllm_config)
     if lora is None or model is None:
         return
     from rbln_backend.compiler.device import device_capabilities
 
-    asked = [name for name in lora.target_modules or () if name in _NOT_ADAPTED]
-    wanted = lora.lora_dtype
     refuse_first(
         {
             LORA_ON_NPU: not device_capabilities(rbln).adapters,
-            LORA_TARGET: bool(asked),
+            LORA_TARGET: any(name in _NOT_ADAPTED for name in lora.target_modules or ()),
             LORA_EXPERT_FORMATS: lora.enable_moe_shared_loras or lora.enable_mixed_moe_lora_format,
-            LORA_DTYPE: wanted != model.dtype and not rbln.enforce_model_fp32,
+            LORA_DTYPE: lora.lora_dtype != model.dtype and not rbln.enforce_model_fp32,
         }
     )
     assert isinstance(model.dtype, torch.dtype)
     lora.lora_dtype = model.dtype
     if lora.max_cpu_loras not in (None, lora.max_loras):
-        # An adapter is in a slot or not there at all.
+        # Adapters outside the slots are not kept.
         logger.warning("--max-cpu-loras has no effect: adapters lie in --max-loras slots")
         lora.max_cpu_loras = lora.max_loras
 
 
 def _settle_grammars(vllm_config: VllmConfig) -> None:
-    """One grammar backend for all requests; upstream would take the one of the first request."""
+    """Settle the one grammar backend of all requests; vLLM would use the first request's."""
     grammars = vllm_config.structured_outputs_config
     if grammars.backend == "auto":
         grammars.backend = GRAMMAR_BACKEND
@@ -294,7 +291,7 @@ def _set_classes(vllm_config: VllmConfig) -> None:
 
 
 def _set_compilation(vllm_config: VllmConfig) -> None:
-    """Switch vLLM's own compilation off: the whole model is captured as one graph instead."""
+    """Switch vLLM's compilation off: the whole model is captured as one graph."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation = vllm_config.compilation_config
@@ -309,7 +306,7 @@ def _set_compilation(vllm_config: VllmConfig) -> None:
 
 
 def _set_shapes(vllm_config: VllmConfig, npu: Npu | None) -> None:
-    """Block size and chunk: a chunk longer than the context would only ever be padding."""
+    """Settle block size and chunk; a chunk is at most as long as the context."""
     from rbln_backend.compiler.sdk import limits
 
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
@@ -326,10 +323,10 @@ def _set_shapes(vllm_config: VllmConfig, npu: Npu | None) -> None:
 
 
 def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) -> RblnConfig:
-    """Settle where prefixes can be reused and how prompts are cut, for all processes alike."""
+    """Settle the unit of prefix reuse and the cost of a prefill step."""
     from rbln_backend.kv_cache.layout import reuse_unit
 
-    # A chunk that starts inside a block crosses into the next one, which an NPU need not support.
+    # A chunk that starts inside a block crosses into the next one; an NPU may not support that.
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
     unit = reuse_unit(
         wanted=rbln.sub_block_size,
@@ -339,7 +336,7 @@ def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) 
     )
     step_tokens = rbln.prefill_step_tokens
     if step_tokens is None:
-        # Where an NPU's time goes in a step is not known here.
+        # The fixed cost of a step is unknown for an NPU.
         step_tokens = _emulated_step_tokens(vllm_config) if npu is None else chunk
     return rbln.model_copy(update={"sub_block_size": unit, "prefill_step_tokens": step_tokens})
 
@@ -360,7 +357,7 @@ def _settle_prompts(vllm_config: VllmConfig, rbln: RblnConfig, *, can_join: bool
     is_one = not can_join or rbln.use_custom_kernel or pools
     refuse_first({PREFILL_PROMPTS: is_one and rbln.chunk_prompts > 1})
     prompts = 1 if is_one else rbln.prefill_prompts or DEFAULT_PREFILL_PROMPTS
-    # Prompts of one token each are a decode step.
+    # A prefill step has no more prompts than the largest decode step has requests.
     prompts = min(prompts, largest_decode(vllm_config))
     return rbln.model_copy(update={"prefill_prompts": prompts})
 
@@ -381,9 +378,9 @@ def _settle_buckets(vllm_config: VllmConfig, rbln: RblnConfig) -> EngineBuckets 
 
 
 def _settle_npu(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu) -> RblnConfig:
-    """One prefill shape unless others were asked for: each graph takes memory of the NPU.
+    """Settle one prefill shape unless others are configured: each graph takes NPU memory.
 
-    Raises ``ConfigError`` for shapes that its compiler refuses.
+    Raises ``ConfigError`` for shapes that the compiler rejects.
     """
     from rbln_backend.compiler.sdk import limits
 

@@ -1,4 +1,4 @@
-"""What of vLLM's configuration cannot be done, found before any model is made."""
+"""Rejection of unsupported vLLM configurations, before any model is built."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 
 
 def model_config(vllm_config: VllmConfig) -> ModelConfig | None:
-    """None while vLLM makes configurations without a model, whatever its annotation says."""
+    """Return the model's configuration; None in a configuration that vLLM makes without a model."""
     return vllm_config.model_config
 
 
 def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
-    """Raise for the first thing that the whole configuration asks for and nothing here can do."""
+    """Raise for the first unsupported setting of the whole configuration."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     check_ranks(vllm_config, profiler=rbln.profiler)
     refuse_first(
@@ -62,9 +62,9 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         _check_text_alone(model, rbln)
         _check_kv_dtype(vllm_config.cache_config, model)
         if model.is_moe:
-            is_asked = not isinstance(vllm_config.additional_config, Settled)
-            _check_expert_ranks(parallel, is_asked=is_asked)
-    # Last: for some of those models vLLM switches it off itself.
+            is_settled = isinstance(vllm_config.additional_config, Settled)
+            _check_expert_ranks(parallel, is_settled=is_settled)
+    # Last: vLLM switches it off itself for some unsupported models.
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
@@ -72,7 +72,7 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 
 def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
-    """Drafts from texts, checked by the ranks that compute the whole of a request's token."""
+    """Raise for an unsupported combination with speculative decoding."""
     from rbln_backend.compiler.device import device_capabilities
 
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
@@ -91,13 +91,13 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 
 def _check_text_alone(model: ModelConfig, rbln: RblnConfig) -> None:
-    """A checkpoint with images is served without them where that was asked for."""
+    """Raise for a multimodal checkpoint unless only its text is to be served."""
     if model.architecture in TEXT_MODELS and not rbln.disable_mm:
         raise MULTIMODAL.refusal(f"architecture {model.architecture!r}")
 
 
 def _check_kv_dtype(cache: CacheConfig, model: ModelConfig) -> None:
-    """Caches hold what the model computes or e4m3, those of all layers the same."""
+    """Raise unless all KV caches have the model's dtype, or all have e4m3."""
     if cache.kv_cache_dtype_skip_layers:
         raise KV_DTYPE.refusal("--kv-cache-dtype-skip-layers")
     cache_dtype = cache.cache_dtype
@@ -108,26 +108,26 @@ def _check_kv_dtype(cache: CacheConfig, model: ModelConfig) -> None:
         raise KV_DTYPE.refusal(f"--kv-cache-dtype {cache_dtype}")
 
 
-def _check_expert_ranks(parallel: ParallelConfig, *, is_asked: bool) -> None:
-    """Which divisions of experts among ranks can run; not ``is_asked``: it was settled before."""
+def _check_expert_ranks(parallel: ParallelConfig, *, is_settled: bool) -> None:
+    """Raise for another exchange of experts' tokens, unless the configuration is settled."""
     ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
     splits = parallel.enable_expert_parallel
     refuse_first(
-        {EXPERT_EXCHANGE: is_asked and parallel.all2all_backend != "allgather_reducescatter"}
+        {EXPERT_EXCHANGE: not is_settled and parallel.all2all_backend != "allgather_reducescatter"}
     )
     if splits and ranks == 1:
         logger.warning("--enable-expert-parallel has no effect: one rank has all experts")
 
 
 def refuse_model(model: ModelConfig) -> None:
-    """Raise for a model that its configuration alone shows to be out of reach."""
+    """Raise for a model whose configuration alone shows that it cannot run."""
     refuse_first(
         {
             ENCODER_DECODER: model.is_encoder_decoder,
             MULTIMODAL: model.is_multimodal_model,
             STATE_SPACE: model.is_hybrid or model.is_attention_free,
             UNEQUAL_HEADS: _has_narrow_values(model),
-            # Before the model is made: its rotary embedding looks for a GPU.
+            # Its rotary embedding looks for a GPU when the model is built.
             DUAL_CHUNK_ATTENTION: bool(
                 getattr(model.hf_text_config, "dual_chunk_attention_config", None)
             ),
@@ -138,11 +138,11 @@ def refuse_model(model: ModelConfig) -> None:
 
 
 def _has_narrow_values(model: ModelConfig) -> bool:
-    """Whether values have a size of their own, but for latent attention, which expands none."""
+    """Return whether values have another head size than keys, except in latent attention."""
     config = model.hf_text_config
     values = getattr(config, "v_head_dim", None)
     if values is None or getattr(config, "kv_lora_rank", None) is not None:
-        # The size of keys is not asked for without need: where layers differ in it, that raises.
+        # Read the size of keys only if needed: it raises where layers differ in it.
         return False
     return bool(values != getattr(config, "head_dim", values))
 

@@ -1,8 +1,8 @@
-"""How `RblnConfig` is made: `additional_config` wins over the environment, that over defaults.
+"""Resolution of `RblnConfig`: `additional_config` overrides the environment, that the defaults.
 
-This is the only module of the backend that reads the environment. `RBLN_*` names that are not in
-the table of `rbln_backend.variables` belong to the RBLN SDK, which reads them itself; a
-`VLLM_RBLN_*` name that is not there is an error.
+This is the only module of the backend that reads the environment. `RBLN_*` names outside the table
+of `rbln_backend.variables` belong to the RBLN SDK, which reads them itself. A `VLLM_RBLN_*` name
+outside the table is an error.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
-from rbln_backend.config import CLASH, STRICT, RblnConfig
+from rbln_backend.config import STRICT, RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.variables import BY_NAME, KINDS, OPTION_NAMES, VARIABLES, Status, Variable
 
 _PREFIX = "VLLM_RBLN_"
 _OPTIONS = "additional_config['rbln']"
+_ROOT = "cache_root"
 
-# Fields that are not simply set: what their variable says of them holds for the option as well.
+# Fields whose variable is refused or has no effect; the same holds for the option.
 _LIMITED = {v.field: v for v in VARIABLES if v.status in (Status.NO_EFFECT, Status.REFUSED)}
 
-# Where pydantic's words say less than ours.
+# Messages that replace pydantic's, by error type.
 _WORDS = {
     "bool_type": "Valid choices: true, false",
     "tuple_type": "must be a list",
@@ -36,7 +38,7 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """A config, and what the operator should be told."""
+    """A configuration, and warnings for the operator."""
 
     config: RblnConfig
     warnings: list[str]
@@ -44,7 +46,7 @@ class ResolvedConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Findings:
-    """The values of fields, where they came from, and warnings."""
+    """Checked values of fields, their sources, and warnings."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -66,17 +68,23 @@ def resolve(
     found = _Findings()
     _read_environment(os.environ if environ is None else environ, found)
     _read_options((additional or {}).get("rbln", {}), found)
+    if _ROOT not in found.values:
+        # The one default that has to be checked: it may need a home directory.
+        default = RblnConfig.model_fields[_ROOT].default
+        found.take(_ROOT, _checked(KINDS[_ROOT], default, _ROOT, repr(default)), "")
+    # Each value is checked already, and has the type of its field.
+    config = RblnConfig.model_construct(**found.values)
     try:
-        config = RblnConfig(**found.values)
-    except ValidationError as error:
+        config.check_buckets()
+    except PydanticCustomError as error:
         raise ConfigError(_clash(error, found.sources)) from None
     return ResolvedConfig(config, found.warnings)
 
 
 def child_environ(*, settings: bool, **more: str) -> dict[str, str]:
-    """Return an environment for a process that shall not see vLLM's settings of this one.
+    """Return this process's environment without vLLM's settings, with ``more`` variables.
 
-    ``settings`` keeps those of the RBLN backend; the cache root always stays.
+    ``settings`` keeps those of the RBLN backend. The cache root always stays.
     """
     kept = ("VLLM_CACHE_ROOT", *((_PREFIX, "RBLN_") if settings else ()))
     foreign = ("VLLM_", "RBLN_")
@@ -138,7 +146,7 @@ def _read_options(section: object, found: _Findings) -> None:
 
 
 def _checked(kind: Any, value: object, label: str, shown: str, source: str = "") -> object:
-    """Return the value as its type has it."""
+    """Return the value as its type normalises it; raises `ConfigError`."""
     try:
         return TypeAdapter(kind, config=STRICT).validate_python(value)
     except ValidationError as error:
@@ -147,7 +155,7 @@ def _checked(kind: Any, value: object, label: str, shown: str, source: str = "")
 
 
 def _limit(variable: Variable, value: object, label: str, shown: str, found: _Findings) -> None:
-    """Refuse or warn where the value asks for something that is not done."""
+    """Refuse a value that is not supported, or warn that it has no effect."""
     if variable.status is Status.REFUSED and value != variable.accepts:
         raise ConfigError(f"{label}={shown} is not supported: {variable.doc}")
     if variable.status is Status.NO_EFFECT and not _is_default(variable.field, value):
@@ -155,12 +163,12 @@ def _limit(variable: Variable, value: object, label: str, shown: str, found: _Fi
 
 
 def _is_default(name: str | None, value: object) -> bool:
-    """Whether nobody will miss an effect, because the value asks for what is done anyway."""
+    """Return whether the value is what happens anyway."""
     return name is not None and RblnConfig.model_fields[name].default == value
 
 
 def _reason(error: ValidationError) -> str:
-    """Say what is wrong, in words that follow a value."""
+    """Return the reason of an error, worded to follow a value."""
     first = error.errors()[0]
     said = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if first["type"] == "literal_error":
@@ -171,14 +179,11 @@ def _reason(error: ValidationError) -> str:
     return f"each {words}" if is_in_list else words
 
 
-def _clash(error: ValidationError, sources: Mapping[str, str]) -> str:
-    """Say what is wrong with values that are right each for itself, and where they came from."""
-    first = error.errors()[0]
-    if first["type"] != CLASH:
-        # A default: what was given is checked.
-        return f"Invalid {first['loc'][0]}: {first['input']!r}, {_reason(error)}"
-    origins = [f"{n} from {sources[n]}" for n in first["ctx"]["fields"] if n in sources]
-    return first["msg"] + (f" ({', '.join(origins)})" if origins else "")
+def _clash(error: PydanticCustomError, sources: Mapping[str, str]) -> str:
+    """Return the reason of an error across fields, and the sources of these fields."""
+    fields = (error.context or {})["fields"]
+    origins = [f"{name} from {sources[name]}" for name in fields if name in sources]
+    return error.message() + (f" ({', '.join(origins)})" if origins else "")
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

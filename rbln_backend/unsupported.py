@@ -1,6 +1,6 @@
-"""What this backend does not run: one row per feature, for refusals and for docs/models.md.
+"""Unsupported features, one row each, for error messages and docs/models.md.
 
-A refusal names the feature, says why it is missing and what to do instead, in one line.
+A message names the feature, the reason and an alternative, in one line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rbln_backend.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something that a model or a command line can ask for; `known_from` names who does."""
+    """A feature of a model or a command line; `known_from` names examples."""
 
     name: str
     known_from: str

@@ -1,7 +1,7 @@
-"""The one table of documented variables, and what this backend does with each.
+"""Table of documented variables, and how this backend treats each.
 
-No row holds a default or a rule: those are the fields' of `RblnConfig`, which also declare the
-variables that set them and nothing else. Rows of one field are in order of precedence.
+No row holds a default or a rule: the fields of `RblnConfig` hold them, and declare the variables
+that only set a field. Rows of one field are in order of precedence.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ KINDS: Mapping[str, Any] = {
     for name, kind in get_type_hints(RblnConfig, include_extras=True).items()
     if name in RblnConfig.model_fields
 }
-"""The type of each field, with its rules."""
+"""Type of each field, with its rules."""
 
 
 class Status(enum.Enum):
-    """What this backend does with a documented name."""
+    """Treatment of a documented name."""
 
     HONOURED = "honoured"
     ALIAS = "alias, deprecated"
@@ -36,7 +36,7 @@ _IDLE, _REFUSED = Status.NO_EFFECT, Status.REFUSED
 
 
 def form_of(kind: Any) -> Form:
-    """Return how values of a type are written."""
+    """Return the notation of a type's values."""
     inner, *marks = get_args(kind)
     choices = [f"`{choice}`" for choice in get_args(inner)]
     by_choice = Form(", ".join(choices), " or ".join(choices))
@@ -45,7 +45,7 @@ def form_of(kind: Any) -> Form:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """One documented name. It is read as the field that it sets, else as `type`.
+    """One documented name, read as the field that it sets, else as `type`.
 
     `accepts` is the only value that a REFUSED name may hold.
     """
@@ -60,12 +60,12 @@ class Variable:
 
     @property
     def kind(self) -> Any:
-        """The type of its value, with its rules."""
+        """Type of the value, with its rules."""
         return self.type if self.field is None else KINDS[self.field]
 
     @property
     def form(self) -> Form:
-        """How its value is written."""
+        """Notation of the value."""
         return self.written or form_of(self.kind)
 
 
@@ -86,7 +86,7 @@ def _read_triton(text: str) -> bool:
 _AnyText: TypeAlias = Annotated[str, Form("text", "text, may be empty")]
 _DpImpl: TypeAlias = Annotated[Literal["padded_decode", "dummy_prefill"], WORD]
 
-# The XDG specification takes an empty variable for an unset one.
+# By the XDG specification an empty variable counts as unset.
 _XDG = Form("", "directory", lambda text: str(Path(text) / "vllm") if text else None)
 _OMP = Form("", "integers > 0, the first counts", lambda text: read_number(text.split(",")[0]))
 _TRITON = Form("", "`triton`", _read_triton)
