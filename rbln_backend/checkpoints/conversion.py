@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rbln_backend.errors import CheckpointError
-from rbln_backend.reporting.child_process import ChildError, ChildJob
+from rbln_backend.host.child_process import ChildError, ChildJob
 from rbln_backend.settings import child_environ
 
 # A disk that writes 20 MB a second takes so long for 70 GB.

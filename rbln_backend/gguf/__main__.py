@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rbln_backend.errors import CheckpointError
 from rbln_backend.gguf.checkpoint import write_checkpoint
-from rbln_backend.reporting.child_process import report
+from rbln_backend.host.child_process import report
 
 
 def main() -> None:

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 
 from rbln_backend.errors import ConfigError
+from rbln_backend.host.child_process import ChildError
 from rbln_backend.parity.options import parse
 from rbln_backend.parity.report.html import html_report
 from rbln_backend.parity.report.machine import json_report, junit_report
 from rbln_backend.parity.report.text import text_report
 from rbln_backend.parity.run import run_parity
-from rbln_backend.reporting.child_process import ChildError
 
 OUT_OF_LIMITS = 1
 WRONG_ARGUMENTS = 2

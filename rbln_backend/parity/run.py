@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rbln_backend.host.child_process import ChildJob
 from rbln_backend.parity.announcement import heading, launch
 from rbln_backend.parity.bisect import Departure, LayerDelta, first_departure, layer_deltas
 from rbln_backend.parity.job import Job, Side, SideResult
@@ -13,7 +14,6 @@ from rbln_backend.parity.options import Options
 from rbln_backend.parity.positions import PromptDelta, Summary, compare, summarize
 from rbln_backend.parity.result_cache import ResultCache, result_key
 from rbln_backend.parity.verdict import Failure, judge
-from rbln_backend.reporting.child_process import ChildJob
 
 # Tokens that a probe decodes one by one: at least two, so that a step reads what a step wrote.
 _MIN_DECODED = 2

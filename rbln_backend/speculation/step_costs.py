@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from rbln_backend.bucketing.tuner import StepTimes
+from rbln_backend.bucketing.step_times import StepTimes
 from rbln_backend.bucketing.verify import Size, VerifyTable
 
 _WINDOW = 8

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 from pydantic_core import from_json
 
+from rbln_backend.host.progress_line import ProgressLine
 from rbln_backend.host.replaced_files import replace_file
-from rbln_backend.reporting.progress_line import ProgressLine
 from server.errors import describe
 from server.storage.batches.batch import LineError
 from server.storage.batches.bodies import ENDPOINTS

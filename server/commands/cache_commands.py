@@ -9,21 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rbln_backend import api
+from rbln_backend.api.settings import resolve
+from rbln_backend.api.store import (
+    MAX_BYTES,
+    Contents,
+    Imported,
+    collect,
+    kernel_store,
+    read_archive,
+    read_tree,
+    unpack,
+    write_bundle,
+    write_folder,
+)
 from rbln_backend.errors import BundleError
 from rbln_backend.host.trusted_files import trusted_folder
-from rbln_backend.settings import resolve
-from rbln_backend.store.archive import MAX_BYTES, read_archive, read_tree
-from rbln_backend.store.bundle_contents import Contents, collect
-from rbln_backend.store.bundle_output import write_bundle, write_folder
-from rbln_backend.store.kernel_files import kernel_store
-from rbln_backend.store.unpack import Imported, unpack
 from server.commands.graph_checks import GraphChecks
 from server.commands.stdout import reserved_stdout
 from server.commands.without_engine import with_config
 from server.frontend import LaunchError
 
 if TYPE_CHECKING:
-    from rbln_backend.reporting.store_report import StoreReport
+    from rbln_backend.api.reports import StoreReport
 
 COLD = 3
 """Exit code: an entry that a start needs is missing."""

@@ -12,10 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend import api
+from rbln_backend.api.store import (
+    ArtifactStore,
+    Entry,
+    KernelFiles,
+    above_bound,
+    audit,
+    graph_store,
+    is_intact,
+    kernel_store,
+    libraries,
+    of_other_versions,
+    unused_since,
+)
 from rbln_backend.errors import PlatformError
-from rbln_backend.store.artifacts import ArtifactStore, Entry, graph_store
-from rbln_backend.store.audit import above_bound, audit, of_other_versions, unused_since
-from rbln_backend.store.kernel_files import KernelFiles, is_intact, kernel_store, libraries
 from server.commands.graph_checks import GraphChecks
 from server.commands.stdout import reserved_stdout
 

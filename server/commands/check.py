@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from vllm.config import ModelConfig, VllmConfig
 
-    from rbln_backend.reporting.model_report import ModelReport
+    from rbln_backend.api.reports import ModelReport
     from server.tools.support import ToolSupport
 
 _LABEL_WIDTH = 16

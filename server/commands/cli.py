@@ -200,7 +200,7 @@ def _fetch(argv: Sequence[str]) -> int:
 
 
 def _tune(argv: Sequence[str]) -> int:
-    from server.tuning.command import tune
+    from server.commands.tune import tune
 
     return tune(argv)
 

@@ -18,7 +18,7 @@ from server.frontend import LaunchError
 from server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from rbln_backend.reporting.store_report import CompileReport
+    from rbln_backend.api.reports import CompileReport
 
 
 def compile_ahead(

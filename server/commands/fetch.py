@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rbln_backend.checkpoints.catalogue import CATALOGUE
-from rbln_backend.checkpoints.folders import fetch as fetch_checkpoint
+from rbln_backend.api.models import CATALOGUE
+from rbln_backend.api.models import fetch as fetch_checkpoint
+from rbln_backend.api.settings import resolve
 from rbln_backend.errors import CheckpointError, ConfigError
-from rbln_backend.settings import resolve
 
 _PROG = "rbln-serve fetch"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rbln_backend import api
-from rbln_backend.store.cache_key import CacheKey
+from rbln_backend.api.store import CacheKey
 
 
 class GraphChecks:

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rbln_backend import api
+from rbln_backend.api.reports import ProgressReader, ReadyTimes, computed_rows
+from rbln_backend.api.settings import resolve
 from rbln_backend.errors import ConfigError
-from rbln_backend.reporting.computed_rows import computed_rows
-from rbln_backend.reporting.progress import ProgressReader
-from rbln_backend.reporting.start_costs import ReadyTimes
-from rbln_backend.settings import resolve
 from server import __version__
 from server.engine.config import engine_config
 from server.engine.launch_errors import launch_error

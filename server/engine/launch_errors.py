@@ -12,8 +12,8 @@ import re
 
 from pydantic import ValidationError
 
+from rbln_backend.api.models import MULTIMODAL
 from rbln_backend.errors import RblnError
-from rbln_backend.unsupported import MULTIMODAL
 from server.engine.model_files import model_config_of
 from server.frontend import LaunchError
 

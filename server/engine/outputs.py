@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.output_processor import OutputProcessorOutput
 
-from rbln_backend.config import QUEUE_TIMEOUT
+from rbln_backend.api.requests import QUEUE_TIMEOUT
 from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError
 from server.request.record import RequestRecord, record_var

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from rbln_backend.api.requests import TensorName, check_config, check_tensors
 from rbln_backend.errors import AdapterError
-from rbln_backend.lora.adapter_files import TensorName, check_config, check_tensors
 from server.errors import describe
 from server.lora.folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, refusal
 from server.lora.port import Target

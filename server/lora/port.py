@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from rbln_backend.lora.target import Target
+from rbln_backend.api.requests import Target
 
 __all__ = ["AdapterPort", "EngineAdapter", "Target"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rbln_backend.reporting.stats import MetricDecl
+from rbln_backend.api.reports import MetricDecl
 from server.errors import REJECTIONS
 from server.host.job_counts import GRAMMAR_RESULTS, READING_RESULTS
 from server.structured_outputs.request_constraints import GUIDES

@@ -23,7 +23,7 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from rbln_backend.reporting.stats import MetricDecl
+from rbln_backend.api.reports import MetricDecl
 from server.admission import Admission
 from server.errors import REJECTIONS
 from server.host.job_counts import JobCounts

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
-from rbln_backend.config import BACKGROUND_PRIORITY
+from rbln_backend.api.requests import BACKGROUND_PRIORITY
 from server.errors import (
     ContextLengthError,
     InvalidSchemaError,

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from rbln_backend.reporting.description import SECTIONS, read_descriptions
+from rbln_backend.api.reports import SECTIONS, read_descriptions
 from server.errors import InvalidValueError, describe
 from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing

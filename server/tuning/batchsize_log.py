@@ -13,7 +13,7 @@ from ast import literal_eval
 from pathlib import Path
 
 from rbln_backend.bucketing.usage import PhaseUsage, Usage
-from rbln_backend.scheduler.simulator import Tables
+from server.tuning.simulator import Tables
 
 _LIST = r"\[[^\]]*\]"
 _LINE = re.compile(

@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median
 
+from rbln_backend.bucketing.step_times import MeasuredTimes
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import LEAST_STEPS, MeasuredTimes
 from rbln_backend.bucketing.usage import PHASES
 from rbln_backend.errors import BucketError
-from rbln_backend.scheduler.simulator import Request, Tables
 from server.tuning.replay import Player, Round, Step
+from server.tuning.search import LEAST_STEPS
+from server.tuning.simulator import Request, Tables
 
 Ran = Mapping[tuple[int, int], Sequence[float]]
 """Seconds of each step of one phase by its bucket and size."""

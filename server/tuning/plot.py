@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from rbln_backend.bucketing.tuner import Change
+from server.tuning.search import Change
 from server.tuning.study import Study
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT = 760, 200, 56, 16

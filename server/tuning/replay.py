@@ -1,4 +1,4 @@
-"""An engine without HTTP, stepped by hand: it runs requests of given lengths, in given buckets."""
+"""Engine without HTTP, stepped by the caller: runs requests of given lengths in given buckets."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rbln_backend.bucketing.verify import NO_DRAFTS
-from rbln_backend.reporting.child_process import report
-from rbln_backend.scheduler.simulator import Pace, Request, Tables
-from server.engine.config import engine_config
-from server.settings import ServerSettings
+from rbln_backend.host.child_process import report
+from server.tuning.simulator import Pace, Request, Tables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _SCHEDULER = "rbln_backend.worker.replay_worker.ReplayScheduler"
 _WORKER = "rbln_backend.worker.replay_worker.ReplayWorker"
-# Prompts of no meaning, none of which begins as another one does.
+# Prompts are arbitrary tokens without a common prefix.
 _STRIDE, _FIRST_TOKEN = 7919, 3
 
 
@@ -44,21 +42,30 @@ class Round:
 
 
 class Player:
-    """The engine that MODEL and vLLM's flags describe; its buckets are those of all rounds."""
+    """An engine whose buckets are those of all rounds.
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    `config` is changed: prefix hits would leave out steps of the trace, and drafts for these
+    prompts would differ from those for the served ones.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
-        from rbln_backend.vllm_compat.surface import configured
-
-        config = _config(argv)
+        settled: Any = config.additional_config
+        config.additional_config = replace(
+            settled, buckets=replace(settled.buckets, verify=NO_DRAFTS)
+        )
+        config.speculative_config = None
+        config.cache_config.enable_prefix_caching = False
+        config.scheduler_config.async_scheduling = False
+        config.scheduler_config.scheduler_cls = _SCHEDULER
+        config.parallel_config.worker_cls = _WORKER
         self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         self._vocab_size = config.model_config.get_vocab_size()
         self._added = 0
         self.max_model_len: int = config.model_config.max_model_len
-        rbln = configured(config)
-        assert rbln.prefill_step_tokens is not None  # the platform has settled it
+        rbln = settled.rbln
         self.pace = Pace(rbln.decode_steps_per_chunk, rbln.prefill_step_tokens, rbln.chunk_prompts)
 
     def run(
@@ -128,25 +135,6 @@ class Player:
             data_parallel_rank=None,
         )
         self._core.add_request(*self._core.preprocess_add_request(engine_request))
-
-
-def _config(argv: Sequence[str]) -> VllmConfig:
-    settings = ServerSettings()
-    from server.vllm.flags import parse_arguments
-
-    _, config = engine_config(parse_arguments(list(argv), settings), settings, None)
-    if config.parallel_config.data_parallel_size > 1:
-        raise ValueError("one engine is measured: leave --data-parallel-size out")
-    # A hit would leave out steps that the trace has.
-    config.cache_config.enable_prefix_caching = False
-    # Nor do drafts of these prompts say anything of those that were served.
-    config.speculative_config = None
-    settled: Any = config.additional_config
-    config.additional_config = replace(settled, buckets=replace(settled.buckets, verify=NO_DRAFTS))
-    config.scheduler_config.async_scheduling = False
-    config.scheduler_config.scheduler_cls = _SCHEDULER
-    config.parallel_config.worker_cls = _WORKER
-    return config
 
 
 def _order(sizes: Sequence[int], repeats: int) -> Iterator[tuple[int, int]]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rbln_backend.api.settings import resolve
 from rbln_backend.bucketing.engine_buckets import decode_bucket_table, prefill_chunk_table
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS, BucketTable
-from rbln_backend.bucketing.tuner import fitting
 from rbln_backend.bucketing.usage import PHASES, Usage, UsageFile
-from rbln_backend.scheduler.simulator import Request, Tables
-from rbln_backend.settings import resolve
+from server.tuning.search import fitting
+from server.tuning.simulator import Request, Tables
 
 _FOLDER = Path("rbln") / "usage"
 

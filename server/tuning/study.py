@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from rbln_backend.bucketing.step_times import StepTimes
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import LEAST_STEPS, Change, StepTimes, suggest
 from rbln_backend.bucketing.usage import PHASES, PhaseUsage
-from rbln_backend.scheduler.simulator import Pace, Tables, Times, simulate, simulate_periods
+from server.tuning.search import LEAST_STEPS, Change, suggest
+from server.tuning.simulator import Pace, Tables, Times, simulate, simulate_periods
 from server.tuning.sources import Work
 
 # Of a phase: each is a graph of the engine that measures.

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.scheduler.simulator import Request
+from server.tuning.simulator import Request
 
 _FORMS: Mapping[tuple[str, str, str], Callable[[Any], float]] = {
     ("arrival_s", "prompt_tokens", "output_tokens"): float,

@@ -19,10 +19,9 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rbln_backend import api
-from rbln_backend.checkpoints.folders import checkpoint_of, is_made_here
-from rbln_backend.checkpoints.paths import path_problem
+from rbln_backend.api.models import checkpoint_of, is_made_here, path_problem
+from rbln_backend.api.settings import resolve
 from rbln_backend.errors import CheckpointError, ConfigError
-from rbln_backend.settings import resolve
 from server.frontend import LaunchError
 from server.settings import ServerSettings
 from server.vllm.refused_flags import REFUSED_FLAGS

@@ -8,11 +8,11 @@ from multiprocessing import get_context
 
 import pytest
 
+from rbln_backend.bucketing.step_times import StepTimes
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import StepTimes
-from rbln_backend.scheduler.simulator import Pace, Request, simulate, simulate_periods
-from server.tuning.measured import Measuring
-from server.tuning.replay import Player, Round, Step
+from server.commands.tune_measuring import Measuring, make_player
+from server.tuning.replay import Round, Step
+from server.tuning.simulator import Pace, Request, simulate, simulate_periods
 from tests.checkpoints import CheckpointCache
 
 TABLES = {"prefill": BucketTable((16, 32)), "decode": BucketTable((1, 2, 4))}
@@ -67,7 +67,7 @@ def test_no_more_run_at_once_than_there_are_rows() -> None:
 
 
 def _replay(argv: list[str], rounds: list[Round]) -> tuple[list[list[Step]], Pace]:
-    player = Player(argv)
+    player = make_player(argv)
     ran = [player.play(one) for one in rounds]
     player.shutdown()
     return ran, player.pace

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
+from rbln_backend.bucketing.step_times import MeasuredTimes
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import MeasuredTimes
-from rbln_backend.scheduler.simulator import Request
 from server.tuning.measure import (
     compare_sizes,
     compare_trace,
@@ -18,6 +17,7 @@ from server.tuning.measure import (
     times_in_trace,
 )
 from server.tuning.replay import Round, Step
+from server.tuning.simulator import Request
 
 # Alone a full bucket takes 10 ms and 1 ms a row.
 ALONE = MeasuredTimes({bucket: 0.010 + 0.001 * bucket for bucket in (2, 4, 8, 16)}, 0.001)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.scheduler.simulator import Request
+from server.tuning.simulator import Request
 from server.tuning.trace import read_trace
 
 WANTED = [Request(0.0, 10, 5), Request(1.5, 20, 7)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from rbln_backend.host.child_process import report
 from rbln_backend.parity.job import Job
 from rbln_backend.parity.runners.tile_permission import ask_for_tiles
-from rbln_backend.reporting.child_process import report
 
 
 def main() -> int:

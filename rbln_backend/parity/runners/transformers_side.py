@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from rbln_backend.host.child_process import Report
 from rbln_backend.parity.job import Answer, Job, Layers, SideResult
 from rbln_backend.parity.runners.layers import tapped
 from rbln_backend.parity.runners.plain_weights import plain_checkpoint
 from rbln_backend.parity.runners.profile import profiled
-from rbln_backend.reporting.child_process import Report
 
 
 def run(job: Job, report: Report) -> SideResult:

@@ -15,12 +15,12 @@ from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
+from rbln_backend.host.child_process import Report
 from rbln_backend.parity.job import Answer, FloatArray, IntArray, Job, SideResult
 from rbln_backend.parity.runners.engines import Engine, OfflineEngine, start_engine
 from rbln_backend.parity.runners.forced_tokens import FORCED_TOKENS
 from rbln_backend.parity.runners.probe import probe
 from rbln_backend.parity.runners.profile import profiled
-from rbln_backend.reporting.child_process import Report
 
 
 def run(job: Job, report: Report) -> SideResult:

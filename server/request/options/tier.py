@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
+from rbln_backend.api.requests import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from server.errors import InvalidValueError, PermissionDeniedError, describe
 from server.wire.endpoint import Endpoint, JsonObject
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.renderers import TokenizeParams
 
-from rbln_backend.speculation.drafter import EXTRA_ARGS
-from rbln_backend.speculation.prediction import Prediction
+from rbln_backend.api.requests import EXTRA_ARGS, Prediction
 from server.request.record import RequestRecord
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rbln_backend.bucketing.step_times import MeasuredTimes, StepTimes
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import MeasuredTimes, StepTimes, suggest
 from rbln_backend.errors import BucketError
+from server.tuning.search import suggest
 
 ROWS = StepTimes({})
 

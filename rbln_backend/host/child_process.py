@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rbln_backend.errors import RblnError
-from rbln_backend.reporting.progress_line import ProgressLine
+from rbln_backend.host.progress_line import ProgressLine
 
 T = TypeVar("T")
 Report = Callable[[str, int, int], None]

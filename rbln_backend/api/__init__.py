@@ -1,7 +1,8 @@
-"""The server's door to the device: what it asks of the backend besides the engine that it runs.
+"""The server's interface to the backend, besides the engine that it runs.
 
-Importing it is cheap; each question imports what answers it. What else the server takes from this
-package are modules that need neither torch nor vLLM, see the contract `server-has-no-device`.
+The functions of this module need vLLM, and import it when they are called. The submodules export
+names that need neither torch nor vLLM. The server imports nothing else of the backend but
+`bucketing`, `errors` and `host` (contract `server-door`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _REGISTER = "rbln_backend:register"
 
 
 def refuse_twins() -> None:
-    """Raise ``PlatformError`` where another package has a platform plug-in of this one's name.
+    """Raise ``PlatformError`` if another package has a platform plug-in of the same name.
 
-    vLLM would run the one that it finds last, and not say which. As a general plug-in this is
-    called before an engine is configured, whichever was found last.
+    vLLM would run the one that it finds last, without a message. As a general plug-in this function
+    is called before an engine is configured, whichever was found last.
     """
     from importlib.metadata import entry_points
 
@@ -49,12 +50,12 @@ def refuse_twins() -> None:
 
 
 def is_active() -> bool:
-    """Whether vLLM runs on this platform; the first to ask has vLLM choose one."""
+    """Return whether vLLM runs on this platform; the first call makes vLLM choose one."""
     return _other_platform() is None
 
 
 def load_worker() -> None:
-    """Import what an engine's process needs. Raises ``PlatformError``."""
+    """Import the modules of an engine process. Raises ``PlatformError``."""
     _require_platform()
     import rbln_backend.worker.worker  # noqa: F401
 
@@ -62,8 +63,8 @@ def load_worker() -> None:
 def refuse_model(config: ModelConfig) -> None:
     """Raise ``UnsupportedModelError`` if no configuration could make the model run.
 
-    vLLM checks the rest of a configuration before it asks the platform, and what it finds wrong
-    there may only follow from a kind of model that cannot run anyway.
+    vLLM checks the rest of a configuration before it calls the platform, and may report an error
+    that only follows from an unsupported kind of model.
     """
     from rbln_backend.refusals import refuse_model
 
@@ -71,7 +72,7 @@ def refuse_model(config: ModelConfig) -> None:
 
 
 def profiles(config: VllmConfig) -> bool:
-    """Whether an engine of this configuration records profiles when it is asked to."""
+    """Return whether an engine of this configuration can record profiles."""
     from rbln_backend.vllm_compat.settled import Settled
 
     settled = config.additional_config
@@ -109,7 +110,7 @@ def compile_model(config: VllmConfig, targets: Sequence[str]) -> CompileReport:
 
 
 def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
-    """Say what ``cache_root`` has of a model's graphs; raises like ``inspect_model``."""
+    """Report which of a model's graphs ``cache_root`` has; raises like ``inspect_model``."""
     _require_platform()
     from rbln_backend.worker.check.store_survey import survey_store
 
@@ -117,7 +118,7 @@ def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
 
 
 def store_versions() -> tuple[dict[str, object], tuple[str, ...]]:
-    """Return what tells this version's graphs from others', and its kernel libraries' keys.
+    """Return the fields that identify this version's graphs, and its kernel libraries' keys.
 
     Raises ``PlatformError``.
     """
@@ -138,7 +139,7 @@ def check_graph(key: CacheKey, files: Mapping[str, bytes]) -> bool:
 
 
 def grammar_trial(config: VllmConfig) -> GrammarTrial:
-    """Return what tries grammars as the engine compiles them. Raises ``PlatformError``."""
+    """Return a trial that compiles grammars as the engine does. Raises ``PlatformError``."""
     _require_platform()
     from rbln_backend.grammar.trial import GrammarTrial
 
@@ -154,7 +155,7 @@ def _require_platform() -> None:
 
 
 def _other_platform() -> str | None:
-    """Return the name of the platform that vLLM has chosen, None if it is ours."""
+    """Return the name of the platform that vLLM has chosen, None for this one."""
     from vllm.platforms import current_platform
 
     from rbln_backend.platform import RblnPlatform

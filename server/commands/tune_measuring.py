@@ -1,7 +1,7 @@
-"""A study that is measured and verified, in a process with an engine of its own.
+"""Measured and verified studies, in a child process with its own engine.
 
-The command writes what is to be studied to a file and reads the study from another one;
-`python -m server.tuning.measured JOB RESULT` is the process between.
+The command writes a job to a file and reads the study from another one;
+`python -m server.commands.tune_measuring JOB RESULT` is the child process.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import Any
 
 import msgspec
 
+from rbln_backend.api.settings import child_environ
 from rbln_backend.errors import BucketError
-from rbln_backend.reporting.child_process import ChildJob, report
-from rbln_backend.scheduler.simulator import Tables, simulate
-from rbln_backend.settings import child_environ
+from rbln_backend.host.child_process import ChildJob, report
+from server.engine.config import engine_config
+from server.settings import ServerSettings
 from server.tuning.measure import compare_sizes, compare_trace, measure_alone, measure_trace
 from server.tuning.replay import Player
+from server.tuning.simulator import Tables, simulate
 from server.tuning.sources import Work
 from server.tuning.study import Seconds, Study, candidates, study
 
 _TRIED = ("decode_batch_bucket", "prefill_chunk_buckets")
-# Sets that differ by a smaller share of the measured time are alike: measuring tells no more. The
-# one that pads fewer rows is taken then.
+# Sets that differ by a smaller share of the measured time count as equal; the one that pads fewer
+# rows is taken.
 _SLACK = 0.01
 
 
@@ -36,16 +38,16 @@ class _Job(msgspec.Struct):
     work: Work
     limits: Mapping[str, int]
     candidates: Tables
-    """The buckets that are measured, the present ones among them."""
+    """The buckets to measure, with the present ones."""
 
 
 class Measuring:
-    """Studies on the engine that MODEL and vLLM's flags describe."""
+    """Studies on the engine of MODEL and vLLM's flags."""
 
     def __init__(self, argv: Sequence[str], timeout_s: float) -> None:
-        """Raises `ValueError` where the flags name sizes, which are what is tried here."""
+        """Raise `ValueError` for flags that set sizes, which the study varies."""
         self._timeout_s = timeout_s
-        # Those of vLLM's flags that the buckets decide, or are decided by.
+        # vLLM's flags that depend on the buckets, or limit them.
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         for name in ("max-num-seqs", "max-num-batched-tokens", "max-model-len"):
             parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", default="")
@@ -87,7 +89,7 @@ class Measuring:
         return child.run(write, lambda path: msgspec.json.decode(path.read_bytes(), type=Study))
 
     def flags(self, tables: Tables) -> list[str]:
-        """Return those of an engine with these buckets; what it only replays is not recorded."""
+        """Return the flags of an engine with these buckets, which records no usage."""
         largest = tables["prefill"].largest
         if self._context.isdecimal() and int(self._context) < largest:
             raise BucketError(
@@ -113,11 +115,22 @@ def main() -> int:
     """Run the job that the command line names."""
     job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=_Job)
     report("engine", 0, 1)
-    player = Player(job.argv)
+    player = make_player(job.argv)
     found = _measured(job, player)
     Path(sys.argv[2]).write_bytes(msgspec.json.encode(found))
     player.shutdown()
     return 0
+
+
+def make_player(argv: Sequence[str]) -> Player:
+    """Return a player of the engine that MODEL and vLLM's flags describe."""
+    from server.vllm.flags import parse_arguments
+
+    settings = ServerSettings()
+    _, config = engine_config(parse_arguments(list(argv), settings), settings, None)
+    if config.parallel_config.data_parallel_size > 1:
+        raise ValueError("one engine is measured: leave --data-parallel-size out")
+    return Player(config)
 
 
 def _measured(job: _Job, player: Player) -> Study:

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rbln_backend.bucketing.tuner import LIMITS
 from rbln_backend.errors import RblnError
+from server.commands.tune_measuring import Measuring
 from server.tuning.batchsize_log import read_log
-from server.tuning.measured import Measuring
 from server.tuning.output import FORMATS
 from server.tuning.plot import to_svg
 from server.tuning.prometheus_range import read_range
+from server.tuning.search import LIMITS
 from server.tuning.sources import Work, present_tables, recorded_work, work_of
 from server.tuning.study import study
 from server.tuning.trace import read_trace

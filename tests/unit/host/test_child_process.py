@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.reporting.child_process import ChildError, ChildJob
+from rbln_backend.host.child_process import ChildError, ChildJob
 
 
 def _run(how: str, timeout: float = 60.0) -> str:
     child = ChildJob(
         label="cpu side",
-        module="tests.unit.reporting.ending_child",
+        module="tests.unit.host.ending_child",
         variables=os.environ,
         timeout=timeout,
     )

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from rbln_backend.api.requests import is_prefill, prefill_block_reason
 from rbln_backend.bucketing.chunk_plan import ChunkPlan, room_of
+from rbln_backend.bucketing.step_times import StepTimes
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.tuner import StepTimes
 from rbln_backend.bucketing.usage import Usage
-from rbln_backend.scheduler.constraints import is_prefill, prefill_block_reason
 
 Tables = Mapping[str, BucketTable]
 """Buckets by phase."""

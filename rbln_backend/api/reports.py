@@ -1,0 +1,25 @@
+"""Files that engines write about themselves: progress, descriptions, metrics and start times."""
+
+from __future__ import annotations
+
+from rbln_backend.reporting.computed_rows import computed_rows
+from rbln_backend.reporting.description import SECTIONS, read_descriptions
+from rbln_backend.reporting.model_report import ModelReport
+from rbln_backend.reporting.progress import GraphProgress, ProgressReader, ProgressSnapshot
+from rbln_backend.reporting.start_costs import ReadyTimes
+from rbln_backend.reporting.stats import MetricDecl
+from rbln_backend.reporting.store_report import CompileReport, StoreReport
+
+__all__ = [
+    "SECTIONS",
+    "CompileReport",
+    "GraphProgress",
+    "MetricDecl",
+    "ModelReport",
+    "ProgressReader",
+    "ProgressSnapshot",
+    "ReadyTimes",
+    "StoreReport",
+    "computed_rows",
+    "read_descriptions",
+]

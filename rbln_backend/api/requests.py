@@ -1,0 +1,24 @@
+"""Rules of single requests that server and engine share: priorities, drafts, adapters and steps."""
+
+from __future__ import annotations
+
+from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY, QUEUE_TIMEOUT
+from rbln_backend.lora.adapter_files import TensorName, check_config, check_tensors
+from rbln_backend.lora.target import Target
+from rbln_backend.scheduler.constraints import is_prefill, prefill_block_reason
+from rbln_backend.speculation.drafter import EXTRA_ARGS
+from rbln_backend.speculation.prediction import Prediction
+
+__all__ = [
+    "BACKGROUND_PRIORITY",
+    "EXTRA_ARGS",
+    "FIRST_PRIORITY",
+    "QUEUE_TIMEOUT",
+    "Prediction",
+    "Target",
+    "TensorName",
+    "check_config",
+    "check_tensors",
+    "is_prefill",
+    "prefill_block_reason",
+]
