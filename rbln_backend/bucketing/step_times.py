@@ -8,20 +8,20 @@ from itertools import accumulate
 
 
 class StepTimes:
-    """Seconds of a step by its bucket, from mean times recorded of some buckets.
+    """Seconds of a step by its bucket, interpolated from the mean times of some buckets.
 
-    Linear between them and beyond, never less for a larger bucket. One recorded bucket says nothing
-    of smaller ones, which then cost the same. Without any a step costs its rows, which makes padded
-    rows the thing to save.
+    Linear between recorded buckets and beyond, and never less for a larger bucket. With a single
+    recorded bucket, smaller ones take the same time. Without any, a step takes as many seconds as
+    it has rows, so that the least padding is best.
     """
 
     def __init__(self, recorded: Mapping[int, float]) -> None:
         self._sizes = sorted(recorded)
-        # A rarely used bucket may have recorded too little time.
+        # The mean of a rarely used bucket may be too small.
         self._seconds = list(accumulate((recorded[size] for size in self._sizes), max))
 
     def of(self, bucket: int, rows: int = 0) -> float:  # noqa: ARG002
-        """Return the seconds of a step of this bucket; how many `rows` it holds is not known."""
+        """Return the seconds of a step of this bucket, whatever `rows` it holds."""
         sizes, seconds = self._sizes, self._seconds
         if not sizes:
             return float(bucket)
@@ -38,12 +38,12 @@ class StepTimes:
 
 
 class MeasuredTimes(StepTimes):
-    """Seconds of a step by its bucket, where every bucket that may be suggested was measured.
+    """Measured seconds of a step by its bucket; only measured buckets are suggested.
 
-    They are taken as they are: kernels have sizes that suit them, so that a larger bucket may be
-    the faster one, and nothing between two measured buckets is believed. A row that holds nothing
-    takes `row` seconds less than one of a `full` bucket: no keys are read for it, and no token is
-    chosen. `ran` are seconds by bucket and rows where such steps were measured themselves.
+    Times are not smoothed: a larger bucket may be faster, because kernels prefer some sizes. A
+    padded row takes `row` seconds less than a row of a `full` bucket, as it reads no keys and
+    samples no token. `ran` has the seconds of steps measured with so many rows, by bucket and
+    rows.
     """
 
     def __init__(
@@ -61,5 +61,5 @@ class MeasuredTimes(StepTimes):
         return self._ran.get((bucket, rows), full - self.row * (bucket - rows))
 
     def choices(self, sizes: Collection[int]) -> Collection[int]:  # noqa: ARG002
-        """Return what was measured."""
+        """Return the measured buckets."""
         return self.full

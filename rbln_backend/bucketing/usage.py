@@ -1,8 +1,8 @@
-"""How often steps of each size ran, kept in a file over restarts: what the tuner works from.
+"""Counts of steps by size, recorded in a file across restarts: input of the tuner.
 
-One file for each configuration of an engine. Several servers may share it: each adds what it
-counted since its last visit, under a lock, and replaces the file in one go. A file that cannot be
-read is set aside and begun anew; nothing here ever fails a server.
+Each engine configuration has one file. Several servers may share it: each adds its new counts
+under a lock, and replaces the file atomically. An unreadable file is renamed and replaced by a new
+one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PHASES = ("prefill", "decode")
 
 @dataclass(slots=True)
 class PhaseUsage:
-    """Steps of one phase: by their real size, and by the bucket that they ran in.
+    """Steps of one phase by their real size, and by the bucket that they ran in.
 
     Sizes are tokens in prefill and rows in decode.
     """
@@ -32,44 +32,44 @@ class PhaseUsage:
     seconds_by_bucket: dict[int, float] = field(default_factory=dict)
 
     def note(self, size: int, bucket: int, seconds: float, steps: int = 1) -> None:
-        """Count `steps` of this size, which took `seconds` together."""
+        """Count `steps` of this size, which took `seconds` in total."""
         self.add(PhaseUsage({size: steps}, {bucket: steps}, {bucket: seconds}))
 
     def add(self, other: PhaseUsage) -> None:
-        """Add what another one counted."""
+        """Add the counts of another record."""
         _add(self.steps_by_size, other.steps_by_size)
         _add(self.steps_by_bucket, other.steps_by_bucket)
         _add(self.seconds_by_bucket, other.seconds_by_bucket)
 
     @property
     def steps(self) -> int:
-        """How many steps were counted."""
+        """Number of counted steps."""
         return sum(self.steps_by_size.values())
 
     @property
     def seconds(self) -> float:
-        """What they took."""
+        """Total seconds of the steps."""
         return sum(self.seconds_by_bucket.values())
 
     @property
     def padded(self) -> int:
-        """Rows, or tokens, that were computed and held nothing."""
+        """Computed rows, or tokens, that were padding."""
         return _total(self.steps_by_bucket) - _total(self.steps_by_size)
 
     @property
     def padding(self) -> float:
-        """Their share of all that were computed; 0 without steps."""
+        """Share of padding in all computed rows, or tokens; 0 without steps."""
         return self.padded / max(_total(self.steps_by_bucket), 1)
 
     def mean_seconds(self, least_steps: int = 1) -> dict[int, float]:
-        """Return the mean seconds of a step, by buckets that ran so often."""
+        """Return the mean seconds of a step by bucket, for buckets with at least `least_steps`."""
         ran = self.steps_by_bucket.items()
         return {b: self.seconds_by_bucket[b] / steps for b, steps in ran if steps >= least_steps}
 
 
 @dataclass(slots=True)
 class Usage:
-    """Steps by phase; `about` says of what: see `about_engine`."""
+    """Steps by phase; `about` describes the engine, see `about_engine`."""
 
     phases: dict[str, PhaseUsage] = field(
         default_factory=lambda: {phase: PhaseUsage() for phase in PHASES}
@@ -78,11 +78,11 @@ class Usage:
 
     @property
     def steps(self) -> int:
-        """How many steps were counted."""
+        """Number of counted steps."""
         return sum(usage.steps for usage in self.phases.values())
 
     def add(self, other: Usage) -> None:
-        """Add what another one counted; what it is about is the newer of the two."""
+        """Add the counts of another record, and take its description if it has one."""
         self.about = other.about or self.about
         for phase, usage in other.phases.items():
             self.phases[phase].add(usage)
@@ -91,13 +91,13 @@ class Usage:
 def about_engine(
     model: str, device: str, *, decode_buckets: Sequence[int], prefill_buckets: Sequence[int]
 ) -> dict[str, Any]:
-    """Return what a record is about: the served model, its device and its present buckets."""
+    """Return the description of an engine: served model, device and current buckets."""
     buckets = {"decode_buckets": list(decode_buckets), "prefill_buckets": list(prefill_buckets)}
     return {"model": model, "device": device, **buckets}
 
 
 class _Content(msgspec.Struct):
-    """What stands in a file."""
+    """Content of a file."""
 
     format: Literal[1]
     about: dict[str, Any]
@@ -106,13 +106,13 @@ class _Content(msgspec.Struct):
 
 
 class UsageFile:
-    """The file of one configuration."""
+    """The record of one engine configuration."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> Usage:
-        """Return what is recorded, nothing without a file. Raises `ValueError` or `OSError`."""
+        """Return the record, empty without a file. Raises `ValueError` or `OSError`."""
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=_Content)
         except FileNotFoundError:
@@ -122,7 +122,7 @@ class UsageFile:
         return Usage({"prefill": found.prefill, "decode": found.decode}, found.about)
 
     def add(self, counted: Usage) -> None:
-        """Add to the file. Raises `OSError` where it cannot be written."""
+        """Add to the file. Raises `OSError` if it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -8,21 +8,20 @@ from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.errors import BucketError
 
 Size = tuple[int, int]
-"""Of a decode step: requests, and tokens of each."""
+"""Size of a decode step: requests, and tokens of each."""
 
 
 class VerifyTable:
-    """By decode bucket, the tokens that a step can take of each of its requests.
+    """Lengths by decode bucket: the tokens that a step can take of each of its requests.
 
-    A length stands for a request's latest token and its drafts: 1 checks none, and is no part of
-    the table. What a step costs grows with all its tokens, so that larger buckets have fewer
-    lengths.
+    A length counts a request's latest token and its drafts; length 1 checks no drafts and is not
+    in the table. The cost of a step grows with all its tokens: larger buckets have fewer lengths.
     """
 
     def __init__(
         self, buckets: BucketTable | None, lengths: Sequence[int], max_tokens: int
     ) -> None:
-        """`max_tokens`: of a whole step, over all requests. Raises `BucketError`."""
+        """`max_tokens` bounds a step over all requests. Raises `BucketError`."""
         if any(length < 2 for length in lengths):
             raise BucketError(f"A step that checks drafts takes 2 tokens or more, got {lengths}")
         self._buckets = buckets
@@ -36,22 +35,22 @@ class VerifyTable:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """The requests of decode steps."""
+        """Decode buckets, in requests."""
         return self._buckets.sizes if self._buckets is not None else ()
 
     def sizes(self, requests: int) -> tuple[Size, ...]:
-        """Those of a step of so many requests, one token of each first; none for too many."""
+        """Return the sizes for `requests`, shortest first; none above the largest bucket."""
         if self._buckets is None or requests > self._buckets.largest:
             return ()
         bucket = self._buckets.find(requests)
         return ((bucket, 1), *((bucket, length) for length in self._lengths[bucket]))
 
     def longest(self, requests: int) -> int:
-        """The most tokens that a step of so many requests can take of each."""
+        """Return the largest number of tokens per request in a step of `requests`."""
         return max((length for _, length in self.sizes(requests)), default=1)
 
     def find(self, requests: int, tokens: int) -> Size:
-        """The smallest size for `tokens` of each of `requests`; raises `BucketError`."""
+        """Return the smallest size for `tokens` of each of `requests`; raises `BucketError`."""
         for size in self.sizes(requests):
             if tokens <= size[1]:
                 return size
@@ -61,13 +60,13 @@ class VerifyTable:
 
 
 NO_DRAFTS = VerifyTable(None, (), 0)
-"""Of an engine without speculation."""
+"""Table of an engine without speculation."""
 
 
 def draft_lengths(configured: Sequence[int] | None, num_drafts: int) -> tuple[int, ...]:
-    """Tokens of a request in a step, with at most `num_drafts` drafts: powers of two and all.
+    """Return the lengths for at most `num_drafts` drafts: by default powers of two and the maximum.
 
-    Raises `BucketError` where the configured ones do not end there.
+    Raises `BucketError` if the configured lengths do not end at `num_drafts` + 1.
     """
     most = num_drafts + 1
     if configured is None:

@@ -26,11 +26,11 @@ from server.tuning.trace import read_trace
 
 _PROG = "rbln-serve tune"
 _ABOUT = """\
-Find the buckets that would have run fastest what was served: by the records that servers leave in
-the cache root, by what Prometheus scraped of them, by vLLM's log of batch sizes, or by a trace.
+Find the buckets with the least step time for served traffic: from the records that servers leave
+in the cache root, from Prometheus, from vLLM's log of batch sizes, or from a trace.
 
-With MODEL and the flags of `serve` step times are measured on an engine of its own, and the saving
-is measured as well, with the present buckets and with the new ones in turn.
+With --measure MODEL and the flags of `serve`, step times are measured on a separate engine. The
+saving is then measured as well, alternating between current and suggested buckets.
 """
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -83,9 +83,9 @@ def _works(args: argparse.Namespace) -> list[Work]:
 
 
 def _limits(args: argparse.Namespace, work: Work) -> dict[str, int]:
-    """As many graphs as asked for, else as now, or as by default if that is more."""
-    asked = {"decode": args.decode_graphs, "prefill": args.prefill_graphs}
-    return {phase: asked[phase] or max(len(work.tables[phase]), LIMITS[phase]) for phase in asked}
+    """Return the given limits of graphs, else the current number or the default, if larger."""
+    given = {"decode": args.decode_graphs, "prefill": args.prefill_graphs}
+    return {phase: given[phase] or max(len(work.tables[phase]), LIMITS[phase]) for phase in given}
 
 
 def _parser() -> argparse.ArgumentParser:

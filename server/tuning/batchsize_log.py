@@ -1,9 +1,8 @@
-"""Sizes of steps from the log that vLLM and this server write with VLLM_LOG_BATCHSIZE_INTERVAL.
+"""Reader of the log that vLLM and this server write with VLLM_LOG_BATCHSIZE_INTERVAL.
 
-A line holds, for every number of tokens that a step had, how often it ran and its median time in
-milliseconds, since the process began; so the last line of a process says all. vLLM up to 0.7 told
-no times. Only this server says which steps were prefills: of others, sizes that fit into a decode
-batch are taken for decode batches.
+A line holds counts by step size and median times in milliseconds since the process began, so the
+last line of a process suffices. vLLM up to 0.7 logs no times. Only this server logs prefill steps
+apart; for vLLM, sizes that fit into a decode batch count as decode batches.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _LINE = re.compile(
 
 
 Steps = list[tuple[int, int, float | None]]
-"""Sizes, how often each ran, and the median milliseconds where they are told."""
+"""Size, number of steps, and median milliseconds, None if not logged."""
 
 
 def read_log(path: Path, tables: Tables) -> Usage:
-    """Return what the log tells; steps of this server ran in the buckets of `tables`.
+    """Return the logged steps; `tables` are the buckets of this server.
 
-    Raises `OSError`, `BucketError` where none of them holds such a step, and `ValueError` where
-    nothing is told.
+    Raises `OSError`, `BucketError` for a size above all buckets, and `ValueError` for a log
+    without sizes.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         lines = [found for line in file if (found := _LINE.search(line))]
@@ -47,7 +46,7 @@ def read_log(path: Path, tables: Tables) -> Usage:
                 _count(usage.phases[phase], size, tables[phase].find(size), count, ms)
     if not usage.steps:
         raise ValueError(
-            f"{path} tells no batch sizes; run the server with VLLM_LOG_BATCHSIZE_INTERVAL=60"
+            f"{path} has no batch sizes; run the server with VLLM_LOG_BATCHSIZE_INTERVAL=60"
         )
     return usage
 
@@ -57,10 +56,10 @@ def _count_foreign(usage: Usage, tables: Tables, steps: Steps) -> None:
     for size, count, ms in steps:
         phase = usage.phases["decode" if size <= decode else "prefill"]
         if size <= max(decode, chunk):
-            # A step that ran elsewhere had no bucket: its own size is what its time is of.
+            # A step of vLLM had no bucket: its time is that of its own size.
             _count(phase, size, size, count, ms)
             continue
-        # It runs here as several chunks, and its time is that of none of them.
+        # Here the step would run as several chunks, whose times are unknown.
         full, rest = divmod(size, chunk)
         _count(phase, chunk, chunk, full * count)
         if rest > 1:

@@ -1,7 +1,7 @@
-"""Measures step times, and two sets of buckets against each other, by replays.
+"""Measurement of step times, and comparison of two sets of buckets, by replays.
 
-What is compared runs by turns in one engine, so that a slow moment of the machine meets all alike.
-A step counts as the median of its repeats: what interrupts one counts for nothing.
+Compared sets run alternately in one engine, so that slow periods of the machine affect all of them.
+A step counts with the median of its repeats, which removes interruptions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rbln_backend.bucketing.step_times import MeasuredTimes
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.usage import PHASES
 from rbln_backend.errors import BucketError
-from server.tuning.replay import Player, Round, Step
+from server.tuning.replay import Player, ReplayRound, Step
 from server.tuning.search import LEAST_STEPS
 from server.tuning.simulator import Request, Tables
 
@@ -24,15 +24,15 @@ Ran = Mapping[tuple[int, int], Sequence[float]]
 """Seconds of each step of one phase by its bucket and size."""
 Periods = Sequence[Sequence[Request]]
 
-# How often a round runs, and of a size how many steps in it.
+# Repeats of a round, and tokens of its prompts.
 _REPEATS = 8
 _PROMPT_TOKENS = 32
-# So many sizes or a few more run in the largest bucket, to tell what a real row takes more.
+# Least number of sizes that run in the largest bucket, to measure the cost of a real row.
 _SPREAD = 6
-# Of a record's sizes: enough to stand for all, few enough for a large model.
+# Compared sizes of a record: enough to represent all, few enough for a large model.
 _MOST_COMPARED = 16
-# Divisions of the buckets into halves, each a set to replay a trace with. The present buckets are
-# among the sets twice: half of all steps that are predicted are theirs.
+# Divisions of the buckets into halves; a trace is replayed with each half. The current buckets are
+# replayed twice: half of all predicted steps are theirs.
 _DIVISIONS = 4
 
 
@@ -43,8 +43,8 @@ def measure_alone(player: Player, tables: Tables) -> dict[str, MeasuredTimes]:
     """
     largest = {phase: BucketTable((tables[phase].largest,)) for phase in PHASES}
     spread = {p: {*t.sizes[:: -max(1, len(t) // _SPREAD)]} for p, t in tables.items()}
-    full = [[Round(period, tables)] for period in periods_of(tables)]
-    padded = [[Round(period, largest)] for period in periods_of(spread)]
+    full = [[ReplayRound(period, tables)] for period in periods_of(tables)]
+    padded = [[ReplayRound(period, largest)] for period in periods_of(spread)]
     found = list(_ran(player, "step times", [*full, *padded], _REPEATS))
     times = {}
     for phase, table in tables.items():
@@ -54,7 +54,7 @@ def measure_alone(player: Player, tables: Tables) -> dict[str, MeasuredTimes]:
                 f"No step of the {phase} bucket {table.largest} ran: the engine's max_model_len of "
                 f"{player.max_model_len} is too short for it; say smaller --{phase}-buckets"
             )
-        # Other sizes ran on the way to these, between chunks of prompts: in colder caches.
+        # Other sizes also ran between chunks of prompts, in colder caches.
         ran = ran_of(found[len(full) :])[phase]
         meant = {key: taken for key, taken in ran.items() if key[1] in spread[phase]}
         times[phase] = MeasuredTimes(seconds, row_seconds(meant))
@@ -68,15 +68,15 @@ def measure_trace(
     periods: Periods,
     alone: Mapping[str, MeasuredTimes],
 ) -> dict[str, MeasuredTimes]:
-    """Return step times by phase from replays with half of the buckets each, or the present."""
+    """Return step times by phase from replays with halves of the buckets and the current ones."""
     sets = [*_halves(tables), present, present]
-    groups = [[Round(period, chosen) for chosen in sets] for period in periods]
+    groups = [[ReplayRound(period, chosen) for chosen in sets] for period in periods]
     ran = ran_of(_ran(player, "within the trace", groups, 1), in_trace=True)
     return {phase: times_in_trace(ran[phase], alone[phase]) for phase in PHASES}
 
 
 def compare_trace(player: Player, sets: Sequence[Tables], periods: Periods) -> list[float]:
-    """Return the seconds of all steps of the trace with either set."""
+    """Return the seconds of all steps of the trace with each set."""
     ran = _compared(player, sets, periods)
     return [sum(itertools.chain(*taken.values())) for taken in ran]
 
@@ -84,9 +84,9 @@ def compare_trace(player: Player, sets: Sequence[Tables], periods: Periods) -> l
 def compare_sizes(
     player: Player, sets: Sequence[Tables], counts: Mapping[str, Mapping[int, int]]
 ) -> list[float]:
-    """Return the seconds of the steps of `counts`, by phase and size, with either set.
+    """Return the seconds of the steps of `counts`, by phase and size, with each set.
 
-    The sizes that ran most stand for the others in proportion.
+    The most frequent sizes represent the others in proportion.
     """
     few = {p: sorted(counts[p], key=lambda n: -counts[p][n])[:_MOST_COMPARED] for p in PHASES}
     share = {p: sum(counts[p].values()) / max(sum(counts[p][n] for n in few[p]), 1) for p in PHASES}
@@ -101,7 +101,7 @@ def compare_sizes(
 
 
 def periods_of(sizes: Mapping[str, Iterable[int]]) -> Iterator[list[Request]]:
-    """Requests whose steps are of each size; a chunk of one token never runs."""
+    """Yield requests whose steps have each size; a chunk of one token never runs."""
     for rows in sizes["decode"]:
         # Later prompts run in between: the first requests have to outlast them.
         yield [Request(0, _PROMPT_TOKENS, 2 * rows + LEAST_STEPS)] * rows
@@ -113,9 +113,10 @@ def periods_of(sizes: Mapping[str, Iterable[int]]) -> Iterator[list[Request]]:
 def ran_of(
     ran: Iterable[tuple[Tables, Sequence[Sequence[Step]]]], *, in_trace: bool = False
 ) -> dict[str, Ran]:
-    """Return by phase what `ran` in buckets, time after time.
+    """Return seconds by phase, bucket and size of the steps that `ran`.
 
-    In a trace what a decode step takes more after a chunk, in colder caches, is the chunk's.
+    In a trace, the extra time of a decode step after a chunk, in colder caches, counts for the
+    chunk.
     """
     apart: dict[str, dict[tuple[int, int], list[float]]]
     apart = {phase: defaultdict(list) for phase in PHASES}
@@ -134,9 +135,9 @@ def ran_of(
 
 
 def bucket_seconds(ran: Ran, row: float = 0.0, least: int = 1) -> dict[int, float]:
-    """Return the median seconds of full buckets that ran `least` times.
+    """Return the median seconds of full buckets that ran at least `least` times.
 
-    A row that holds nothing is taken to be `row` seconds faster than one that does.
+    A padded row counts as `row` seconds faster than a real one.
     """
     found: dict[int, list[float]] = defaultdict(list)
     for (bucket, size), taken in ran.items():
@@ -145,9 +146,9 @@ def bucket_seconds(ran: Ran, row: float = 0.0, least: int = 1) -> dict[int, floa
 
 
 def row_seconds(ran: Ran, otherwise: float = 0.0) -> float:
-    """Return what one row more takes in the same bucket, not less than nothing.
+    """Return the seconds of one more real row in the same bucket, at least 0.
 
-    That is the slope over all buckets with rows of several counts, `otherwise` without any.
+    This is the slope over all buckets with several sizes; `otherwise` without such a bucket.
     """
     by_bucket: dict[int, list[tuple[int, float, int]]] = defaultdict(list)
     for (bucket, size), taken in ran.items():
@@ -163,7 +164,7 @@ def row_seconds(ran: Ran, otherwise: float = 0.0) -> float:
 def times_in_trace(ran: Ran, alone: MeasuredTimes) -> MeasuredTimes:
     """Return the times of one phase within a trace.
 
-    A bucket that ran too little takes what it takes `alone`, times what the others take more here.
+    A bucket with too few steps takes its time `alone`, scaled by the median ratio of the others.
     """
     row = row_seconds(ran, alone.row)
     full = bucket_seconds(ran, row, LEAST_STEPS)
@@ -177,9 +178,9 @@ def times_in_trace(ran: Ran, alone: MeasuredTimes) -> MeasuredTimes:
 def _compared(
     player: Player, sets: Sequence[Tables], periods: Periods
 ) -> list[dict[tuple[str, int], list[float]]]:
-    """For each set by phase and size the seconds of every step, medians of its repeats."""
+    """Return for each set the seconds of every step by phase and size, medians of repeats."""
     found: list[dict[tuple[str, int], list[float]]] = [defaultdict(list) for _ in sets]
-    groups = [[Round(period, tables) for tables in sets] for period in periods]
+    groups = [[ReplayRound(period, tables) for tables in sets] for period in periods]
     for (_, which), repeats in player.run("comparing", groups, _REPEATS).items():
         for same in zip(*repeats, strict=True):
             taken = median(step.seconds for step in same)
@@ -188,15 +189,15 @@ def _compared(
 
 
 def _ran(
-    player: Player, what: str, groups: Sequence[Sequence[Round]], repeats: int
+    player: Player, what: str, groups: Sequence[Sequence[ReplayRound]], repeats: int
 ) -> Iterator[tuple[Tables, Sequence[Sequence[Step]]]]:
-    """The buckets of each round in turn, and what it was every time."""
+    """Yield the buckets of each round, and its steps of every repeat."""
     for (n, which), steps in player.run(what, groups, repeats).items():
         yield groups[n][which].tables, steps
 
 
 def _delay(after: Ran, otherwise: Ran) -> float:
-    """What a decode step takes more after a chunk: the median over sizes that ran both ways."""
+    """Return the median extra seconds of a decode step after a chunk, over sizes with both."""
     more = [
         [median(taken) - median(otherwise[key])] * len(taken)
         for key, taken in after.items()
@@ -206,9 +207,9 @@ def _delay(after: Ran, otherwise: Ran) -> float:
 
 
 def _halves(tables: Tables) -> Iterator[Tables]:
-    """Both halves of a division of the buckets, and so on; the largest are in each.
+    """Yield both halves of each division of the buckets; the largest bucket is in every half.
 
-    Drawn, so that most buckets meet the sizes right below them.
+    Divisions are random, so that most buckets run the sizes right below them.
     """
     drawn = random.Random(0)
     for _ in range(_DIVISIONS):

@@ -1,4 +1,4 @@
-"""What a study says: for people, as JSON, as environment lines, and as values of the Helm chart."""
+"""Output of studies: text, JSON, environment lines, and values of the Helm chart."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FORMATS: dict[str, Callable[[Sequence[Study]], str]] = {
     "env": _env,
     "helm": _helm,
 }
-"""For people; an array; lines of an environment file; values for deploy/kubernetes/rbln-serve."""
+"""Text; a JSON array; lines of an environment file; values for deploy/kubernetes/rbln-serve."""
 
 
 def _environment(study: Study) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A picture of a study as SVG: how often each size ran, with the present and the new buckets."""
+"""SVG plot of studies: steps by size, with the current and the suggested buckets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STYLE = (
 
 
 def to_svg(studies: Sequence[Study]) -> str:
-    """Return one picture, a panel for each phase of each study."""
+    """Return one plot with a panel for each phase of each study."""
     panels = [
         "".join(_panel(f"{study.work.name}, {phase}", change))
         for study in studies

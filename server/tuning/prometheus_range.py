@@ -1,8 +1,8 @@
-"""Sizes of steps from what Prometheus has scraped of a server.
+"""Step sizes from Prometheus' samples of a server.
 
-Counters say by bucket how many steps ran, how many rows or tokens they held and how long they took.
-Between two samples the mean size is known, not each size: the finer the resolution, the nearer to
-what ran. Several servers under one selector are taken together.
+Counters have the number of steps by bucket, their rows or tokens, and their seconds. Between two
+samples only the mean size is known, so a finer resolution is more accurate. Servers under one
+selector are added up.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import httpx
 from rbln_backend.bucketing.usage import PHASES, Usage
 
 _TIMEOUT_S = 60.0
-# Prometheus refuses more points than this for one series.
+# Prometheus rejects queries with more points per series.
 _MOST_POINTS = 11_000
 _ROWS = "rbln_bucket_useful_rows_total"
-_TOLD = {
+_COUNTERS = {
     "rbln_bucket_steps_total": "steps",
     "rbln_bucket_step_seconds_sum": "seconds",
     _ROWS: "held",
@@ -30,16 +30,16 @@ _TOLD = {
 
 
 def read_range(url: str, selector: str, start: float, end: float, step_s: float) -> Usage:
-    """Return what ran from `start` to `end`, in Unix seconds, and the present buckets in `about`.
+    """Return the steps from `start` to `end`, in Unix seconds, and the buckets in `about`.
 
-    `step_s` is between two samples. Raises `ValueError` with the reason.
+    `step_s` is the time between two samples. Raises `ValueError` with the reason.
     """
     if end <= start or step_s <= 0:
         raise ValueError(f"the range from {start} to {end} is empty")
     if (end - start) / step_s > _MOST_POINTS:
         least = math.ceil((end - start) / _MOST_POINTS)
         raise ValueError(f"--resolution must be {least} s or more for so long a range")
-    name = f'__name__=~"{"|".join(_TOLD)}"'
+    name = f'__name__=~"{"|".join(_COUNTERS)}"'
     expr = f"{{{name},{selector}}}" if selector else f"{{{name}}}"
     added = _increases(_query(url, {"query": expr, "start": start, "end": end, "step": step_s}))
     usage = Usage()
@@ -59,7 +59,7 @@ def read_range(url: str, selector: str, start: float, end: float, step_s: float)
 def _increases(
     series: Sequence[Mapping[str, Any]],
 ) -> Mapping[str, Mapping[tuple[str, int, float], float]]:
-    """What was added since the sample before, by what it is and then phase, bucket and time."""
+    """Return increases since the previous sample by counter, then phase, bucket and time."""
     found: dict[str, dict[tuple[str, int, float], float]]
     found = defaultdict(lambda: defaultdict(float))
     for one in series:
@@ -67,15 +67,15 @@ def _increases(
         name, phase = labels["__name__"], labels.get("phase", "prefill")
         # A step that checks drafts runs in the bucket of its requests.
         phase = "decode" if phase == "verify" else phase
-        # Of chunks the tokens are told, whose rows are one each.
+        # Chunks have one row each; their tokens are counted instead.
         if phase not in PHASES or (name == _ROWS and phase == "prefill"):
             continue
         bucket = int((labels.get("bucket") or labels["chunk"]).partition("x")[0])
-        # From raw samples: rate() would extrapolate, and steps are whole.
+        # From raw samples: rate() extrapolates.
         samples = [(float(at), float(value)) for at, value in one["values"]]
         for (_, before), (at, now) in pairwise(samples):
-            # A counter that falls was begun anew by a restart.
-            found[_TOLD[name]][phase, bucket, at] += now - before if now >= before else now
+            # A counter that decreases was reset by a restart.
+            found[_COUNTERS[name]][phase, bucket, at] += now - before if now >= before else now
     return found
 
 

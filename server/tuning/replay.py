@@ -25,7 +25,7 @@ _STRIDE, _FIRST_TOKEN = 7919, 3
 class Step(NamedTuple):
     """One step that ran: `size` tokens of a chunk or rows of a batch.
 
-    `seconds` are wall time, the scheduler and sampling included: what a request waits for.
+    `seconds` are wall time with the scheduler and sampling.
     """
 
     phase: str
@@ -34,8 +34,8 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """A busy period that runs to its end, in these buckets alone."""
+class ReplayRound:
+    """A busy period that runs to its end in these buckets only."""
 
     requests: Sequence[Request]
     tables: Tables
@@ -69,11 +69,11 @@ class Player:
         self.pace = Pace(rbln.decode_steps_per_chunk, rbln.prefill_step_tokens, rbln.chunk_prompts)
 
     def run(
-        self, what: str, groups: Sequence[Sequence[Round]], repeats: int
+        self, what: str, groups: Sequence[Sequence[ReplayRound]], repeats: int
     ) -> dict[tuple[int, int], list[list[Step]]]:
-        """Return by place, of the group and in it, what each round was every time.
+        """Return the steps of every repeat of each round, by index of its group and in it.
 
-        Rounds of a group run one right after the other; `what` names the progress.
+        Rounds of a group run in succession. `what` names the progress.
         """
         ran: dict[tuple[int, int], list[list[Step]]] = {
             (n, which): [] for n, group in enumerate(groups) for which in range(len(group))
@@ -86,7 +86,7 @@ class Player:
             report(what, number + 1, len(order))
         return ran
 
-    def play(self, played: Round) -> list[Step]:
+    def play(self, played: ReplayRound) -> list[Step]:
         """Run one round to its end."""
         scheduler: Any = self._core.scheduler
         scheduler.use_chunks(played.tables["prefill"])
@@ -138,7 +138,7 @@ class Player:
 
 
 def _order(sizes: Sequence[int], repeats: int) -> Iterator[tuple[int, int]]:
-    """Another order of the groups every time, and of each another round first."""
+    """Yield a new random order of the groups per repeat, with another first round of each."""
     places = range(len(sizes))
     yield from ((n, n % sizes[n]) for n in places)
     shuffled = random.Random(0)

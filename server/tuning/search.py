@@ -1,6 +1,6 @@
-"""The set of buckets that a mix of sizes would run fastest on, found exactly.
+"""Exact search for the set of buckets with the least step time for recorded sizes.
 
-A step of n rows costs what a step of the next bucket costs, so that padding is paid in step time.
+A step of n rows takes the time of a step of the next larger bucket.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage
 from rbln_backend.errors import BucketError
 
 LIMITS = {"prefill": 6, "decode": 32}
-"""Most graphs of a phase that are suggested unless asked otherwise: as many as by default."""
+"""Default limit of suggested graphs by phase."""
 NOISE = 0.05
-"""Recorded step times of one bucket differ by this much from day to day (docs/tuning.md)."""
+"""Share by which recorded step times of a bucket vary from day to day (docs/tuning.md)."""
 LEAST_STEPS = 12
-"""Fewer steps say too little of a bucket's time."""
+"""Steps that a bucket needs for its mean time to count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The present and the better buckets of a phase, and what its steps take in either."""
+    """Current and suggested buckets of a phase, with the usage under each."""
 
     current: BucketTable
     suggested: BucketTable
@@ -37,11 +37,11 @@ class Change:
 
     @property
     def saving(self) -> float:
-        """The share of time that is saved, 0 where there was none."""
+        """Share of step time saved; 0 without steps."""
         return 1.0 - self.then.seconds / self.now.seconds if self.now.seconds > 0 else 0.0
 
     def report(self) -> dict[str, Any]:
-        """As JSON for people and programs."""
+        """Return the change as JSON values."""
         return {
             "steps": self.now.steps,
             "current": list(self.current),
@@ -60,10 +60,9 @@ def suggest(
 ) -> Change:
     """Return the best set of at most `limit` buckets for steps counted by their real size.
 
-    Best is the least seconds, or a set that takes up to `slack` of them more and pads fewer rows.
-    Two kinds of present buckets stay: the largest, which is what the engine may be asked for, and
-    within the limit those that steps would use if nothing is lost by it. Raises `BucketError` when
-    a size does not fit or `limit` is not positive.
+    The best set takes the least seconds, or up to the share `slack` more with fewer padded rows.
+    The largest current bucket always stays; others stay within the limit if steps would use them
+    at no cost. Raises `BucketError` when a size does not fit or `limit` is not positive.
     """
     if limit < 1:
         raise BucketError(f"The number of buckets must be greater than 0, got {limit}")
@@ -75,7 +74,7 @@ def suggest(
     best = _cheapest(counts, times, current.largest, limit)
     allowed = ran_in(best, counts, times).seconds * (1.0 + slack)
     row = allowed / max(sum(size * count for size, count in counts.items()), 1)
-    # The dearer a row, the fewer are padded and the longer all steps take.
+    # A higher price per row gives fewer padded rows and longer steps.
     for price in [row * 2.0**power for power in range(-8, 2)] if slack else ():
         other = _cheapest(counts, times, current.largest, limit, price)
         if ran_in(other, counts, times).seconds <= allowed:
@@ -85,7 +84,7 @@ def suggest(
 
 
 def ran_in(table: BucketTable, counts: Mapping[int, int], times: StepTimes) -> PhaseUsage:
-    """Return the steps of `counts`, by size, as they would run in the buckets of `table`."""
+    """Return the usage of the steps in `counts`, by size, in the buckets of `table`."""
     usage = PhaseUsage()
     for size, steps in counts.items():
         bucket = table.find(size)
@@ -94,17 +93,17 @@ def ran_in(table: BucketTable, counts: Mapping[int, int], times: StepTimes) -> P
 
 
 def advise(usage: Usage) -> dict[str, Any]:
-    """Return by phase the present and the suggested sizes, and what the change would save.
+    """Return the current and the suggested sizes by phase, and the predicted saving.
 
-    `saving` is a share of the steps' time, 0 to 1, predicted from mean step times. The present
-    sizes are suggested where it is less than `noise`: `NOISE`, or what the step times miss of the
-    time that the steps really took. A phase of which nothing fitting is recorded is null.
+    `saving` is a share of the step time, 0 to 1, predicted from mean step times. If it is less than
+    `noise`, the current sizes are suggested: `NOISE`, or the relative error of the predicted
+    current time if larger. A phase without fitting records is null.
     """
     return {phase: _advise(usage, phase) for phase in PHASES}
 
 
 def fitting(counts: Mapping[int, int], table: BucketTable) -> dict[int, int]:
-    """Return the steps by size without larger sizes, which another engine allowed."""
+    """Return the steps by size without sizes that are too large for `table`."""
     return {size: steps for size, steps in counts.items() if size <= table.largest}
 
 
@@ -141,7 +140,7 @@ def _with_used(
     current: BucketTable,
     limit: int,
 ) -> BucketTable:
-    """Take back what of the present buckets saves as little as its absence does."""
+    """Add current buckets that are used and cost nothing, within the limit."""
     least = ran_in(best, counts, times).seconds
     for bucket in current:
         more = BucketTable(tuple(sorted({*best, bucket})))
@@ -155,9 +154,9 @@ def _with_used(
 def _cheapest(
     counts: Mapping[int, int], times: StepTimes, largest: int, limit: int, price: float = 0.0
 ) -> BucketTable:
-    """The set of the least seconds if each row takes `price` more; `largest` is always taken."""
+    """Return the set with the least seconds if each row takes `price` more; it has `largest`."""
     costs = {size: times.of(size) + price * size for size in times.choices({*counts, largest})}
-    # A bucket that takes as long as a larger one is for nothing; of the rest seconds rise.
+    # Drop buckets that take as long as a larger one, so that seconds rise with the size.
     useful = [largest]
     for size in sorted((size for size in costs if size < largest), reverse=True):
         useful += [size] if costs[size] < costs[useful[-1]] else []
@@ -174,12 +173,12 @@ def _cheapest(
 def _cheapest_path(counts: Sequence[int], seconds: Sequence[float], limit: int) -> list[int]:
     """Return the indices of the sizes that are buckets, ascending; the last size is one.
 
-    By dynamic programming: one bucket more is put before each. Seconds rise with the size, so that
-    the cost fulfils the quadrangle inequality, and the best bucket before the middle size bounds
-    those of either half: the work is sizes times their logarithm for each bucket of the limit.
+    Dynamic programming over the number of buckets, with divide and conquer: seconds rise with the
+    size, so the cost fulfils the quadrangle inequality, and the best bucket before the middle size
+    bounds those of either half. Takes O(limit * n log n) for n sizes.
     """
     up_to = [0, *accumulate(counts)]
-    # For each size the least cost of the steps up to it with it as the last bucket, and the path.
+    # By size: the least cost of the steps up to it with it as the last bucket, and the path.
     found = [(up_to[end + 1] * seconds[end], [end]) for end in range(len(counts))]
     for _ in range(1, min(limit, len(counts))):
         better = list(found)
@@ -191,7 +190,7 @@ def _cheapest_path(counts: Sequence[int], seconds: Sequence[float], limit: int) 
                 (found[index][0] + (up_to[end + 1] - up_to[index + 1]) * seconds[end], index)
                 for index in range(low, min(end - 1, high) + 1)
             )
-            # Fewer buckets win a tie: each is a graph to compile and to keep.
+            # Fewer buckets win a tie: each is a graph to compile and to store.
             if total < found[end][0] and not math.isclose(total, found[end][0]):
                 better[end] = total, [*found[best][1], end]
             halves += [(first, end - 1, low, best)] if first < end else []

@@ -1,8 +1,7 @@
 """Simulation of the scheduler on a trace with given buckets, without a device.
 
-It follows `rbln_backend.scheduler`: a step is one chunk, of one prompt or of several that fit into
-it whole, or one token of every request that decodes. It ignores KV blocks (there are always
-enough), prefix hits and adapters.
+It follows `rbln_backend.scheduler`: a step is one chunk, of one prompt or of several whole prompts,
+or one token of every decoding request. It ignores KV blocks, prefix hits and adapters.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def simulate_periods(
 
 
 @dataclass(slots=True)
-class _Running:
+class _SimulatedRequest:
     prompt_left: int
     output_left: int
 
@@ -91,8 +90,8 @@ class _Simulation:
 
     def run(self, requests: Sequence[Request]) -> None:
         coming = deque(requests)
-        self._waiting: deque[_Running] = deque()
-        self._running: list[_Running] = []
+        self._waiting: deque[_SimulatedRequest] = deque()
+        self._running: list[_SimulatedRequest] = []
         self._owed, self._clock, step = 0, 0.0, 0
         while coming or self._waiting or self._running:
             if not self._waiting and not self._running:
@@ -100,7 +99,7 @@ class _Simulation:
                 self.schedule.periods.append([])
             while coming and coming[0].at <= self._clock:
                 prompt, output = coming[0].prompt_tokens, coming.popleft().output_tokens
-                self._waiting.append(_Running(prompt, output))
+                self._waiting.append(_SimulatedRequest(prompt, output))
                 self.schedule.periods[-1].append(Request(step, prompt, output))
             self._step()
             step += 1
@@ -122,7 +121,7 @@ class _Simulation:
         chosen = self._admit(prefilling)
         self._owed = self._steps_per_chunk
         if not any(request.needs_chunk for request in chosen):
-            # A prompt of one token is a row, and the others do not see the step that admits it.
+            # A prompt of one token is a decode row, and this step has no other requests.
             self._run_step("decode", len(chosen), chosen)
         elif len(chosen) > 1:
             tokens = sum(request.prompt_left for request in chosen)
@@ -130,7 +129,7 @@ class _Simulation:
         else:
             self._run_step("prefill", self._chunks.next_chunk(chosen[0].prompt_left), chosen)
 
-    def _admit(self, prefilling: list[_Running]) -> list[_Running]:
+    def _admit(self, prefilling: list[_SimulatedRequest]) -> list[_SimulatedRequest]:
         """Return the requests of a prefill step: the first one, and all that fit with it."""
         capacity = self._tables["decode"].largest - len(self._running)
         queue = [*prefilling, *islice(self._waiting, capacity)]
@@ -140,7 +139,7 @@ class _Simulation:
             self._running.append(request)
         return chosen
 
-    def _run_step(self, phase: str, size: int, served: Sequence[_Running]) -> None:
+    def _run_step(self, phase: str, size: int, served: Sequence[_SimulatedRequest]) -> None:
         bucket = self._tables[phase].find(size)
         seconds = self._times[phase].of(bucket, size)
         self.schedule.usage.phases[phase].note(size, bucket, seconds)

@@ -1,4 +1,4 @@
-"""What was served, and the buckets that it ran in: the work that a study is made of."""
+"""Served work for a study: records or traces, and the buckets that they ran in."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _FOLDER = Path("rbln") / "usage"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is to be run fast: a record's steps, or a trace of requests."""
+    """Steps of a record, or a trace of requests, with the current buckets."""
 
     name: str
     tables: Tables
-    """The present buckets by phase."""
+    """Current buckets by phase."""
     usage: Usage = field(default_factory=Usage)
     requests: Sequence[Request] = ()
     left_out: int = 0
-    """Requests of the trace that the engine would refuse."""
+    """Requests of the trace that the engine would reject."""
 
 
 def present_tables(
     decode: Sequence[int] | None, prefill: Sequence[int] | None, rows: int | None, chunk: int | None
 ) -> Tables:
-    """Return the buckets of a server with these sizes, those by default for what is None.
+    """Return the buckets of a server with these sizes, default ones for None.
 
-    Raises `BucketError` and `ConfigError` for sizes that are no buckets.
+    Raises `BucketError` and `ConfigError` for invalid sizes.
     """
     given: dict[str, Any] = {"prefill_chunk_buckets": list(prefill) if prefill else None}
     if decode:
@@ -50,9 +50,9 @@ def present_tables(
 
 
 def recorded_work(cache_root: Path | None, model: str | None) -> list[Work]:
-    """The records of servers in the cache root, the latest first.
+    """Return the records of servers in the cache root, latest first.
 
-    One that cannot be read is told and left out.
+    An unreadable record is reported on standard error and skipped.
     """
     root = cache_root or Path(resolve(None).config.cache_root)
     found = []
@@ -63,7 +63,7 @@ def recorded_work(cache_root: Path | None, model: str | None) -> list[Work]:
         except (OSError, ValueError) as error:
             sys.stderr.write(f"rbln-serve tune: {path} is left out: {error}\n")
             continue
-        # Configurations of one model differ in what the digest is of: adapters, context and more.
+        # The digest tells configurations of one model apart: adapters, context and more.
         about, digest = usage.about, path.stem[:8]
         name = f"{about.get('model', '')} on {about.get('device', '')} ({digest})"
         if model is None or model in name:
@@ -72,11 +72,11 @@ def recorded_work(cache_root: Path | None, model: str | None) -> list[Work]:
 
 
 def work_of(name: str, usage: Usage) -> list[Work]:
-    """The steps of a server that says what its buckets are; nothing where none fit into them."""
+    """Return the steps of a server with known buckets; empty if no step fits into them."""
     if not all(usage.about.get(f"{phase}_buckets") for phase in PHASES):
         return []
     tables = {phase: BucketTable(tuple(usage.about[f"{phase}_buckets"])) for phase in PHASES}
     for phase, ran in usage.phases.items():
-        # Without sizes that only an earlier engine allowed; its step times still hold.
+        # Drop sizes that only an earlier engine allowed; its step times remain valid.
         ran.steps_by_size = fitting(ran.steps_by_size, tables[phase])
     return [Work(name=name, tables=tables, usage=usage)] if usage.steps else []

@@ -1,7 +1,7 @@
-"""The study of one record or trace: present and better buckets, what they save, and what was seen.
+"""Study of one record or trace: current and suggested buckets, predicted and measured savings.
 
-A record knows sizes and no requests: its saving is that of its own steps. A trace is scheduled anew
-for every set of buckets, because other chunks make other steps.
+A record has sizes but no requests: its saving is that of its own steps. A trace is simulated again
+for every set of buckets, because other chunks lead to other steps.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from server.tuning.search import LEAST_STEPS, Change, suggest
 from server.tuning.simulator import Pace, Tables, Times, simulate, simulate_periods
 from server.tuning.sources import Work
 
-# Of a phase: each is a graph of the engine that measures.
+# Per phase; each bucket is a graph of the measuring engine.
 _MOST_MEASURED = 32
 _GRID = tuple(2**power for power in range(14))
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Of all steps of the work, with the present and with the new buckets."""
+    """Seconds of all steps of the work, with the current and with the suggested buckets."""
 
     now: float
     then: float
 
     @property
     def saving(self) -> float:
-        """The share of step time saved, 0 to 1."""
+        """Share of step time saved, 0 to 1."""
         return 1.0 - self.then / self.now if self.now > 0 else 0.0
 
     @property
     def gain(self) -> float:
-        """More steps in the same time."""
+        """Relative increase of steps in the same time."""
         return 1.0 / (1.0 - self.saving) - 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What came out, by phase; seconds and padding are predicted."""
+    """Changes by phase with predicted seconds and padding."""
 
     work: Work
     changes: Mapping[str, Change]
     verified: Seconds | None = None
-    """As they were measured."""
+    """Measured seconds; None if only predicted."""
 
     @property
     def predicted(self) -> Seconds:
-        """From step times that were measured where the study is verified, else recorded."""
+        """Prediction from measured step times if the study is verified, else from recorded ones."""
         changes = self.changes.values()
         now, then = (change.now.seconds for change in changes), (c.then.seconds for c in changes)
         return Seconds(sum(now), sum(then))
 
     @property
     def suggested(self) -> Tables:
-        """The new buckets by phase."""
+        """Suggested buckets by phase."""
         return {phase: change.suggested for phase, change in self.changes.items()}
 
 
@@ -69,7 +69,7 @@ def study(
     pace: Pace | None = None,
     slack: float = 0.0,
 ) -> Study:
-    """Return the best buckets of at most `limits` a phase, by recorded step times unless told.
+    """Return the best buckets of at most `limits` per phase, by default from recorded times.
 
     Raises `BucketError` where a step fits into no bucket.
     """
@@ -79,7 +79,7 @@ def study(
     ran = (schedule.usage if work.requests else work.usage).phases
     counts = {phase: ran[phase].steps_by_size for phase in PHASES}
     if work.requests:
-        # Other chunks make other steps: what is left after whole chunks decides.
+        # Steps depend on the chunks: only the rest after full chunks can be optimised.
         counts["prefill"] = _last_chunks(work)
     changes = {}
     for phase, table in work.tables.items():
@@ -103,7 +103,7 @@ def _last_chunks(work: Work) -> dict[int, int]:
 
 
 def candidates(guess: Study) -> dict[str, BucketTable]:
-    """Return buckets to measure: the present, those of a guess, a grid, and what ran most."""
+    """Return buckets to measure: current, guessed, a grid, and the most frequent sizes."""
     return {phase: _candidates(phase, change) for phase, change in guess.changes.items()}
 
 

@@ -1,7 +1,7 @@
-"""A trace of requests: when each came, and how long its prompt and its answer were.
+"""Reader of request traces: arrival times, prompt lengths and answer lengths.
 
-Reads JSON lines and CSV with the field names of the traces that are published; no text of any
-request is needed, or looked at.
+Reads JSON lines and CSV with the field names of published traces. Texts are neither needed nor
+read.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _FORMS: Mapping[tuple[str, str, str], Callable[[Any], float]] = {
         lambda text: datetime.fromisoformat(text[:26]).timestamp()
     ),
 }
-"""Names of the fields for time, prompt and answer, and how the time becomes seconds."""
+"""Field names of time, prompt and answer, and the conversion of time to seconds."""
 
 
 def read_trace(path: Path) -> list[Request]:
     """Return the requests by time. Raises `OSError`, and `ValueError` that names the line."""
     found: list[tuple[float, int, int]] = []
     with path.open(encoding="utf-8", newline="") as file:
-        # The names of a CSV's fields are its first line.
+        # The first line of a CSV has the field names.
         is_csv = path.suffix == ".csv"
         rows: Iterator[Any] = csv.DictReader(file) if is_csv else iter(file)
         for number, row in enumerate(rows, start=2 if is_csv else 1):
@@ -45,7 +45,7 @@ def read_trace(path: Path) -> list[Request]:
     if not found:
         raise ValueError(f"{path} holds no request")
     first = min(found)[0]
-    # Requests that failed have no output.
+    # Failed requests have no output.
     return [Request(at - first, prompt, output) for at, prompt, output in sorted(found) if output]
 
 

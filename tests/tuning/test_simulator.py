@@ -11,7 +11,7 @@ import pytest
 from rbln_backend.bucketing.step_times import StepTimes
 from rbln_backend.bucketing.table import BucketTable
 from server.commands.tune_measuring import Measuring, make_player
-from server.tuning.replay import Round, Step
+from server.tuning.replay import ReplayRound, Step
 from server.tuning.simulator import Pace, Request, simulate, simulate_periods
 from tests.checkpoints import CheckpointCache
 
@@ -66,7 +66,7 @@ def test_no_more_run_at_once_than_there_are_rows() -> None:
     assert sum(n * count for n, count in decode.steps_by_size.items()) == 9 * 19
 
 
-def _replay(argv: list[str], rounds: list[Round]) -> tuple[list[list[Step]], Pace]:
+def _replay(argv: list[str], rounds: list[ReplayRound]) -> tuple[list[list[Step]], Pace]:
     player = make_player(argv)
     ran = [player.play(one) for one in rounds]
     player.shutdown()
@@ -84,7 +84,7 @@ def test_the_engine_runs_the_same_steps(
     argv = (str(checkpoints("llama")), "--max-model-len", "128", "--block-size", "32")
     (period,) = simulate(trace, TABLES, TIMES).periods
     few = {"prefill": BucketTable((32,)), "decode": BucketTable((2, 4))}
-    rounds = [Round(period, TABLES), Round(period, few)]
+    rounds = [ReplayRound(period, TABLES), ReplayRound(period, few)]
     flags = [argv[0], *argv[3:], *Measuring(argv, 240.0).flags(TABLES)]
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_PLUGINS", "rbln")

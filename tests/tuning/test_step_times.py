@@ -16,7 +16,7 @@ from server.tuning.measure import (
     ran_of,
     times_in_trace,
 )
-from server.tuning.replay import Round, Step
+from server.tuning.replay import ReplayRound, Step
 from server.tuning.simulator import Request
 
 # Alone a full bucket takes 10 ms and 1 ms a row.
@@ -86,7 +86,7 @@ class _Steady:
     max_model_len = 128
 
     def run(
-        self, _: str, groups: Sequence[Sequence[Round]], repeats: int
+        self, _: str, groups: Sequence[Sequence[ReplayRound]], repeats: int
     ) -> dict[tuple[int, int], list[list[Step]]]:
         return {
             (n, which): [[self._step(one)] * 3] * repeats
@@ -94,7 +94,7 @@ class _Steady:
             for which, one in enumerate(group)
         }
 
-    def _step(self, played: Round) -> Step:
+    def _step(self, played: ReplayRound) -> Step:
         first = played.requests[0]
         decodes = first.output_tokens > 1
         phase, size = (
