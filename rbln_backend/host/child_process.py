@@ -1,4 +1,4 @@
-"""A job in a process of its own: files for the job and the result, progress on standard output."""
+"""A job in a child process: files for the job and the result, progress on standard output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rbln_backend.host.progress_line import ProgressLine
 
 T = TypeVar("T")
 Report = Callable[[str, int, int], None]
-"""What is done, how much of it, of how much."""
+"""Callback with a stage, and its done and total steps."""
 
 _PROGRESS = "@progress "
 # Lines of a failed job's log that are shown.
@@ -31,7 +31,7 @@ class ChildError(RblnError):
 
 
 def report(what: str, done: int, total: int) -> None:
-    """Tell the parent of progress, from the child."""
+    """Report progress from the child to the parent process."""
     print(_PROGRESS + json.dumps([what, done, total]), flush=True)  # noqa: T201
 
 
@@ -58,7 +58,7 @@ class ChildJob:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     text=True,
-                    # Its own session: what it has started ends with it.
+                    # Own session: processes that the child starts end with it.
                     start_new_session=True,
                 )
                 started = time.monotonic()
@@ -86,7 +86,7 @@ class ChildJob:
 
 
 def _in_words(status: int) -> str:
-    """A process that a signal ends has its number, negated, for a status."""
+    """Describe an exit status; a negative one is a signal number."""
     if status >= 0:
         return f"ended with status {status}"
     names = {number.value: number.name for number in signal.Signals}

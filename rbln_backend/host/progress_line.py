@@ -1,4 +1,4 @@
-"""A progress line on standard error: a bar on a terminal, each tenth part of a stage elsewhere."""
+"""Progress line on standard error: a bar on a terminal, else a line per tenth of a stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WIDTH = 24
 
 
 class ProgressLine:
-    """One side's progress, stage by stage; ``end`` leaves the last state standing."""
+    """Progress of one side by stage; ``end`` keeps the last state on the terminal."""
 
     def __init__(self, side: str) -> None:
         self._side = side
@@ -20,7 +20,7 @@ class ProgressLine:
         self._tenth = -1
 
     def show(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """``done`` of ``total`` steps of a stage; ``note`` is said behind them."""
+        """Show ``done`` of ``total`` steps of a stage, followed by ``note``."""
         if stage != self._stage:
             self._stage, self._tenth = stage, -1
             self._began, self._before = time.monotonic(), done

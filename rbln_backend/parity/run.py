@@ -21,7 +21,7 @@ _MAX_DECODED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Comparison:
     """Two sides compared; ``deltas`` by prompt."""
 
     base: Side
@@ -51,7 +51,7 @@ class Outcome:
 
     options: Options
     results: dict[Side, SideResult]
-    pairs: tuple[Pair, ...]
+    pairs: tuple[Comparison, ...]
     """The judged pair, reference and RBLN path, comes first."""
     failures: tuple[Failure, ...]
     clamped: tuple[str, ...] = ()
@@ -137,10 +137,10 @@ class _Sides:
         return result
 
 
-def _pair(results: dict[Side, SideResult], base: Side, other: Side, options: Options) -> Pair:
+def _pair(results: dict[Side, SideResult], base: Side, other: Side, options: Options) -> Comparison:
     both = zip(results[base].answers, results[other].answers, strict=True)
     deltas = tuple(compare(a, b, options.limits.eps) for a, b in both)
-    return Pair(base=base, other=other, deltas=deltas)
+    return Comparison(base=base, other=other, deltas=deltas)
 
 
 def _bisect(

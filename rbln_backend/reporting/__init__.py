@@ -1,1 +1,1 @@
-"""What the engine says of itself: progress, numbers, who its workers are, what `check` tells."""
+"""Reports of the engine: progress, metrics, ranks, descriptions, and the results of `check`."""

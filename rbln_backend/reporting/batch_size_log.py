@@ -1,7 +1,7 @@
-"""VLLM_LOG_BATCHSIZE_INTERVAL: how often steps of each size ran, as a line of the log.
+"""VLLM_LOG_BATCHSIZE_INTERVAL: a periodic log line with counts of steps by size.
 
-The line begins as vLLM's own does; the sizes of prefill chunks follow those of decode batches,
-since a chunk may be as small as a batch. `server.tuning.batchsize_log` reads it.
+The line begins like vLLM's. Sizes of prefill chunks follow those of decode batches, because a chunk
+may be as small as a batch. `server.tuning.batchsize_log` reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LATEST = 1000
 
 
 class _Size:
-    """Steps of one size; the median is that of the latest."""
+    """Steps of one size, with the times of the latest ones."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -25,28 +25,28 @@ class _Size:
 
 
 class BatchSizeLog:
-    """Used from the step loop; every line tells all steps since the process began."""
+    """Counts of all steps since the process began; used from the step loop."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._sizes: dict[tuple[str, int], _Size] = defaultdict(_Size)
-        self._told_at = time.monotonic()
-        self._news = False
+        self._logged_at = time.monotonic()
+        self._has_news = False
 
     def note(self, phase: str, size: int, seconds: float) -> None:
         """Count a step of `size` requests (decode) or tokens (prefill)."""
         found = self._sizes[phase, size]
         found.steps += 1
         found.seconds.append(seconds)
-        self._news = True
-        if time.monotonic() - self._told_at >= self._interval_s:
-            self.tell()
+        self._has_news = True
+        if time.monotonic() - self._logged_at >= self._interval_s:
+            self.log()
 
-    def tell(self) -> None:
-        """Write a line, unless there is nothing new."""
-        if not self._news:
+    def log(self) -> None:
+        """Write a line if steps ran since the previous one."""
+        if not self._has_news:
             return
-        self._news, self._told_at = False, time.monotonic()
+        self._has_news, self._logged_at = False, time.monotonic()
         logger.info(
             "Batchsize forward time stats (batchsize, count, median_time(ms)): "
             "%s decode, %s prefill",
@@ -55,7 +55,7 @@ class BatchSizeLog:
         )
 
     def _stats(self, phase: str) -> list[tuple[int, int, float]]:
-        """The most frequent first."""
+        """Return size, count and median milliseconds, most frequent first."""
         found = [
             (size, one.steps, round(statistics.median(one.seconds) * 1000.0, 2))
             for (of, size), one in self._sizes.items()

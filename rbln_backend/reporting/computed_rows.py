@@ -1,4 +1,4 @@
-"""Rows that the engines of a run directory have computed for requests, read from their boards."""
+"""Rows that engines computed for requests, read from the metric files of a run directory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from prometheus_client.mmap_dict import MmapedDict
 
 _KEY = '["rbln_bucket_useful_rows"'
-"""Prefix of the keys of this counter. It does not count steps that are padding alone."""
+"""Prefix of this counter's keys. It does not count steps that are only padding."""
 
 
 def computed_rows(run_dir: Path, engines: int) -> float | None:
     """Return the rows of requests in all steps so far.
 
-    None where boards of fewer than ``engines`` engines are on this host: the others may compute.
+    None if fewer than ``engines`` engines have files on this host: the others may compute.
     """
     boards: list[float] = []
     for path in (run_dir / "metrics").glob("counter_*.db"):

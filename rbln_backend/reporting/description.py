@@ -1,9 +1,9 @@
-"""What each worker tells of itself for `/v1/server_info`: its device, its memory, what it loaded.
+"""Description of each worker for `/v1/server_info`: device, memory, model and cache.
 
-A rank keeps `<run_dir>/describe-<rank>.json` up to date while it starts, and leaves it when it
-dies. Invariants (tests/unit/reporting/test_description.py): a reader sees the file before or after
-a change, never half of one; failing to write never stops a start-up; nothing is written once the
-rank is ready. The fields below are an interface of consoles and scripts: docs/server_info.md.
+A rank updates `<run_dir>/describe-<rank>.json` during its start; the file remains when the rank
+dies. Invariants (tests/unit/reporting/test_description.py): a change is atomic for readers; a
+failed write never stops a start-up; nothing is written once the rank is ready. The fields are an
+interface of consoles and scripts: docs/server_info.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What graphs run on."""
+    """Device of the graphs."""
 
     name: Annotated[str, "`emulated` or `rebel`."]
     npu: Annotated[str | None, "The NPU that graphs are compiled for; null when emulated."]
@@ -39,21 +39,21 @@ class RuntimeInfo:
     cores: Annotated[list[int], "One processor number of each core that the rank may use."]
     cpu_quota: Annotated[float | None, "Processors' worth of time that cgroups allow; null: all."]
     thread_affinity: Annotated[str, "Processors that the engine is pinned to; `none`: not pinned."]
-    allocator: Annotated[str, "`mapped`: large tensors in mappings that are kept; else `system`."]
+    allocator: Annotated[str, "`mapped`: large tensors in reused memory mappings; else `system`."]
     allocator_reason: Annotated[str, "Why it is not `mapped`."]
     huge_pages: Annotated[str, "`advised` or `off`."]
-    huge_pages_reason: Annotated[str, "What the system says of huge pages, or why they are off."]
+    huge_pages_reason: Annotated[str, "Huge page mode of the system, or why they are off."]
     huge_page_bytes: Annotated[int | None, "Bytes on huge pages when the rank became ready."]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """What is served."""
+class ServedModelInfo:
+    """The served model."""
 
-    name: Annotated[str, "Folder or repository that it was loaded from."]
-    architecture: Annotated[str, "vLLM's class that runs it."]
+    name: Annotated[str, "Folder or repository that the model was loaded from."]
+    architecture: Annotated[str, "vLLM's model class."]
     runner: Annotated[str, "`generate` or `pooling`."]
-    dtype: Annotated[str, "Type that it computes in."]
+    dtype: Annotated[str, "Data type of the computation."]
     quantization: Annotated[
         str | None, "Format of quantised weights, such as `compressed-tensors`; null: none are."
     ]
@@ -65,21 +65,21 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsInfo:
-    """What the engine takes at once."""
+    """Limits of the engine."""
 
-    max_model_len: Annotated[int, "Most tokens of a prompt and its answer."]
-    max_num_seqs: Annotated[int, "Most requests that decode together."]
-    max_num_batched_tokens: Annotated[int, "Most tokens of one prefill chunk."]
+    max_model_len: Annotated[int, "Largest number of tokens of a prompt and its answer."]
+    max_num_seqs: Annotated[int, "Largest number of requests that decode together."]
+    max_num_batched_tokens: Annotated[int, "Largest number of tokens of a prefill chunk."]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketsInfo:
-    """The sizes that graphs are compiled for."""
+    """Sizes of the compiled graphs."""
 
     decode: Annotated[list[int], "Requests of a decode step; none for a model that pools."]
     prefill: Annotated[list[int], "Tokens of a chunk."]
     usage_file: Annotated[
-        str | None, "File that keeps how often each size ran, over restarts; null: none is kept."
+        str | None, "File with counts of steps by size, across restarts; null: none."
     ]
 
 
@@ -91,7 +91,7 @@ class KvGroupInfo:
     layers: Annotated[int, "Layers of the group."]
     block_size: Annotated[int, "Tokens of a block; of a window, its length."]
     blocks: Annotated[int, "Blocks, the one for padding included."]
-    dtype: Annotated[str, "What keys and values are kept as."]
+    dtype: Annotated[str, "Data type of stored keys and values."]
     log_pages: Annotated[int, "Pages of the prefix log of a window, the unused first one included."]
     log_page_tokens: Annotated[int, "Tokens of such a page."]
 
@@ -115,28 +115,28 @@ class LoraInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsInfo:
-    """How mixtures of experts are computed; null for a model without them."""
+    """Computation of mixtures of experts; null for a model without them."""
 
     path: Annotated[str, "`opt`, `custom`, `glu` (the SDK's op) or `native`."]
-    reason: Annotated[str, "Why it is that one."]
-    tokens_mask: Annotated[bool, "Whether padded rows are kept from choosing experts."]
+    reason: Annotated[str, "Reason of the choice."]
+    tokens_mask: Annotated[bool, "Whether padded rows are excluded from choosing experts."]
     layers: Annotated[int, "Layers with experts."]
     experts: Annotated[int, "Experts of a layer, on all ranks."]
     local: Annotated[int, "Experts of a layer that this rank holds."]
-    ranks: Annotated[int, "Ranks that divide the experts among them; 1: each rank has all."]
+    ranks: Annotated[int, "Ranks that share the experts; 1: each rank has all."]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInfo:
-    """The store of compiled graphs, as the start-up found and left it."""
+    """The store of compiled graphs at start-up."""
 
     root: Annotated[str, "Its directory."]
-    enabled: Annotated[bool, "Whether it is used at all."]
+    enabled: Annotated[bool, "Whether it is used."]
     read_only: Annotated[bool, "Whether it is never written."]
     max_bytes: Annotated[int, "Bound of its size."]
     hits: Annotated[int, "Graphs found in it."]
     misses: Annotated[int, "Graphs not found in it."]
-    corrupt: Annotated[int, "Graphs found damaged, and made anew."]
+    corrupt: Annotated[int, "Damaged graphs that were compiled again."]
     entries: Annotated[int, "Graphs in it, of all models."]
     bytes: Annotated[int, "Bytes of them."]
 
@@ -144,7 +144,7 @@ class CacheInfo:
 SECTIONS: Mapping[str, type] = {
     "device": DeviceInfo,
     "runtime": RuntimeInfo,
-    "model": ModelInfo,
+    "model": ServedModelInfo,
     "limits": LimitsInfo,
     "buckets": BucketsInfo,
     "kv": KvInfo,
@@ -152,13 +152,13 @@ SECTIONS: Mapping[str, type] = {
     "experts": ExpertsInfo,
     "cache": CacheInfo,
 }
-"""The sections of a description that are objects of their own."""
+"""Sections of a description that are objects."""
 
 
 Section: TypeAlias = (
     DeviceInfo
     | RuntimeInfo
-    | ModelInfo
+    | ServedModelInfo
     | LimitsInfo
     | BucketsInfo
     | KvInfo
@@ -169,13 +169,13 @@ Section: TypeAlias = (
 
 
 class DescriptionWriter:
-    """Keeps one rank's description; with `run_dir` None it tells nobody."""
+    """Writer of one rank's description; with `run_dir` None nothing is written."""
 
     def __init__(self, run_dir: Path | None, rank: int) -> None:
         self._path = None if run_dir is None else run_dir / f"describe-{rank}.json"
         self._sections: dict[str, object] = {}
 
-    def tell(self, name: str, section: Section | Mapping[str, object]) -> None:
+    def write(self, name: str, section: Section | Mapping[str, object]) -> None:
         """Add or replace a section; a mapping holds JSON values."""
         if isinstance(section, Mapping):
             self._sections[name] = dict(section)
@@ -194,7 +194,7 @@ class DescriptionWriter:
 
 
 def read_descriptions(run_dir: Path) -> list[dict[str, Any]]:
-    """Return what each rank has told so far, in the order of their numbers."""
+    """Return the descriptions of all ranks, by rank number."""
     found: dict[int, dict[str, Any]] = {}
     for path in run_dir.glob("describe-*.json"):
         try:

@@ -1,4 +1,4 @@
-"""Counts drafts on the metrics board; all label sets exist before the first step."""
+"""Metrics of drafts; all label sets exist before the first step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rbln_backend.reporting.stats import MetricsBoard
 
 
 class DraftCounts:
-    """What steps that check drafts checked, accepted and gained, by the size of their graph."""
+    """Checked and accepted drafts, and gains, by the size of the verify graph."""
 
     def __init__(self, board: MetricsBoard, sizes: Iterable[tuple[int, int]]) -> None:
-        """``sizes``: requests and tokens of each, as they are compiled."""
+        """``sizes`` are the compiled ones: requests, and tokens of each."""
         self._cells = {
             size: (
                 board.counter("rbln_draft_tokens_total", bucket=_shown(size)),
@@ -31,7 +31,7 @@ class DraftCounts:
         expected_gain: float,
         gain: float,
     ) -> None:
-        """One step of a size that was announced; gains are times as many tokens a second."""
+        """Count one step; gains are ratios of tokens per second with and without drafts."""
         for cell, amount in zip(
             self._cells[size], (checked, accepted, expected_gain, gain), strict=True
         ):

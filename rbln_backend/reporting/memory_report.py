@@ -1,4 +1,4 @@
-"""What a server would do with the memory it finds; plain data and arithmetic, no torch, no vLLM."""
+"""Planned memory of a server on this host; plain data and arithmetic, no torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """Bytes by use; `source` says whose limit `total_bytes` is. Estimates, made before the start.
+    """Estimated bytes by use; `source` names the limit behind `total_bytes`.
 
     A block holds `block_tokens` tokens of every full-attention layer in `block_bytes`.
     """
@@ -33,18 +33,18 @@ class MemoryReport:
 
     @property
     def kv_bytes(self) -> int:
-        """The paged KV cache and what window layers have besides."""
+        """Bytes of the paged KV cache and of window layers."""
         return self.num_blocks * self.block_bytes + self.window_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """Everything together."""
+        """Sum of all uses."""
         parts = (self.process_bytes, self.weight_bytes, self.packing_bytes, self.lora_bytes)
         return sum(parts) + self.workspace_bytes + self.kv_bytes
 
     @property
     def longest_requests(self) -> float | None:
-        """How many requests of `max_model_len` tokens the blocks hold; None: no such layers."""
+        """Requests of `max_model_len` tokens that the blocks hold; None without such layers."""
         if not self.block_bytes or not self.num_blocks:
             return None
         # Block 0 holds no request.
@@ -52,7 +52,7 @@ class MemoryReport:
         return (self.num_blocks - 1) / blocks
 
     def warnings(self) -> list[str]:
-        """What will work, but perhaps not as expected."""
+        """Return limitations that the user may not expect."""
         held = self.longest_requests
         if held is None or held >= self.max_num_seqs or self.problems:
             return []
@@ -89,10 +89,10 @@ class MemoryReport:
         if not self.block_bytes:
             return []
         held = self.longest_requests
-        told = "" if held is None else f", {held:.1f} longest requests"
+        longest = "" if held is None else f", {held:.1f} longest requests"
         size = f"{self.num_blocks} blocks of {self.block_tokens} tokens, {self.block_bytes:,} bytes"
         total = self.num_blocks * self.block_bytes
-        return [("  KV blocks", f"{_mib(total)}: {size} each{told}")]
+        return [("  KV blocks", f"{_mib(total)}: {size} each{longest}")]
 
 
 def _mib(size: int) -> str:

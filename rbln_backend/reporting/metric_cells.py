@@ -1,7 +1,7 @@
-"""Where one process keeps its metrics: cells of memory-mapped files, and handles that write them.
+"""Cells of memory-mapped metric files, and the handles that write them.
 
-The files are prometheus_client's own multiprocess format; `reporting.stats` says which metrics
-there are and names the files.
+The files have the multiprocess format of prometheus_client; `reporting.stats` declares the metrics
+and names the files.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _DOUBLE = 8
 
 
 class Sink:
-    """Where values of one file go: a memory-mapped file, or nowhere.
+    """Values of one memory-mapped file, or of process memory if there is no path.
 
-    A value is ``cells[n]`` of the ``n`` that ``cell`` returned, its timestamp ``cells[n + 1]``:
-    writing one is a store to memory, which steps can afford.
+    ``cell`` returns an index ``n``; the value is ``cells[n]``, its timestamp ``cells[n + 1]``.
+    Writing a value is one store to memory.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -30,7 +30,7 @@ class Sink:
         self._values: MmapedDict | None = None
         self._path = path
         if path is not None:
-            # Built aside: a collector that met an empty new file would fail to parse it.
+            # Built under another name: a collector cannot parse an empty new file.
             aside = path.with_suffix(".new")
             aside.unlink(missing_ok=True)
             self._values = MmapedDict(str(aside))  # type: ignore[no-untyped-call]  # untyped there
@@ -44,13 +44,13 @@ class Sink:
             return len(self.cells) - 2
         self._values.write_value(key, 0.0, 0.0)  # type: ignore[no-untyped-call]
         if len(self.cells) * _DOUBLE < self._path.stat().st_size:
-            # The file grows with its keys; a mapping does not.
+            # The file grows with its keys, a mapping does not.
             with self._path.open("r+b") as file:
                 self.cells = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
         return int(self._values._positions[key]) // _DOUBLE
 
     def close(self) -> None:
-        """Close the file. Cells can still be written to; nobody reads them."""
+        """Close the file. Cells remain writable in process memory."""
         if self._values is not None:
             self.cells = list(self.cells)
             self._values.close()  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ class GaugeHandle:
             self._sink.cells[self._cell + 1] = time.time()
 
     def set_to_now(self) -> None:
-        """Replace the value by the time, in seconds since 1970."""
+        """Replace the value by the Unix time in seconds."""
         now = time.time()
         with self._lock:
             if self._cell is None:
@@ -129,16 +129,16 @@ class HistogramHandle:
             self.value += 1
             self._sum += value
             self._counts[index] += 1
-            # The files hold each bucket by itself; the collector accumulates them.
+            # Files hold single buckets; the collector accumulates them.
             self._sink.cells[self._cells[index]] = self._counts[index]
             self._sink.cells[self._sum_cell] = self._sum
 
 
 class StepCells:
-    """Series that every step adds to, in one call of the only thread that writes them.
+    """Series that every step adds to, in one call from their only writing thread.
 
-    After a graph has read its weights nothing of Python's is left in a processor's caches: each
-    further call and object costs a step more than the arithmetic does.
+    A graph's weights evict Python's objects from the processor's caches: each further call and
+    object costs a step more than the arithmetic.
     """
 
     __slots__ = ("_padded", "_seconds", "_steps", "_useful")

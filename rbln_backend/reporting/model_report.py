@@ -1,4 +1,4 @@
-"""What `rbln-serve check` tells of a model that can run; plain data, no torch, no vLLM."""
+"""Report of `rbln-serve check` on a model that can run; plain data, no torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rbln_backend.reporting.store_report import StoreReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
-    """Attention layers whose caches are alike; `window` in tokens, None for full attention."""
+    """Attention layers with equal caches; `window` in tokens, None for full attention."""
 
     num_layers: int
     window: int | None
@@ -21,13 +21,13 @@ class CacheGroup:
 
     @property
     def kind(self) -> str:
-        """The kind of cache in words."""
+        """Kind of cache for display."""
         return "full attention" if self.window is None else f"sliding window of {self.window}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelReport:
-    """A model as this backend would run it. Sizes are in bytes, contexts and chunks in tokens."""
+    """A model as this backend runs it. Sizes are in bytes, contexts and chunks in tokens."""
 
     architecture: str
     task: str
@@ -46,26 +46,26 @@ class ModelReport:
     prefix_caching: bool
     prefix_caching_reason: str
     verify_sizes: tuple[str, ...] = ()
-    """Of steps that check drafts: requests x tokens of each."""
+    """Sizes of steps that check drafts: requests x tokens of each."""
     max_loras: int = 0
     max_lora_rank: int = 0
     memory: MemoryReport | None = None
     store: StoreReport | None = None
-    """None where the graphs depend on the memory of the host that serves."""
+    """None if the graphs depend on the memory of the serving host."""
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why it cannot run here although the model itself could, with what to change."""
+        """Reasons why this host cannot run the model, each with a fix."""
         return self.memory.problems if self.memory is not None else ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What works, but perhaps not as expected."""
+        """Limitations that the user may not expect."""
         return tuple(self.memory.warnings()) if self.memory is not None else ()
 
     @property
     def num_layers(self) -> int:
-        """Attention layers; each has a KV cache."""
+        """Number of attention layers; each has a KV cache."""
         return sum(group.num_layers for group in self.kv_groups)
 
     def to_dict(self) -> dict[str, object]:
@@ -124,7 +124,7 @@ class ModelReport:
         return [("adapters", f"{self.max_loras} slots for ranks up to {self.max_lora_rank}")]
 
     def _weights(self) -> str:
-        # Words of packed weights are no parameters in the usual sense.
+        # Packed weights are counted in words.
         counted = "parameters and words" if self.quantization else "parameters"
         return (
             f"{self.num_parameters / 1e6:,.1f}M {counted}, {self.dtype}, "

@@ -1,9 +1,9 @@
-"""The start-up narrative: what each worker is doing, for the terminal and for the API process.
+"""Start-up progress of each worker, for the terminal and for the API process.
 
-Each rank appends JSON lines to `<run_dir>/progress-<rank>.jsonl`; the API process folds the
-files of all ranks. Invariants (tests/unit/reporting/test_progress.py): a line is written with
-one system call, so that a reader sees whole lines plus at most one half-written last line;
-the phase `init` begins a rank's story anew; failing to write never stops a start-up.
+Each rank appends JSON lines to `<run_dir>/progress-<rank>.jsonl`; the API process combines the
+files of all ranks. Invariants (tests/unit/reporting/test_progress.py): a line is written with one
+system call, so that at most the last line is incomplete; the phase `init` resets a rank's state; a
+failed write never stops a start-up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rbln_backend.errors import RblnError
 logger = logging.getLogger(__name__)
 
 PHASES: tuple[str, ...] = ("init", "load", "compile", "warmup", "ready")
-"""The phases of a start-up, in order."""
+"""Phases of a start-up, in order."""
 
 _BAR_WIDTH = 24
 _LINE_PERIOD_S = 5.0
@@ -41,12 +41,11 @@ class GraphProgress:
 
 @dataclass(frozen=True, slots=True)
 class ProgressSnapshot:
-    """The story so far over all ranks.
+    """Progress over all ranks.
 
-    A graph counts as done when every rank that planned it is done with it; its seconds are
-    those of the slowest rank. `eta_s` is None while nothing is expected and no graph is done.
-    `updated` is the Unix time of the latest event, None before the first. `failure` is why a rank
-    gave up.
+    A graph is done when all ranks that planned it have finished it; its seconds are those of the
+    slowest rank. `eta_s` is None while nothing is expected and no graph is done. `updated` is the
+    Unix time of the latest event, None before the first. `failure` is the reason of a failed rank.
     """
 
     phase: str
@@ -60,10 +59,10 @@ class ProgressSnapshot:
 
 
 class ProgressWriter:
-    """Tells one rank's start-up; `terminal` is None for the ranks that stay silent.
+    """Writer of one rank's progress; `terminal` is None for ranks without terminal output.
 
-    On a tty one bar is redrawn in place; elsewhere graphs get a line every five seconds, and one
-    when all are done.
+    A tty gets one bar that is redrawn; other outputs get a line on graphs every five seconds, and
+    one when all are done.
     """
 
     def __init__(
@@ -85,77 +84,77 @@ class ProgressWriter:
             self._open(run_dir / f"progress-{rank}.jsonl")
 
     def phase(self, name: str, detail: str = "") -> None:
-        """Enter a phase; `detail` says in a few words what it does."""
+        """Enter a phase; `detail` describes it in a few words."""
         if name not in PHASES:
             raise ValueError(f"Unknown phase {name!r}, valid choices: {', '.join(PHASES)}")
         if name == "init":
-            self._forget_graphs([])
+            self._reset_graphs([])
         self._append({"event": "phase", "name": name, "detail": detail})
         if detail or name == "ready":
             self._print(f"{name}: {detail}" if detail else name)
 
     def expect(self, seconds: Mapping[str, float]) -> None:
-        """Say what each phase will probably take."""
+        """Report the expected seconds by phase."""
         self._append({"event": "expect", "seconds": {n: round(s, 3) for n, s in seconds.items()}})
 
     def step(self, detail: str, done: int, total: int) -> None:
-        """Say how far the phase is; a line of the terminal is redrawn for it."""
-        told = f"{detail}: {done} of {total}"
-        self._append({"event": "step", "detail": told, "share": done / total})
+        """Report the progress within the phase; redraws a line on a tty."""
+        text = f"{detail}: {done} of {total}"
+        self._append({"event": "step", "detail": text, "share": done / total})
         if self._redraws:
-            self._emit(f"\rrbln: {told}\x1b[K")
+            self._emit(f"\rrbln: {text}\x1b[K")
 
     def plan(self, graphs: list[str], workers: int = 1) -> None:
-        """Announce the graphs to compile or load, in order; `workers` of them compile at once."""
-        self._forget_graphs(graphs)
+        """Report the graphs to compile or load, in order; `workers` of them compile at once."""
+        self._reset_graphs(graphs)
         self._append({"event": "plan", "graphs": self._planned, "workers": workers})
 
     def graph_started(self, name: str) -> None:
-        """Say that work on a graph begins."""
+        """Report the start of work on a graph."""
         self._append({"event": "graph_started", "name": name})
         if self._redraws:
             self._draw(name)
 
     def graph_done(self, name: str, result: str, seconds: float) -> None:
-        """Say that a graph was `compiled` or `loaded`, and in how many seconds."""
+        """Report a graph as `compiled` or `loaded`, with its seconds."""
         self._results[result] += 1
         self._append(
             {"event": "graph_done", "name": name, "result": result, "seconds": round(seconds, 6)}
         )
         done = self._results.total()
         if done >= len(self._planned):
-            self._tell_graphs()
+            self._show_graphs()
         elif self._redraws:
             self._draw(f"{name} {result} in {seconds:.2f} s")
         elif self._clock() - self._printed_at >= _LINE_PERIOD_S:
             self._print(f"compile: {done} of {len(self._planned)} graphs, {name} {result}")
 
     def failed(self, reason: str) -> None:
-        """Say why the start-up cannot go on."""
+        """Report the reason of a failed start-up."""
         self._append({"event": "failed", "reason": reason})
 
     @contextmanager
-    def telling_failure(self) -> Iterator[None]:
-        """Tell an exception of the block as the reason of the failure, and pass it on."""
+    def reporting_failure(self) -> Iterator[None]:
+        """Report an exception of the block as the reason of the failure, and raise it."""
         try:
             yield
         except Exception as error:
-            # What we raise on purpose says all; anything else also needs its kind.
+            # Messages of other errors may need their class to be understood.
             ours = isinstance(error, RblnError)
             self.failed(str(error) if ours else f"{type(error).__name__}: {error}")
             raise
 
     def close(self) -> None:
-        """Close the file; the story stays readable."""
+        """Close the file, which remains readable."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _forget_graphs(self, planned: Sequence[str]) -> None:
+    def _reset_graphs(self, planned: Sequence[str]) -> None:
         self._planned, self._planned_at = list(planned), self._clock()
         self._results.clear()
 
-    def _tell_graphs(self) -> None:
+    def _show_graphs(self) -> None:
         made = ", ".join(f"{count} {result}" for result, count in sorted(self._results.items()))
         seconds = self._clock() - self._planned_at
         total = self._results.total()
@@ -191,7 +190,7 @@ class ProgressWriter:
 
     def _print(self, text: str) -> None:
         self._printed_at = self._clock()
-        # What was drawn in this line goes.
+        # Erase the drawn line.
         erase = "\r\x1b[K" if self._redraws else ""
         self._emit(f"{erase}rbln: {text}\n")
 
@@ -202,13 +201,13 @@ class ProgressWriter:
             self._terminal.write(text)
             self._terminal.flush()
         except (OSError, ValueError):
-            # A closed terminal or pipe: the service goes on without its narrator.
+            # A closed terminal or pipe: the service continues without terminal output.
             self._terminal = None
 
 
 @dataclass(slots=True)
-class _RankStory:
-    """What one rank has told so far; `offset` is the first byte not folded yet."""
+class _RankProgress:
+    """State of one rank; `offset` is the first byte that is not read yet."""
 
     offset: int = 0
     phase: str = "init"
@@ -222,7 +221,7 @@ class _RankStory:
     share: float = 0.0
 
     def fold(self, event: dict[str, Any]) -> None:
-        """Take one event in; an unknown kind of event only moves the clock."""
+        """Apply one event; an unknown kind of event only changes `updated`."""
         self.updated = float(event["time"])
         kind = event["event"]
         if kind == "phase":
@@ -254,24 +253,24 @@ class _RankStory:
 
 
 class ProgressReader:
-    """Follows the files of all ranks in `run_dir`; each poll reads only what is new."""
+    """Reader of all ranks' files in `run_dir`; each poll reads only new lines."""
 
     def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._run_dir = run_dir
         self._clock = clock
-        self._stories: dict[str, _RankStory] = {}
+        self._ranks: dict[str, _RankProgress] = {}
 
     def poll(self) -> ProgressSnapshot:
-        """Read the new lines of every rank and return the folded story."""
+        """Read the new lines of every rank and return the combined progress."""
         for path in sorted(self._run_dir.glob("progress-*.jsonl")):
             self._read(path)
-        stories = list(self._stories.values())
-        if not stories:
+        ranks = list(self._ranks.values())
+        if not ranks:
             return ProgressSnapshot("init", 0, 0, [], None, "", None)
-        slowest = min(stories, key=lambda story: PHASES.index(story.phase))
-        graphs = _merge([story.graphs for story in stories])
+        slowest = min(ranks, key=lambda rank: PHASES.index(rank.phase))
+        graphs = _merge([rank.graphs for rank in ranks])
         num_done = sum(graph.state == "done" for graph in graphs)
-        times = [story.updated for story in stories if story.updated is not None]
+        times = [rank.updated for rank in ranks if rank.updated is not None]
         updated = max(times, default=None)
         return ProgressSnapshot(
             phase=slowest.phase,
@@ -281,28 +280,28 @@ class ProgressReader:
             eta_s=_eta(slowest, graphs, updated, self._clock()),
             detail=slowest.detail,
             updated=updated,
-            failure=next((story.failure for story in stories if story.failure), None),
+            failure=next((rank.failure for rank in ranks if rank.failure), None),
         )
 
     def _read(self, path: Path) -> None:
-        story = self._stories.setdefault(path.name, _RankStory())
+        rank = self._ranks.setdefault(path.name, _RankProgress())
         try:
             with path.open("rb") as file:
-                file.seek(story.offset)
+                file.seek(rank.offset)
                 data = file.read()
         except OSError:
             return
         end = data.rfind(b"\n") + 1
-        story.offset += end
+        rank.offset += end
         for line in data[:end].splitlines():
             try:
-                story.fold(json.loads(line))
+                rank.fold(json.loads(line))
             except (ValueError, KeyError, TypeError):
                 logger.warning("Skipped a malformed progress line in %s", path)
 
 
 def _merge(ranks: Sequence[dict[str, GraphProgress]]) -> list[GraphProgress]:
-    """Fold the same graph of several ranks into one, in the order of the plans."""
+    """Combine equal graphs of several ranks, in the order of the plans."""
     names = dict.fromkeys(name for graphs in ranks for name in graphs)
     return [_merge_one([graphs[name] for graphs in ranks if name in graphs]) for name in names]
 
@@ -318,11 +317,11 @@ def _merge_one(parts: list[GraphProgress]) -> GraphProgress:
 
 
 def _eta(
-    slowest: _RankStory, graphs: list[GraphProgress], updated: float | None, now: float
+    slowest: _RankProgress, graphs: list[GraphProgress], updated: float | None, now: float
 ) -> float | None:
-    """Return the seconds that the rest of the start takes: what this phase does, and later ones.
+    """Return the remaining seconds of the start: the rest of this phase, and later phases.
 
-    What is expected of a phase holds until its graphs or steps have a pace of their own.
+    The expected seconds of a phase are used until its graphs or steps have a measured pace.
     """
     if slowest.phase == "ready":
         return 0.0
@@ -339,11 +338,11 @@ def _eta(
 
 
 def _graphs_left_s(
-    slowest: _RankStory, graphs: list[GraphProgress], updated: float | None, now: float
+    slowest: _RankProgress, graphs: list[GraphProgress], updated: float | None, now: float
 ) -> float | None:
-    """Return the seconds that the remaining graphs take at the mean pace of the done ones.
+    """Return the seconds of the remaining graphs at the mean pace of the done ones.
 
-    Graphs are loaded before the first one is compiled, so that the rest is compiled once one was.
+    All graphs are loaded before the first one is compiled: after one compile, the rest compiles.
     """
     done = [graph for graph in graphs if graph.state == "done"]
     if not done or updated is None or slowest.phase != "compile":

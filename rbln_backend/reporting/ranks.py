@@ -1,9 +1,9 @@
-"""Which of an instance's processes a worker is: names its files, says what it counts.
+"""`RankPlace`: the position of a worker among the processes of an instance.
 
 One instance (one HTTP process, one run directory) may have several engines (data parallel), each
 with several ranks (tensor times pipeline parallel). Invariants
-(tests/unit/reporting/test_ranks.py): no two workers of an instance have the same number; of the
-ranks of an engine exactly one counts its steps, and exactly one its samples.
+(tests/unit/reporting/test_ranks.py): workers of an instance have distinct numbers; exactly one rank
+of an engine counts its steps, and exactly one its samples.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The place of a worker.
+    """Position of a worker.
 
-    `engine` is the data-parallel engine, as vLLM's own metrics number it; `rank` counts within the
-    engine, which has `ranks` of them, `tensor_ranks` for each pipeline stage. Of the ranks of all
-    engines, `local_ranks` are on this host, and this one is number `local_number` of them.
+    `engine` is the index of the data-parallel engine, as in vLLM's metrics. `rank` is the index
+    within the engine, which has `ranks` ranks, `tensor_ranks` per pipeline stage. Of the ranks of
+    all engines `local_ranks` are on this host; `local_number` is the index among these.
     """
 
     engine: int = 0
@@ -35,18 +35,18 @@ class RankPlace:
 
     @property
     def number(self) -> int:
-        """The number of this worker in its instance: of its files, and of its line of story."""
+        """Index of this worker in its instance; part of its file names."""
         return self.engine * self.ranks + self.rank
 
     @property
     def counts_steps(self) -> bool:
-        """Whether this rank counts what all ranks of the engine do together, step by step."""
+        """True for the rank that counts the steps of its engine."""
         return self.rank == 0
 
     @property
     def replies(self) -> bool:
-        """Whether the executor waits for this rank's results: the first of the last stage.
+        """True for the rank whose results the executor reads: the first of the last stage.
 
-        It also counts what that stage does after the graph; the others are never heard.
+        It also counts the work of that stage after the graph.
         """
         return self.rank == self.ranks - self.tensor_ranks

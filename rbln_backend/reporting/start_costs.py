@@ -1,10 +1,10 @@
-"""What a start will take, from what starts on this host took: the ETA before anything is measured.
+"""Expected duration of a start, from earlier starts on this host.
 
-`<cache_root>/rbln/start_costs.json` maps keys to seconds: `kernels` of the latest build, per
-configuration the phases of its latest start, and per command line its way to `ready`, which is all
-that is known before the engine's process runs. A configuration that is there has its graphs in the
-store, most likely; whether it does is learnt when they are looked up, and the ETA with it. Nothing
-depends on the file: one that cannot be read or written is as good as none.
+`<cache_root>/rbln/start_costs.json` maps keys to seconds: `kernels` for the latest build, per
+configuration the phases of its latest start, and per command line the time to `ready`, which is all
+that is known before the engine process runs. The graphs of a known configuration are assumed to be
+stored; the estimate is corrected when they are looked up. An unreadable or unwritable file is
+ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rbln_backend.host.replaced_files import replace_file
 
 logger = logging.getLogger(__name__)
 
-# Measured on an Ice Lake Xeon with two cores; a guess elsewhere, until the first start is over.
+# Measured on an Ice Lake Xeon with two cores; used until the first start is complete.
 _KERNEL_CORE_S = 60.0
 _GRAPH_S, _LAYER_S = 0.2, 0.06
 _READ_BYTES_PER_S = 500e6
@@ -34,13 +34,13 @@ _PHASES = {"load", "warmup"}
 
 
 class _CostFile:
-    """The file, shared by every process of this user."""
+    """The file, shared by all processes of this user."""
 
     def __init__(self, cache_root: Path) -> None:
         self._path = cache_root / "rbln" / "start_costs.json"
 
     def read(self) -> dict[str, object]:
-        """Return what is known: seconds, and seconds of phases."""
+        """Return the valid entries: seconds, and seconds by phase."""
         try:
             content = json.loads(self._path.read_text())
         except (OSError, ValueError, RecursionError):
@@ -50,13 +50,13 @@ class _CostFile:
         return {name: value for name, value in content.items() if _is_cost(value)}
 
     def write(self, news: Mapping[str, object]) -> None:
-        """Add to what is known; of too much, what was told first goes."""
+        """Add entries; the oldest are dropped above the limit."""
         older = {name: value for name, value in self.read().items() if name not in news}
         latest = dict([*older.items(), *news.items()][-_MOST_KEYS:])
         try:
             replace_file(self._path, json.dumps(latest).encode())
         except OSError as error:
-            logger.debug("What this start took is not kept: %s", error)
+            logger.debug("The duration of this start is not stored: %s", error)
 
 
 def _is_cost(value: object) -> bool:
@@ -70,41 +70,41 @@ def _is_seconds(value: object) -> bool:
 
 
 class ReadyTimes:
-    """The seconds from a command line to `ready`."""
+    """Seconds from a command line to `ready`."""
 
     def __init__(self, cache_root: Path, argv: Sequence[str]) -> None:
         self._file = _CostFile(cache_root)
         self._key = "ready-" + _digest(list(argv))
 
     def expected_s(self) -> float:
-        """Seconds that this start will take: as the last one like it, else as any, else a guess."""
+        """Return the seconds of the latest start with this command line, else of any, else 20."""
         known = self._file.read()
         others = [seconds for name, seconds in known.items() if name.startswith("ready-")]
         like = (known.get(self._key), *reversed(others))
         return next((s for s in like if isinstance(s, float)), _FIRST_START_S)
 
     def keep(self, seconds: float) -> None:
-        """Remember what this start took."""
+        """Store the seconds of this start."""
         self._file.write({self._key: round(seconds, 3)})
 
 
 class StartCosts:
-    """The seconds of a start of one configuration."""
+    """Seconds of the starts of one configuration."""
 
     def __init__(self, cache_root: Path, configuration: object) -> None:
-        """``configuration``: what names it; its ``repr`` must be the same in every process."""
+        """The ``repr`` of ``configuration`` identifies it, and must be equal in all processes."""
         self._file = _CostFile(cache_root)
         self._key = _digest(configuration)
 
     def kernels_s(self) -> float:
-        """Seconds that building the kernels takes."""
+        """Return the expected seconds of a kernel build."""
         known = self._file.read().get("kernels")
         if isinstance(known, float):
             return known
         return _KERNEL_CORE_S / core_budget().threads(0, 1)
 
     def phases_s(self, weight_bytes: int, graphs: int, layers: int) -> dict[str, float]:
-        """Seconds of the phases `load`, `compile` and `warmup`."""
+        """Return the expected seconds of the phases `load`, `compile` and `warmup`."""
         known = self._file.read().get(self._key)
         if isinstance(known, dict):
             return {
@@ -119,11 +119,11 @@ class StartCosts:
         }
 
     def keep(self, phases_s: Mapping[str, float]) -> None:
-        """Remember what the phases `load` and `warmup` of this start took."""
+        """Store the seconds of the phases `load` and `warmup` of this start."""
         self._file.write({self._key: {name: round(s, 3) for name, s in phases_s.items()}})
 
     def keep_kernels(self, seconds: float) -> None:
-        """Remember what building the kernels took."""
+        """Store the seconds of a kernel build."""
         self._file.write({"kernels": round(seconds, 3)})
 
 

@@ -1,12 +1,11 @@
-"""The engine's metrics: one declaration, and the board on which a worker keeps them.
+"""Declarations of the engine's metrics, and the board that holds a worker's values.
 
-A worker writes its values into memory-mapped files of prometheus_client's own multiprocess
-format under `<run_dir>/metrics`; the API process exports them with
-`prometheus_client.multiprocess.MultiProcessCollector(registry, path=...)`, without asking the
-worker. Invariants (tests/unit/reporting/test_stats.py): a collector never meets a half-made
-file; a restarted rank starts from zero; counters and histograms of all ranks add up, so that of
-the ranks of one engine only one counts its steps (`reporting.ranks`), while each counts what it
-does for itself, such as compiles.
+A worker writes its values into memory-mapped files in prometheus_client's multiprocess format under
+`<run_dir>/metrics`. The API process exports them with
+`prometheus_client.multiprocess.MultiProcessCollector(registry, path=...)`, without a call to the
+worker. Invariants (tests/unit/reporting/test_stats.py): a collector never reads an incomplete file;
+a restarted rank starts from zero; counters and histograms of all ranks add up, so that one rank of
+an engine counts its steps (`reporting.ranks`), while each rank counts its own compiles.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ _MASK_BUCKETS = (
 class MetricDecl:
     """One metric: `kind` is counter, gauge or histogram; `buckets` are a histogram's bounds.
 
-    `across_ranks` says what several ranks' gauges with the same labels become: mostrecent,
-    sum or max.
+    `across_ranks` combines several ranks' gauges with the same labels: mostrecent, sum or max.
     """
 
     name: str
@@ -259,10 +257,10 @@ _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
 class MetricsBoard:
-    """One rank's values. With `run_dir` None they stay in memory, for `value` to read.
+    """Values of one rank; with `run_dir` None they stay in process memory.
 
-    Handles are cached; the hot path keeps its own and pays one or two writes to memory.
-    `rank` must be unique among the boards that share `run_dir`: a number, or another part's name.
+    Handles are cached; the hot path holds its handles and pays one or two writes to memory.
+    `rank` must be unique among the boards that share `run_dir`: a number, or a component's name.
     """
 
     def __init__(self, run_dir: Path | None, rank: int | str) -> None:
@@ -338,7 +336,7 @@ class MetricsBoard:
 
 
 def _file_stem(metric: MetricDecl) -> str:
-    """Return the file's name up to the rank, in which the collector reads kind and mode."""
+    """Return the file name up to the rank, from which the collector reads kind and mode."""
     return f"gauge_{metric.across_ranks}" if metric.kind == "gauge" else metric.kind
 
 
@@ -354,7 +352,7 @@ def _declared(name: str, labels: dict[str, object]) -> tuple[MetricDecl, tuple[s
 def _key(
     metric: MetricDecl, suffix: str, label_values: Sequence[str], bound: str | None = None
 ) -> str:
-    """Return the key under which prometheus_client itself would keep this sample."""
+    """Return prometheus_client's key of this sample."""
     names = [*metric.labels] if bound is None else [*metric.labels, "le"]
     values = [*label_values] if bound is None else [*label_values, bound]
     family = metric.name.removesuffix("_total")

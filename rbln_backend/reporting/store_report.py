@@ -1,4 +1,4 @@
-"""What the store has of a configuration's graphs and kernels; plain data, no torch, no vLLM."""
+"""Reports on stored graphs and kernels of a configuration; plain data, no torch, no vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KernelState = Literal["stored", "missing", "not needed", "impossible"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedGraph:
-    """A graph that a server would load or compile; `digest` is that of its cache key."""
+    """A graph that a start would load or compile, with the digest of its cache key."""
 
     name: str
     digest: str
@@ -22,7 +22,7 @@ class PlannedGraph:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How what is stored differs from what `graphs` need, one line per field."""
+    """Differences between the stored keys and those of `graphs`, one line per field."""
 
     graphs: tuple[str, ...]
     lines: tuple[str, ...]
@@ -30,10 +30,10 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """The kernel library of the emulated device on this host.
+    """State of the emulated device's kernel library on this host.
 
-    `keys` name every library that this version could use somewhere, this host's first;
-    `targets` are what the store has libraries for.
+    `keys` identify all libraries of this version, this host's first; `targets` are the CPUs for
+    which the store has libraries.
     """
 
     state: KernelState
@@ -44,7 +44,7 @@ class KernelReport:
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What a start from the store would find and what it would have to make."""
+    """Stored and missing artifacts of a start."""
 
     cache_root: str
     graphs: tuple[PlannedGraph, ...]
@@ -53,12 +53,12 @@ class StoreReport:
 
     @property
     def to_compile(self) -> tuple[str, ...]:
-        """The graphs that a start would compile."""
+        """Graphs that a start would compile."""
         return tuple(graph.name for graph in self.graphs if graph.state != "stored")
 
     @property
     def is_warm(self) -> bool:
-        """Whether a start would neither compile a graph nor build kernels."""
+        """True if a start would neither compile a graph nor build kernels."""
         return not self.to_compile and self.kernels.state in ("stored", "not needed")
 
     def to_dict(self) -> dict[str, object]:
@@ -66,7 +66,7 @@ class StoreReport:
         return {"warm": self.is_warm, **dataclasses.asdict(self)}
 
     def lines(self) -> list[str]:
-        """Return what to print, the verdict first."""
+        """Return the lines to print, the verdict first."""
         stored = len(self.graphs) - len(self.to_compile)
         verdict = "warm" if self.is_warm else "cold" if not stored else "partly cold"
         found = [
@@ -82,7 +82,7 @@ class StoreReport:
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
-    """What `rbln-serve compile` did; graphs by name, ranks told apart where there are several."""
+    """Result of `rbln-serve compile`: names of graphs, with the rank if there are several."""
 
     cache_root: str
     compiled: tuple[str, ...]
@@ -97,7 +97,7 @@ class CompileReport:
         ranks: Sequence[tuple[dict[str, str], Sequence[str]]],
         kernels: Sequence[str],
     ) -> CompileReport:
-        """`ranks` are results by graph, and the graphs that were not stored."""
+        """Combine the ranks' results by graph, and their graphs that were not stored."""
         results: dict[str, str] = {}
         missing: list[str] = []
         for rank, (made, lost) in enumerate(ranks):

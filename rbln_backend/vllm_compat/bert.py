@@ -1,4 +1,4 @@
-"""What we use of vLLM's BERT models, apart from ``surface``: only engines that pool import it."""
+"""vLLM's BERT models, which only pooling engines import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's names for structured outputs; apart from `surface`, for few processes need them."""
+"""vLLM's structured outputs, which few processes import."""
 
 from __future__ import annotations
 

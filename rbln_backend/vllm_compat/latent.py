@@ -1,4 +1,4 @@
-"""What we use of vLLM's multi-head latent attention: only engines of such models import it."""
+"""vLLM's multi-head latent attention, which only engines of such models import."""
 
 from __future__ import annotations
 

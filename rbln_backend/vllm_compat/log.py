@@ -1,10 +1,10 @@
-"""What of vLLM's log is heard, and how ours is written beside it."""
+"""Suppression of vLLM's expected warnings, and log handlers shared with vLLM."""
 
 from __future__ import annotations
 
 import logging
 
-# Beginnings of warnings of vLLM 0.30 about what this platform decides, which nobody can heed.
+# Prefixes of vLLM 0.30's warnings about decisions of this platform, which users cannot change.
 _EXPECTED = (
     "Async scheduling not supported with",
     "max_num_scheduled_tokens is set to",
@@ -13,21 +13,21 @@ _EXPECTED = (
     "Model Runner V2 requires Triton",
     "Using custom scheduler class rbln_backend.",
 )
-# Ours is more talkative by one level: a dozen lines tell a start-up, vLLM takes fifty.
+# Our loggers are one level more verbose: a start-up logs a dozen lines, vLLM's fifty.
 _OURS = {logging.WARNING: logging.INFO, logging.ERROR: logging.WARNING}
 
 
 def drop_expected_warnings() -> None:
-    """Keep vLLM and torch from warning of what is meant so; idempotent, imports nothing."""
+    """Suppress warnings of vLLM and torch about intended behaviour; idempotent, imports nothing."""
     for handler in logging.getLogger("vllm").handlers:
         if _is_news not in handler.filters:
             handler.addFilter(_is_news)
-    # Says that there is no Triton, whenever a model is captured.
+    # Warns about missing Triton at every capture.
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def share_logging() -> None:
-    """Let our loggers write where vLLM's do and in its format, at a level that follows its own."""
+    """Give our loggers vLLM's handlers and format, at a level that follows vLLM's."""
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("rbln_backend")
     level = _OURS.get(theirs.level, theirs.level)
     ours.handlers = [_like(handler, level) for handler in theirs.handlers]

@@ -1,4 +1,4 @@
-"""What we use of vLLM's LoRA, apart from ``surface``: only engines with adapters import it."""
+"""vLLM's LoRA, which only engines with adapters import."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vllm.model_executor.utils import get_moe_expert_mapping
 
 
 def adaptable_modules(model: nn.Module) -> list[str]:
-    """The names of the projections of attention and MLPs: linear layers, but for routers."""
+    """Return the names of the linear layers of attention and MLPs, without routers."""
     found = []
     for name, module in model.named_modules():
         if not isinstance(module, LinearBase):

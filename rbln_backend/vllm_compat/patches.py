@@ -1,8 +1,8 @@
-"""The patch ledger: every upstream name this project replaces at run time, and why.
+"""The patch ledger: every upstream name that this project replaces at run time, and why.
 
-The first column names each by the module that has it, or by the class of vLLM's that our code
-reaches it through; a test compares it with all assignments in our sources. Settings, the messages
-from scheduler to workers and the runner's own tables are there to be written, and not listed.
+The first column has the name's module, or the vLLM class through which our code reaches it; a test
+compares it with all assignments in our sources. Settings, messages from scheduler to workers and
+the runner's tables are meant to be written, and not listed.
 
 | target | where | symptom without it | why it is safe | delete when |
 |---|---|---|---|---|
@@ -16,7 +16,7 @@ from scheduler to workers and the runner's own tables are there to be written, a
 | `vllm.v1.engine.async_llm.AsyncLLM.input_processor.structured_outputs_config` is None | `server/vllm/engine_client.py`, API process only | vLLM validates every grammar on the event loop | as above; ``PinnedXgrammar`` does what the validation rewrote (choices, Lark) | vLLM validates in a thread |
 | `vllm.sampling_params.SamplingParams.structured_outputs` | `server/vllm/engine_client.py`, API process only | the engine compiles a schema of its own, which is not the one that was tried | the grammar that the gate made of the same schema takes its place, before the engine sees the request | vLLM asks a backend for the form in which a constraint is handed on |
 | `vllm.entrypoints.openai.models.serving.OpenAIServingModels.lora_requests` | `server/vllm/adapters.py`, API process only | a name could go to another load of an adapter between a request's lease and vLLM's lookup | it is a mapping of names to the same objects, over the registry of adapters | vLLM asks a resolver for each request |
-| `__class__` of copies of vLLM's serving instances | `server/vllm/serving.py`, API process only | an error of a stream is written into a frame, from which nobody can tell what happened; a request of Anthropic's API is converted to a chat and validated a second time, on the event loop, and its stream once more for every token | the copies alone are of the subclasses, which raise what they would write, take requests that were converted before and make messages of chats | vLLM lets errors of a stream out as exceptions, and the conversion is a step of its own |
+| `__class__` of copies of vLLM's serving instances | `server/vllm/serving.py`, API process only | an error of a stream is written into a frame, which hides its reason; a request of Anthropic's API is converted to a chat and validated a second time, on the event loop, and its stream once more for every token | the copies alone are of the subclasses, which raise what they would write, take requests that were converted before and make messages of chats | vLLM lets errors of a stream out as exceptions, and the conversion is a step of its own |
 | `parser_cls`, `parser` of copies of vLLM's serving instances and of their `OnlineRenderer` | `server/vllm/serving.py`, API process only | a forced call of a tool that is not `strict` has any JSON for arguments, as has what merely looks like a call | the copies alone have them; a subclass of vLLM's parser, which lends it the tools' schemas while it makes the grammar and looks at calls as they come out | vLLM and xgrammar guide every forced call by its schema |
 | `_apply_chat_template_async` of vLLM's renderer, `__class__` of its tokenizer | `server/vllm/rendering/tokenizer.py`, API process only | a chat template runs for as long, and in as much memory, as it takes, in the only thread that renders | the tokenizer is of a subclass whose `apply_chat_template` hands large conversations to the process that reads large bodies, with the same arguments, and calls vLLM's own for all others | vLLM bounds what a template takes |
 | `vllm.renderers.params.TokenizeParams.get_encode_kwargs` | `server/vllm/rendering/counting.py`, API process only | prompts are cut one token behind the context, and errors name that length instead of theirs | texts are bounded before; whatever is too long is refused a moment later, as before | vLLM's error counts the whole prompt |
@@ -29,7 +29,7 @@ from scheduler to workers and the runner's own tables are there to be written, a
 | `vllm.model_executor.models.registry._run_in_subprocess` | ``inspect_models_here``, every process that reads flags | what a model class can do is looked up in a new Python, which imports vLLM again: six seconds for every model that a cache root has not seen | it is there to keep CUDA uninitialised, and there is none; the engine's process imports the class anyway | the platform may say where it happens |
 | rows 6 and 7 of ``GGML_BLOCK`` and ``GGML_NAME`` of transformers' GGUF reader | `rbln_backend/gguf/five_bits.py`, the process that converts a GGUF file | transformers' reader refuses every file with a tensor of Q5_0 or Q5_1, as Q4_K_M files have where rows are no multiple of 256 | the rows are sizes and names of kinds that the tables lack; our own function expands them | transformers expands Q5_0 and Q5_1 |
 | the check `has_arctic_inference` in the module of `SpeculativeConfig` | ``speculate_here``, every process that reads flags | ``--speculative-config '{"method": "suffix"}'`` is refused without the package arctic-inference | only the check is passed: drafts of that name are our own (`rbln_backend/speculation/suffix.py`), and nothing imports the package | vLLM leaves the check to who makes the drafts |
-| `vllm.sampling_params.SamplingParams._validate_spec_decode` | ``speculate_here``, every process that reads flags | requests with ``min_p`` or ``logit_bias`` are refused by an engine that speculates | drafts are sampled place by place by the ordinary sampler (`rbln_backend/worker/drafts/verification.py`), which knows both | vLLM's rejection sampler knows them, or the platform is asked |
+| `vllm.sampling_params.SamplingParams._validate_spec_decode` | ``speculate_here``, every process that reads flags | requests with ``min_p`` or ``logit_bias`` are refused by an engine that speculates | drafts are sampled place by place by the ordinary sampler (`rbln_backend/worker/drafts/verification.py`), which knows both | vLLM's rejection sampler supports them, or calls the platform |
 | vLLM's own change of ``torch._inductor.lowering.FALLBACK_ALLOW_LIST`` is not made | `server/vllm/importing.py`, API process and fork server | ``import vllm`` imports Inductor's lowerings for it: 140 modules, 0.7 CPU seconds per process | nothing here is compiled by Inductor, and vLLM skips the change where the import fails | vLLM makes the change when Inductor is imported |
 """  # noqa: E501
 
@@ -44,14 +44,14 @@ _T = TypeVar("_T")
 
 
 def inspect_models_here() -> None:
-    """Let vLLM look at model classes in this process; idempotent."""
+    """Make vLLM inspect model classes in this process; idempotent."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = _call
 
 
 def speculate_here() -> None:
-    """Let vLLM take whatever our drafts and our sampling of them know; idempotent."""
+    """Make vLLM accept draft methods and sampling parameters that we support; idempotent."""
     from vllm.config import speculative
     from vllm.sampling_params import SamplingParams
 
@@ -68,11 +68,11 @@ def apply_patches() -> None:
 
 
 def _nothing_to_empty() -> None:
-    """Stand in for a cache that does not exist."""
+    """Do nothing: there is no cache."""
 
 
 def _accept(*_: object) -> None:
-    """Refuse nothing."""
+    """Accept any request."""
 
 
 def _yes() -> bool:

@@ -1,7 +1,6 @@
-"""vLLM's names behind quantised weights; apart, because importing them takes a while.
+"""vLLM's quantised weights, which only engines of such checkpoints import.
 
-They bring vLLM's expert layers and the compressed-tensors package with them, which a server of
-plain weights never needs.
+They import vLLM's expert layers and the compressed-tensors package, which takes a while.
 """
 
 from __future__ import annotations

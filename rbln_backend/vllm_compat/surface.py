@@ -1,8 +1,8 @@
-"""The vLLM names that the backend builds on in every engine, imported here once.
+"""vLLM's names that every engine uses, imported here once.
 
-Its neighbours have those that only some engines need. All that is used of vLLM, here, elsewhere
-and through what is imported, stands in deploy/upstream/names.txt; `make upstream VLLM=…` says what
-another release would break. What is replaced at run time stands in the ledger, ``patches``.
+The other modules of this package hold names that only some engines need. deploy/upstream/names.txt
+lists all names of vLLM that this project uses; `make upstream VLLM=…` reports those that another
+release would break. Names replaced at run time are in the ledger, ``patches``.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ VLLM_VERSION = str(vllm.__version__)
 
 
 def init_process_groups(config: VllmConfig, rank: int, init_method: str, local_rank: int) -> None:
-    """Make vLLM's process groups over gloo.
+    """Create vLLM's process groups over gloo.
 
-    vLLM's own way to do it lies in a module that imports its GPU runner, Inductor included.
+    vLLM's own function is in a module that imports its GPU runner and Inductor.
     """
     parallel = config.parallel_config
     seconds = parallel.distributed_timeout_seconds

@@ -52,7 +52,7 @@ class CompileWorker(RblnWorker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Fill the store; ``filled_store`` returns the result."""
         assert self._build is not None
-        with self._progress.telling_failure():
+        with self._progress.reporting_failure():
             self._filled = self._build.fill_store(self._progress)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 

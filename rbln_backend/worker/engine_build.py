@@ -171,7 +171,7 @@ class EngineBuild:
         if self._usage is not None:
             self._usage.close()
         if self._sizes is not None:
-            self._sizes.tell()
+            self._sizes.log()
 
     def warm_up(self, progress: ProgressWriter) -> Runner:
         """Compile or load every graph, run each once, then reject unknown shapes."""

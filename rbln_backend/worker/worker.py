@@ -105,7 +105,7 @@ def _reports_failure(
 
     @functools.wraps(step)
     def run(worker: RblnWorker, /, *args: P.args, **options: P.kwargs) -> R:
-        with worker._progress.telling_failure():
+        with worker._progress.reporting_failure():
             return step(worker, *args, **options)
 
     return run

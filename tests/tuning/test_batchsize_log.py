@@ -80,11 +80,11 @@ def test_this_server_says_which_steps_were_prefills(
 ) -> None:
     log = BatchSizeLog(interval_s=3600.0)
     log.note("decode", 3, 0.002)
-    log.tell()
+    log.log()
     for phase, size, seconds in (("decode", 3, 0.004), ("decode", 1, 0.001), ("prefill", 9, 1)):
         log.note(phase, size, seconds)
-    log.tell()
-    log.tell()
+    log.log()
+    log.log()
     assert len(told) == 2, "once for each piece of news"
     (path := tmp_path / "server.log").write_text("\n".join(form % m for m in told))
     usage = read_log(path, TABLES)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from rbln_backend.parity.run import Outcome, Pair
+from rbln_backend.parity.run import Comparison, Outcome
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;
@@ -72,7 +72,7 @@ def _texts(outcome: Outcome) -> str:
     return "".join(rows) + "</table>"
 
 
-def _pair(pair: Pair) -> Iterator[str]:
+def _pair(pair: Comparison) -> Iterator[str]:
     summary = pair.summary
     yield f"<h2>{pair.base} and {pair.other}</h2>"
     counts = f"{summary.same_tokens} of {summary.prompts} prompts continue with the same tokens"

@@ -9,7 +9,7 @@ import numpy as np
 
 from rbln_backend.parity.job import Answer, FloatArray
 from rbln_backend.parity.positions import PromptDelta
-from rbln_backend.parity.run import Bisection, Outcome, Pair
+from rbln_backend.parity.run import Bisection, Comparison, Outcome
 
 _CODES = {"green": "32", "yellow": "33", "red": "31", "bold": "1"}
 
@@ -69,7 +69,7 @@ class _TextReport:
         yield from _rankings(answers[pair.other], reference, self._options.topk)
         yield _worst(delta)
 
-    def _pair(self, pair: Pair) -> str:
+    def _pair(self, pair: Comparison) -> str:
         summary = pair.summary
         text = f"{pair.base} and {pair.other}: {summary.same_tokens} of {summary.prompts} prompts "
         text += "continue with the same tokens"

@@ -21,8 +21,8 @@ from rbln_backend.reporting.description import (
     KvInfo,
     LimitsInfo,
     LoraInfo,
-    ModelInfo,
     RuntimeInfo,
+    ServedModelInfo,
 )
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import KVCacheConfig, VllmConfig, compiled_sizes
@@ -45,54 +45,54 @@ class SelfDescription:
 
     def started(self) -> None:
         """Tell what is known before anything is done."""
-        self._writer.tell("settings", self._rbln.to_dict())
-        self._writer.tell("model", _model_info(self._config, None, None))
-        self._writer.tell("limits", _limits_info(self._config))
-        self._writer.tell("buckets", _buckets_info(self._config, None))
+        self._writer.write("settings", self._rbln.to_dict())
+        self._writer.write("model", _model_info(self._config, None, None))
+        self._writer.write("limits", _limits_info(self._config))
+        self._writer.write("buckets", _buckets_info(self._config, None))
 
     def has_device(self, compiler: Compiler) -> None:
         """Describe an NPU."""
-        self._writer.tell("device", _device_info(compiler, None))
+        self._writer.write("device", _device_info(compiler, None))
 
     def has_kernels(self, compiler: Compiler, kernels: KernelSet, runtime: RuntimeInfo) -> None:
         """Describe the emulated device."""
         self._runtime = runtime
-        self._writer.tell("device", _device_info(compiler, kernels))
-        self._writer.tell("runtime", runtime)
+        self._writer.write("device", _device_info(compiler, kernels))
+        self._writer.write("runtime", runtime)
 
     def has_weights(self, num_bytes: int, quantized_layers: str | None) -> None:
         """Describe the loaded model."""
-        self._writer.tell("model", _model_info(self._config, num_bytes, quantized_layers))
-        self._writer.tell("phases", _phase_seconds(self._board))
+        self._writer.write("model", _model_info(self._config, num_bytes, quantized_layers))
+        self._writer.write("phases", _phase_seconds(self._board))
 
     def has_adapters(self, num_bytes: int) -> None:
         """Describe the adapter slots, which take ``num_bytes``."""
         lora = self._config.lora_config
         assert lora is not None
         info = LoraInfo(max_loras=lora.max_loras, max_lora_rank=lora.max_lora_rank, bytes=num_bytes)
-        self._writer.tell("lora", info)
+        self._writer.write("lora", info)
 
     def has_experts(self, experts: ExpertsInfo) -> None:
         """Describe the computation of mixtures of experts."""
-        self._writer.tell("experts", experts)
+        self._writer.write("experts", experts)
 
     def records_usage(self, file: Path) -> None:
         """Describe the file with the counts of step sizes."""
-        self._writer.tell("buckets", _buckets_info(self._config, str(file)))
+        self._writer.write("buckets", _buckets_info(self._config, str(file)))
 
     def has_kv_caches(self, kv_cache_config: KVCacheConfig) -> None:
         """Describe the allocated KV cache."""
         num_bytes = self._board.value("rbln_device_memory_bytes", kind="kv")
-        self._writer.tell("kv", _kv_info(kv_cache_config, int(num_bytes)))
+        self._writer.write("kv", _kv_info(kv_cache_config, int(num_bytes)))
 
     def is_ready(self) -> None:
         """Describe store, phases and memory after the warm-up; nothing is written later."""
-        self._writer.tell("cache", _cache_info(self._rbln, self._board))
-        self._writer.tell("phases", _phase_seconds(self._board))
+        self._writer.write("cache", _cache_info(self._rbln, self._board))
+        self._writer.write("phases", _phase_seconds(self._board))
         if self._runtime is not None:
             on_huge_pages = huge_page_bytes()
             runtime = dataclasses.replace(self._runtime, huge_page_bytes=on_huge_pages)
-            self._writer.tell("runtime", runtime)
+            self._writer.write("runtime", runtime)
 
 
 def _device_info(compiler: Compiler, kernels: KernelSet | None) -> DeviceInfo:
@@ -119,10 +119,10 @@ def _device_info(compiler: Compiler, kernels: KernelSet | None) -> DeviceInfo:
 
 def _model_info(
     config: VllmConfig, weight_bytes: int | None, quantized_layers: str | None
-) -> ModelInfo:
+) -> ServedModelInfo:
     """Return the served model; ``weight_bytes`` is None until the weights are loaded."""
     model = config.model_config
-    return ModelInfo(
+    return ServedModelInfo(
         name=model.model,
         architecture=model.architecture,
         runner=model.runner_type,

@@ -41,7 +41,7 @@ def recorded(run_dir: Path, sizes: dict[int, int]) -> UsageFile:
     file = UsageFile(run_dir / "usage.json")
     file.add(usage)
     info = BucketsInfo(decode=[8], prefill=[64], usage_file=str(file.path))
-    DescriptionWriter(run_dir, 0).tell("buckets", info)
+    DescriptionWriter(run_dir, 0).write("buckets", info)
     return file
 
 

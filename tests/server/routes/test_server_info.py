@@ -43,7 +43,7 @@ async def test_it_answers_while_the_engine_starts_with_what_is_known(tmp_path: P
         assert info["timings"]["ready_after_s"] is None
         assert info["request_limits"]["max_body_bytes"] == 4096
         assert info["settings"]["server"]["drain_timeout_s"] == 25
-        DescriptionWriter(tmp_path, 0).tell("limits", LIMITS)
+        DescriptionWriter(tmp_path, 0).write("limits", LIMITS)
         progress = ProgressWriter(tmp_path, 0, None)
         progress.plan(["decode-1", "decode-2"])
         progress.graph_done("decode-1", "loaded", 0.5)
@@ -62,7 +62,7 @@ async def test_it_still_tells_of_a_dead_engine(tmp_path: Path) -> None:
     launcher = ScriptedLauncher(engine=ScriptedEngine(ScriptedFrontend()))
     launcher.launched.set()
     async with running(tmp_path, launcher, death_linger_s=5) as service:
-        DescriptionWriter(tmp_path, 0).tell("limits", LIMITS)
+        DescriptionWriter(tmp_path, 0).write("limits", LIMITS)
         launcher.engine.death = "it is gone"
         while (info := (await service.client.get(PATH)).json())["status"]["status"] != "dead":
             pass

@@ -13,7 +13,7 @@ from rbln_backend.parity.options import parse
 from rbln_backend.parity.positions import compare
 from rbln_backend.parity.report.machine import json_report
 from rbln_backend.parity.report.text import text_report
-from rbln_backend.parity.run import Outcome, Pair
+from rbln_backend.parity.run import Comparison, Outcome
 
 OPTIONS = parse(["--no-color", "--topk", "2"])
 CPU = Answer(
@@ -37,7 +37,7 @@ def _outcome() -> Outcome:
         side: SideResult(answers=(answer,), seconds=1.0, about=about)
         for side, answer in (("cpu", CPU), ("rbln", RBLN))
     }
-    pair = Pair(base="cpu", other="rbln", deltas=(compare(CPU, RBLN, 0.5),))
+    pair = Comparison(base="cpu", other="rbln", deltas=(compare(CPU, RBLN, 0.5),))
     return Outcome(
         options=OPTIONS, results=results, pairs=(pair,), failures=(), clamped=("--topk is 2",)
     )

@@ -232,12 +232,12 @@ def test_the_eta_counts_the_workers_and_not_what_was_loaded(tmp_path: Path) -> N
 def test_a_failure_is_told_with_its_reason_until_the_rank_begins_anew(tmp_path: Path) -> None:
     writer, reader = ProgressWriter(tmp_path, 0, None), ProgressReader(tmp_path)
     ProgressWriter(tmp_path, 1, None).phase("init")
-    with pytest.raises(UnsupportedModelError), writer.telling_failure():
+    with pytest.raises(UnsupportedModelError), writer.reporting_failure():
         raise UnsupportedModelError("no op for this")
     assert reader.poll().failure == "no op for this"
     writer.phase("init")
     assert reader.poll().failure is None
-    with pytest.raises(KeyError), writer.telling_failure():
+    with pytest.raises(KeyError), writer.reporting_failure():
         raise KeyError("weight")
     assert reader.poll().failure == "KeyError: 'weight'"
 

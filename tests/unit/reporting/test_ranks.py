@@ -101,7 +101,7 @@ def test_an_engine_that_stands_still_is_not_hidden_by_one_that_moves(tmp_path: P
 
 def test_stories_and_descriptions_of_all_ranks_are_kept_apart(tmp_path: Path) -> None:
     for place in PLACES:
-        DescriptionWriter(tmp_path, place.number).tell("phases", {"init": float(place.number)})
+        DescriptionWriter(tmp_path, place.number).write("phases", {"init": float(place.number)})
         writer = ProgressWriter(tmp_path, place.number, None)
         writer.phase("compile")
         writer.plan(["decode-8", "prefill-64"])
