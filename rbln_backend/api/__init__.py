@@ -57,7 +57,7 @@ def is_active() -> bool:
 def load_worker() -> None:
     """Import the modules of an engine process. Raises ``PlatformError``."""
     _require_platform()
-    import rbln_backend.worker.worker  # noqa: F401
+    import rbln_backend.worker.worker
 
 
 def refuse_model(config: ModelConfig) -> None:

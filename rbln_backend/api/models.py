@@ -6,5 +6,3 @@ from rbln_backend.checkpoints.catalogue import CATALOGUE
 from rbln_backend.checkpoints.folders import checkpoint_of, fetch, is_made_here
 from rbln_backend.checkpoints.paths import path_problem
 from rbln_backend.unsupported import MULTIMODAL
-
-__all__ = ["CATALOGUE", "MULTIMODAL", "checkpoint_of", "fetch", "is_made_here", "path_problem"]

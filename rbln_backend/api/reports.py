@@ -9,17 +9,3 @@ from rbln_backend.reporting.progress import GraphProgress, ProgressReader, Progr
 from rbln_backend.reporting.start_costs import ReadyTimes
 from rbln_backend.reporting.stats import MetricDecl
 from rbln_backend.reporting.store_report import CompileReport, StoreReport
-
-__all__ = [
-    "SECTIONS",
-    "CompileReport",
-    "GraphProgress",
-    "MetricDecl",
-    "ModelReport",
-    "ProgressReader",
-    "ProgressSnapshot",
-    "ReadyTimes",
-    "StoreReport",
-    "computed_rows",
-    "read_descriptions",
-]

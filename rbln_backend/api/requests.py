@@ -8,17 +8,3 @@ from rbln_backend.lora.target import Target
 from rbln_backend.scheduler.constraints import is_prefill, prefill_block_reason
 from rbln_backend.speculation.drafter import EXTRA_ARGS
 from rbln_backend.speculation.prediction import Prediction
-
-__all__ = [
-    "BACKGROUND_PRIORITY",
-    "EXTRA_ARGS",
-    "FIRST_PRIORITY",
-    "QUEUE_TIMEOUT",
-    "Prediction",
-    "Target",
-    "TensorName",
-    "check_config",
-    "check_tensors",
-    "is_prefill",
-    "prefill_block_reason",
-]

@@ -3,8 +3,3 @@
 from __future__ import annotations
 
 from rbln_backend.settings import child_environ, resolve
-
-__all__ = [
-    "child_environ",
-    "resolve",
-]

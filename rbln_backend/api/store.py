@@ -10,27 +10,3 @@ from rbln_backend.store.bundle_output import write_bundle, write_folder
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.store.kernel_files import KernelFiles, is_intact, kernel_store, libraries
 from rbln_backend.store.unpack import Imported, unpack
-
-__all__ = [
-    "MAX_BYTES",
-    "ArtifactStore",
-    "CacheKey",
-    "Contents",
-    "Entry",
-    "Imported",
-    "KernelFiles",
-    "above_bound",
-    "audit",
-    "collect",
-    "graph_store",
-    "is_intact",
-    "kernel_store",
-    "libraries",
-    "of_other_versions",
-    "read_archive",
-    "read_tree",
-    "unpack",
-    "unused_since",
-    "write_bundle",
-    "write_folder",
-]

@@ -4,5 +4,3 @@ from __future__ import annotations
 
 from vllm.model_executor.models.bert import TOKEN_TYPE_SHIFT, BertEmbedding
 from vllm.model_executor.models.roberta import RobertaEmbedding
-
-__all__ = ["TOKEN_TYPE_SHIFT", "BertEmbedding", "RobertaEmbedding"]

@@ -12,16 +12,3 @@ from vllm.v1.structured_output.backend_types import (
 )
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, XgrammarGrammar
 from vllm.v1.structured_output.utils import convert_lark_to_ebnf, grammar_is_likely_lark
-
-__all__ = [
-    "StructuredOutputGrammar",
-    "StructuredOutputManager",
-    "StructuredOutputOptions",
-    "VllmConfig",
-    "XgrammarBackend",
-    "XgrammarGrammar",
-    "cached_tokenizer_from_config",
-    "convert_lark_to_ebnf",
-    "grammar_is_likely_lark",
-    "is_mistral_tokenizer",
-]

@@ -5,10 +5,3 @@ from __future__ import annotations
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
-__all__ = [
-    "MLAModules",
-    "MultiHeadLatentAttentionWrapper",
-    "QuantizeMethodBase",
-    "UnquantizedLinearMethod",
-]

@@ -41,28 +41,3 @@ def adaptable_modules(model: nn.Module) -> list[str]:
         if not (beside_experts and isinstance(module, ReplicatedLinear)):
             found.append(name)
     return found
-
-
-__all__ = [
-    "BaseLayerWithLoRA",
-    "BaseLinearLayerWithLoRA",
-    "LinearBase",
-    "LoRAConfig",
-    "LoRALayerWeights",
-    "LoRAModel",
-    "LoRAModelManager",
-    "LoRARequest",
-    "LogitsProcessor",
-    "MergedColumnParallelLinear",
-    "MoERunner",
-    "PunicaWrapperBase",
-    "QKVParallelLinear",
-    "VocabParallelEmbedding",
-    "WorkerLoRAManager",
-    "adaptable_modules",
-    "get_moe_expert_mapping",
-    "is_base_embedding_weights",
-    "is_in_target_modules",
-    "parse_fine_tuned_lora_name",
-    "supports_lora",
-]
