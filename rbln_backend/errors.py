@@ -1,22 +1,6 @@
 """Errors that the backend raises on purpose.
 
-    RblnError
-    |-- ConfigError            (ValueError)    a setting is unknown, malformed or impossible
-    |-- BucketError            (ValueError)    a bucket table is invalid, or no bucket fits
-    |-- UnsupportedModelError  (ValueError)    the model cannot run here, with the reason
-    |-- CheckpointError        (ValueError)    a file or download cannot be made a checkpoint
-    |-- AdapterError           (ValueError)    a LoRA adapter does not fit the model or has no slot
-    |-- PlatformError          (RuntimeError)  vLLM runs on another platform than this one
-    |-- DeviceMemoryError      (MemoryError)   weights or KV cache do not fit on the device
-    |-- CompileError           (RuntimeError)  a graph could not be compiled or built
-    |   `-- UncompiledShapeError               a shape reached the hot path that warm-up left out
-    `-- ArtifactError                          a stored artifact cannot be used
-        |-- CorruptArtifactError               its bytes differ from its manifest
-        |-- UntrustedFileError (PermissionError)  code that another user could have written
-        `-- BundleError                        a bundle cannot be read, or is malformed
-
-The built-in second bases let callers without knowledge of this package (vLLM, argparse) handle
-them.
+Built-in second bases let callers without knowledge of this package (vLLM, argparse) handle them.
 """
 
 from __future__ import annotations

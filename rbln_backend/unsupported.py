@@ -27,6 +27,80 @@ class Feature:
         )
 
 
+MULTIMODAL = Feature(
+    "multimodal inputs",
+    "Gemma-3 with its vision tower, Mistral-Small-3.x, Qwen-VL, Llava, InternVL",
+    "whose graphs take token ids alone",
+    "serve a text-only checkpoint, or with VLLM_RBLN_DISABLE_MM=1 or --language-model-only the "
+    "text of Gemma-3, Gemma-3n, Gemma-4, Llama-4, Mistral-Small-3.x, "
+    "Ministral-3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Llava",
+)
+ENCODER_DECODER = Feature(
+    "encoder-decoder models",
+    "T5, BART, Whisper",
+    "which has no cross attention",
+    "serve a decoder-only model",
+)
+STATE_SPACE = Feature(
+    "state-space or linear-attention layers",
+    "Mamba, Jamba, Bamba, Qwen3-Next",
+    "whose caches hold keys and values alone",
+    "serve a model whose layers are all attention",
+)
+MLA = Feature(
+    "multi-head latent attention (MLA)",
+    "DeepSeek-V2, V3, R1 on an NPU; drafts and encoders of that kind",
+    "whose op over a compressed KV cache belongs to the emulated device and is causal",
+    "run it on the emulated device, or serve a model with grouped-query attention",
+)
+SPARSE_ATTENTION = Feature(
+    "sparse attention",
+    "DeepSeek-V3.2",
+    "whose ops attend to every cached token or to a sliding window",
+    "serve a model with dense attention",
+)
+CHUNKED_ATTENTION = Feature(
+    "chunked local attention of contexts above a chunk",
+    "Llama-4 on an NPU or with RBLN_USE_CUSTOM_KERNEL",
+    "whose ops there attend to every cached token or to a sliding window",
+    "set --max-model-len to the chunk (8192) or less, or run it on the emulated device",
+)
+DUAL_CHUNK_ATTENTION = Feature(
+    "dual chunk attention",
+    "Qwen2.5-1M",
+    "whose ops attend to every cached token or to a sliding window",
+    "remove dual_chunk_attention_config from config.json, for contexts that need none",
+)
+PREFIX_LM = Feature(
+    "attention of a prompt's tokens to later ones (prefix LM)",
+    "HRM-Text",
+    "whose ops of models that generate are causal",
+    "serve a causal model",
+)
+ALIBI = Feature(
+    "ALiBi position biases",
+    "BLOOM, Falcon-RW on an NPU; encoders",
+    "whose SDK's attention ops and attention in both directions take no biases",
+    "run it on the emulated device, or serve a model with rotary or learned positions",
+)
+KV_SHARING = Feature(
+    "KV sharing between layers",
+    "Gemma-3n, Gemma-4 E2B and E4B on an NPU or with RBLN_USE_CUSTOM_KERNEL",
+    "whose ops there write the cache that they read",
+    "run it on the emulated device, or serve a model whose layers do not share KV",
+)
+SOFT_CAP = Feature(
+    "attention logit soft capping",
+    "Gemma-2, on an NPU",
+    "whose attention ops have no soft cap on an NPU",
+    "run it on the emulated device, which has one",
+)
+UNEQUAL_HEADS = Feature(
+    "values of another head size than keys",
+    "MiMo-V2, whose layers in vLLM choose a GPU's backend; any on an NPU",
+    "whose emulated device alone takes them, of layers that leave the backend to the platform",
+    "serve a model with one head size",
+)
 EXPERT_ROUTING = Feature(
     "expert routing by token ids, to experts that do nothing, or with weights on several inputs",
     "DeepSeek-V4, LongCat-Flash",
@@ -167,12 +241,6 @@ PREFILL_PROMPTS = Feature(
     "whose documented prefill there takes one request",
     "leave prefill_prompts unset",
 )
-KV_TRANSFER = Feature(
-    "KV transfer between engines",
-    "--kv-transfer-config",
-    "whose KV caches belong to one engine",
-    "drop --kv-transfer-config",
-)
 KV_DTYPE = Feature(
     "a KV cache in this dtype",
     "--kv-cache-dtype other than the model's dtype and fp8 (e4m3); fp8 on an NPU, with "
@@ -180,118 +248,12 @@ KV_DTYPE = Feature(
     "whose ops read keys and values as the model computes them or, on the emulated device, as e4m3",
     "drop --kv-cache-dtype, or name the model's dtype where the checkpoint asks for fp8",
 )
-MULTIMODAL = Feature(
-    "multimodal inputs",
-    "Gemma-3 with its vision tower, Mistral-Small-3.x, Qwen-VL, Llava, InternVL",
-    "whose graphs take token ids alone",
-    "serve a text-only checkpoint, or with VLLM_RBLN_DISABLE_MM=1 or --language-model-only the "
-    "text of Gemma-3, Gemma-3n, Gemma-4, Llama-4, Mistral-Small-3.x, "
-    "Ministral-3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Llava",
-)
-ENCODER_DECODER = Feature(
-    "encoder-decoder models",
-    "T5, BART, Whisper",
-    "which has no cross attention",
-    "serve a decoder-only model",
-)
-STATE_SPACE = Feature(
-    "state-space or linear-attention layers",
-    "Mamba, Jamba, Bamba, Qwen3-Next",
-    "whose caches hold keys and values alone",
-    "serve a model whose layers are all attention",
-)
-MLA = Feature(
-    "multi-head latent attention (MLA)",
-    "DeepSeek-V2, V3, R1 on an NPU; drafts and encoders of that kind",
-    "whose op over a compressed KV cache belongs to the emulated device and is causal",
-    "run it on the emulated device, or serve a model with grouped-query attention",
-)
-SPARSE_ATTENTION = Feature(
-    "sparse attention",
-    "DeepSeek-V3.2",
-    "whose ops attend to every cached token or to a sliding window",
-    "serve a model with dense attention",
-)
-CHUNKED_ATTENTION = Feature(
-    "chunked local attention of contexts above a chunk",
-    "Llama-4 on an NPU or with RBLN_USE_CUSTOM_KERNEL",
-    "whose ops there attend to every cached token or to a sliding window",
-    "set --max-model-len to the chunk (8192) or less, or run it on the emulated device",
-)
-DUAL_CHUNK_ATTENTION = Feature(
-    "dual chunk attention",
-    "Qwen2.5-1M",
-    "whose ops attend to every cached token or to a sliding window",
-    "remove dual_chunk_attention_config from config.json, for contexts that need none",
-)
-PREFIX_LM = Feature(
-    "attention of a prompt's tokens to later ones (prefix LM)",
-    "HRM-Text",
-    "whose ops of models that generate are causal",
-    "serve a causal model",
-)
-ALIBI = Feature(
-    "ALiBi position biases",
-    "BLOOM, Falcon-RW on an NPU; encoders",
-    "whose SDK's attention ops and attention in both directions take no biases",
-    "run it on the emulated device, or serve a model with rotary or learned positions",
-)
-KV_SHARING = Feature(
-    "KV sharing between layers",
-    "Gemma-3n, Gemma-4 E2B and E4B on an NPU or with RBLN_USE_CUSTOM_KERNEL",
-    "whose ops there write the cache that they read",
-    "run it on the emulated device, or serve a model whose layers do not share KV",
-)
-SOFT_CAP = Feature(
-    "attention logit soft capping",
-    "Gemma-2, on an NPU",
-    "whose attention ops have no soft cap on an NPU",
-    "run it on the emulated device, which has one",
-)
-UNEQUAL_HEADS = Feature(
-    "values of another head size than keys",
-    "MiMo-V2, whose layers in vLLM choose a GPU's backend; any on an NPU",
-    "whose emulated device alone takes them, of layers that leave the backend to the platform",
-    "serve a model with one head size",
+KV_TRANSFER = Feature(
+    "KV transfer between engines",
+    "--kv-transfer-config",
+    "whose KV caches belong to one engine",
+    "drop --kv-transfer-config",
 )
 
-FEATURES: tuple[Feature, ...] = (
-    MULTIMODAL,
-    ENCODER_DECODER,
-    STATE_SPACE,
-    MLA,
-    SPARSE_ATTENTION,
-    CHUNKED_ATTENTION,
-    DUAL_CHUNK_ATTENTION,
-    PREFIX_LM,
-    ALIBI,
-    KV_SHARING,
-    SOFT_CAP,
-    UNEQUAL_HEADS,
-    EXPERT_ROUTING,
-    EXPERT_ACTIVATION,
-    QUANTIZED_EXPERTS,
-    QUANTIZATION,
-    QUANTIZATION_ON_NPU,
-    QUANTIZED_EMBEDDING,
-    EXPERT_EXCHANGE,
-    CONTEXT_PARALLEL,
-    HOSTS,
-    OWN_LAUNCHER,
-    MICRO_BATCHES,
-    LORA_SHARDS,
-    LORA_ON_NPU,
-    LORA_MODEL,
-    LORA_TARGET,
-    LORA_EXPERTS_APART,
-    LORA_EXPERT_FORMATS,
-    LORA_DTYPE,
-    SPECULATION_METHOD,
-    SPECULATION_POOLING,
-    SPECULATION_RANKS,
-    SPECULATION_ON_NPU,
-    PREFILL_PROMPTS,
-    KV_DTYPE,
-    KV_TRANSFER,
-)
-"""All rows, models' features first."""
+FEATURES = tuple(row for row in tuple(globals().values()) if isinstance(row, Feature))
+"""All rows in this order, models' features first."""
