@@ -14,13 +14,18 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Base of the sections of a description that are objects."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceInfo:
+class DeviceInfo(Section):
     """Device of the graphs."""
 
     name: Annotated[str, "`emulated` or `rebel`."]
@@ -32,7 +37,7 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeInfo:
+class RuntimeInfo(Section):
     """Threads and memory of the emulated device."""
 
     threads: Annotated[int, "Threads of the kernels, the engine's own included."]
@@ -47,7 +52,7 @@ class RuntimeInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModelInfo:
+class ServedModelInfo(Section):
     """The served model."""
 
     name: Annotated[str, "Folder or repository that the model was loaded from."]
@@ -64,7 +69,7 @@ class ServedModelInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitsInfo:
+class LimitsInfo(Section):
     """Limits of the engine."""
 
     max_model_len: Annotated[int, "Largest number of tokens of a prompt and its answer."]
@@ -73,7 +78,7 @@ class LimitsInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketsInfo:
+class BucketsInfo(Section):
     """Sizes of the compiled graphs."""
 
     decode: Annotated[list[int], "Requests of a decode step; none for a model that pools."]
@@ -97,7 +102,7 @@ class KvGroupInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvInfo:
+class KvInfo(Section):
     """The KV cache."""
 
     bytes: Annotated[int, "Bytes of all groups."]
@@ -105,7 +110,7 @@ class KvInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraInfo:
+class LoraInfo(Section):
     """Room for LoRA adapters; null without `--enable-lora`."""
 
     max_loras: Annotated[int, "Slots: adapters that can be loaded at once."]
@@ -114,7 +119,7 @@ class LoraInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsInfo:
+class ExpertsInfo(Section):
     """Computation of mixtures of experts; null for a model without them."""
 
     path: Annotated[str, "`opt`, `custom`, `glu` (the SDK's op) or `native`."]
@@ -127,7 +132,7 @@ class ExpertsInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheInfo:
+class CacheInfo(Section):
     """The store of compiled graphs at start-up."""
 
     root: Annotated[str, "Its directory."]
@@ -141,7 +146,7 @@ class CacheInfo:
     bytes: Annotated[int, "Bytes of them."]
 
 
-SECTIONS: Mapping[str, type] = {
+SECTIONS: Mapping[str, type[Section]] = {
     "device": DeviceInfo,
     "runtime": RuntimeInfo,
     "model": ServedModelInfo,
@@ -152,20 +157,7 @@ SECTIONS: Mapping[str, type] = {
     "experts": ExpertsInfo,
     "cache": CacheInfo,
 }
-"""Sections of a description that are objects."""
-
-
-Section: TypeAlias = (
-    DeviceInfo
-    | RuntimeInfo
-    | ServedModelInfo
-    | LimitsInfo
-    | BucketsInfo
-    | KvInfo
-    | LoraInfo
-    | ExpertsInfo
-    | CacheInfo
-)
+"""Sections of a description by name."""
 
 
 class DescriptionWriter:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from prometheus_client.mmap_dict import mmap_key
 from prometheus_client.utils import floatToGoString
@@ -253,6 +254,9 @@ METRICS: tuple[MetricDecl, ...] = (
 )
 """Every metric of the engine. Names, labels and buckets are an interface of dashboards."""
 
+AnyHandle = CounterHandle | GaugeHandle | HistogramHandle
+_Handle = TypeVar("_Handle", CounterHandle, GaugeHandle, HistogramHandle)
+_KINDS = {CounterHandle: "counter", GaugeHandle: "gauge", HistogramHandle: "histogram"}
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
@@ -266,7 +270,7 @@ class MetricsBoard:
     def __init__(self, run_dir: Path | None, rank: int | str) -> None:
         self._lock = threading.Lock()
         self._sinks: dict[str, Sink] = {}
-        self._handles: dict[tuple[str, ...], CounterHandle | GaugeHandle | HistogramHandle] = {}
+        self._handles: dict[tuple[str, ...], AnyHandle] = {}
         directory = None if run_dir is None else run_dir / "metrics"
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -280,21 +284,15 @@ class MetricsBoard:
 
     def counter(self, name: str, **labels: object) -> CounterHandle:
         """Return the counter; `ValueError` for an undeclared name, kind or set of labels."""
-        handle = self._handle("counter", name, labels)
-        assert isinstance(handle, CounterHandle)
-        return handle
+        return self._handle(CounterHandle, name, labels)
 
     def gauge(self, name: str, **labels: object) -> GaugeHandle:
         """Return the gauge; `ValueError` for an undeclared name, kind or set of labels."""
-        handle = self._handle("gauge", name, labels)
-        assert isinstance(handle, GaugeHandle)
-        return handle
+        return self._handle(GaugeHandle, name, labels)
 
     def histogram(self, name: str, **labels: object) -> HistogramHandle:
         """Return the histogram; `ValueError` for an undeclared name, kind or set of labels."""
-        handle = self._handle("histogram", name, labels)
-        assert isinstance(handle, HistogramHandle)
-        return handle
+        return self._handle(HistogramHandle, name, labels)
 
     def value(self, name: str, **labels: object) -> float:
         """Return the current value; of a histogram, the number of observations."""
@@ -307,22 +305,18 @@ class MetricsBoard:
         for sink in self._sinks.values():
             sink.close()
 
-    def _handle(
-        self, kind: str, name: str, labels: dict[str, object]
-    ) -> CounterHandle | GaugeHandle | HistogramHandle:
+    def _handle(self, kind: type[_Handle], name: str, labels: dict[str, object]) -> _Handle:
         metric, label_values = _declared(name, labels)
-        if metric.kind != kind:
-            raise ValueError(f"{name} is a {metric.kind}, not a {kind}")
+        if metric.kind != _KINDS[kind]:
+            raise ValueError(f"{name} is a {metric.kind}, not a {_KINDS[kind]}")
         with self._lock:
             handle = self._handles.get((name, *label_values))
             if handle is None:
-                handle = self._make(metric, label_values)
-                self._handles[(name, *label_values)] = handle
+                handle = self._handles[(name, *label_values)] = self._make(metric, label_values)
+        assert isinstance(handle, kind)
         return handle
 
-    def _make(
-        self, metric: MetricDecl, label_values: tuple[str, ...]
-    ) -> CounterHandle | GaugeHandle | HistogramHandle:
+    def _make(self, metric: MetricDecl, label_values: tuple[str, ...]) -> AnyHandle:
         sink = self._sinks[_file_stem(metric)]
         if metric.kind == "counter":
             return CounterHandle(sink, self._lock, _key(metric, "", label_values))
