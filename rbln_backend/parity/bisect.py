@@ -1,4 +1,4 @@
-"""The first layer whose hidden states depart from the reference's."""
+"""Search for the first layer whose hidden states depart from the reference's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LayerDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departure:
-    """Where the sides part."""
+    """Layer and phase at which the sides depart."""
 
     layer: str
     phase: Phase
@@ -45,7 +45,7 @@ class Departure:
 
 
 def layer_deltas(reference: Layers, other: Layers, num_decoded: int) -> list[LayerDelta]:
-    """Compare layer by layer; raises ``ValueError`` where the sides have other layers."""
+    """Compare all layers; raises ``ValueError`` if the shapes of the sides differ."""
     if reference.states.shape != other.states.shape:
         raise ValueError(
             f"the sides' layers differ: {reference.states.shape} and {other.states.shape}"
@@ -62,7 +62,7 @@ def layer_deltas(reference: Layers, other: Layers, num_decoded: int) -> list[Lay
 
 
 def first_departure(deltas: Sequence[LayerDelta], dtype: str) -> Departure | None:
-    """The earliest layer that departs, in the phase where its error is the larger one."""
+    """Return the earliest layer that departs, in the phase with the larger error."""
     floor = ROUNDING.get(dtype, ROUNDING["bfloat16"])
     before = {"prefill": floor / JUMP, "decode": floor / JUMP}
     for delta in deltas:
@@ -77,5 +77,5 @@ def first_departure(deltas: Sequence[LayerDelta], dtype: str) -> Departure | Non
 def _relative(reference: FloatArray, other: FloatArray) -> float:
     norm = float(np.linalg.norm(reference))
     error = float(np.linalg.norm(other - reference)) / norm if norm else 0.0
-    # NaN compares with nothing; it is as far away as can be.
+    # NaN counts as an infinite error.
     return error if np.isfinite(error) else float("inf")

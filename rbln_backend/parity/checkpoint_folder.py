@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: at a path, or in the snapshots that the hub's library keeps."""
+"""Folder of a checkpoint: a path, or a snapshot of the hub's library."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _FILES = ["*.safetensors", "*.json", "*.py", "*.model", "*.txt", "*.jinja"]
 def checkpoint_folder(model: str) -> Path | None:
     """Return the folder with ``config.json`` of a path or a name of the hub.
 
-    Of a name it is the snapshot, whose folder is called by its commit; of the hub that one file
-    is checked. None if there is no such file: the runners then report the error.
+    For a name it is the snapshot's folder, named by the commit; only that file is checked at the
+    hub. None without such a file: the runners then report the error.
     """
     if Path(model).is_dir():
         return Path(model)
-    # It takes half a second to import, and a path does not need it.
+    # Local import: it takes half a second, and a path does not need it.
     from huggingface_hub import hf_hub_download
 
     try:
@@ -26,7 +26,7 @@ def checkpoint_folder(model: str) -> Path | None:
 
 
 def downloaded_folder(model: str) -> Path:
-    """Return the folder with all of a checkpoint; of a name of the hub what is missing is fetched.
+    """Return the folder with all files of a checkpoint; missing files of a name are downloaded.
 
     Raises what the hub's library raises.
     """

@@ -1,4 +1,4 @@
-"""`rbln-parity`: runs, prints, writes the reports, and says by its status whether all is well."""
+"""`rbln-parity`: runs, prints and writes the reports; the status is the verdict."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 within the limits, 1 outside, 2 for wrong arguments, 3 if a side could not run."""
     options = parse(arguments)
     try:
-        outcome = run_parity(options, _tell)
+        outcome = run_parity(options, _log)
     except ConfigError as error:
         sys.stderr.write(f"rbln-parity: {error}\n")
         return WRONG_ARGUMENTS
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if outcome.passed else OUT_OF_LIMITS
 
 
-def _tell(line: str) -> None:
-    # A side runs for minutes after its line.
+def _log(line: str) -> None:
+    # Flush: a side runs for minutes after its line.
     print(line, flush=True)  # noqa: T201
 
 

@@ -1,4 +1,4 @@
-"""Jobs and results of a runner, exchanged as files between processes."""
+"""Jobs and results of the runners, exchanged as files between processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FloatArray = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One side's work: generate freely, then follow ``forced`` tokens where it went another way."""
+    """Work of one side: generate freely, then follow ``forced`` tokens where they differ."""
 
     side: Side
     model: str
@@ -27,15 +27,15 @@ class Job:
     prompts: tuple[str, ...]
     max_tokens: int
     num_logprobs: int
-    """Of each position; -1 for the whole vocabulary, 0 for none."""
+    """Log-probabilities per position; -1 for the whole vocabulary, 0 for none."""
     lora: str | None = None
     forced: tuple[tuple[int, ...], ...] | None = None
-    """The reference's tokens by prompt; None lets the side go its own way alone."""
+    """The reference's tokens by prompt; None to only generate freely."""
     probe: tuple[tuple[int, ...], int] | None = None
-    """Token ids whose hidden states are wanted after every layer, and how many of them, the last
-    ones, go through the decode graph one by one."""
+    """Token ids whose hidden states are recorded after every layer, and the number of last ones
+    that go through the decode graph one by one."""
     num_hidden_layers: int | None = None
-    """Number of the model's first layers that are kept; None for all."""
+    """Number of the model's first layers to run; None for all."""
     profile_dir: str | None = None
 
     def write(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class Answer:
     """[T, N]: their log-probabilities, natural logarithm."""
 
     def ranking(self, count: int) -> list[tuple[int, float]]:
-        """The likeliest tokens of the first position with their log-probabilities."""
+        """Return the likeliest tokens of the first position with their log-probabilities."""
         return list(
             zip(self.top_ids[0][:count].tolist(), self.logprobs[0][:count].tolist(), strict=True)
         )
@@ -82,13 +82,13 @@ class SideResult:
 
     answers: tuple[Answer, ...]
     seconds: float
-    """Of generating, without loading or compiling."""
+    """Seconds of generation, without loading or compiling."""
     layers: Layers | None = None
     about: dict[str, Any] = field(default_factory=dict)
     """Versions, device, dtype: for the report."""
 
     def write(self, path: Path) -> None:
-        """Write one file; the rename at the end keeps readers from seeing half of it."""
+        """Write one file atomically."""
         arrays: dict[str, Any] = {}
         for index, answer in enumerate(self.answers):
             for name in ("prompt_ids", "token_ids", "top_ids", "logprobs"):
@@ -108,7 +108,7 @@ class SideResult:
 
     @classmethod
     def read(cls, path: Path) -> SideResult:
-        """Read what ``write`` wrote; raises ``ValueError`` or ``OSError`` if it is damaged."""
+        """Read a result; raises ``ValueError`` or ``OSError`` for a damaged file."""
         try:
             return cls._read(path)
         except zipfile.BadZipFile as error:

@@ -1,4 +1,4 @@
-"""From the command line to the jobs of the sides and the environments that they run in."""
+"""Jobs and environments of the sides, from the command line."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Jobs:
-    """Makes the job of any side from one set of options. Raises ``ConfigError``."""
+    """Factory of the sides' jobs from one set of options. Raises ``ConfigError``."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self.model = HUB_NAMES.get(options.model, options.model)
-        """The path or the hub's name, where the command line has a short one."""
+        """Path or hub name, also for a short name on the command line."""
         self.clamped: list[str] = []
-        """In words, which values are other than the command line's."""
+        """Messages on values that differ from the command line."""
         self._config = _read_config(self.model)
         is_mixture = any(int(self._config.get(name) or 0) > 1 for name in _EXPERT_FIELDS)
         if options.ep and self._config and not is_mixture:
@@ -61,7 +61,7 @@ class Jobs:
         return limit
 
     def generate(self, side: Side, forced: Sequence[Sequence[int]] | None = None) -> Job:
-        """All prompts; along ``forced`` tokens where the side would go another way."""
+        """Return the job over all prompts, with ``forced`` tokens to follow."""
         options = self._options
         return Job(
             side=side,
@@ -77,7 +77,7 @@ class Jobs:
         )
 
     def probe(self, side: Side, prompt: str, token_ids: Sequence[int], num_decoded: int) -> Job:
-        """Hidden states over ``token_ids``, of which the last ones are decoded."""
+        """Return the job for hidden states over ``token_ids``, whose last ones are decoded."""
         args = self._engine_args(side, batch=1)
         if side == "rbln":
             args.setdefault("worker_cls", _PROBE_WORKER)
@@ -106,7 +106,7 @@ class Jobs:
             "max_num_batched_tokens": self._options.max_batched,
             "max_model_len": self._max_model_len,
             "max_logprobs": -1,
-            # A hit would let a forced run skip what it shall compute.
+            # A hit would make a forced run skip computation.
             "enable_prefix_caching": False,
             "disable_log_stats": True,
             "dtype": self._options.dtype,
@@ -143,10 +143,10 @@ def _read_config(model: str) -> Mapping[str, Any]:
 
 
 def environ_of(side: Side) -> Mapping[str, str]:
-    """The environment of a side: ours without vLLM's settings, and what makes the side that one.
+    """Return the environment of a side: this process's without vLLM's settings, plus the side's.
 
-    The plug-ins and the compile cache are as documented: a graph that was kept is not what is
-    judged. No kernel mode is set, since the RBLN side shall run the ops that serving runs.
+    Plug-ins and compile cache are as documented, so that no stored graph is compared. No kernel
+    mode is set: the RBLN side runs the ops that serving runs.
     """
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if side == "rbln":

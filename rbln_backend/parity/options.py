@@ -1,4 +1,4 @@
-"""The command line of the parity runner. The documented options keep their names and defaults."""
+"""Command line of the parity runner, with the documented names and defaults."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ HUB_NAMES = {
     "deepseek-v2": "deepseek-ai/DeepSeek-V2-Lite",
     "llama4-maverick": "meta-llama/Llama-4-Maverick-17B-128E",
 }
-"""The short model names of the documented parity runner."""
+"""Short model names of the documented parity runner."""
 DEFAULT_PROMPTS = (
     "Hello, my name is",
     "The three primary colours are",
     "Explain in simple words why the sky is blue.",
     "A list of things to pack for a journey:",
 )
-# |difference of log-probabilities| from which a token counts as an outlier.
+# Least |difference of log-probabilities| of an outlier.
 OUTLIER_EPS = 0.5
-_AT_LEAST_ONE = (
-    *("tp", "pp", "dp", "batch", "max_tokens", "max_batched", "max_model_len", "topk"),
-    *("max_logprobs_cap", "block_size_cpu", "block_size_rbln"),
-)
 
 Reference = Literal["cpu", "transformers"]
 
@@ -48,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One run; field names are those of the flags."""
+    """Options of one run, named like the flags."""
 
     model: str
     tp: int
@@ -88,7 +84,7 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; exits with status 2 and a message where it is wrong."""
+    """Parse the command line; exits with status 2 and a message if it is invalid."""
     parser = _parser()
     given = vars(parser.parse_args(arguments))
     try:
@@ -99,20 +95,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 def _options(given: dict[str, Any]) -> Options:
     count, prompts = given.pop("num_prompts"), given.pop("prompts")
-    # A rank without a prompt would not be compared.
+    # Every rank needs a prompt to be compared.
     by_default = max(1, given["dp"])
     names = ("eps", "min_pearson", "max_mean_delta", "max_outlier_share")
     limits = Limits(**{name: given.pop(name) for name in names})
     options = Options(prompts=_take(prompts, count, by_default), limits=limits, **given)
-    for name in _AT_LEAST_ONE:
-        if getattr(options, name) < 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is {getattr(options, name)}, and must be at least 1"
-            )
-    if options.num_hidden_layers is not None and options.num_hidden_layers < 1:
-        raise ValueError(
-            f"--num-hidden-layers is {options.num_hidden_layers}, and must be at least 1"
-        )
     if options.logprobs < -1:
         raise ValueError("--logprobs must be -1 (all), 0 (off) or a number of tokens")
     if options.bisect and options.tp * options.pp * options.dp > 1:
@@ -126,9 +113,7 @@ def _options(given: dict[str, Any]) -> Options:
 
 
 def _take(prompts: Sequence[str] | None, count: int | None, by_default: int) -> tuple[str, ...]:
-    """An explicit list is cut to ``count``; the default prompts are repeated up to it."""
-    if count is not None and count < 1:
-        raise ValueError(f"--num-prompts is {count}, and must be at least 1")
+    """Return ``prompts`` cut to ``count``, or the default prompts repeated up to it."""
     if prompts:
         return tuple(prompts[:count])
     count = by_default if count is None else count
@@ -151,71 +136,78 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
+    add = parser.add_argument_group("model").add_argument
     names = ", ".join(HUB_NAMES)
-    group.add_argument("--model", default="llama3.2-1b", help=f"a path, a hub id or: {names}")
-    group.add_argument("--num-hidden-layers", type=int, help="keep only the first N layers")
-    group.add_argument("--dtype", default="auto", help="of both sides (default: the model's)")
-    group.add_argument("--lora", metavar="PATH", help="a PEFT adapter that both sides use")
-    group.add_argument("--trust-remote-code", action="store_true")
-    prompts = parser.add_argument_group("prompts")
-    prompts.add_argument("--prompts", nargs="+", metavar="TEXT")
-    prompts.add_argument(
+    add("--model", default="llama3.2-1b", help=f"a path, a hub id or: {names}")
+    add("--num-hidden-layers", type=_positive, help="keep only the first N layers")
+    add("--dtype", default="auto", help="of both sides (default: the model's)")
+    add("--lora", metavar="PATH", help="a PEFT adapter that both sides use")
+    add("--trust-remote-code", action="store_true")
+    add = parser.add_argument_group("prompts").add_argument
+    add("--prompts", nargs="+", metavar="TEXT")
+    add(
         "--num-prompts",
-        type=int,
-        help="cut --prompts, or repeat four of ours (default: one, with --dp one a rank)",
+        type=_positive,
+        help="cut --prompts, or repeat the default ones (default: one per --dp rank)",
     )
-    prompts.add_argument("--max-tokens", type=int, default=256)
+    add("--max-tokens", type=_positive, default=256)
 
 
 def _engine_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engines")
+    add = parser.add_argument_group("engines").add_argument
     for name in ("tp", "pp", "dp"):
-        group.add_argument(f"--{name}", type=int, default=1, help="ranks of the RBLN side")
-    group.add_argument("--ep", action="store_true", help="expert parallelism on the RBLN side")
-    group.add_argument("--batch", type=int, default=1, help="requests at once (of each --dp rank)")
-    group.add_argument("--max-batched", type=int, default=128, help="tokens of a prefill chunk")
-    group.add_argument("--max-model-len", type=int, default=40960)
-    group.add_argument("--block-size-cpu", type=int, default=128)
-    # The documents shorten it; argparse would find two options that begin so.
-    group.add_argument("--block-size-rbln", "--block-size", "--block", type=int, default=8192)
-    group.add_argument(
+        add(f"--{name}", type=_positive, default=1, help="ranks of the RBLN side")
+    add("--ep", action="store_true", help="expert parallelism on the RBLN side")
+    add("--batch", type=_positive, default=1, help="concurrent requests (per --dp rank)")
+    add("--max-batched", type=_positive, default=128, help="tokens of a prefill chunk")
+    add("--max-model-len", type=_positive, default=40960)
+    add("--block-size-cpu", type=_positive, default=128)
+    # The documents use short forms, which argparse would find ambiguous.
+    add("--block-size-rbln", "--block-size", "--block", type=_positive, default=8192)
+    add(
         "--rbln-args",
         type=_json_object,
         default={},
         metavar="JSON",
         help="more engine arguments of the RBLN side",
     )
-    group.add_argument("--profile", action="store_true", help="write ./profile/<side>_<model>")
-    group.add_argument("--timeout", type=float, default=7200.0, help="seconds a side may take")
+    add("--profile", action="store_true", help="write ./profile/<side>_<model>")
+    add("--timeout", type=float, default=7200.0, help="limit of a side in seconds")
 
 
 def _comparison_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("comparison")
-    group.add_argument("--reference", choices=("cpu", "transformers"), default="cpu")
-    group.add_argument(
-        "--transformers", action="store_true", help="compare both with transformers in float32, too"
+    add = parser.add_argument_group("comparison").add_argument
+    add("--reference", choices=("cpu", "transformers"), default="cpu")
+    add(
+        "--transformers", action="store_true", help="also compare both with transformers in float32"
     )
-    group.add_argument("--bisect", action="store_true", help="find the first layer that departs")
-    group.add_argument("--logprobs", type=int, default=1024, help="0 off, N top N, -1 all")
-    group.add_argument("--max-logprobs-cap", type=int, default=128256)
-    group.add_argument("--eps", type=float, default=OUTLIER_EPS, help="|delta| of an outlier")
-    group.add_argument("--min-pearson", type=float, default=0.99)
-    group.add_argument("--max-mean-delta", type=float, default=0.1)
-    group.add_argument("--max-outlier-share", type=float, default=0.01)
-    group.add_argument("--use-cache", action="store_true", help="reuse the references' results")
-    group.add_argument("--cache-dir", type=Path, default=Path("cache"))
+    add("--bisect", action="store_true", help="find the first layer that departs")
+    add("--logprobs", type=int, default=1024, help="0 off, N top N, -1 all")
+    add("--max-logprobs-cap", type=_positive, default=128256)
+    add("--eps", type=float, default=OUTLIER_EPS, help="|delta| of an outlier")
+    add("--min-pearson", type=float, default=0.99)
+    add("--max-mean-delta", type=float, default=0.1)
+    add("--max-outlier-share", type=float, default=0.01)
+    add("--use-cache", action="store_true", help="reuse the references' results")
+    add("--cache-dir", type=Path, default=Path("cache"))
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("report")
-    group.add_argument("--inspect-logits", action=argparse.BooleanOptionalAction, default=True)
-    group.add_argument("--topk", type=int, default=5, help="rows of the top-k table")
-    group.add_argument("--no-color", dest="color", action="store_false")
-    group.add_argument("--no-snippet", dest="snippet", action="store_false")
-    group.add_argument("--snippet-elems", type=int, default=6)
+    add = parser.add_argument_group("report").add_argument
+    add("--inspect-logits", action=argparse.BooleanOptionalAction, default=True)
+    add("--topk", type=_positive, default=5, help="rows of the top-k table")
+    add("--no-color", dest="color", action="store_false")
+    add("--no-snippet", dest="snippet", action="store_false")
+    add("--snippet-elems", type=int, default=6)
     for kind in ("json", "junit", "html"):
-        group.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write a {kind} report")
+        add(f"--{kind}", type=Path, metavar="FILE", help=f"write a {kind} report")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 def _json_object(text: str) -> dict[str, Any]:

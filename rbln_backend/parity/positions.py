@@ -13,7 +13,7 @@ from rbln_backend.parity.job import Answer, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositionDelta:
-    """One position. Differences are of log-probabilities over the tokens that both sides name."""
+    """Differences of log-probabilities at one position, over the tokens that both sides have."""
 
     overlap: int
     outliers: int
@@ -21,7 +21,7 @@ class PositionDelta:
     max_delta: float
     mean_delta: float
     pearson: float
-    """NaN for fewer than two tokens or where one side says the same of all."""
+    """NaN for fewer than two tokens, or for equal values of all tokens on one side."""
     same_best: bool
     margin: float
     """The reference's best log-probability less its second best."""
@@ -29,11 +29,11 @@ class PositionDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDelta:
-    """One prompt: every position, each after the same tokens on both sides."""
+    """Differences of one prompt at every position, each after the same tokens on both sides."""
 
     positions: tuple[PositionDelta, ...]
     first_divergence: int | None
-    """Where the free continuations part; None if they do not."""
+    """Position at which the free continuations differ; None if they are equal."""
 
     @property
     def divergence_is_a_tie(self) -> bool:
@@ -46,14 +46,14 @@ class PromptDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """All prompts of a pair of sides. ``None`` where no log-probabilities were compared."""
+    """Summary over all prompts of two sides; ``None`` without compared log-probabilities."""
 
     prompts: int
     positions: int
     same_tokens: int
-    """Prompts whose free continuations are the same."""
+    """Prompts with equal free continuations."""
     ties: int
-    """Prompts that part where the reference itself is undecided."""
+    """Prompts that differ at a tie of the reference."""
     max_delta: float | None
     mean_delta: float | None
     min_pearson: float | None
@@ -61,7 +61,7 @@ class Summary:
 
 
 def summarize(deltas: Sequence[PromptDelta]) -> Summary:
-    """Sum up the prompts of one pair of sides."""
+    """Summarize the prompts of two sides."""
     positions = [position for delta in deltas for position in delta.positions]
     overlaps = [position.overlap for position in positions]
     total = sum(p.mean_delta * p.overlap for p in positions if p.overlap)
@@ -105,7 +105,7 @@ def _first_divergence(reference: Answer, other: Answer) -> int | None:
 def compare_position(
     ref_ids: IntArray, ref: FloatArray, ids: IntArray, values: FloatArray, eps: float
 ) -> PositionDelta:
-    """``ref_ids``, ``ref`` [N]; ``ids``, ``values`` [M]: likeliest first."""
+    """Compare ``ref_ids``, ``ref`` [N] with ``ids``, ``values`` [M], likeliest first."""
     _, at_ref, at = np.intersect1d(ref_ids, ids, return_indices=True)
     a, b = ref[at_ref].astype(np.float64), values[at].astype(np.float64)
     finite = np.isfinite(a) & np.isfinite(b)

@@ -1,4 +1,4 @@
-"""Kept results of the references, under keys that hold what a result depends on."""
+"""Cached results of the references, under keys of everything that they depend on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _model_identity(model: str) -> list[list[Any]] | str | None:
 
 
 def _identity(folder: Path) -> list[list[Any]]:
-    """Small files by content; weights, which would take long to read, by size and time."""
+    """Return the identity of all files: weights by size and time, others by content."""
     return [_file_identity(path, folder) for path in sorted(folder.rglob("*")) if path.is_file()]
 
 
@@ -61,7 +61,7 @@ def _cpu_name() -> str:
 
 
 class ResultCache:
-    """A folder of results. A file that cannot be read counts as not there."""
+    """A folder of results. An unreadable file counts as missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,12 +1,11 @@
-"""One parity run: the reference first, then the RBLN path along its tokens, then the comparison."""
+"""One parity run: the reference, the RBLN path along its tokens, and the comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rbln_backend.host.child_process import ChildJob
-from rbln_backend.parity.announcement import heading, launch
 from rbln_backend.parity.bisect import Departure, LayerDelta, first_departure, layer_deltas
 from rbln_backend.parity.job import Job, Side, SideResult
 from rbln_backend.parity.jobs import Jobs, environ_of
@@ -15,14 +14,20 @@ from rbln_backend.parity.positions import PromptDelta, Summary, compare, summari
 from rbln_backend.parity.result_cache import ResultCache, result_key
 from rbln_backend.parity.verdict import Failure, judge
 
-# Tokens that a probe decodes one by one: at least two, so that a step reads what a step wrote.
+# Tokens that a probe decodes one by one: at least two, so that a step reads the cache of another.
 _MIN_DECODED = 2
 _MAX_DECODED = 16
+# Variables that distinguish the sides.
+_VARIABLES: Mapping[Side, tuple[str, ...]] = {
+    "cpu": ("VLLM_PLUGINS",),
+    "rbln": ("VLLM_PLUGINS", "RBLN_KERNEL_MODE", "VLLM_DISABLE_COMPILE_CACHE"),
+    "transformers": (),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two sides compared; ``deltas`` by prompt."""
+    """Comparison of two sides; ``deltas`` by prompt."""
 
     base: Side
     other: Side
@@ -47,15 +52,15 @@ class Bisection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Everything that a report tells."""
+    """Content of the reports."""
 
     options: Options
     results: dict[Side, SideResult]
     pairs: tuple[Comparison, ...]
-    """The judged pair, reference and RBLN path, comes first."""
+    """The first one, of reference and RBLN path, decides the verdict."""
     failures: tuple[Failure, ...]
     clamped: tuple[str, ...] = ()
-    """Values that are not the command line's, in words."""
+    """Changed values of the command line, one message each."""
     bisection: Bisection | None = None
 
     @property
@@ -65,7 +70,7 @@ class Outcome:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """All that is out of limits, in words."""
+        """Messages on exceeded limits."""
         departed = () if self.departure is None else (self.departure,)
         return tuple(map(str, (*self.failures, *departed)))
 
@@ -74,16 +79,16 @@ class Outcome:
         return not self.reasons
 
 
-def run_parity(options: Options, tell: Callable[[str], None]) -> Outcome:
-    """Run the sides and compare them; ``tell`` is given a line at each step of it.
+def run_parity(options: Options, log: Callable[[str], None]) -> Outcome:
+    """Run the sides and compare them; ``log`` gets a line at each step.
 
     Raises ``ConfigError`` and ``ChildError``.
     """
     jobs = Jobs(options)
-    tell(heading(options, jobs.model))
+    log(heading(options, jobs.model))
     for words in jobs.clamped:
-        tell(f"[main] {words}")
-    sides = _Sides(options, tell)
+        log(f"[main] {words}")
+    sides = _Sides(options, log)
     reference = options.reference
     results: dict[Side, SideResult] = {reference: sides.reference(jobs.generate(reference))}
     forced = [answer.token_ids.tolist() for answer in results[reference].answers]
@@ -104,17 +109,33 @@ def run_parity(options: Options, tell: Callable[[str], None]) -> Outcome:
     )
 
 
-class _Sides:
-    """Runs the sides, each in a process of its own and a clean environment."""
+def heading(options: Options, model: str) -> str:
+    """Return the first line of the documented runner; ``model`` is the resolved name."""
+    return (
+        f"Model = {model}, EP={options.ep}, TP={options.tp}, PP={options.pp}, DP={options.dp}, "
+        f"MaxTokens={options.max_tokens}, Logprobs={options.logprobs}, "
+        f"Prompts={len(options.prompts)}"
+    )
 
-    def __init__(self, options: Options, tell: Callable[[str], None]) -> None:
-        self._options, self._tell = options, tell
+
+def launch(side: Side, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the lines of the documented runner before a side starts in ``environ``."""
+    yield f"\n[main] Launching {side.upper()} worker…"
+    for name in _VARIABLES[side]:
+        yield f"[{side}] {name} = {environ.get(name, '<unset>')}"
+
+
+class _Sides:
+    """Runs each side in a child process with a clean environment."""
+
+    def __init__(self, options: Options, log: Callable[[str], None]) -> None:
+        self._options, self._log = options, log
 
     def run(self, job: Job) -> SideResult:
-        """Raises ``ChildError``."""
+        """Run a side; raises ``ChildError``."""
         environ = environ_of(job.side)
         for line in launch(job.side, environ):
-            self._tell(line)
+            self._log(line)
         child = ChildJob(
             label=f"{job.side} side",
             module="rbln_backend.parity.runners",
@@ -124,7 +145,7 @@ class _Sides:
         return child.run(job.write, SideResult.read)
 
     def reference(self, job: Job) -> SideResult:
-        """A reference's result, kept and found again with ``--use-cache`` alone."""
+        """Return the result of a reference, with ``--use-cache`` from the cache if present."""
         if not self._options.use_cache:
             return self.run(job)
         cache, key = ResultCache(self._options.cache_dir), result_key(job, environ_of(job.side))
@@ -133,7 +154,7 @@ class _Sides:
             result = self.run(job)
             cache.store(key, result)
         else:
-            self._tell(f"\n[main] {job.side.upper()} results are the kept ones, {cache.path(key)}")
+            self._log(f"\n[main] {job.side.upper()} results are the cached ones, {cache.path(key)}")
         return result
 
 
@@ -150,7 +171,7 @@ def _bisect(
     results: dict[Side, SideResult],
     failures: Sequence[Failure],
 ) -> Bisection:
-    """Look at the first prompt and position that fail, else at the first prompt."""
+    """Compare layers at the first failing prompt and position, else at the first prompt."""
     worst = failures[0] if failures else None
     prompt = worst.prompt if worst else 0
     reference: Side = "transformers" if options.transformers else options.reference

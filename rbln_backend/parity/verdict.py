@@ -1,4 +1,4 @@
-"""Verdict of a comparison: within the limits, or where and by how much beyond."""
+"""Verdict of a comparison: the limits that it exceeds, with positions and values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rbln_backend.parity.positions import PositionDelta, PromptDelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """One limit that one prompt breaks; the position is the first one that does."""
+    """A limit that a prompt exceeds, and the first position that does."""
 
     prompt: int
     position: int
@@ -23,7 +23,7 @@ class Failure:
 
 
 def judge(deltas: Sequence[PromptDelta], limits: Limits) -> list[Failure]:
-    """Return what fails, at most one entry per prompt and limit."""
+    """Return the failures, at most one per prompt and limit."""
     failures = []
     for index, delta in enumerate(deltas):
         seen: set[str] = set()

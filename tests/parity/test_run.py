@@ -149,7 +149,7 @@ def test_a_reference_is_computed_once_with_use_cache(
     assert "Launching TRANSFORMERS worker" in capsys.readouterr().out
     assert main([*model, *SMALL, *cache]) == 0
     printed = capsys.readouterr().out
-    assert f"TRANSFORMERS results are the kept ones, {kept}" in printed
+    assert f"TRANSFORMERS results are the cached ones, {kept}" in printed
     assert "Launching TRANSFORMERS worker" not in printed
     assert kept.stat().st_mtime_ns == written
     assert main([*model, *SMALL, *cache, "--max-tokens", "5"]) == 0

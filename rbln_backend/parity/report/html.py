@@ -1,4 +1,4 @@
-"""The report as one HTML file that loads nothing: verdict, charts over positions, texts."""
+"""HTML report without external resources: verdict, charts over positions, texts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ def _pair(pair: Comparison) -> Iterator[str]:
 
 
 def _chart(lines: Mapping[str, Sequence[float]], x_label: str, y_label: str) -> str:
-    """Lines over 0, 1, 2, ... on a logarithmic axis; zeros and infinities lie on its lower edge."""
+    """Return a chart of lines over 0, 1, 2, ... with a logarithmic y axis.
+
+    Zeros and infinities are drawn at its lower edge.
+    """
     powers = [[_power(value) for value in line] for line in lines.values()]
     known = [power for line in powers for power in line if power is not None]
     low = math.floor(min(known, default=-6))
@@ -113,7 +116,7 @@ def _chart(lines: Mapping[str, Sequence[float]], x_label: str, y_label: str) -> 
     for index, (name, line) in enumerate(zip(lines, powers, strict=True)):
         ys = [y_of(low if power is None else power) for power in line]
         points = " ".join(f"{x_of(at):.1f},{y:.1f}" for at, y in enumerate(ys))
-        # A style, because the page's own rule for text is stronger than an attribute.
+        # A style, because the page's rule for text overrides attributes.
         parts.append(
             f'<polyline points="{points}" stroke="{_COLORS[index]}"/>'
             f'<text x="{_RIGHT - 4}" y="{_TOP + 14 * (index + 1)}" class="y" '

@@ -1,4 +1,4 @@
-"""The reports for programs: everything as JSON, and what CI systems read as JUnit's XML."""
+"""Reports for programs: JSON, and JUnit XML for CI systems."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def junit_report(outcome: Outcome) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Numbers that JSON cannot hold become null."""
+    """Return the value with null for numbers that JSON cannot hold."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -77,5 +77,5 @@ def _finite(value: Any) -> Any:
 
 
 def _printable(text: str) -> str:
-    """XML 1.0 has no control characters."""
+    """Return the text without control characters, which XML 1.0 forbids."""
     return "".join(char if char.isprintable() or char in "\t\n" else "?" for char in text)

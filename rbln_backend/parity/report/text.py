@@ -1,4 +1,4 @@
-"""The report on the terminal: the documented blocks per prompt, then every position in a line."""
+"""Terminal report: the documented block per prompt, then one line per comparison."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _TextReport:
         if self._outcome.passed:
             yield self._paint("PASS", "green")
         elif self._outcome.bisection is not None and self._outcome.departure is None:
-            yield "No layer departs: look behind the last one (norm, LM head, sampling)."
+            yield "No layer departs: check the parts after the last one (norm, LM head, sampling)."
 
     def _prompt(self, index: int, text: str) -> Iterator[str]:
         pair = self._outcome.pairs[0]
@@ -94,7 +94,7 @@ class _TextReport:
             yield self._paint(f"{line}   <- departs", "red") if is_first else line
 
     def _pearson(self, value: float) -> str:
-        """The documented steps: green from 0.999, yellow from 0.99."""
+        """Return the value in the documented colours: green from 0.999, yellow from 0.99."""
         color = "green" if value >= 0.999 else "yellow" if value >= 0.99 else "red"
         return self._paint("nan" if math.isnan(value) else f"{value:.6f}", color)
 
@@ -118,7 +118,7 @@ def _ends(values: FloatArray, count: int) -> str:
 
 
 def _rankings(other: Answer, base: Answer, count: int) -> Iterator[str]:
-    """Each side by its own order: a token that has moved stands in two lines."""
+    """Yield a line per rank, each side in its own order."""
     for rank, sides in enumerate(zip(other.ranking(count), base.ranking(count), strict=False)):
         columns = "   ".join(f"{token:>12} {value:>12.6f}" for token, value in sides)
         yield f"    {rank + 1:>4}   {columns}"

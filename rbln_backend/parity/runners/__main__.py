@@ -1,4 +1,4 @@
-"""The process of one side: reads a job, reports progress on standard output, writes the result."""
+"""Process of one side: reads a job, reports progress on standard output, writes the result."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from rbln_backend.host.child_process import report
 from rbln_backend.parity.job import Job
-from rbln_backend.parity.runners.tile_permission import ask_for_tiles
+from rbln_backend.parity.runners.tile_permission import request_tiles
 
 
 def main() -> int:
-    """``python -m rbln_backend.parity.runners JOB RESULT``; the log goes to standard error."""
+    """Run ``python -m rbln_backend.parity.runners JOB RESULT``; logs go to standard error."""
     job = Job.read(Path(sys.argv[1]))
     if job.side == "cpu":
-        ask_for_tiles()
-    # What brings torch, and its threads, comes after that question.
+        request_tiles()
+    # Imports of torch, which starts threads, must follow that request.
     from rbln_backend.parity.runners.first_layers import first_layers
 
     if job.side == "transformers":

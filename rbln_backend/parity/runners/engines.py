@@ -1,4 +1,4 @@
-"""The engine of a side: one in this process, or the one that serves, with data-parallel ranks."""
+"""Engine of a side: vLLM's offline engine, or its serving engine for data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
     ) -> list[RequestOutput]:
-        """Run all of ``prompts`` to their ends; answers are in their order."""
+        """Run all ``prompts`` to the end; outputs are in their order."""
 
     def close(self) -> None:
         """End the engine's processes."""
 
 
 def start_engine(job: Job) -> Engine:
-    """Load and compile; raises what vLLM raises."""
+    """Load and compile an engine; raises vLLM's errors."""
     ranks = int(job.engine_args.get("data_parallel_size", 1))
     return OfflineEngine(job) if ranks == 1 else RankedEngine(job, ranks)
 
 
 class OfflineEngine:
-    """vLLM's ``LLM``, whose first rank is in this process: its layers can be looked at."""
+    """vLLM's ``LLM``, whose first rank is in this process, so that its layers are accessible."""
 
     def __init__(self, job: Job) -> None:
         self.llm = LLM(job.model, logits_processors=[ForcedTokens], **job.engine_args)
@@ -59,11 +59,11 @@ class OfflineEngine:
         return list(outputs)
 
     def close(self) -> None:
-        """The engine ends with this process."""
+        """Do nothing: the engine ends with this process."""
 
 
 class RankedEngine:
-    """vLLM's ``AsyncLLM``: ``LLM`` drives one engine, and each data-parallel rank is one.
+    """vLLM's ``AsyncLLM``, because ``LLM`` drives one engine and each data-parallel rank is one.
 
     Prompts go to the ranks in turn, so that every rank is compared.
     """
@@ -72,7 +72,7 @@ class RankedEngine:
         self._ranks = ranks
         self._lora = _adapter(job)
         self._number = 0
-        # Tasks of the engine live in this loop; they rest between two calls.
+        # The engine's tasks run in this loop, only during calls.
         self._runner = asyncio.Runner()
         self._engine = self._runner.run(_start(job))
         self.model_config = self._engine.model_config

@@ -1,4 +1,4 @@
-"""The first layers of a checkpoint as one of its own: vLLM refuses weights of layers it lacks."""
+"""Checkpoint of a model's first layers: vLLM rejects weights of missing layers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from rbln_backend.parity.checkpoint_folder import downloaded_folder
 from rbln_backend.parity.job import Job
 
-# `model.layers.3.mlp.…` and GPT-2's `h.3.mlp.…`; layers of an image or audio encoder are others.
+# `model.layers.3.mlp.…` and GPT-2's `h.3.mlp.…`, but not layers of an image or audio encoder.
 _LAYER = re.compile(r"^(?!.*(?:vision|visual|audio)).*?\b(?:layers|h)\.(\d+)\.")
 
 
 @contextmanager
 def first_layers(job: Job) -> Iterator[Job]:
-    """Yield the job on a folder of its own, gone afterwards, if it wants fewer layers.
+    """Yield the job, on a temporary checkpoint if it has fewer layers.
 
     Raises ``ValueError`` for a checkpoint without safetensors.
     """

@@ -1,7 +1,7 @@
-"""A logits processor that makes a request follow given tokens.
+"""Logits processor that makes a request follow given tokens.
 
-vLLM reads log-probabilities from the raw logits, before any processor, so they tell what the engine
-thinks of the position while the sequence goes where the reference went.
+vLLM reads log-probabilities from the raw logits, before any processor: they are the engine's own,
+while the sequence is the reference's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FORCED_TOKENS = "forced_tokens"
 
 
 class ForcedTokens(AdapterLogitsProcessor):
-    """Reads ``SamplingParams.extra_args["forced_tokens"]``; requests without it are left alone."""
+    """Follows ``SamplingParams.extra_args["forced_tokens"]`` of requests that have it."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -30,7 +30,7 @@ class ForcedTokens(AdapterLogitsProcessor):
             return None
 
         def follow(output_ids: list[int], logits: Tensor) -> Tensor:
-            """``logits`` [V] of the next position."""
+            """Set ``logits`` [V] so that the next forced token is chosen."""
             logits.fill_(float("-inf"))
             logits[forced[len(output_ids)]] = 0.0
             return logits

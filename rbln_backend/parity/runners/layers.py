@@ -1,4 +1,4 @@
-"""Taps on a model's decoder layers: what each leaves in the residual stream."""
+"""Taps on a model's decoder layers, which record the residual stream after each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     lists = [(name, part) for name, part in model.named_modules() if _is_list(part)]
     usual = [(name, part) for name, part in lists if name.rpartition(".")[2] in _USUAL_NAMES]
     if not lists:
-        raise ConfigError(f"{type(model).__name__} has no list of layers to look into")
+        raise ConfigError(f"{type(model).__name__} has no list of layers to compare")
     if usual:
         name, chosen = min(usual, key=lambda item: item[0].count("."))
     else:
@@ -35,10 +35,10 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def state_of(output: Any) -> Tensor:
-    """The hidden states ``[..., hidden size]`` behind a layer's output.
+    """Return the hidden states ``[..., hidden size]`` of a layer's output.
 
-    vLLM's layers hand on the last block's output and the residual that it is yet to be added to;
-    others a tensor, or a tuple that begins with it.
+    vLLM's layers return the last block's output and the residual, which are added here. Other
+    layers return a tensor, or a tuple that begins with it.
     """
     if isinstance(output, Tensor):
         return output

@@ -1,7 +1,6 @@
 """Dequantization of checkpoint tensors, by format.
 
-Unpacked here as the formats' documents say, with none of the engine's code: what reads them in the
-engine is on trial.
+It follows the formats' documents and shares no code with the engine, whose reader is tested by it.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ def _fields(words: Tensor, bits: int) -> Tensor:
 
 _BYTES = (torch.float8_e4m3fn, torch.int8)
 _BYTE_SCALES = ("weight_scale_inv", "weight_scale")
-# By the tensor that tells a form: what it stands for, and the tensors beside it.
+# Functions by the tensor that identifies a form, with the names of its other tensors.
 _FORMS: Mapping[str, tuple[_Unpack, tuple[str, ...]]] = {
     "weight_packed": (_compressed, ("weight_scale", "weight_shape", "weight_zero_point")),
     "qweight": (_columns, ("scales", "qzeros", "g_idx")),

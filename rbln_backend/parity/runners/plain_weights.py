@@ -1,4 +1,4 @@
-"""A checkpoint's weights as transformers multiplies by them: unpacked, an adapter added."""
+"""Checkpoint weights for transformers: dequantized, with an adapter merged."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from rbln_backend.parity.checkpoint_folder import downloaded_folder
 from rbln_backend.parity.runners.plain_formats import Tensors, unpacked
 
 _ADAPTED = "base_model.model."
-# Fields of adapter_config.json that would make other sums than scale * B A.
+# Fields of adapter_config.json with another sum than scale * B A.
 _OTHER_SUMS = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
 
 
 @contextmanager
 def plain_checkpoint(model: str, lora: str | None) -> Iterator[str]:
-    """Yield `model`, or the folder of a plain copy of it that is gone afterwards.
+    """Yield `model`, or a temporary folder with a plain copy of it.
 
-    A copy is written where weights are packed or an adapter is to be added; `model` and `lora` are
-    folders or names of the hub.
+    A copy is written for packed weights or an adapter. `model` and `lora` are folders or hub names.
     """
     folder = downloaded_folder(model)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

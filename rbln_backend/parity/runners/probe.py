@@ -1,4 +1,4 @@
-"""The hidden states of every layer of an engine over given tokens."""
+"""Hidden states of every layer of an engine over given tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rbln_backend.parity.runners.layers import tapped
 
 
 def probe(engine: OfflineEngine, side: Side, token_ids: Sequence[int], num_decoded: int) -> Layers:
-    """States of every layer over ``token_ids``; the last ones run as decode steps."""
+    """Return the states of every layer over ``token_ids``; the last ones run as decode steps."""
     split = len(token_ids) - num_decoded
-    # The token that follows the last one is made, too, and not looked at.
+    # The engine also generates the token after the last one, which is ignored.
     forced = [*token_ids[split:], token_ids[-1]]
     params = SamplingParams(
         temperature=0.0,
@@ -35,7 +35,7 @@ def probe(engine: OfflineEngine, side: Side, token_ids: Sequence[int], num_decod
 def _graph_states(
     engine: OfflineEngine, prompt: list[int], params: SamplingParams
 ) -> tuple[list[str], list[FloatArray]]:
-    """Those of the compiled graphs; see ``ProbeWorker``."""
+    """Return the states of compiled graphs; see ``ProbeWorker``."""
     engine.llm.collective_rpc("start_probe")
     engine.generate([prompt], [params])
     names, states = engine.llm.collective_rpc("take_probe")[0]
@@ -45,7 +45,7 @@ def _graph_states(
 def _eager_states(
     engine: OfflineEngine, prompt: list[int], params: SamplingParams
 ) -> tuple[list[str], list[FloatArray]]:
-    """The reference runs eagerly, so that hooks on its layers see every step."""
+    """Return the states of a reference, which runs eagerly with hooks on its layers."""
     taken: list[torch.Tensor] = []
     model: Any = engine.llm.apply_model(_itself)[0]
     with tapped(model, lambda state: taken.append(state.detach().float().clone())) as names:

@@ -1,7 +1,7 @@
-"""An RBLN worker whose graphs also return what every decoder layer leaves in the residual stream.
+"""RBLN worker whose graphs also return the residual stream after every decoder layer.
 
 The model is captured, lowered and run by the same compiler as in serving; only these outputs are
-added. So a fault of a kernel, of the lowering or of the weights shows at the layer that has it.
+added. An error of a kernel, the lowering or the weights therefore shows at its layer.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from rbln_backend.worker.worker import RblnWorker
 
 
 class ProbeWorker(RblnWorker):
-    """Adds ``start_probe`` and ``take_probe`` to the methods that ``collective_rpc`` finds."""
+    """Worker with ``start_probe`` and ``take_probe`` for ``collective_rpc``."""
 
     def start_probe(self) -> None:
-        """Exchange the graphs for tapped ones; raises ``CompileError``. One request at a time."""
+        """Replace the graphs by tapped ones, for one request at a time; raises ``CompileError``."""
         assert self._build is not None
         self._taps = _Taps(self.get_model())
         self._build.observe(self._taps)
 
     def take_probe(self) -> tuple[list[str], list[Any]]:
-        """Names of the layers and, for each, float32 states [rows, hidden size] since the start."""
+        """Return the layers' names, and for each float32 states [rows, hidden size]."""
         return self._taps.names, self._taps.states()
 
 
@@ -40,7 +40,7 @@ class _Taps:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._traced: list[Tensor] = []
-        # Hooked for as long as this lives: a capture cannot follow a hook being installed.
+        # Hooks stay installed: a capture cannot follow their installation.
         self._hooks = ExitStack()
         self.names = self._hooks.enter_context(tapped(model, self._traced.append))
         self.rows: list[list[Tensor]] = [[] for _ in self.names]
@@ -53,7 +53,7 @@ class _Taps:
             """Run the model: outputs [...] and the states of its layers."""
             outputs = plain(*args)
             taken = tuple(states)
-            # The capture must not see a list that the function leaves changed.
+            # The captured function must not leave a changed list.
             states.clear()
             return (*outputs, *taken)
 
@@ -67,7 +67,7 @@ class _Taps:
 
 
 class _TappedGraph:
-    """Runs a tapped graph and hands its caller the outputs that it knows."""
+    """Tapped graph that returns the outputs of the plain one."""
 
     def __init__(self, step: StepGraph, taps: _Taps) -> None:
         self.spec = step.spec
@@ -75,7 +75,7 @@ class _TappedGraph:
         self._taps = taps
 
     def run(self) -> tuple[Tensor, ...]:
-        """As the graph's ``run``: its outputs [...], without the states."""
+        """Run the graph and return its outputs [...] without the states."""
         outputs = self._step.graph.run()
         count = len(self._taps.rows)
         for rows, state in zip(self._taps.rows, outputs[-count:], strict=True):
@@ -83,10 +83,10 @@ class _TappedGraph:
         return outputs[:-count]
 
     def prepare(self) -> None:
-        """The first run may be slow here."""
+        """Do nothing: a slow first run is acceptable."""
 
     def _num_real_rows(self) -> int:
-        """A decode step has one request, in the first row; a chunk ends at its last real token."""
+        """Return 1 for a decode step of the one request, else the chunk's real tokens."""
         if not self.spec.phase.takes_chunk:
             return 1
         return int(self._step.inputs.token_indices[0]) + 1

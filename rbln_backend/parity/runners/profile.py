@@ -1,4 +1,4 @@
-"""``--profile``: a Chrome trace of a side's generation."""
+"""``--profile``: Chrome trace of a side's generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rbln_backend.parity.job import Job
 def profiled(job: Job) -> Iterator[None]:
     """Write ``trace.json`` into the job's profile folder, if it has one.
 
-    Of an engine with several ranks it shows the process that drives them.
+    For an engine with several ranks it covers the driving process.
     """
     if job.profile_dir is None:
         yield

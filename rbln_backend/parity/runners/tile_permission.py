@@ -16,10 +16,10 @@ _ARCH_REQ_XCOMP_PERM = 0x1023
 _XTILEDATA = 18
 
 
-def ask_for_tiles() -> bool:
-    """Return whether this process, and what it forks, may use tiles; False without AMX.
+def request_tiles() -> bool:
+    """Request tiles for this process and its children; return False without AMX.
 
-    Ask before threads start: the kernel refuses where one has a signal stack too small for tiles.
+    Call it before threads start: the kernel refuses if a thread's signal stack is too small.
     """
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         return False

@@ -1,4 +1,4 @@
-"""A side that is Hugging Face transformers in float32: independent of vLLM and of us."""
+"""Side of Hugging Face transformers in float32, independent of vLLM and this project."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rbln_backend.parity.runners.profile import profiled
 
 
 def run(job: Job, report: Report) -> SideResult:
-    """Generate greedily; along the reference's tokens where there are any."""
+    """Generate greedily, or follow the reference's tokens if the job has them."""
     from transformers import AutoTokenizer
 
     report("model", 0, 1)
@@ -45,7 +45,7 @@ def run(job: Job, report: Report) -> SideResult:
 
 
 def _load(job: Job, trust: bool) -> Any:
-    """The model in float32, its packed weights unpacked and the adapter added to them."""
+    """Return the model in float32, dequantized and with the adapter merged."""
     from transformers import AutoModelForCausalLM
 
     # transformers' own functions are not typed throughout.
@@ -54,7 +54,7 @@ def _load(job: Job, trust: bool) -> Any:
     with plain_checkpoint(job.model, job.lora) as path:
         model, found = load(path, **options)
     if missing := sorted(found["missing_keys"]):
-        # It draws them at random, which would be the reference then.
+        # transformers initialises missing weights at random.
         raise ValueError(
             f"transformers finds no weights for {missing[0]} and {len(missing) - 1} more in "
             f"{job.model}: it does not know how they are packed"

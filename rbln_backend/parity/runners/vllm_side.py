@@ -1,4 +1,4 @@
-"""A side that is a vLLM engine: the CPU backend without our plug-in, or the RBLN path with it."""
+"""Side of a vLLM engine: the CPU backend without our plug-in, or the RBLN path with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rbln_backend.parity.runners.profile import profiled
 
 
 def run(job: Job, report: Report) -> SideResult:
-    """Generate freely, then along the reference's tokens where the two differ."""
+    """Generate freely, then follow the reference's tokens where the two differ."""
     report("engine", 0, 1)
     with closing(start_engine(job)) as engine:
         report("engine", 1, 1)
@@ -64,7 +64,7 @@ class _VllmSide:
         self._prompts: list[list[int]] = [engine.tokenizer(text).input_ids for text in job.prompts]
 
     def warm_up(self) -> None:
-        """Whatever an engine does at its first request is not in the measured time."""
+        """Run a request, so that one-time work is not in the measured time."""
         params = SamplingParams(
             temperature=0.0,
             max_tokens=2,
@@ -77,7 +77,7 @@ class _VllmSide:
     def generate(
         self, forced: Mapping[int, Sequence[int] | None], report: Report, what: str
     ) -> list[Answer]:
-        """One answer for each of these prompts; those with forced tokens follow them."""
+        """Return an answer for each prompt index; prompts with forced tokens follow them."""
         answers: list[Answer] = []
         indices, at_once = list(forced), self._engine.num_at_once
         for start in range(0, len(indices), at_once):
@@ -89,7 +89,7 @@ class _VllmSide:
         return answers
 
     def follow(self, free: Sequence[Answer], report: Report) -> list[Answer]:
-        """Replace the log-probabilities of answers that left the reference by forced ones."""
+        """Replace log-probabilities of answers that differ from the reference by forced ones."""
         away = {
             index: tokens
             for index, tokens in enumerate(self._job.forced or ())
@@ -126,7 +126,10 @@ class _VllmSide:
 
 
 def _top(flat: Any, positions: int) -> tuple[IntArray, FloatArray]:
-    """vLLM puts the chosen token before the likeliest ones, where it stands once more."""
+    """Return the likeliest ids and log-probabilities [positions, N].
+
+    vLLM lists the chosen token before the likeliest ones, which contain it again.
+    """
     if flat is None:
         return np.zeros((positions, 0), np.int64), np.zeros((positions, 0), np.float32)
     ids = np.array(flat.token_ids, dtype=np.int64).reshape(positions, -1)[:, 1:]

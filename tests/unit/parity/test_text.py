@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from rbln_backend.parity.announcement import heading, launch
 from rbln_backend.parity.job import Answer, SideResult
 from rbln_backend.parity.options import parse
 from rbln_backend.parity.positions import compare
 from rbln_backend.parity.report.machine import json_report
 from rbln_backend.parity.report.text import text_report
-from rbln_backend.parity.run import Comparison, Outcome
+from rbln_backend.parity.run import Comparison, Outcome, heading, launch
 
 OPTIONS = parse(["--no-color", "--topk", "2"])
 CPU = Answer(

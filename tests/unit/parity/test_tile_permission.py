@@ -11,14 +11,14 @@ import pytest
 # 0x1021 and 0x1022 give the state components that the machine has and that this process may use.
 _ASK = """
 import ctypes
-from rbln_backend.parity.runners.tile_permission import ask_for_tiles
+from rbln_backend.parity.runners.tile_permission import request_tiles
 
 def components(operation):
     mask = ctypes.c_uint64()
     ctypes.CDLL(None).syscall(158, operation, ctypes.byref(mask))
     return mask.value
 
-print(ask_for_tiles(), bool(components(0x1021) >> 18 & 1), bool(components(0x1022) >> 18 & 1))
+print(request_tiles(), bool(components(0x1021) >> 18 & 1), bool(components(0x1022) >> 18 & 1))
 """
 
 
