@@ -7,7 +7,6 @@ one.
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rbln_backend.host.file_locks import locked_file
 from rbln_backend.host.replaced_files import replace_file
 
 PHASES = ("prefill", "decode")
@@ -124,8 +124,7 @@ class UsageFile:
     def add(self, counted: Usage) -> None:
         """Add to the file. Raises `OSError` if it cannot be written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked_file(self.path.with_suffix(".lock")):
             try:
                 total = self.read()
             except ValueError:

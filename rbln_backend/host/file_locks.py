@@ -1,4 +1,4 @@
-"""Locks of what is stored: advisory, held by open descriptors, gone with their process."""
+"""Advisory file locks, held by open descriptors and released with their process."""
 
 from __future__ import annotations
 
@@ -16,21 +16,29 @@ logger = logging.getLogger(__name__)
 
 
 def open_lock(path: Path) -> int | None:
-    """Open a file to lock, made if need be; None where there is no place for it."""
+    """Open a lock file, created if missing; None if it cannot be created."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except PermissionError:
-            # Another user's; reading is enough for a lock.
+            # It belongs to another user; reading suffices for a lock.
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         logger.warning("Compiling without a lock: %s", error)
         return None
 
 
+@contextmanager
+def locked_file(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``, which is created; raises ``OSError``."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def acquire(descriptor: int, digest: str) -> float:
-    """Wait for the lock; returns the seconds waited."""
+    """Wait for the lock and return the seconds waited."""
     started = time.monotonic()
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -43,7 +51,7 @@ def acquire(descriptor: int, digest: str) -> float:
 
 
 def _lock_in_place(path: Path, descriptor: int) -> bool:
-    """Lock a new directory; False if a cleaner had the lock, and the directory, before us."""
+    """Lock a new directory; False if another process has removed it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         return os.path.samestat(path.stat(), os.fstat(descriptor))
@@ -55,7 +63,7 @@ def _lock_in_place(path: Path, descriptor: int) -> bool:
 
 
 def remove_if_unlocked(path: Path) -> None:
-    """Remove a directory whose writer is gone."""
+    """Remove a directory unless its writer holds a lock."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -64,7 +72,7 @@ def remove_if_unlocked(path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
     except BlockingIOError:
-        # Its writer lives.
+        # Its writer is running.
         return
     finally:
         os.close(descriptor)
@@ -74,10 +82,10 @@ def remove_if_unlocked(path: Path) -> None:
 def claimed_folder(
     parent: Path, prefix: str, leftovers: str, *, mode: int = 0o700
 ) -> Iterator[Path]:
-    """Yield a new, locked folder in ``parent``, which is gone when the block ends or was renamed.
+    """Yield a new, locked folder in ``parent``, removed at the end unless it was renamed.
 
-    Those of killed processes, whose names match the pattern ``leftovers``, are removed first.
-    ``mode`` is less the umask. Raises ``OSError``.
+    Folders of killed processes, which match the pattern ``leftovers``, are removed first. The umask
+    applies to ``mode``. Raises ``OSError``.
     """
     for path in parent.glob(leftovers):
         with suppress(OSError):

@@ -1,8 +1,8 @@
-"""A tar file whose bytes follow from its content, and reading one that may come from anywhere.
+"""Reproducible tar files, and a reader for untrusted ones.
 
-Writing: names in order, time 0, owner 0, one mode. So the same content has the same SHA-256, and a
-registry or a build cache sees an unchanged layer. Reading: regular files under plain relative names
-alone, within bounds, into memory; nothing is written to the disk here.
+Written archives have sorted names, time 0, owner 0 and one mode. Equal content has an equal
+SHA-256, so that registries and build caches see an unchanged layer. The reader accepts only regular
+files with plain relative names, within bounds, and reads into memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rbln_backend.errors import BundleError
 
 MAX_FILES = 20_000
 MAX_BYTES = 1 << 30
-"""Of all files of a bundle together; graphs take some 200 KB each, a kernel library 1 MB."""
+"""Limit of a bundle's total size; a graph has about 200 KB, a kernel library 1 MB."""
 
 _FILE_MODE, _DIRECTORY_MODE = 0o644, 0o755
 _NAME = re.compile(r"rbln(/[A-Za-z0-9][A-Za-z0-9._-]{0,127}){1,4}")
@@ -30,7 +30,7 @@ _OVERHEAD = MAX_FILES * 1024 + _PIECE
 
 
 def write_archive(target: IO[bytes], files: Mapping[str, bytes]) -> str:
-    """Write ``files`` by name to ``target``; returns the SHA-256 of what was written, in hex."""
+    """Write ``files`` by name to ``target`` and return the hexadecimal SHA-256 of the archive."""
     hashed = _Hashed(target)
     with tarfile.open(fileobj=hashed, mode="w|", format=tarfile.USTAR_FORMAT) as archive:
         for name in sorted(_directories(files)):
@@ -42,21 +42,21 @@ def write_archive(target: IO[bytes], files: Mapping[str, bytes]) -> str:
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:
-    """The SHA-256 that the archive of ``files`` would have."""
+    """Return the SHA-256 of the archive of ``files``."""
     return write_archive(_Nowhere(), files)
 
 
 def read_archive(path: Path, *, max_bytes: int = MAX_BYTES) -> tuple[dict[str, bytes], str]:
     """Return the files of an archive by name, and the archive's SHA-256.
 
-    Raises ``BundleError`` for what is no such archive, and ``OSError``.
+    Raises ``BundleError`` for an invalid archive, and ``OSError``.
     """
     with path.open("rb") as file:
         about = os.fstat(file.fileno())
-        # A device or a pipe need not end, and is read to its end for the digest.
+        # A device or a pipe may be endless.
         if not stat.S_ISREG(about.st_mode):
             raise BundleError(f"{path} is not a regular file")
-        # Headers have sizes of their own; nothing in the file can take more memory than this.
+        # Bounds the memory, headers included.
         if about.st_size > max_bytes + _OVERHEAD:
             raise BundleError(f"{path} is larger than {max_bytes} bytes, the limit (--max-bytes)")
         hashed = _Hashed(file)
@@ -65,13 +65,13 @@ def read_archive(path: Path, *, max_bytes: int = MAX_BYTES) -> tuple[dict[str, b
                 files = _read_members(archive, max_bytes)
         except (tarfile.TarError, EOFError, ValueError) as error:
             raise BundleError(f"{path} is no bundle, or is cut short: {error}") from None
-        # The digest is of the whole file, what follows the archive's end included.
+        # The digest covers the whole file, with any data after the archive's end.
         hashed.drain()
     return files, hashed.hexdigest()
 
 
 def read_tree(root: Path, *, max_bytes: int = MAX_BYTES) -> tuple[dict[str, bytes], str]:
-    """As ``read_archive``, for a folder that a bundle was unpacked into."""
+    """Read like ``read_archive`` from the folder of an unpacked bundle."""
     files: dict[str, bytes] = {}
     room = _Room(max_bytes)
     for path in sorted((root / "rbln").rglob("*")):
@@ -92,7 +92,7 @@ def _read_members(archive: tarfile.TarFile, max_bytes: int) -> dict[str, bytes]:
         room.take(member.size)
         if member.isdir():
             continue
-        # Links, devices, sparse files: a bundle has none.
+        # Links, devices and sparse files are rejected.
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
             raise BundleError(f"{member.name!r} is not a regular file")
         _check_name(member.name)
@@ -113,7 +113,7 @@ def _check_name(name: str) -> None:
 
 
 class _Room:
-    """Counts what is read against the bounds."""
+    """Remaining files and bytes of a reader."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -138,12 +138,12 @@ def _directories(files: Mapping[str, bytes]) -> set[str]:
 def _member(name: str, kind: bytes, mode: int, size: int) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
     member.type, member.mode, member.size = kind, mode, size
-    # Everything else that could tell one machine from another stays 0 or empty.
+    # All other fields stay 0 or empty, so that machines write equal archives.
     return member
 
 
 class _Hashed(io.RawIOBase):
-    """Passes bytes on and hashes them."""
+    """File wrapper that hashes the bytes that pass."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Hashed(io.RawIOBase):
         return len(data)
 
     def drain(self) -> None:
-        """Hash what is left."""
+        """Hash the rest of the file."""
         while self.read(_PIECE):
             pass
 
@@ -170,7 +170,7 @@ class _Hashed(io.RawIOBase):
 
 
 class _Nowhere(io.BytesIO):
-    """Takes bytes and keeps none."""
+    """File that discards its bytes."""
 
     def write(self, data: object) -> int:
         assert isinstance(data, bytes)

@@ -1,8 +1,8 @@
-"""The files of one artifact: its manifest, verified reading, durable writing.
+"""Files of one artifact: manifest, verified reading and durable writing.
 
-An entry is a directory with plain files and a `manifest.json` that holds the key's fields, each
-file's size and SHA-256, and a checksum of itself. The manifest is canonical JSON, so that no
-byte of it can change unnoticed. What is read here may come from anywhere and is never executed.
+An entry is a directory with plain files and a `manifest.json` with the key's fields, each file's
+size and SHA-256, and a checksum of the manifest. The manifest is canonical JSON, so that a change
+of any byte is detected. Files may come from untrusted sources and are never executed here.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ FORMAT = 1
 PROGRAM = "program.json"
 """A captured graph as data."""
 BINARIES = "binaries.bin"
-"""A file that holds code, which only ``ArtifactStore.load_code`` gives out."""
+"""A file with code, which only ``ArtifactStore.load_code`` returns."""
 
 CheckGraph = Callable[[CacheKey, Mapping[str, bytes]], object]
-"""Raises `CorruptArtifactError` for files that are whole but are not what the key stands for."""
+"""Raises `CorruptArtifactError` for intact files that do not match their key."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -60,10 +60,7 @@ def check_file_name(name: str) -> None:
 
 
 def write_entry(directory: Path, key: CacheKey, files: Mapping[str, bytes]) -> None:
-    """Write an entry's files into an empty directory and wait until the disk has them.
-
-    Raises `OSError` when the disk refuses.
-    """
+    """Write an entry's files into an empty directory and fsync them; raises `OSError`."""
     for name, data in files.items():
         write_file(directory / name, data)
     write_file(directory / MANIFEST, encode_manifest(key, files, created=time.time()))
@@ -71,7 +68,7 @@ def write_entry(directory: Path, key: CacheKey, files: Mapping[str, bytes]) -> N
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read an entry's manifest alone; raises like `read_entry`."""
+    """Read only an entry's manifest; raises like `read_entry`."""
     descriptor = _open_entry(directory)
     try:
         return decode_manifest(_read_file(descriptor, MANIFEST))
@@ -96,7 +93,7 @@ def read_entry(directory: Path, key: CacheKey) -> dict[str, bytes]:
         }
     except CorruptArtifactError:
         if not _is_entry(descriptor, directory):
-            # Evicted while it was read; what has the name now may be another writer's, and whole.
+            # Evicted during the read; the name may now belong to another writer's intact entry.
             raise FileNotFoundError(f"{directory} was removed while it was read") from None
         raise
     finally:
@@ -131,7 +128,7 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def decode_manifest(raw: bytes) -> Manifest:
-    """Return the manifest's content; `CorruptArtifactError` unless every byte is its own."""
+    """Return the content of a manifest; raises `CorruptArtifactError` for any changed byte."""
     try:
         body = json.loads(raw)
         canonical = canonical_json(body)
@@ -151,7 +148,7 @@ def decode_manifest(raw: bytes) -> Manifest:
 
 
 def _decode_record(name: str, record: Mapping[str, Any]) -> FileRecord:
-    # A manifest from elsewhere must not lead outside of its directory.
+    # Names must not lead outside the directory.
     try:
         check_file_name(name)
     except ArtifactError as error:
@@ -160,7 +157,7 @@ def _decode_record(name: str, record: Mapping[str, Any]) -> FileRecord:
 
 
 def _open_entry(directory: Path) -> int:
-    """Open the directory, so that all its files come from the same entry."""
+    """Open the directory, so that all files are read from the same entry."""
     try:
         return os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except NotADirectoryError:
@@ -170,7 +167,7 @@ def _open_entry(directory: Path) -> int:
 
 
 def check_manifest_files(manifest: Manifest, files: Mapping[str, bytes]) -> None:
-    """Raise `CorruptArtifactError` unless `files` are just those that the manifest promises."""
+    """Raise `CorruptArtifactError` unless `files` match the manifest exactly."""
     if files.keys() != manifest.files.keys():
         raise CorruptArtifactError(f"its files are {sorted(files)}, not {sorted(manifest.files)}")
     for name, data in files.items():
@@ -191,7 +188,7 @@ def _check(name: str, data: bytes, record: FileRecord) -> None:
 
 
 def _read_file(directory: int, name: str) -> bytes:
-    # Without blocking: something that is no regular file must not hang the start-up.
+    # Non-blocking: a pipe in this place must not block the start-up.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(name, flags, dir_fd=directory)
@@ -205,14 +202,14 @@ def _read_file(directory: int, name: str) -> bytes:
     except FileNotFoundError:
         raise CorruptArtifactError(f"{name} is missing") from None
     except OSError as error:
-        # ENXIO is a socket's.
+        # ENXIO is raised for a socket.
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise CorruptArtifactError(f"{name} is not a regular file") from None
         raise
 
 
 def directory_bytes(path: Path) -> int:
-    """The bytes of an entry's files, whole or not; 0 where it cannot be read."""
+    """Return the bytes of an entry's files, intact or not; 0 if unreadable."""
     try:
         return sum(item.stat(follow_symlinks=False).st_size for item in os.scandir(path))
     except OSError:
@@ -220,7 +217,7 @@ def directory_bytes(path: Path) -> int:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a new file and wait until the disk has it; raises `OSError`."""
+    """Write and fsync a new file; raises `OSError`."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()

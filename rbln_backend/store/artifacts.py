@@ -1,13 +1,13 @@
-"""`ArtifactStore`: compiled graphs on disk, shared by processes, trusted only once verified.
+"""`ArtifactStore`: compiled graphs on disk, shared by processes and verified by every load.
 
 Layout under the root: `<digest[:2]>/<digest>/` holds an entry's files and its `manifest.json`;
 `tmp/` entries being written or removed; `locks/` one file per digest; `quarantine/` damaged
 entries. Invariants (tests/unit/store/test_artifacts.py):
 
-- An entry appears whole, by one rename of a directory whose files were fsynced, or not at all.
-- `load` returns exactly the bytes that were stored, or None: any other byte is noticed.
-- Neither a full nor a read-only disk, nor a killed writer, raises or blocks another process.
-- The writer of a directory in `tmp/` holds a file lock on it; one without a lock is garbage.
+- An entry appears complete, by one rename of a directory whose files were fsynced, or not at all.
+- `load` returns exactly the stored bytes, or None: any changed byte is detected.
+- Neither a full or read-only disk nor a killed writer raises, or blocks another process.
+- The writer of a directory in `tmp/` holds a lock on it; a directory without a lock is garbage.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from rbln_backend.store.cache_key import DIGEST_CHARS, CacheKey
 logger = logging.getLogger(__name__)
 
 QUARANTINE_KEPT = 8
-"""Damaged entries kept for a post-mortem; older ones are removed by `prune`."""
+"""Damaged entries kept for analysis; `prune` removes older ones."""
 
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
 _NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def graph_store(cache_root: Path) -> Path:
-    """Where the graphs under a cache root lie."""
+    """Return the folder of the graphs under a cache root."""
     return cache_root / "rbln" / "graphs"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEvent:
-    """Something that happened to an entry.
+    """An event of an entry.
 
-    `kind` is hit, miss or corrupt of a load; stored, failed or read_only of a store; lock_wait
-    or evicted. `seconds` is how long the load, store or wait took; `num_bytes` the entry's size.
+    `kind` is hit, miss or corrupt for a load; stored, failed or read_only for a store; lock_wait
+    or evicted. `seconds` is the duration of the load, store or wait, `num_bytes` the entry's size.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class StoreEvent:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored artifact, as its manifest describes it; times are Unix seconds."""
+    """One stored artifact, described by its manifest; times are Unix seconds."""
 
     key: CacheKey
     path: Path
@@ -83,8 +83,8 @@ class Entry:
 class ArtifactStore:
     """Entries by `CacheKey`, bounded by `max_bytes`. Safe between processes and threads.
 
-    No method raises because of the state of the disk: `on_event` hears what happened and
-    the caller compiles as if the store were empty.
+    No method raises because of the state of the disk: `on_event` gets the event, and the caller
+    compiles as if the store were empty.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class ArtifactStore:
         bundles: Sequence[Path] = (),
         on_event: Callable[[StoreEvent], None],
     ) -> None:
-        """``bundles`` are roots of other stores, searched for what this one lacks, never changed.
+        """``bundles`` are roots of other stores, searched for missing entries and never changed.
 
-        A root that cannot be written is read-only without saying so.
+        A root that is not writable is treated as read-only.
         """
         self.root = root
         self._bundles = tuple(bundles)
@@ -123,7 +123,7 @@ class ArtifactStore:
             files = read_entry(path, key)
         except CorruptArtifactError as error:
             self._report_damage(path, error)
-            # A bundle may have it whole.
+            # A bundle may have an intact copy.
             return None if path.is_dir() or not self.has(key) else load_again(key)
         except OSError as error:
             absent = isinstance(error, FileNotFoundError)
@@ -140,7 +140,7 @@ class ArtifactStore:
         return files
 
     def load_code(self, key: CacheKey) -> dict[str, bytes] | None:
-        """As ``load``; warns and returns None if another user could have written the entry."""
+        """Load like ``load``; warn and return None if another user could have written the entry."""
         path = self._find(key.digest)
         try:
             check_trusted(path, (BINARIES, MANIFEST))
@@ -153,13 +153,13 @@ class ArtifactStore:
         except OSError as error:
             logger.warning("Artifact %s is code and is not taken: %s", key.digest, error)
             return None
-        # From where it was checked: a bundle that has the entry, too, is checked on its own.
+        # Load the checked copy; a copy in a bundle is checked separately.
         return self._load_from(path, key, self.load_code)
 
     def store(self, key: CacheKey, files: Mapping[str, bytes]) -> None:
-        """Write an entry, unless the key has one, then evict what exceeds the bound.
+        """Write an entry unless the key has one, then evict entries above the bound.
 
-        Raises `ArtifactError` for a file name that is not plain; the disk raises nothing.
+        Raises `ArtifactError` for a file name that is not plain; disk errors are only reported.
         """
         for name in files:
             check_file_name(name)
@@ -184,16 +184,16 @@ class ArtifactStore:
         self.prune()
 
     def has(self, key: CacheKey) -> bool:
-        """Return whether there is an entry; only `load` tells that it is whole."""
+        """Return whether there is an entry; only `load` verifies it."""
         return self._find(key.digest).is_dir()
 
     def quarantine(self, digest: str, reason: str) -> None:
-        """Move away an entry that is damaged, or whole but makes no sense to the caller.
+        """Move away an entry that the caller cannot use.
 
-        A bundle's entry is reported and stays.
+        A bundle's entry is only reported.
         """
         logger.warning("Artifact %s is unusable: %s", digest, reason)
-        if self._condemn(self._find(digest)):
+        if self._move_to_quarantine(self._find(digest)):
             self._on_event(StoreEvent("corrupt", digest, detail=reason))
 
     def evict(self, digest: str) -> bool:
@@ -207,10 +207,10 @@ class ArtifactStore:
 
     @contextlib.contextmanager
     def lock(self, key: CacheKey) -> Iterator[float]:
-        """Hold the key between processes, so that one compiles while the others wait.
+        """Lock the key between processes, so that one compiles while the others wait.
 
-        Yields the seconds waited. Without a place to put a lock (read-only, full) it yields
-        0.0 at once: then two processes may do the same work, and nothing else goes wrong.
+        Yields the seconds waited. If no lock file can be created (read-only, full disk) it yields
+        0.0 at once, and two processes may do the same work.
         """
         descriptor = None if self._read_only else open_lock(self.root / "locks" / key.digest)
         if descriptor is None:
@@ -224,9 +224,9 @@ class ArtifactStore:
             os.close(descriptor)
 
     def entries(self) -> list[Entry]:
-        """Return the entries whose manifest is sound, least recently used first.
+        """Return the entries with an intact manifest, least recently used first.
 
-        Files are not read: only `load` tells that they are sound too.
+        Other files are not read; only `load` verifies them.
         """
         found = []
         for path in entry_paths(self.root):
@@ -254,11 +254,11 @@ class ArtifactStore:
                 self._on_event(StoreEvent("evicted", path.name, num_bytes=size))
             elif path.exists():
                 continue
-            # Evicted, here or by another process that prunes too.
+            # Evicted here or by another process.
             excess -= size
 
     def _report_damage(self, path: Path, error: CorruptArtifactError) -> None:
-        if self._condemn(path):
+        if self._move_to_quarantine(path):
             logger.warning("Artifact %s is damaged: %s", path.name, error)
             self._on_event(StoreEvent("corrupt", path.name, detail=str(error)))
         else:
@@ -269,7 +269,7 @@ class ArtifactStore:
         return _path_in(self.root, digest)
 
     def _find(self, digest: str) -> Path:
-        """Where an entry lies: in the root if it is there, else in a bundle."""
+        """Return the path of an entry: in the root if present, else in a bundle."""
         places = [_path_in(root, digest) for root in (self.root, *self._bundles)]
         return next((path for path in places if path.is_dir()), places[0])
 
@@ -285,7 +285,7 @@ class ArtifactStore:
             try:
                 temporary.rename(target)
             except OSError as error:
-                # Another process stored the same key first: its entry is as good.
+                # Another process stored the same key first.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
         sync_directory(target.parent)
@@ -300,8 +300,8 @@ class ArtifactStore:
             for path in damaged[QUARANTINE_KEPT:]:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _condemn(self, path: Path) -> bool:
-        """Move a damaged entry to the quarantine; False when another process moved it."""
+    def _move_to_quarantine(self, path: Path) -> bool:
+        """Move a damaged entry; False if another process has moved it."""
         if self._read_only or not path.is_relative_to(self.root):
             return True
         quarantine = self.root / "quarantine"
@@ -317,7 +317,7 @@ class ArtifactStore:
         return True
 
     def _discard(self, path: Path) -> bool:
-        """Remove an entry, out of sight of readers first; False if it could not be moved."""
+        """Remove an entry by a rename out of the readers' view; False if that fails."""
         garbage = self.root / "tmp" / uuid.uuid4().hex
         try:
             garbage.parent.mkdir(exist_ok=True)
@@ -329,9 +329,9 @@ class ArtifactStore:
 
 
 def is_writable(root: Path) -> bool:
-    """Return whether files can be made in ``root``, or it can be made itself.
+    """Return whether files, or ``root`` itself, can be created.
 
-    What is no directory is left to fail with a reason of its own.
+    True for a path that is not a directory: its use fails with a specific error.
     """
     there = next(path for path in (root, *root.parents) if path.exists())
     return not there.is_dir() or os.access(there, os.W_OK | os.X_OK)
@@ -342,7 +342,7 @@ def _path_in(root: Path, digest: str) -> Path:
 
 
 def entry_paths(root: Path) -> list[Path]:
-    """Return where the entries below a store's root lie, whole or not."""
+    """Return the paths of all entries of a store, intact or not."""
     try:
         found = root.glob("[0-9a-f][0-9a-f]/*")
         return sorted(path for path in found if _DIGEST.fullmatch(path.name))
@@ -370,5 +370,5 @@ def _modified(path: Path) -> float:
 
 
 def _last_used(path: Path) -> float:
-    """Return when the entry was last stored or loaded; 0.0 when it has no manifest."""
+    """Return the time of the last store or load; 0.0 without a manifest."""
     return _modified(path / MANIFEST)

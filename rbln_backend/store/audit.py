@@ -1,4 +1,4 @@
-"""Which entries of a store are damaged, and which are no longer wanted. Changes nothing."""
+"""Read-only search for damaged and obsolete entries of a store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DAY_S = 86400.0
 
 
 def audit(root: Path, check: CheckGraph) -> Iterator[tuple[str, str | None]]:
-    """Read every entry whole; yields its digest, and what is wrong with it or None."""
+    """Verify every entry; yields its digest, and its damage or None."""
     for path in entry_paths(root):
         yield path.name, _damage(path, check)
 
@@ -32,12 +32,12 @@ def _damage(path: Path, check: CheckGraph) -> str | None:
 
 
 def unused_since(entries: Sequence[Entry], days: float, now: float) -> list[Entry]:
-    """Entries that were neither stored nor loaded for ``days``; ``now`` in Unix seconds."""
+    """Return the entries not stored or loaded for ``days``; ``now`` in Unix seconds."""
     return [entry for entry in entries if now - entry.last_used > days * _DAY_S]
 
 
 def of_other_versions(entries: Sequence[Entry], fields: Mapping[str, object]) -> list[Entry]:
-    """Entries whose keys differ from ``fields``, those of the versions in use."""
+    """Return the entries whose keys differ from ``fields``, those of the versions in use."""
     return [
         entry
         for entry in entries
@@ -46,7 +46,7 @@ def of_other_versions(entries: Sequence[Entry], fields: Mapping[str, object]) ->
 
 
 def above_bound(entries: Sequence[Entry], max_bytes: int) -> list[Entry]:
-    """The least recently used entries without which the others take at most ``max_bytes``."""
+    """Return the least recently used entries to remove for at most ``max_bytes``."""
     excess = sum(entry.size_bytes for entry in entries) - max_bytes
     gone = []
     for entry in sorted(entries, key=lambda entry: (entry.last_used, entry.key.digest)):

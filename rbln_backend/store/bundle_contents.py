@@ -1,18 +1,21 @@
-"""Contents of a bundle: the paths of a cache root, so that an unpacked bundle is one.
+"""Contents of a bundle, with the paths of a cache root: an unpacked bundle is a cache root.
 
-`rbln/bundle.json` lists the rest; `rbln/graphs/<aa>/<digest>/` and `rbln/kernels/<key>/` are
-entries as the stores keep them, less what only tells when and where they were made.
+`rbln/bundle.json` lists the other files. `rbln/graphs/<aa>/<digest>/` and `rbln/kernels/<key>/` are
+entries as in the stores, without times and places of their creation.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rbln_backend.errors import BundleError, CorruptArtifactError, UntrustedFileError
+from rbln_backend.store.archive import digest_of, write_archive
 from rbln_backend.store.artifact_files import (
     MANIFEST,
     CheckGraph,
@@ -35,6 +38,7 @@ from rbln_backend.store.kernel_files import (
 )
 
 FORMAT = 1
+_READABLE = 0o644
 _LIST = "rbln/bundle.json"
 _GRAPHS, _KERNELS = "graphs", "kernels"
 
@@ -43,7 +47,7 @@ Files = Mapping[str, bytes]
 
 @dataclass
 class Contents:
-    """Graphs by key, and kernel libraries by the key of their build; all of them intact."""
+    """Intact graphs by key, and intact kernel libraries by the key of their build."""
 
     graphs: dict[CacheKey, Files] = field(default_factory=dict)
     kernels: dict[str, Files] = field(default_factory=dict)
@@ -61,7 +65,7 @@ class Contents:
 
     @classmethod
     def from_files(cls, files: Files, check: CheckGraph) -> Contents:
-        """Verify every byte against what the bundle says of it, and every graph by ``check``.
+        """Verify every byte against the bundle's digests, and every graph by ``check``.
 
         Raises ``BundleError``.
         """
@@ -97,10 +101,10 @@ def collect(
     digests: Collection[str] | None = None,
     kernel_keys: Collection[str] | None = None,
 ) -> Contents:
-    """Read a bundle's contents from the stores; None stands for everything.
+    """Read a bundle's contents from the stores; None selects everything.
 
-    Raises ``BundleError`` when something chosen is not there or is damaged, and for a library that
-    another user could have written: a bundle's digest would vouch for it.
+    Raises ``BundleError`` for selected entries that are missing or damaged, and for a library that
+    another user could have written, because the bundle's digest would make it trusted.
     """
     found = Contents()
     store = ArtifactStore(
@@ -134,6 +138,38 @@ def collect(
     return found
 
 
+def write_bundle(path: Path, contents: Contents) -> str:
+    """Write a bundle atomically and return its SHA-256. Raises ``OSError``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            digest = write_archive(file, contents.to_files())
+            file.flush()
+            os.fchmod(file.fileno(), _READABLE)
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return digest
+
+
+def write_folder(path: Path, contents: Contents) -> str:
+    """Write into an empty or new folder; returns the SHA-256 that its bundle would have.
+
+    Raises ``BundleError`` for a folder that is not empty, and ``OSError``.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise BundleError(f"{path} is not empty")
+    files = contents.to_files()
+    for name, data in files.items():
+        target = path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    return digest_of(files)
+
+
 def _check_stored(key: CacheKey, content: Files, check: CheckGraph) -> None:
     try:
         check(key, content)
@@ -144,7 +180,7 @@ def _check_stored(key: CacheKey, content: Files, check: CheckGraph) -> None:
 
 
 def _sort(files: Files) -> tuple[dict[str, dict[str, bytes]], dict[str, dict[str, bytes]]]:
-    """Graphs by digest and libraries by key, each the files of one folder."""
+    """Return the files of each folder: graphs by digest and libraries by key."""
     graphs: dict[str, dict[str, bytes]] = defaultdict(dict)
     kernels: dict[str, dict[str, bytes]] = defaultdict(dict)
     for path, data in files.items():

@@ -32,7 +32,7 @@ class CacheKey:
 
     def __init__(self, fields: Mapping[str, JsonValue]) -> None:
         canonical = canonical_json(fields)
-        # Decoding our own bytes is the copy that no caller can reach into.
+        # Decoding the bytes makes a copy that callers cannot change.
         self._fields: Mapping[str, JsonValue] = MappingProxyType(json.loads(canonical))
         self._digest = hashlib.sha256(canonical).hexdigest()[:DIGEST_CHARS]
 
@@ -57,9 +57,9 @@ class CacheKey:
 
 
 def canonical_json(obj: JsonValue) -> bytes:
-    """Return the one spelling of a JSON value: sorted keys, no spaces, ASCII, finite numbers.
+    """Return the canonical form of a JSON value: sorted keys, no spaces, ASCII, finite numbers.
 
-    Raises `TypeError` for anything else than JSON values, naming the path to it.
+    Raises `TypeError` for other values, with the path to them.
     """
     _check(obj, "$")
     plain = json.dumps(
@@ -69,7 +69,7 @@ def canonical_json(obj: JsonValue) -> bytes:
 
 
 def diff(a: CacheKey, b: CacheKey) -> list[str]:
-    """Say in one line per field how b's fields differ from a's; empty when equal."""
+    """Return one line per field of b that differs from a's; empty when equal."""
     left, right = _flatten(a.fields, ""), _flatten(b.fields, "")
     lines = []
     for name in sorted({*left, *right}):

@@ -1,4 +1,4 @@
-"""The sources that shape graphs: which version of this project made a stored one."""
+"""Digest of the sources that determine captured graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-# Those whose text decides what a captured graph holds.
 _GRAPH_SOURCES = (
     *("attention", "compiler", "emulator", "lora", "moe", "parallel", "quantization"),
     *("core.py", "worker/graphs/functions.py", "worker/step/group_inputs.py"),
@@ -15,7 +14,7 @@ _GRAPH_SOURCES = (
 
 @cache
 def sources_digest() -> str:
-    """SHA-256 over them, a part of every graph's key: an upgrade never reads old programs."""
+    """Return the SHA-256 of the sources, part of every graph's key against old programs."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for entry in _GRAPH_SOURCES:

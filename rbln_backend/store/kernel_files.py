@@ -1,34 +1,33 @@
-"""Built kernel libraries on disk: what lies in a directory of `<cache_root>/rbln/kernels/`.
+"""Built kernel libraries on disk, in directories of `<cache_root>/rbln/kernels/`.
 
-A directory is named by the key of its build and holds the library and `library.json`, which says
-what the library is for and what its SHA-256 is. A library is code: whoever can write here decides
-what the engine runs, so only what ``trusted_files`` lets pass is run or exported. Pure Python, so
-that bundles can be handled without torch.
+A directory is named by the key of its build and holds the library and `library.json` with the
+library's target and SHA-256. A library is code, and users who can write here control what the
+engine runs: only files that pass ``trusted_files`` are run or exported. Pure Python, so that
+bundles need no torch.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rbln_backend.errors import CorruptArtifactError, UntrustedFileError
-from rbln_backend.host.file_locks import claimed_folder
+from rbln_backend.host.file_locks import claimed_folder, locked_file
 from rbln_backend.host.trusted_files import open_trusted, trusted_folder
 from rbln_backend.store.artifact_files import directory_bytes, write_file
 
 LIBRARY = "librbln_emulator.so"
 RECORD = "library.json"
 KEY = re.compile(r"[0-9a-f]{32}")
-"""The name of a library's directory."""
+"""Pattern of a library's directory name."""
 
 State = Literal["whole", "damaged", "untrusted", "absent"]
 
@@ -38,7 +37,7 @@ _LEFTOVERS = "*.*/"
 
 @dataclass(frozen=True, slots=True)
 class KernelFiles:
-    """One library; `target` is what it was built for, "" where its record does not say."""
+    """One library; `target` is its build target, "" if the record has none."""
 
     path: Path
     target: str
@@ -47,17 +46,17 @@ class KernelFiles:
 
     @property
     def key(self) -> str:
-        """The key of its build."""
+        """Key of the build."""
         return self.path.name
 
 
 def kernel_store(cache_root: Path) -> Path:
-    """Where the libraries under a cache root lie, each in a directory named by its key."""
+    """Return the folder of the libraries under a cache root."""
     return cache_root / "rbln" / "kernels"
 
 
 def private_stores() -> list[Path]:
-    """Where this user's own libraries lie when the cache root's cannot be trusted, if anywhere."""
+    """Return this user's own library folder, used if the cache root's is not trusted."""
     try:
         return [kernel_store(Path.home() / ".cache" / "rbln-serve")]
     except RuntimeError:
@@ -65,7 +64,7 @@ def private_stores() -> list[Path]:
 
 
 def libraries(store: Path) -> list[KernelFiles]:
-    """Return all entries, intact or not, by key."""
+    """Return all entries, intact or not, sorted by key."""
     try:
         paths = sorted(path for path in store.iterdir() if KEY.fullmatch(path.name))
     except OSError:
@@ -82,9 +81,9 @@ def is_intact(entry: Path) -> bool:
 
 
 def read_trusted(entry: Path) -> dict[str, bytes] | None:
-    """Library and record by name; None where they are damaged.
+    """Return library and record by name; None if they are damaged.
 
-    Raises ``UntrustedFileError`` where another user could have written them.
+    Raises ``UntrustedFileError`` if another user could have written them.
     """
     try:
         with trusted_folder(entry) as folder:
@@ -130,7 +129,7 @@ def are_intact(files: Mapping[str, bytes]) -> bool:
 
 
 def make_record(library: bytes, target: str) -> bytes:
-    """The record of a library that was built for ``target``."""
+    """Return the record of a library that was built for ``target``."""
     about = {"sha256": hashlib.sha256(library).hexdigest(), "target": target}
     return json.dumps(about, sort_keys=True).encode()
 
@@ -140,21 +139,17 @@ def target_of(record: bytes) -> str:
     return str(_decode(record).get("target", ""))
 
 
-@contextmanager
-def lock(entry: Path) -> Iterator[None]:
-    """Hold ``entry`` between processes; raises `OSError` where no lock can be put."""
-    with entry.with_suffix(".lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+def lock(entry: Path) -> AbstractContextManager[None]:
+    """Hold ``entry`` between processes; raises `OSError` if no lock file can be created."""
+    return locked_file(entry.with_suffix(".lock"))
 
 
 @contextmanager
 def staging(entry: Path) -> Iterator[Path]:
-    """Yield a directory that replaces ``entry`` when the block ends well; hold the lock."""
+    """Yield a directory that replaces ``entry`` at the end; the caller holds the lock."""
     with claimed_folder(entry.parent, f"{entry.name}.", _LEFTOVERS) as made:
         yield made
-        # Servers under other users read it, too, and none but this one may write, whatever the
-        # umask says.
+        # Readable for servers of other users, writable for this user only, whatever the umask.
         for file in made.iterdir():
             file.chmod(_READABLE_FILE)
         made.chmod(_READABLE_FOLDER)
@@ -164,7 +159,7 @@ def staging(entry: Path) -> Iterator[Path]:
 
 
 def publish(entry: Path, files: Mapping[str, bytes]) -> bool:
-    """Put an intact library at ``entry``; False if there is one to be trusted. Raises `OSError`."""
+    """Store an intact library; False if a trusted one is present. Raises `OSError`."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     with lock(entry):
         if examine(entry)[0] == "whole":

@@ -1,4 +1,4 @@
-"""Takes a bundle into a cache root, beside the servers that use it."""
+"""Import of a bundle into a cache root, while servers may use it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _REFUSED = ("failed", "read_only")
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Counts of graphs and libraries that were added, present or skipped as untrusted.
+    """Counts of graphs and libraries that were added, present or skipped.
 
-    What an NPU's compiler made counts as a graph that is there, and as a library left out.
+    A graph with an NPU's binaries counts as a graph, or as a skipped library without kernels.
     """
 
     graphs: int
@@ -30,10 +30,10 @@ class Imported:
 
 
 def unpack(contents: Contents, cache_root: Path, *, max_bytes: int, with_kernels: bool) -> Imported:
-    """Store what a root lacks; entries that are there and whole stay as they are.
+    """Store the entries that a root lacks; intact entries remain.
 
-    ``max_bytes`` bounds the graphs in the root, as for a server. Every entry was verified when
-    ``contents`` were made and appears by one rename. Raises ``BundleError`` when the disk refuses.
+    ``max_bytes`` bounds the graphs in the root, as for a server. Every entry of ``contents`` is
+    verified already and appears by one rename. Raises ``BundleError`` for errors of the disk.
     """
     events: list[StoreEvent] = []
     store = ArtifactStore(graph_store(cache_root), max_bytes=max_bytes, on_event=events.append)

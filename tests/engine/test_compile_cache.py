@@ -13,8 +13,7 @@ from vllm import SamplingParams
 
 from rbln_backend.errors import UncompiledShapeError
 from rbln_backend.store.artifact_files import MANIFEST, PROGRAM, encode_manifest, read_manifest
-from rbln_backend.store.bundle_contents import collect
-from rbln_backend.store.bundle_output import write_folder
+from rbln_backend.store.bundle_contents import collect, write_folder
 from server.commands.cli import main
 from server.commands.graph_checks import GraphChecks
 from tests.engine.conftest import Engine, Engines

@@ -13,8 +13,7 @@ from rbln_backend.errors import BundleError, CorruptArtifactError
 from rbln_backend.store.archive import read_archive, read_tree, write_archive
 from rbln_backend.store.artifacts import ArtifactStore, graph_store
 from rbln_backend.store.audit import audit
-from rbln_backend.store.bundle_contents import Contents, collect
-from rbln_backend.store.bundle_output import write_bundle, write_folder
+from rbln_backend.store.bundle_contents import Contents, collect, write_bundle, write_folder
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.store.kernel_files import (
     LIBRARY,
