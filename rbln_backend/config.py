@@ -311,7 +311,11 @@ class RblnConfig(BaseModel):
     """Directory where workers leave progress and metrics for the API process."""
 
     @model_validator(mode="after")
-    def check_buckets(self) -> RblnConfig:
+    def _check(self) -> RblnConfig:
+        self.check_buckets()
+        return self
+
+    def check_buckets(self) -> None:
         """Raise `PydanticCustomError` for bucket settings that exclude each other."""
         strategy, step = self.decode_batch_bucket_strategy, self.decode_batch_bucket_step
         if strategy == "exponential" and step <= 1:
@@ -330,7 +334,6 @@ class RblnConfig(BaseModel):
                 "decode batch size in the manual buckets",
                 {"fields": ["decode_batch_bucket_strategy", "decode_batch_bucket_manual_buckets"]},
             )
-        return self
 
     @property
     def chunk_prompts(self) -> int:

@@ -255,8 +255,12 @@ METRICS: tuple[MetricDecl, ...] = (
 """Every metric of the engine. Names, labels and buckets are an interface of dashboards."""
 
 AnyHandle = CounterHandle | GaugeHandle | HistogramHandle
-_Handle = TypeVar("_Handle", CounterHandle, GaugeHandle, HistogramHandle)
-_KINDS = {CounterHandle: "counter", GaugeHandle: "gauge", HistogramHandle: "histogram"}
+_Handle = TypeVar("_Handle", bound=AnyHandle)
+_KINDS: dict[type, str] = {
+    CounterHandle: "counter",
+    GaugeHandle: "gauge",
+    HistogramHandle: "histogram",
+}
 _BY_NAME = {metric.name: metric for metric in METRICS}
 
 
