@@ -1,4 +1,4 @@
-"""`rbln-serve` in forks of a process that has already imported vLLM.
+"""`rbln-serve` and scripts in forks of a process that has already imported vLLM.
 
 Imports are 20 of the 21 CPU seconds that a server with a tiny model takes to start, half of them
 in the HTTP process and half in its fork server. Here one process imports for all commands of a
@@ -15,6 +15,7 @@ import atexit
 import json
 import os
 import resource
+import runpy
 import signal
 import socket
 import subprocess
@@ -120,9 +121,14 @@ class WarmProcess:
         output: IO[Any],
         errors: IO[Any],
         address_space: int | None = None,
+        script: Path | None = None,
     ) -> ForkedProcess:
-        """Start `rbln-serve args`; `address_space` is a limit in bytes."""
+        """Start `rbln-serve args`, or `script args`; `address_space` is a limit in bytes.
+
+        Of `environ`, the folders in PYTHONPATH come first on the import path, as in a new process.
+        """
         command = {
+            "script": None if script is None else str(script),
             "args": args,
             "environ": dict(environ),
             "folder": str(Path.cwd()),
@@ -135,14 +141,24 @@ class WarmProcess:
         return ForkedProcess(ours)
 
     def run(
-        self, *args: str, environ: Mapping[str, str], address_space: int | None = None
+        self,
+        *args: str,
+        environ: Mapping[str, str],
+        address_space: int | None = None,
+        script: Path | None = None,
+        timeout: float = 300,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, which may take five minutes, as `subprocess.run` does."""
+        """Run a command to its end, which may take `timeout` seconds, as `subprocess.run` does."""
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
             started = self.start(
-                *args, environ=environ, output=output, errors=errors, address_space=address_space
+                *args,
+                environ=environ,
+                output=output,
+                errors=errors,
+                address_space=address_space,
+                script=script,
             )
-            status = started.wait(300)
+            status = started.wait(timeout)
             output.seek(0)
             errors.seek(0)
             return subprocess.CompletedProcess(args, status, output.read(), errors.read())
@@ -191,10 +207,15 @@ def _run(command: dict[str, Any], output: int, errors: int) -> int:
     os.environ.update(command["environ"])
     time.tzset()
     os.chdir(command["folder"])
-    sys.argv = ["rbln-serve", *command["args"]]
+    script = command["script"]
+    sys.argv = [script or "rbln-serve", *command["args"]]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if command["address_space"] is not None:
         resource.setrlimit(resource.RLIMIT_AS, (command["address_space"],) * 2)
     try:
+        if script is not None:
+            runpy.run_path(script, run_name="__main__")
+            return 0
         return _status(main())
     except SystemExit as end:
         return _status(end.code)

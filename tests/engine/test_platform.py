@@ -184,6 +184,6 @@ def test_plain_vllm_uses_the_plugin_in_its_own_engine_process(
     share_kernels(tmp_path / "cache")
     environment |= {"VLLM_PLUGINS": "rbln", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     argument = [str(checkpoint), DEFAULTS, prompt]
-    platform, token_ids = run_script(script, argument, environment)
+    platform, token_ids = run_script(script, argument, environment, own_imports=True)
     assert platform == "RblnPlatform"
     assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
