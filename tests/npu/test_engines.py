@@ -7,8 +7,6 @@ host. Nothing here says that an NPU works; ``docs/npu.md`` says what the double 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from tests.checkpoints import CheckpointCache
 from tests.npu.engines import ONE_CHUNK, OPTIONS, SHARED, TWO_BLOCKS, Job, Ran, run
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 from tests.sdk_double.launch import double_environment, read_log
+from tests.warm_process import warm_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -155,10 +154,7 @@ def test_a_host_without_an_npu_compiles_for_one_that_has_it(
         "RBLN_FORCE_NPU_NAME": "RBLN-CR13",
         "VLLM_CACHE_ROOT": str(root),
     }
-    command = [sys.executable, "-m", "server", "compile", str(checkpoint), *flags]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=600
-    )
+    done = warm_process().run("compile", str(checkpoint), *flags, environ=environment, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert {tuple(call["options"]["mode"]) for call in read_log(log, "compile")} == {
         ("strict", "compile_only")
