@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.config import RblnConfig
-from rbln_backend.core import Phase
 from rbln_backend.emulator.kernel_set import KernelSet
 from rbln_backend.emulator.memory import huge_page_bytes
 from rbln_backend.kv_cache.specs import WindowSpec, layer_specs, window_in
