@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from server.request.field_rules import FIELD_RULES, FieldAction, FieldRule
+from server.request.fields.field import Field, FieldAction
+from server.request.fields.tables import FIELDS
 from server.wire.endpoint import Endpoint
 
 FIELD_HEADER = ("Fields", "", "Why, or how")
@@ -24,7 +25,9 @@ def field_tables() -> Iterable[tuple[str, Sequence[tuple[str, ...]]]]:
     """Yield each table's heading and rows."""
     for endpoint, title in (*_TITLES.items(), _REST):
         groups: dict[tuple[FieldAction, str, str], list[str]] = {}
-        for row in FIELD_RULES[endpoint]:
+        for row in FIELDS[endpoint]:
+            if row.action is None:
+                continue
             groups.setdefault((row.action, row.why, _exception(row)), []).append(row.path)
         rows = [
             (", ".join(f"`{path}`" for path in paths), treatment.value, f"{why}{exception}")
@@ -37,7 +40,7 @@ def _order(group: tuple[tuple[FieldAction, str, str], list[str]]) -> int:
     return list(FieldAction).index(group[0][0])
 
 
-def _exception(row: FieldRule) -> str:
+def _exception(row: Field) -> str:
     """Return the values that pass, or the items to which a row applies."""
     if row.when:
         return f"; where it is `{json.dumps(dict(row.when))}`"

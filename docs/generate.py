@@ -50,7 +50,7 @@ from server.settings import ENV_PREFIX, ServerSettings
 
 DOCS = Path(__file__).resolve().parent
 ROUTES_BEGIN = "<!-- Written by docs/generate.py from server/request/route_table.py. -->"
-FIELDS_BEGIN = "<!-- Written by docs/generate.py from server/request/field_rules.py. -->"
+FIELDS_BEGIN = "<!-- Written by docs/generate.py from server/request/fields/tables.py. -->"
 WRITTEN_END = "<!-- End of what is written by docs/generate.py. -->"
 NOTICE = "<!-- Written by docs/generate.py from the code; edit the code, then run `make docs`. -->"
 

@@ -105,7 +105,7 @@ class Admission:
         self._held_s += _NEWEST_SHARE * (held_s - self._held_s)
 
     def retry_after_s(self) -> float:
-        """Return after how many seconds a refused client should ask again, 1 to 60, jittered.
+        """Return after how many seconds a rejected client should retry, 1 to 60, jittered.
 
         By then as many answers should be complete as were refused lately: with all permits taken,
         one comes back every mean time that they are held, divided by their number. What was
@@ -133,7 +133,7 @@ class Admission:
 
 
 class Permit:
-    """The right to so many answers at once; `release` may be called more than once."""
+    """A permit for `weight` answers at once; `release` is idempotent."""
 
     __slots__ = ("_admission", "_is_flex", "weight")
 
@@ -143,17 +143,17 @@ class Permit:
         self.weight = 1
 
     def grow(self, weight: int) -> None:
-        """Make it a permit for `weight` answers. Raises `OverloadedError`."""
+        """Set the number of answers. Raises `OverloadedError`."""
         if weight != self.weight:
             self.weight = self._admission.resize(self.weight, weight)
 
     def step_back(self) -> None:
-        """Leave its place to others: its answers are of the tier flex. Raises `OverloadedError`."""
+        """Count the permit among those of the tier flex. Raises `OverloadedError`."""
         self._admission.step_back(self)
         self._is_flex = True
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the permit."""
         if self._is_flex:
             self._admission.flex_in_flight -= self.weight
             self.weight = 0

@@ -72,8 +72,8 @@ def create_app(
     """Build the application.
 
     `frontend` is only called once `lifecycle` is ready. The engine describes itself in `run_dir`.
-    `background` is entered before the first request and left after the last: what brings the
-    service up runs in it. Raises `SettingsError` where `--data-dir` cannot be used.
+    `background` is entered before the first request and left after the last; it starts the
+    engine. Raises `SettingsError` where `--data-dir` cannot be used.
     """
 
     @asynccontextmanager

@@ -60,12 +60,12 @@ class Service:
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def frontend(self) -> Frontend:
-        """Return what answers requests; only valid once the lifecycle is ready."""
+        """Return the front end; only valid once the lifecycle is ready."""
         assert self._engine is not None
         return self._engine.frontend
 
     def stop(self, reason: str) -> None:
-        """Drain and end; a second call ends without waiting for what is in flight."""
+        """Drain and end; a second call ends without waiting for requests in flight."""
         if self._stop.is_set():
             self._hurry.set()
         self._stop_reason = reason
@@ -214,7 +214,7 @@ async def _serve_http(server: HttpServer, listener: socket.socket, tls: Tls | No
 
 
 def _warn_if_open(settings: ServerSettings) -> None:
-    """Log what any client can do on a server without keys."""
+    """Log the operations that are open to any client of a server without keys."""
     if settings.listens_locally or settings.api_key or settings.api_key_file is not None:
         return
     changes = settings.allow_unguarded_changes and not (

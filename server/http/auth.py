@@ -24,6 +24,7 @@ from server.host.file_watch import FileWatch
 from server.host.regular_files import read_regular
 from server.host.tasks import background_task, in_thread
 from server.request.options.tier import EVERY_TIER, Tier, Tiers, tiers_of
+from server.request.record import Caller
 from server.request.route_table import NEVER_GUARDED, Route, Scope, scope_of
 from server.settings import ServerSettings, SettingsError
 from server.storage.owners import NO_KEY, owner_of_digest
@@ -60,20 +61,6 @@ class Key:
     digest: bytes
     owner: str
     tiers: Tiers = EVERY_TIER
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The authenticated caller of a request.
-
-    `key` is the key's name or None; `owner` is the owner of the data that the request stores;
-    `tiers` are the allowed service tiers.
-    """
-
-    key: str | None
-    is_admin: bool
-    tiers: Tiers = EVERY_TIER
-    owner: str = NO_KEY
 
 
 class KeyRing:

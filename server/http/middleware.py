@@ -24,7 +24,7 @@ from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, request_id_var
 from server.observability.metrics import ServerMetrics
 from server.request.body import CLIENT_GONE
-from server.request.record import INTERNAL, RequestRecord, record_of, record_var
+from server.request.record import INTERNAL, Caller, RequestRecord, record_of, record_var
 from server.request.request_id import ANTHROPIC_HEADER, HEADER, request_id_of, with_request_id
 from server.request.route_table import Scope as KeyScope
 from server.request.route_table import is_anthropic, route_of, route_path
@@ -60,12 +60,16 @@ class RequestMiddleware:
             return
         request_id = request_id_of(scope["headers"])
         scope["headers"] = with_request_id(scope["headers"], request_id)
-        record = RequestRecord(route_of(route_path(scope)), scope["method"], time.perf_counter())
-        record.request_id = request_id
-        record.anthropic = is_anthropic(record.route, scope)
         state = scope.setdefault("state", {})
-        record.internal = state.get(INTERNAL)
-        state["record"] = record
+        route = route_of(route_path(scope))
+        record = state["record"] = RequestRecord(
+            route,
+            scope["method"],
+            time.perf_counter(),
+            request_id,
+            is_anthropic(route, scope),
+            state.get(INTERNAL),
+        )
         # The task serves this request alone.
         request_id_var.set(request_id)
         record_var.set(record)
@@ -77,8 +81,8 @@ class RequestMiddleware:
         finally:
             # A stack runs every callback, last in first out, even if one of them raises.
             with ExitStack() as ending:
-                # Meters refer to the engine's request state, which must be freed.
-                ending.callback(record.close_meters)
+                # The counts refer to the engine's request state, which must be freed.
+                ending.callback(record.tokens.close)
                 if tracing is not None:
                     ending.callback(end_span, tracing, record)
                 ending.callback(self._finish, record)
@@ -125,11 +129,11 @@ class RequestMiddleware:
                 self._metrics.observe_tier(record.tier.value, outcome)
         if record.guide is not None:
             self._metrics.observe_guided(record.guide, outcome)
-        if record.rejection is not None:
-            self._metrics.observe_rejection(record.rejection)
-        prompt, completion = record.tokens()
-        if record.key is not None:
-            self._metrics.observe_key(record.key, outcome, prompt, completion)
+        if record.error is not None and record.error.rejection is not None:
+            self._metrics.observe_rejection(record.error.rejection)
+        prompt, completion = record.tokens.total()
+        if record.caller.key is not None:
+            self._metrics.observe_key(record.caller.key, outcome, prompt, completion)
         quiet = record.route.scope in _QUIET or record.internal is not None
         level = logging.DEBUG if quiet else logging.INFO
         if not logger.isEnabledFor(level):
@@ -144,7 +148,7 @@ class RequestMiddleware:
             "bytes": record.sent_bytes,
             "prompt_tokens": prompt,
             "completion_tokens": completion,
-            "key": record.key,
+            "key": record.caller.key,
         }
         logger.log(
             level,
@@ -184,12 +188,10 @@ class GateMiddleware:
         self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if record.internal is not None:
-            record.owner, record.tiers = record.internal.owner, record.internal.tiers
-            record.key = self._access.name_of(record.owner)
+            owner, tiers = record.internal.owner, record.internal.tiers
+            record.caller = Caller(self._access.name_of(owner), tiers=tiers, owner=owner)
         else:
-            caller = self._access.admit(record.route, scope)
-            record.key, record.is_admin = caller.key, caller.is_admin
-            record.owner, record.tiers = caller.owner, caller.tiers
+            record.caller = self._access.admit(record.route, scope)
         _check_encoding(scope)
         if not record.route.gated:
             await self._app(scope, receive, send)

@@ -48,12 +48,12 @@ def end_span(tracing: Tracing, record: RequestRecord) -> None:
         return
     outcome = record.final_outcome()
     attributes: dict[str, AttributeValue] = {"rbln_serve.outcome": outcome}
-    if record.meters:
-        prompt, completion = record.tokens()
+    if record.tokens.used:
+        prompt, completion = record.tokens.total()
         attributes |= {INPUT_TOKENS: prompt, OUTPUT_TOKENS: completion}
-        attributes[CACHE_READ_TOKENS] = record.prefix_tokens()[0]
-    if record.key is not None:
-        attributes["rbln_serve.key"] = record.key
+        attributes[CACHE_READ_TOKENS] = record.tokens.of_prefix()[0]
+    if record.caller.key is not None:
+        attributes["rbln_serve.key"] = record.caller.key
     if record.status and record.internal is None:
         attributes["http.response.status_code"] = record.status
     # The status of the error: a stream that failed has already sent 200.

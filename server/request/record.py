@@ -19,12 +19,8 @@ from server.wire.endpoint import JsonObject
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-Meter = Callable[[], tuple[int, int]]
-"""Returns the prompt and completion tokens that one of the engine's requests has used."""
-PredictionMeter = Callable[[], tuple[int, int]]
-"""Returns how many tokens of a prediction are in the answer, and how many are not."""
-PrefixMeter = Callable[[], tuple[int, int]]
-"""Returns how many prompt tokens were read from the prefix cache, and written to it."""
+Counts = Callable[[], tuple[int, int]]
+"""Returns two numbers of tokens."""
 
 
 INTERNAL = "internal"
@@ -47,26 +43,62 @@ class InternalRequest:
     response_id: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The authenticated caller of a request.
+
+    `key` is the key's name or None; `owner` is the owner of the data that the request stores;
+    `tiers` are the allowed service tiers.
+    """
+
+    key: str | None = None
+    is_admin: bool = False
+    tiers: Tiers = EVERY_TIER
+    owner: str = ""
+
+
+@dataclass(slots=True)
+class EngineTokens:
+    """Tokens of the engine's requests for one HTTP request.
+
+    Each of `used` returns the prompt and completion tokens of one request. `prefix` returns how
+    many prompt tokens of the last one were read from and written to the prefix cache, `prediction`
+    how many tokens of a prediction are in the answer, and how many are not.
+    """
+
+    used: list[Counts] = field(default_factory=list)
+    prefix: Counts | None = None
+    prediction: Counts | None = None
+
+    def total(self) -> tuple[int, int]:
+        """Return how many prompt and completion tokens the engine has worked on."""
+        used = [count() for count in self.used]
+        return sum(prompt for prompt, _ in used), sum(completion for _, completion in used)
+
+    def of_prefix(self) -> tuple[int, int]:
+        """Return how many prompt tokens were read from and written to the prefix cache."""
+        return (0, 0) if self.prefix is None else self.prefix()
+
+    def close(self) -> None:
+        """Drop the references to the engine's request states."""
+        self.used.clear()
+        self.prefix = self.prediction = None
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One request from its head to the last byte of its answer.
 
-    `started` is on `time.perf_counter`'s clock. `anthropic`: the client expects the forms of
-    Anthropic's API. `key` is the name of the API key, None without
-    keys; `owner` is the owner of what the request stores; an admin may see more. `internal` is set
-    for requests of the service itself. `tiers` are those that the request may run in, and `tier`
-    the one that it does, once its body was read.
-    `answer_headers` go with the answer, whatever it is. `on_end` is called once its last byte was
-    sent, or nothing more will be. `sent_bytes` are those of the answer's body, which is
-    `complete` once its last byte was sent. Every request that
-    the engine is given for it adds one of `meters`. `failure` is what the engine said of it where
-    vLLM's classes do not pass that on. `prefix_meter` is the last one's, as is `prediction_meter`,
-    which is there where `drafts` has a prediction that is checked. `guide` is how the answer is
-    guided, one of `GUIDES`; `grammars` are the gate's verdicts on its constraints: grammars by job
-    key. `sent_frames` counts the frames of a stream; `failure_frames` makes
-    those that end it with an error, where the endpoint's depend on what was sent before. `error` is
-    how the error looks that ended it. `span` is the request's, None where none is recorded or it
-    has ended; `trace_headers` name it to the engine.
+    `started` is a `time.perf_counter` value. `anthropic`: the client expects the forms of
+    Anthropic's API. `internal` is set for requests of the service itself. `tier` is the tier of the
+    request, once its body was read. `answer_headers` are added to the answer. `on_end` is called
+    after the last byte was sent. `sent_bytes` and `sent_frames` count those of the answer, which is
+    `complete` once its last byte was sent. `failure` is the engine's error where vLLM's classes do
+    not pass it on. `guide` is how the answer is guided, one of `GUIDES`; `grammars` are the gate's
+    verdicts on its constraints: grammars by job key. `failure_frames` makes the frames that end a
+    stream with an error, where they depend on the frames sent. `error` is the error that ended the
+    request. `span` is the request's, None where none is recorded or it has ended; `trace_headers`
+    name it to the engine.
     """
 
     route: Route
@@ -74,47 +106,27 @@ class RequestRecord:
     started: float
     request_id: str = ""
     anthropic: bool = False
+    internal: InternalRequest | None = None
+    caller: Caller = Caller()
     stream: bool = False
     status: int = 0
     outcome: str | None = None
-    key: str | None = None
-    owner: str = ""
-    is_admin: bool = False
-    internal: InternalRequest | None = None
-    tiers: Tiers = EVERY_TIER
     tier: Tier | None = None
     answer_headers: dict[str, str] = field(default_factory=dict)
     on_end: list[Callable[[], None]] = field(default_factory=list)
     deadline: Deadline | None = None
     failure: ServerError | None = None
-    rejection: str | None = None
     guide: str | None = None
     grammars: Mapping[bytes, str | None] = field(default_factory=dict)
-    error: type[ServerError] | None = None
+    error: ServerError | None = None
     span: Span | None = None
     trace_headers: Mapping[str, str] | None = None
     sent_bytes: int = 0
     sent_frames: int = 0
     failure_frames: Callable[[ServerError], str] | None = None
     complete: bool = False
-    meters: list[Meter] = field(default_factory=list)
-    prefix_meter: PrefixMeter | None = None
     drafts: DraftOptions = field(default_factory=DraftOptions)
-    prediction_meter: PredictionMeter | None = None
-
-    def tokens(self) -> tuple[int, int]:
-        """Return how many prompt and completion tokens the engine has worked on for it."""
-        used = [meter() for meter in self.meters]
-        return sum(prompt for prompt, _ in used), sum(completion for _, completion in used)
-
-    def prefix_tokens(self) -> tuple[int, int]:
-        """Return how many prompt tokens were read from the prefix cache, and written to it."""
-        return (0, 0) if self.prefix_meter is None else self.prefix_meter()
-
-    def close_meters(self) -> None:
-        """Drop the references to the engine's request states."""
-        self.meters.clear()
-        self.prefix_meter = self.prediction_meter = None
+    tokens: EngineTokens = field(default_factory=EngineTokens)
 
     def guided_by(self, kind: str) -> None:
         """Set how the answer is guided, unless the request's own constraint has set it."""
@@ -122,8 +134,7 @@ class RequestRecord:
 
     def note(self, error: ServerError) -> None:
         """Record the error that ended the request."""
-        self.error = type(error)
-        self.outcome, self.rejection = error.outcome, error.rejection
+        self.error, self.outcome = error, error.outcome
 
     def final_outcome(self) -> str:
         """Return the outcome that a handler set, else the one of the status."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from server.errors import InvalidValueError, describe
+from server.request.fields.lookup import effort_path, obeys
 from server.wire.endpoint import Endpoint, JsonObject
 
 _SWITCHES = ("enable_thinking", "thinking")
@@ -41,15 +42,14 @@ def settle_thinking(endpoint: Endpoint, body: JsonObject, thinking: ThinkingSupp
 
     Raises `InvalidValueError` for an unknown type of thinking.
     """
-    if endpoint.anthropic:
-        ignored = _settle_anthropic(body, thinking)
-        effort = _get(body.get("output_config"), "effort")
-        return ignored + _ignored_effort("output_config.effort", effort, thinking)
-    if endpoint is Endpoint.CHAT:
-        return _ignored_effort(_EFFORT, body.get(_EFFORT), thinking)
-    if endpoint.takes_items:
-        return _ignored_effort("reasoning.effort", _get(body.get("reasoning"), "effort"), thinking)
-    return []
+    ignored = _settle_switch(body, thinking) if obeys(endpoint, "thinking") else []
+    path = effort_path(endpoint)
+    effort: object = body if path else None
+    for name in path.split("."):
+        effort = _get(effort, name)
+    # vLLM turns an effort into the switch of that name.
+    has_effect = thinking.effort or thinking.switch == "enable_thinking"
+    return ignored if effort is None or has_effect else [*ignored, path]
 
 
 def settle_reasoning(body: JsonObject) -> None:
@@ -60,7 +60,7 @@ def settle_reasoning(body: JsonObject) -> None:
             message.setdefault("reasoning", said)
 
 
-def _settle_anthropic(body: JsonObject, thinking: ThinkingSupport) -> list[str]:
+def _settle_switch(body: JsonObject, thinking: ThinkingSupport) -> list[str]:
     given = body.pop("thinking", None)
     if given is None:
         return []
@@ -80,12 +80,6 @@ def _settle_anthropic(body: JsonObject, thinking: ThinkingSupport) -> list[str]:
         return []
     # Without a switch, a model always thinks or never does.
     return [] if wanted == thinking.parses else ["thinking"]
-
-
-def _ignored_effort(path: str, effort: object, thinking: ThinkingSupport) -> list[str]:
-    # vLLM turns an effort into the switch of that name.
-    has_effect = thinking.effort or thinking.switch == "enable_thinking"
-    return [] if effort is None or has_effect else [path]
 
 
 def _get(value: object, name: str) -> object:

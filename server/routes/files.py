@@ -25,7 +25,7 @@ from server.errors import (
     describe,
 )
 from server.http.openapi import DescribedRoute, failing
-from server.request.fields import UnknownPolicy, known_fields
+from server.request.fields.rules import UnknownPolicy, known_fields
 from server.request.record import record_of
 from server.settings import ServerSettings
 from server.storage.batches.bodies import LONGEST_S, SHORTEST_S
@@ -146,7 +146,7 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
 
 def owner_of(request: Request) -> str:
     """Return the owner of the data that a request stores."""
-    return record_of(request.scope).owner
+    return record_of(request.scope).caller.owner
 
 
 def page_of(limit: str, most: int, after: str | None, order: str) -> Page:
@@ -198,5 +198,5 @@ def _checked(fields: dict[str, str], policy: UnknownPolicy) -> tuple[str, int | 
 
 
 def _is_number(given: str) -> bool:
-    """Return whether a text is a number of at most `_MAX_DIGITS` ASCII digits."""
+    """Return True for a number of at most `_MAX_DIGITS` ASCII digits."""
     return given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS

@@ -84,7 +84,7 @@ def _settle_tier(parsed: ParsedRequest, stamp: JsonObject, record: RequestRecord
 
     Raises `PermissionDeniedError` for a tier that is not allowed.
     """
-    record.tier = granted(parsed.tier, record.tiers)
+    record.tier = granted(parsed.tier, record.caller.tiers)
     shows_tier = parsed.storage_options is not None
     if shows_tier or parsed.tier is not None or record.tier is not Tier.DEFAULT:
         stamp[FIELD] = record.tier.value

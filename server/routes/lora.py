@@ -160,7 +160,7 @@ def _changed_by(body: type[BaseModel]) -> dict[str, Any]:
 
 def _seen(adapter: Adapter, request: Request, shown: ShownPaths) -> AdapterObject:
     found = adapter.to_dict()
-    return found if record_of(request.scope).is_admin else shown.adapter(found)
+    return found if record_of(request.scope).caller.is_admin else shown.adapter(found)
 
 
 @contextmanager

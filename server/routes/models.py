@@ -64,7 +64,7 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
 
     async def cards(request: Request) -> list[JsonObject]:
         served = await frontend().models()
-        return served if record_of(request.scope).is_admin else [*map(shown.model, served)]
+        return served if record_of(request.scope).caller.is_admin else [*map(shown.model, served)]
 
     @router.get(
         "/v1/models",

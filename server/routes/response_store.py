@@ -85,7 +85,7 @@ class ResponseStore:
         if options is None or service is None or not options.is_stored:
             return await self._frontend().handle(endpoint, parsed, stamp, request)
         record = record_of(request.scope)
-        owner = record.owner
+        owner = record.caller.owner
         if options.background:
             tier = record.tier or Tier.DEFAULT
             shown = {"model": await self._default_model(), **stamp}
@@ -128,7 +128,7 @@ class ResponseStore:
             return False
         if record.internal is not None and not options.store:
             return False
-        reservation = self._service.reservation(record.owner)
+        reservation = self._service.reservation(record.caller.owner)
         record.on_end.append(reservation.release)
         try:
             await self._service.reserve(reservation, len(options.items))

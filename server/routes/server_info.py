@@ -109,7 +109,7 @@ def server_info_router(
             "tools": frontend().tools.to_dict() if lifecycle.started else None,
             "settings": {"server": ours, "rbln": report.get("settings")},
         }
-        return JSONResponse(body if record_of(request.scope).is_admin else shown.every(body))
+        return JSONResponse(body if record_of(request.scope).caller.is_admin else shown.every(body))
 
     return router
 

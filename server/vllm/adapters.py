@@ -1,4 +1,4 @@
-"""The registry of LoRA adapters over vLLM's engine, and its view for vLLM's serving classes.
+"""The registry of LoRA adapters over vLLM's engine, and its mapping for vLLM's serving classes.
 
 A request finds only the adapter that it holds a lease of: between its lease and vLLM's lookup the
 name may be removed or reused by another load.
@@ -22,7 +22,7 @@ from server.lora.fit import ServedModel
 from server.lora.port import EngineAdapter, Target
 from server.lora.registry import AdapterRegistry, RegistryLimits
 from server.lora.state_file import StateFile
-from server.request.record import record_var
+from server.request.record import RequestRecord
 from server.settings import ServerSettings
 from server.vllm.errors import RequestContext, from_exception
 
@@ -39,12 +39,11 @@ _leased: ContextVar[Adapter | None] = ContextVar("leased", default=None)
 _STATE_FILE = "adapters.json"
 
 
-def lease(adapters: AdapterRegistry, name: str) -> bool:
-    """Lease an adapter to the current request until it ends; return False if none is ready."""
-    record, adapter = record_var.get(), adapters.lease(name)
+def lease(adapters: AdapterRegistry, name: str, record: RequestRecord) -> bool:
+    """Lease an adapter to a request until it ends; return False if none is ready."""
+    adapter = adapters.lease(name)
     if adapter is None:
         return False
-    assert record is not None, "a request outside of the middleware"
     record.on_end.append(partial(adapters.release, adapter))
     _leased.set(adapter)
     return True

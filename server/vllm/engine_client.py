@@ -25,10 +25,14 @@ from server.request.record import RequestRecord, record_var
 from server.structured_outputs.constraint import Constraint, ConstraintKind, job_key
 from server.structured_outputs.gate import refusal
 from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
-from server.vllm.drafts.options import predicted_tokens, prediction_counts, set_draft_options
 from server.vllm.errors import BacklogError
-from server.vllm.sampling.exclusions import check_exclusions
-from server.vllm.sampling.logprob_bounds import check_logprobs
+from server.vllm.sampling import (
+    check_exclusions,
+    check_logprobs,
+    predicted_tokens,
+    prediction_counts,
+    set_draft_options,
+)
 
 if TYPE_CHECKING:
     from server.structured_outputs.gate import GrammarGate
@@ -80,7 +84,7 @@ class EngineClient(AsyncLLM):
         if record.tier is not None and record.tier.engine_priority is not None:
             kwargs["priority"] = record.tier.engine_priority
         collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
-        self._add_meters(record, self._states(request_id, collector), predicted)
+        self._add_counts(record, self._states(request_id, collector), predicted)
         return collector
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -148,16 +152,16 @@ class EngineClient(AsyncLLM):
         if grammar is not None:
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
 
-    def _add_meters(
+    def _add_counts(
         self, record: RequestRecord, states: list[RequestState], predicted: list[int]
     ) -> None:
-        """Add meters that are read once the HTTP request ends; a token costs nothing."""
+        """Add the counts of tokens, which are read once the HTTP request ends."""
         if record.tier is Tier.FLEX:
             self._flex += states
-        record.meters.append(lambda: _used_tokens(states))
-        record.prefix_meter = lambda: _prefix_tokens(states)
+        record.tokens.used.append(lambda: _used_tokens(states))
+        record.tokens.prefix = lambda: _prefix_tokens(states)
         if predicted:
-            record.prediction_meter = lambda: prediction_counts(predicted, states)
+            record.tokens.prediction = lambda: prediction_counts(predicted, states)
 
     def _states(self, request_id: str, collector: RequestOutputCollector) -> list[RequestState]:
         """Return the states of the request just added: one for each of its answers."""

@@ -38,8 +38,8 @@ from server.errors import (
     UnsupportedOperationError,
     describe,
 )
-from server.request.limits import MAX_TOKENS_FIELDS
-from server.vllm.sampling.exclusions import no_token_left
+from server.request.fields.shared import MAX_TOKENS_FIELDS
+from server.vllm.sampling import no_token_left
 from server.wire.endpoint import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class RequestContext:
 def from_exception(error: Exception, context: RequestContext) -> ServerError:
     """Return the client's error for an exception of vLLM's serving classes."""
     if isinstance(error.__cause__, ServerError):
-        # vLLM takes whatever comes out of a chat template for the template's own words.
+        # vLLM wraps every exception of a chat template.
         return error.__cause__
     for kinds, translate in _TRANSLATIONS:
         if isinstance(error, kinds):
@@ -104,11 +104,11 @@ def from_exception(error: Exception, context: RequestContext) -> ServerError:
 
 
 def from_validation(error: ValidationError, body: object, place: str = "") -> RequestError:
-    """Return our error for the most telling of pydantic's complaints about `body`.
+    """Return the client's error for the most specific of pydantic's errors about `body`.
 
-    `place` is the path of `body` where that is a part of the request's.
+    `place` is the path of `body` within the request, empty for the whole.
     """
-    problem = _most_telling(error.errors(include_url=False, include_context=False))
+    problem = _most_specific(error.errors(include_url=False, include_context=False))
     kind = str(problem["type"])
     path = _body_path(problem["loc"], body, place, missing=kind == "missing")
     if kind == "missing":
@@ -125,7 +125,7 @@ def from_validation(error: ValidationError, body: object, place: str = "") -> Re
 
 
 def engine_failed() -> EngineFailedError:
-    """Return the error of a request that meets a dead engine."""
+    """Return the error of a request whose engine has exited."""
     return EngineFailedError("The engine has failed and the server is about to exit.")
 
 
@@ -222,7 +222,7 @@ def _length(parameter: str | None, size: object) -> str:
 
 
 def too_long(length: str, context: RequestContext) -> ContextLengthError:
-    """Return the error of a prompt that does not fit, behind words about its length."""
+    """Return the error of a prompt that is too long; `length` describes its length."""
     most = context.max_model_len
     limit = "" if most is None else f"; this model's context is {most} tokens"
     wanted = next((n for n in MAX_TOKENS_FIELDS if context.fields.get(n) is not None), None)
@@ -235,16 +235,15 @@ def too_long(length: str, context: RequestContext) -> ContextLengthError:
 
 
 _BRANCH = ("role", "type")
-"""Fields that say which branch of a union is meant."""
+"""Fields that select a branch of a union."""
 
 
-def _most_telling(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Pick among the complaints of all branches of a union, in linear time.
+def _most_specific(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Select among the errors of all branches of a union, in linear time.
 
-    A `role` or `type` that is no text fits no branch at all. Otherwise:
-    A message is tried against every role's form; only the forms whose `role` or `type` fits
-    have something to say about the rest. Of those, the branch that got furthest was meant, and
-    one that took the value's type and not the value.
+    A `role` or `type` that is no text fits no branch and is selected. Otherwise pydantic validates
+    a message by the form of every role, and only forms whose `role` or `type` fits matter. Of their
+    errors, the deepest is selected; among equals, one about a value rather than its type.
     """
     places = [tuple(problem["loc"]) for problem in problems]
     wrong = [
@@ -271,7 +270,7 @@ def _about_type(kind: str) -> bool:
 
 
 def _body_path(loc: Sequence[int | str], body: object, path: str, *, missing: bool) -> str:
-    """Return where below `path` a complaint points, without pydantic's names of branches."""
+    """Return the path of an error below `path`, without pydantic's names of branches."""
     here = body
     for index, step in enumerate(loc):
         last = index == len(loc) - 1

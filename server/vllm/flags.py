@@ -34,7 +34,7 @@ _SHARED = (
     *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "allow_credentials"),
     *("allowed_origins", "allowed_methods", "allowed_headers"),
 )
-"""Flags of vLLM that are this server's own; its parser has taken them out where it knew them."""
+"""Flags of vLLM that are settings of this server, whose parser removes those that it knows."""
 
 _COMPILATION_FLAGS = ("--compilation-config", "-cc", "-O")
 _COMPILATION_KEYS = {"level": "mode", "candidate_compile_sizes": "compile_sizes"}
@@ -113,7 +113,7 @@ def _check_paths(args: Namespace) -> None:
 
 
 def _as_today(argv: Sequence[str]) -> Iterator[str]:
-    """Yield vLLM's flags with compilations written as of today: `-O {'level': 3}` and the like.
+    """Yield vLLM's flags with compilations in today's form: `-O {'level': 3}` and the like.
 
     vLLM itself takes the `-O3` of all times.
     """
@@ -134,7 +134,7 @@ def _as_today(argv: Sequence[str]) -> Iterator[str]:
 
 
 def _with_names_of_today(text: str) -> str:
-    """Return a compilation as JSON, whether it is that or Python; as it is if it is neither."""
+    """Return a compilation, JSON or Python, as JSON; other texts are returned unchanged."""
     try:
         given = json.loads(text)
     except ValueError:

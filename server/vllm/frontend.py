@@ -36,13 +36,13 @@ from server.frontend import ParsedRequest, Profiler, WireSchemas
 from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.request.endpoints import forms_of
-from server.request.field_rules import extra_schemas, refused_fields
-from server.request.fields import IGNORED_HEADER
-from server.request.limits import check_priority_header, check_rank_header, check_tier
-from server.request.record import record_var
+from server.request.fields.guided import DEPRECATION
+from server.request.fields.lookup import extra_schemas, refused_fields
+from server.request.fields.rules import IGNORED_HEADER
+from server.request.record import RequestRecord, record_of
+from server.request.scheduling import check_priority_header, check_rank_header, check_tier
 from server.settings import ServerSettings
 from server.storage.responses.storage_options import StorageOptions
-from server.structured_outputs.guided_fields import DEPRECATION
 from server.structured_outputs.setup import make_gate
 from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.adapters import lease, open_adapters
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# By name: an import statement without a use looks like a leftover, and was once removed as one.
+# By name: linters remove import statements without a use.
 _SERVING_MODULES = (
     "vllm.entrypoints.anthropic.serving",
     "vllm.entrypoints.generate.api_router",
@@ -111,7 +111,7 @@ async def build_frontend(
     leave_tags_to_the_gate()
     count_whole_prompts()
     engine.grammars = make_gate(engine.vllm_config, settings) if "generate" in tasks else None
-    envs.enable_envs_cache()  # vLLM looks some up for every token; none changes any more
+    envs.enable_envs_cache()  # vLLM reads some for every token; none changes any more
     state = State()
     static, args.lora_modules = args.lora_modules, None
     tools = NO_CALLS
@@ -235,72 +235,73 @@ class VllmFrontend:
         self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         """Answer one request; see `server.frontend.Frontend`."""
-        record = record_var.get()
-        if parsed.is_deprecated and record is not None:
+        record = record_of(request.scope)
+        record.drafts = parsed.drafts
+        if parsed.is_deprecated:
             record.answer_headers.update(DEPRECATION)
-        if record is not None:
-            record.drafts = parsed.drafts
-        if parsed.ignored and record is not None:
+        if parsed.ignored:
             record.answer_headers[IGNORED_HEADER] = ", ".join(parsed.ignored)
         describe_request(record, endpoint, parsed.fields)
-        name_model(record, endpoint, await self._find_model(parsed.fields))
-        check_priority_header(request.headers, self._limits)
-        check_tier(parsed.fields, request.headers, None if record is None else record.tier)
+        name_model(record, endpoint, await self._find_model(parsed.fields, record))
+        check_priority_header(request.headers, has_priorities=self._limits.has_priorities)
+        check_tier(parsed.fields, request.headers, record.tier)
         check_rank_header(request.headers, self._num_ranks)
         if self.grammars is not None:
-            on_kind = None if record is None else record.guided_by
-            found = await self.grammars.check(parsed.constraints, on_kind)
-            if record is not None:
-                record.grammars = found
+            record.grammars = await self.grammars.check(parsed.constraints, record.guided_by)
         large_var.set(parsed.is_large)
         late_var.set(LateParts() if _has_logprobs(parsed.fields) else None)
         context = RequestContext(
             parsed.fields, parsed.error_field, self._limits.max_model_len, parsed.forbidding
         )
         model: Any = parsed.model
-        if record is not None and record.internal is not None and record.internal.response_id:
+        if record.internal is not None and record.internal.response_id:
             model.request_id = record.internal.response_id
-        answering = self._answer(self._handlers[parsed.form], model, request, stamp)
+        answering = self._answer(self._handlers[parsed.form], model, request, stamp, record)
         try:
             if parsed.is_large and endpoint in _WITHOUT_ENGINE:
-                # Texts of megabytes, and answers as large: on a loop in a thread of their own.
+                # Texts and answers of megabytes run on a loop in another thread.
                 answer = await asyncio.to_thread(asyncio.run, answering)
             else:
                 answer = await answering
         except Exception as error:
             # The boundary to vLLM: all its exceptions are translated.
-            raise self._translated(error, context) from error
+            raise self._translated(error, context, record) from error
         if isinstance(answer, bytes):
             return answer
-        stamped = stamped_frames(endpoint, answer, stamp)
-        return self._frames(described_frames(record, endpoint, stamped), context)
+        stamped = stamped_frames(endpoint, answer, stamp, record)
+        return self._frames(described_frames(record, endpoint, stamped), context, record)
 
     async def _answer(
-        self, handler: Handler, model: BaseModel, request: Request, stamp: JsonObject
+        self,
+        handler: Handler,
+        model: BaseModel,
+        request: Request,
+        stamp: JsonObject,
+        record: RequestRecord,
     ) -> bytes | AsyncGenerator[Any, None]:
         assert handler.serve is not None
         result = await handler.serve(model, request)
-        describe_answer(result)
+        describe_answer(record, result)
         if isinstance(result, ErrorResponse):
             error = result.error
             raise RefusedError(error.message, error.code, error.param)
         if isinstance(result, Response):
             return bytes(result.body)
         if isinstance(result, BaseModel):
-            whole = handler.to_body(result, stamp)
+            whole = handler.to_body(result, stamp, record)
             late = late_var.get()
             return whole if late is None else (await late.complete(whole.decode())).encode()
         frames: AsyncGenerator[Any, None] = result
         return frames
 
-    async def _find_model(self, fields: JsonObject) -> str:
+    async def _find_model(self, fields: JsonObject, record: RequestRecord) -> str:
         """Return the model or adapter that answers. Raises `ModelNotFoundError`."""
         name = fields.get("model")
         if not isinstance(name, str):
             return str(self._models.model_name())
         if self._models.is_base_model(name):
             return name
-        if self.adapters is not None and lease(self.adapters, name):
+        if self.adapters is not None and lease(self.adapters, name, record):
             return name
         served = ", ".join(repr(card["id"]) for card in await self.models())
         raise ModelNotFoundError(
@@ -308,7 +309,7 @@ class VllmFrontend:
         )
 
     async def _frames(
-        self, frames: AsyncGenerator[str, None], context: RequestContext
+        self, frames: AsyncGenerator[str, None], context: RequestContext, record: RequestRecord
     ) -> AsyncGenerator[str, None]:
         late = late_var.get()
         try:
@@ -317,15 +318,15 @@ class VllmFrontend:
                     yield frame if late is None else await late.complete(frame)
         except Exception as error:
             # The boundary to vLLM, as in `handle`.
-            raise self._translated(error, context) from error
+            raise self._translated(error, context, record) from error
 
-    def _translated(self, error: Exception, context: RequestContext) -> ServerError:
-        record = record_var.get()
-        if record is not None and record.failure is not None:
+    def _translated(
+        self, error: Exception, context: RequestContext, record: RequestRecord
+    ) -> ServerError:
+        if record.failure is not None:
             # vLLM's classes do not pass the cause on.
             return record.failure
-        guided = record is not None and record.guide is not None
-        ours = from_exception(error, replace(context, guided=guided))
+        ours = from_exception(error, replace(context, guided=record.guide is not None))
         if isinstance(ours, ContextLengthError) and ours.param is None:
             ours.param = context.prompt
         if isinstance(ours, InternalError) and self._engine.errored:
@@ -335,12 +336,12 @@ class VllmFrontend:
 
 
 _CHARS_PER_BYTE = 4
-"""Of a body: a prompt of more was multiplied by a template."""
+"""Largest ratio of a prompt's characters to the body limit; a template multiplied longer ones."""
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _WITHOUT_ENGINE = (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
 
 
 def _has_logprobs(fields: JsonObject) -> bool:
-    # Not by equality: 0 is one for each token.
+    # Not by equality: 0 requests one logprob per token.
     given = (fields.get(name) for name in _LOGPROBS)
     return any(value is not None and value is not False for value in given)

@@ -1,4 +1,4 @@
-"""vLLM's request models by form, and which of its serving classes answers which."""
+"""vLLM's request models and serving methods, by form of a request."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pydantic import BaseModel
 from starlette.datastructures import State
 from starlette.requests import Request
 
-from server.vllm.drafts.usage import add_prediction_counts
+from server.request.record import RequestRecord
 from server.vllm.responses.answer import compacted_json, response_json
 from server.vllm.serving import adapted
-from server.vllm.streams.stamps import put_on
+from server.vllm.streams.stamps import add_prediction_counts, put_on
 from server.wire.endpoint import JsonObject
 
-ToBody = Callable[[Any, JsonObject], bytes]
+ToBody = Callable[[Any, JsonObject, RequestRecord], bytes]
 """Returns the JSON body of vLLM's answer, with additional fields."""
 
 
-def _body(answer: BaseModel, stamp: JsonObject) -> bytes:
+def _body(answer: BaseModel, stamp: JsonObject, _: RequestRecord) -> bytes:
     put_on(answer, stamp)
     add_prediction_counts(getattr(answer, "usage", None))
     return answer.model_dump_json().encode()
 
 
-def _body_without_nulls(answer: BaseModel, _stamp: JsonObject) -> bytes:
+def _body_without_nulls(answer: BaseModel, _stamp: JsonObject, _: RequestRecord) -> bytes:
     return answer.model_dump_json(exclude_none=True).encode()
 
 
@@ -91,26 +91,23 @@ _SERVED_BY = {
     "compact": (_RESPONSES, "create_responses"),
     "messages": (_ANTHROPIC, "create_messages"),
     "count_tokens": (_ANTHROPIC, "count_tokens"),
-    "tokenize": ("serving_tokenization", "create_tokenize"),
-    "tokenize_chat": ("serving_tokenization", "create_tokenize"),
+    **dict.fromkeys(("tokenize", "tokenize_chat"), ("serving_tokenization", "create_tokenize")),
     "detokenize": ("serving_tokenization", "create_detokenize"),
-    "embeddings": ("serving_embedding", "__call__"),
-    "embeddings_chat": ("serving_embedding", "__call__"),
-    "embeddings_chats": ("serving_embedding", "__call__"),
-    "embeddings_chat_input": ("serving_embedding", "__call__"),
-    "embeddings_chats_input": ("serving_embedding", "__call__"),
-    "cohere_embed": ("serving_embedding", "__call__"),
-    "pooling": ("serving_pooling", "__call__"),
-    "pooling_chat": ("serving_pooling", "__call__"),
-    "classify": ("serving_classification", "__call__"),
-    "classify_chat": ("serving_classification", "__call__"),
-    "score": ("serving_scores", "__call__"),
-    "score_items": ("serving_scores", "__call__"),
-    "score_data": ("serving_scores", "__call__"),
-    "score_text": ("serving_scores", "__call__"),
-    "rerank": ("serving_scores", "__call__"),
+    **dict.fromkeys(
+        (
+            *("embeddings", "embeddings_chat", "embeddings_chats", "embeddings_chat_input"),
+            *("embeddings_chats_input", "cohere_embed"),
+        ),
+        ("serving_embedding", "__call__"),
+    ),
+    **dict.fromkeys(("pooling", "pooling_chat"), ("serving_pooling", "__call__")),
+    **dict.fromkeys(("classify", "classify_chat"), ("serving_classification", "__call__")),
+    **dict.fromkeys(
+        ("score", "score_items", "score_data", "score_text", "rerank"),
+        ("serving_scores", "__call__"),
+    ),
 }
-"""Which attribute of vLLM's application state serves a form, by which method."""
+"""Attribute of vLLM's application state and method that serve a form."""
 
 _BODIES: Mapping[str, ToBody] = {
     "responses": response_json,

@@ -20,7 +20,7 @@ from server.host.job_pool import (
 )
 from server.observability.logging import request_id_var
 from server.storage.responses.storage_options import StorageOptions
-from server.vllm.reading_process import answer_of, job_bytes, rendered_of
+from server.vllm.reading_process import answer_of, job_bytes
 from server.vllm.rendering.job import Rendered
 from server.wire.endpoint import Endpoint
 
@@ -51,7 +51,7 @@ def is_small(raw: bytes, before: bytes = b"") -> bool:
 
 
 class RequestReader:
-    """Used from one event loop. Invariant: what is read on it is small."""
+    """Reads bodies from one event loop; only small bodies are parsed on it."""
 
     def __init__(self, here: Reader, pool: JobPool) -> None:
         self._here = here
@@ -74,7 +74,9 @@ class RequestReader:
         try:
             async with self._turn(len(raw) + len(before or b"")):
                 job = job_bytes(endpoint, raw, before, request_id_var.get())
-                parsed = answer_of(await self._exchange(job, "read"))
+                parsed: ParsedRequest | StorageOptions = answer_of(
+                    await self._exchange(job, "read")
+                )
         except RequestError:
             self._counts.note("refused", time.perf_counter() - began)
             raise
@@ -103,7 +105,8 @@ class RequestReader:
         The request is admitted already, so it waits for a process. Raises a `ServerError` if
         rendering exceeds its limit of time or memory.
         """
-        return rendered_of(await self._exchange(job, "render", waits=True))
+        rendered: Rendered = answer_of(await self._exchange(job, "render", waits=True))
+        return rendered
 
     def take_counts(self) -> JobCounts:
         """Return the counts of large bodies since the last call."""

@@ -1,8 +1,8 @@
-"""A request's body, from bytes to one of vLLM's request models: every check that needs no engine.
+"""Parse and check a request's body: from bytes to one of vLLM's request models.
 
-Pure work over plain data, so that it can be done in this process or, where a body is large, in
-one that may be killed (`server.vllm.reading_process`). Invariant: the work is linear in the size
-of the body, also where everything in it is wrong.
+Pure functions of plain data. They run in this process or, for large bodies, in one that may be
+killed (`server.vllm.reading_process`). Invariant: the work is linear in the size of the body, also
+if everything in it is invalid.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
 from server.frontend import ParsedRequest
 from server.request.body import parse_json_object
-from server.request.budget import check_budget
-from server.request.endpoints import FieldKind, answers_in, error_field, kind_of_field, request_form
-from server.request.fields import (
-    accepted_fields,
-    apply_field_rules,
-    model_field_names,
+from server.request.endpoints import answers_in, request_form
+from server.request.fields.guided import without_guided_fields
+from server.request.fields.limits import (
+    bound_tokens,
+    check_limits,
+    check_pooling_limits,
+    refuse_media,
 )
-from server.request.limits import bound_tokens, check_limits
-from server.request.media import refuse_media
+from server.request.fields.lookup import error_field, kind_of_field
+from server.request.fields.rules import accepted_fields, apply_field_rules, model_field_names
+from server.request.fields.sizes import check_sizes
 from server.request.options.draft_options import settle_drafts
 from server.request.options.tier import take_tier
-from server.request.pooling import check_pooling_limits
 from server.request.templates.variables import settle_variables
 from server.request.thinking import settle_reasoning, settle_thinking
 from server.request.typed.shapes import check_shape, shapes_of
@@ -39,14 +40,13 @@ from server.request.volatile_lines import settle_lines
 from server.storage.responses.compaction import expand_compactions, summarise
 from server.storage.responses.shown_request import shown_request
 from server.storage.responses.storage_options import StorageOptions, take_storage_options
-from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import constraints_of
 from server.tools.choice import FIELD, ToolChoice, check_choice
 from server.vllm.errors import RequestContext, from_exception, from_validation
 from server.vllm.messages.requests import as_chat_request
 from server.vllm.rendering.variables import declared_by
 from server.vllm.rules import RequestRules
-from server.vllm.sampling.exclusions import FORBIDDING
+from server.vllm.sampling import FORBIDDING
 from server.vllm.tools.requests import allow_names
 from server.wire.endpoint import Endpoint, JsonObject
 
@@ -93,7 +93,7 @@ class BodyReader:
             return options
         if options is not None:
             expand_compactions(body)
-        check_budget(endpoint, body, rules.budget)
+        check_sizes(endpoint, body, rules.limits)
         settle_lines(endpoint, body, rules.volatile_lines)
         tier = take_tier(endpoint, body)
         settle_reasoning(body)
@@ -112,7 +112,11 @@ class BodyReader:
             constraints = constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)
         return ParsedRequest(
             answers=answers_in(endpoint, fields),
-            fields={name: value for name, value in fields.items() if _is_plain(endpoint, name)},
+            fields={
+                name: value
+                for name, value in fields.items()
+                if kind_of_field(endpoint, name).is_plain
+            },
             form=form,
             model=self._choosing_model(endpoint, form, fields),
             error_field=error_field(endpoint, fields),
@@ -137,20 +141,20 @@ class BodyReader:
     def _check_values(self, endpoint: Endpoint, fields: JsonObject) -> None:
         rules = self._rules
         if endpoint.anthropic:
-            # A bound of this API, which may be more than there is room for.
-            bound_tokens(fields, rules.limits)
-        check_limits(fields, rules.limits)
+            # In this API an upper bound, which may exceed the context.
+            bound_tokens(endpoint, fields, rules.limits)
+        check_limits(endpoint, fields, rules.limits)
         if rules.text_only:
             refuse_media(endpoint, fields)
         rules.tools.check(endpoint, fields)
         if endpoint.pools:
-            check_pooling_limits(endpoint, fields, rules.pooling)
+            check_pooling_limits(endpoint, fields, rules.limits)
 
     def _choosing_model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
-        """Return the request as what serves it takes it, with the names of tools that it allows."""
+        """Return the request model, with the names of the tools that may be called."""
         choice = ToolChoice.of(fields.get(FIELD))
         if endpoint is Endpoint.CHAT and FIELD in fields:
-            # vLLM's chats know no list of tools, and take null for a choice of its own.
+            # vLLM's chat model has no list of tools, and treats null as a choice.
             given = fields.pop(FIELD)
             fields |= {} if given is None else {FIELD: choice.mode if choice.listed else given}
         model = self._model(endpoint, form, fields)
@@ -159,7 +163,7 @@ class BodyReader:
         return model
 
     def _model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
-        """Return the request as what serves it takes it."""
+        """Return the request model; for Anthropic's API, vLLM's chat request."""
         with self._validation_errors(endpoint, form, fields):
             # JSON's own rules and no coercion: a string is not a number, and true is not 1.
             model: BaseModel = self._validators[form].validate_json(to_json(fields), strict=True)
@@ -184,7 +188,7 @@ class BodyReader:
                 error, RequestContext(fields, error_field(endpoint, fields))
             ) from None
         except Exception as error:
-            # vLLM's own checks come before those of types, and trip over what they did not expect.
+            # vLLM's own checks precede those of types and fail on values of other types.
             raise self._refusal(form, fields, error) from error
 
     def _refusal(self, form: str, fields: JsonObject, error: Exception) -> RequestError:
@@ -193,16 +197,16 @@ class BodyReader:
         except ValidationError as complaint:
             return from_validation(complaint, fields)
         except Exception:
-            # They trip over it further inside, too.
+            # Nested models have such checks, too.
             logger.debug("Reported as a client error", exc_info=True)
         logger.debug("Reported as a client error", exc_info=error)
         return InvalidValueError("The request cannot be understood; one of its values is wrong.")
 
 
 def _read_lazy_parts(model: BaseModel, fields: JsonObject) -> None:
-    """Read to the end what pydantic reads as it is iterated over: content parts of messages.
+    """Read the content parts of messages, which pydantic validates while they are iterated over.
 
-    They would be read on the event loop, and cannot be sent from one process to another.
+    Otherwise the event loop would read them, and they cannot be sent between processes.
     """
     for index, message in enumerate(model.__dict__.get("messages") or ()):
         for name, value in message.items() if isinstance(message, dict) else ():
@@ -215,15 +219,11 @@ def _read_lazy_parts(model: BaseModel, fields: JsonObject) -> None:
                     raise from_validation(error, given, place) from None
 
 
-def _is_plain(endpoint: Endpoint, name: str) -> bool:
-    return kind_of_field(endpoint, name) in (FieldKind.NAME, FieldKind.OPTIONS)
-
-
 def _fail_fast_validator(model: type[BaseModel]) -> SchemaValidator:
-    """Return a model's validator, made to stop at the first wrong entry of each list.
+    """Return a model's validator that stops at the first wrong entry of each list.
 
-    Every branch of a union complains about an entry, hundreds of them in the Responses API: about
-    thousands of entries that is more than memory holds.
+    Every branch of a union reports each wrong entry: in the Responses API hundreds of errors per
+    entry, and thousands of entries would exceed the memory.
     """
     return SchemaValidator(_fail_fast(model.__pydantic_core_schema__), _use_prebuilt=False)
 
@@ -243,7 +243,7 @@ def _fail_fast(schema: Any) -> Any:
 def _types_validator(model: type[BaseModel]) -> SchemaValidator:
     """Return the validator of a model's fields without the model's own checks around them.
 
-    Kept: to build one takes ten milliseconds, and whoever made it needed may ask again.
+    Cached: building one takes 10 ms.
     """
     whole = _fail_fast(model.__pydantic_core_schema__)
     inner = whole["schema"] if whole["type"] == "definitions" else whole

@@ -13,6 +13,7 @@ import resource
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from server.errors import BodyTooLargeError, InternalError, ServerError
 from server.frontend import ParsedRequest
@@ -41,21 +42,14 @@ def job_bytes(
     return f"{endpoint.name} {size} {request_id or ''}\n".encode() + (before or b"") + raw
 
 
-def answer_of(data: bytes) -> ParsedRequest | StorageOptions:
-    """Return the reply of a job. Raises the `ServerError` that it holds."""
+def answer_of(data: bytes) -> Any:
+    """Return the reply of a job: a parsed body or a rendered prompt.
+
+    Raises the `ServerError` that it holds.
+    """
     answer = pickle.loads(data)  # noqa: S301 (written by `serve_reading`, below)
     if isinstance(answer, ServerError):
         raise answer
-    assert isinstance(answer, ParsedRequest | StorageOptions)
-    return answer
-
-
-def rendered_of(data: bytes) -> Rendered:
-    """Return the rendered prompt of a job. Raises the `ServerError` that it holds."""
-    answer = pickle.loads(data)  # noqa: S301 (written by `serve_reading`, below)
-    if isinstance(answer, ServerError):
-        raise answer
-    assert isinstance(answer, Rendered)
     return answer
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from server.request.budget import Budget
-from server.request.fields import UnknownPolicy
-from server.request.limits import REPORT_MODE, RequestLimits
-from server.request.pooling import PoolingLimits
+from server.request.fields.limits import REPORT_MODE, RequestLimits
+from server.request.fields.rules import UnknownPolicy
 from server.request.templates.variables import TemplateVariables
 from server.request.thinking import ThinkingSupport
 from server.request.volatile_lines import LineRule
@@ -39,9 +37,7 @@ class RequestRules:
     template. `sampling` has the model's default parameters.
     """
 
-    budget: Budget
     limits: RequestLimits
-    pooling: PoolingLimits
     unknown_fields: UnknownPolicy
     volatile_lines: tuple[LineRule, ...]
     max_json_depth: int
@@ -69,31 +65,21 @@ def make_request_rules(
 ) -> RequestRules:
     """Return the rules for the forms `offered`; `state` has vLLM's serving classes."""
     model, scheduler = config.model_config, config.scheduler_config
-    max_model_len, vocab_size = model.max_model_len, model.get_vocab_size()
     return RequestRules(
-        budget=Budget(
+        limits=RequestLimits(
             max_messages=settings.max_messages,
             max_prompts=settings.max_prompts,
             max_tools=settings.max_tools,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            max_text_chars=settings.max_text_chars,
-        ),
-        limits=RequestLimits(
             # More answers than sequences would wait for each other.
             max_n=min(settings.max_n, scheduler.max_num_seqs),
-            max_prompts=settings.max_prompts,
             max_stop=settings.max_stop,
             max_logit_bias=settings.max_logit_bias,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
+            max_model_len=model.max_model_len,
+            vocab_size=model.get_vocab_size(),
             max_queued_tokens=scheduler.max_num_queued_tokens,
             has_priorities=scheduler.policy == "priority",
+            max_text_chars=settings.max_text_chars,
             extra_args=_extra_args(config),
-        ),
-        pooling=PoolingLimits(
-            max_prompts=settings.max_prompts,
-            vocab_size=vocab_size,
             dimensions=_dimensions(model),
         ),
         unknown_fields=settings.unknown_fields,

@@ -47,7 +47,7 @@ _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {
 }
 
 _NEVER_STREAMS = (Endpoint.INPUT_TOKENS, Endpoint.COMPACT)
-"""Endpoints that share the request of one which does."""
+"""Endpoints whose request model has `stream`, without effect."""
 
 
 def wire_schemas(
@@ -79,7 +79,7 @@ def wire_schemas(
                 choice = own[FIELD]
                 own_forms = [form for form in choice["anyOf"] if form is not ALLOWED_SCHEMA]
                 definition["properties"][FIELD] = {**choice, "anyOf": [*own_forms, ALLOWED_SCHEMA]}
-            # vLLM's models take any field; this server refuses those that nothing acts on.
+            # vLLM's models accept any field; this server rejects unknown ones.
             definition["additionalProperties"] = not closed
         requests[endpoint] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return WireSchemas(

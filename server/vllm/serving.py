@@ -1,7 +1,7 @@
-"""vLLM's serving instances: requests come in as they were read, errors leave as exceptions.
+"""vLLM's serving instances with mixins: errors of streams are raised, calls have our parser.
 
-Upstream writes an error of a stream into a frame, which loses its class. Here
-the exception itself is raised, and `server.vllm.errors` alone translates it for clients.
+vLLM writes an error of a stream into a frame, which loses its class. Here the exception is raised,
+and `server.vllm.errors` alone translates it for clients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _raises_in_streams() -> type:
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
     class RaisesInStreams(GenerateBaseServing):
-        """Raises what vLLM's generators ask it to write into a stream."""
+        """Raises the errors that vLLM's generators would write into a stream."""
 
         def create_streaming_error_response(
             self,
@@ -36,7 +36,7 @@ def _raises_in_streams() -> type:
             status_code: HTTPStatus = HTTPStatus.BAD_REQUEST,
             param: str | None = None,
         ) -> NoReturn:
-            """Raise the exception, or a `RefusedError` where there are only words."""
+            """Raise the exception, or a `RefusedError` for a message."""
             if isinstance(message, Exception):
                 raise message
             raise RefusedError(message, status_code, param)
@@ -47,21 +47,10 @@ def _raises_in_streams() -> type:
     return RaisesInStreams
 
 
-class NoLengthCheck:
-    """Mixin that skips the prompt length check of vLLM's Responses class.
-
-    `EngineClient` makes the check for every endpoint, with one message.
-    """
-
-    def _validate_generator_input(self, _engine_input: Any) -> None:
-        return None
-
-
 def adapted(serving: _Serving) -> _Serving:
-    """Return a copy of `serving` that raises in streams, takes requests as they were read, and
-    knows a call of a tool by its object.
+    """Return a copy of `serving` with the mixins of its class and our parser of calls.
 
-    What pools has no streams, and stays what it is.
+    Serving classes of pooling models have no streams and stay unchanged.
     """
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
@@ -75,7 +64,7 @@ def adapted(serving: _Serving) -> _Serving:
     if isinstance(serving, OpenAIServingCompletion):
         ours += (late_completions(),)
     if isinstance(serving, OpenAIServingResponses):
-        ours += (late_responses(), NoLengthCheck, counting(), responses_with_cut_calls())
+        ours += (late_responses(), counting(), responses_with_cut_calls())
     if isinstance(serving, GenerateBaseServing):
         ours += (_raises_in_streams(),)
     if isinstance(serving, AnthropicServingMessages):
@@ -87,7 +76,7 @@ def adapted(serving: _Serving) -> _Serving:
 
 
 def _hold_to_objects(serving: Any) -> None:
-    """Give a copy of a serving instance, and its renderer, our parser of answers."""
+    """Set our parser of answers in a copy of a serving instance and in its renderer."""
     for owner, name in ((serving, "parser_cls"), (serving, "parser")):
         if hasattr(owner, name):
             setattr(owner, name, object_call_parser(getattr(owner, name)))

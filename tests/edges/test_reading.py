@@ -25,9 +25,7 @@ from server.errors import (
 )
 from server.frontend import ParsedRequest
 from server.host.job_pool import JobPool, process_starter
-from server.request.budget import Budget
-from server.request.limits import RequestLimits
-from server.request.pooling import PoolingLimits
+from server.request.fields.limits import RequestLimits
 from server.request.templates.variables import TemplateVariables
 from server.request.thinking import ThinkingSupport
 from server.settings import ServerSettings
@@ -45,12 +43,11 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 MODELS = request_models()
 RULES = RequestRules(
-    budget=Budget(
-        max_messages=2048, max_prompts=256, max_tools=256, max_model_len=2048, vocab_size=500
-    ),
     limits=RequestLimits(
-        max_n=8,
+        max_messages=2048,
         max_prompts=256,
+        max_tools=256,
+        max_n=8,
         max_stop=4,
         max_logit_bias=1024,
         max_model_len=2048,
@@ -58,7 +55,6 @@ RULES = RequestRules(
         max_queued_tokens=16384,
         has_priorities=False,
     ),
-    pooling=PoolingLimits(max_prompts=256, vocab_size=500, dimensions=()),
     unknown_fields="reject",
     volatile_lines=(),
     max_json_depth=64,

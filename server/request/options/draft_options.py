@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.errors import InvalidValueError, UnsupportedFieldError, describe
+from server.request.fields.lookup import obeys
 from server.wire.endpoint import Endpoint, JsonObject
 
 OFF = "speculative"
 PREDICTION = "prediction"
-_SPEAKING = (Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.RESPONSES, Endpoint.MESSAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ def settle_drafts(
 
     `speculates`: the server verifies drafts. Raises `InvalidValueError` or `UnsupportedFieldError`.
     """
-    if endpoint not in _SPEAKING:
+    if not obeys(endpoint, OFF):
         return DraftOptions(), []
     wanted = _flag(body.pop(OFF, None))
-    predicted = body.pop(PREDICTION, None) if endpoint is Endpoint.CHAT else None
+    predicted = body.pop(PREDICTION, None) if obeys(endpoint, PREDICTION) else None
     text = "" if predicted is None else _text(predicted)
     if predicted is not None and body.get("n") not in (None, 1):
         raise UnsupportedFieldError(

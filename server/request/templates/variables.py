@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from server.errors import UnsupportedFieldError
-from server.request.fields import UnknownPolicy, refuse_unknown, unknown_field
+from server.request.fields.rules import UnknownPolicy, refuse_unknown, unknown_field
 from server.wire.endpoint import Endpoint, JsonObject
 
 FIELD = "chat_template_kwargs"

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from typing_extensions import get_type_hints, is_typeddict
 
-from server.request.fields import UnknownPolicy, refuse_unknown, unknown_field
+from server.request.fields.rules import UnknownPolicy, refuse_unknown, unknown_field
 
 _TAGS = ("type", "role")
 """Fields that select the form of an object."""

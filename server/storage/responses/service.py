@@ -68,7 +68,7 @@ class ResponseService:
         Its bytes count until the request of `record` ends. Raises `NotFoundError`,
         `InvalidValueError`, `OverloadedError`.
         """
-        owner, most = record.owner, self._max_conversation_bytes
+        owner, most = record.caller.owner, self._max_conversation_bytes
         found = await self._database.read(conversations.find, owner, last, most)
         self._continued.hold(found.bytes, record)
         return await self._database.read(conversations.items_of, owner, found)

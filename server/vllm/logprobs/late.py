@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 
 SMALL_ENTRIES = 2000
-"""As many logprobs are made on the event loop, within a few milliseconds."""
+"""Most logprobs that are made on the event loop; they take a few milliseconds."""
 _BUILDER = ThreadPoolExecutor(1, thread_name_prefix="logprobs")
 """One thread: several would compete with the event loop for the interpreter's lock."""
 

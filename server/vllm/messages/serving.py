@@ -12,10 +12,10 @@ from vllm.exceptions import VLLMValidationError
 
 from server.errors import ContextLengthError
 from server.request.options.tier import Tier
-from server.request.record import record_var
+from server.request.record import record_of
 from server.vllm.errors import TOO_LONG_PARAMETERS
 from server.vllm.messages.answers import message_of
-from server.vllm.messages.events import Prefix, message_events
+from server.vllm.messages.events import message_events
 
 
 @cache
@@ -35,13 +35,14 @@ def over_chat_requests() -> type:
 
         async def create_messages(self, request: Any, raw_request: Any = None) -> Any:
             """Return a message, the frames of its events, or vLLM's error."""
-            wanted = request.max_tokens
+            wanted, record = request.max_tokens, record_of(raw_request.scope)
+            tier = (record.tier or Tier.DEFAULT).anthropic
             answer: Any = await self.create_chat_completion(request, raw_request)
             if isinstance(answer, ErrorResponse):
                 return answer
             if isinstance(answer, ChatCompletionResponse):
-                return Response(to_json(message_of(answer, wanted, _tier())))
-            return message_events(answer, wanted, _prefix(), _tier())
+                return Response(to_json(message_of(answer, wanted, tier)))
+            return message_events(answer, wanted, record.tokens.of_prefix, tier)
 
         async def render_chat_request(self, request: Any) -> Any:
             """Render a chat; `max_tokens` is a bound, and need not fit behind the prompt."""
@@ -84,14 +85,3 @@ def _too_long(length: str, most: int) -> ContextLengthError:
         f"prompt is too long: {length} tokens > {most} maximum, which leaves one for the answer.",
         param="messages",
     )
-
-
-def _tier() -> str:
-    record = record_var.get()
-    tier = None if record is None else record.tier
-    return (Tier.DEFAULT if tier is None else tier).anthropic
-
-
-def _prefix() -> Prefix:
-    record = record_var.get()
-    return (lambda: (0, 0)) if record is None else record.prefix_tokens

@@ -35,14 +35,14 @@ class Rendering:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt, or the template's reason to refuse the conversation."""
+    """A prompt, or the template's error."""
 
     prompt: str = ""
     reason: str | None = None
 
 
 def render(job: bytes) -> Rendered:
-    """Return what a job's template makes of its conversation. Raises `MemoryError`."""
+    """Render a job's conversation by its template. Raises `MemoryError`."""
     rendering: Rendering = pickle.loads(job[len(MARK) :])  # noqa: S301 (written by `as_job`)
     tokenizer = _template_tokenizer()(rendering.special_tokens)
     try:

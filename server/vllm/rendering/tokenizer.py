@@ -23,14 +23,14 @@ SMALL_MESSAGES = 160
 """Fewer messages, of fewer bytes in all, are rendered within milliseconds."""
 
 Send = Callable[[bytes], Coroutine[Any, Any, Rendered]]
-"""Has another process do a job."""
+"""Sends a job to another process."""
 
 large_var: ContextVar[bool] = ContextVar("large", default=False)
 """True if the body of the current request was too large for parsing on the event loop."""
 
 
 class RemoteTemplates:
-    """Renders small conversations on the spot, and others elsewhere; blocks meanwhile."""
+    """Renders small conversations in place and others in another process; blocks meanwhile."""
 
     def __init__(self, send: Send, served: Collection[str], max_chars: int) -> None:
         """Use from the event loop; `served` are the templates of the served model."""
@@ -65,7 +65,7 @@ class RemoteTemplates:
 
 
 def render_elsewhere(renderer: Any, templates: RemoteTemplates, workers: int) -> None:
-    """Let vLLM's renderer send large conversations elsewhere.
+    """Make vLLM's renderer send large conversations to another process.
 
     A tokenizer with an `apply_chat_template` of its own stays as it is.
     """
@@ -86,10 +86,10 @@ def render_elsewhere(renderer: Any, templates: RemoteTemplates, workers: int) ->
     renderer._apply_chat_template_async = apply
 
     class RemoteTemplateTokenizer(type(tokenizer)):  # type: ignore[misc]
-        """Mixed into the tokenizer's class, as vLLM's own pool of tokenizers is."""
+        """Mixin for the tokenizer's class, as vLLM's own pool of tokenizers."""
 
         def apply_chat_template(self, conversation: Any, **arguments: Any) -> Any:
-            """Return what the class below would."""
+            """Return the prompt, as the base class does."""
             here = super().apply_chat_template
             return templates.apply(here, self.special_tokens_map, conversation, **arguments)
 
@@ -97,7 +97,7 @@ def render_elsewhere(renderer: Any, templates: RemoteTemplates, workers: int) ->
 
 
 def _has_plain_templates(tokenizer: Any) -> bool:
-    """Return whether templates are rendered by transformers' own method."""
+    """Return True if transformers' own method renders the templates."""
     from transformers import PreTrainedTokenizerBase
     from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin
 

@@ -24,7 +24,7 @@ _SPECIAL_TOKENS = frozenset(
 )
 """Transformers' variable names of special tokens, for every tokenizer."""
 _DOCUMENTS = "documents"
-"""An argument of the tokenizer that does nothing but become the variable of that name."""
+"""An argument of the tokenizer that only sets the variable of that name."""
 _WITHOUT_TEMPLATE = frozenset(("thinking", "enable_thinking", "drop_thinking", "reasoning_effort"))
 """Variables read by vLLM's encoders of models without a chat template, such as DeepSeek-V3.2."""
 _CACHED_TEMPLATES = 32
@@ -81,7 +81,7 @@ def templates_of(online: OnlineRenderer) -> set[str]:
 
 
 def _declared_or_none(template: str) -> frozenset[str]:
-    """Return the variables of the served template; none of one that cannot be rendered anyway."""
+    """Return the variables of the served template; none if it cannot be parsed."""
     try:
         return _declared(template)
     except TemplateError:
@@ -98,7 +98,7 @@ def _declared(template: str) -> frozenset[str]:
 
 
 def _arguments(tokenizer: Any) -> frozenset[str]:
-    """Return the names that are not the template's: arguments, globals and special tokens."""
+    """Return the names that templates do not declare: arguments, globals and special tokens."""
     from transformers import PythonBackend
     from vllm.renderers.hf import safe_apply_chat_template
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from server.errors import InternalError
-from server.request.record import RequestRecord, record_var
+from server.request.record import RequestRecord
 from server.storage.responses.compaction import compacted
 from server.tools.ending import is_whole
 from server.wire.endpoint import JsonObject
@@ -17,13 +17,13 @@ _VLLM_FIELDS = (
     *("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages"),
     "prompt",
 )
-"""Fields of vLLM's own and of another's store, shown where they have a value."""
+"""Fields of vLLM's own, shown if they have a value."""
 _PER_TURN = "_per_turn"
 
 
-def response_json(answer: Any, stamp: JsonObject) -> bytes:
-    """Return the body for vLLM's `ResponsesResponse`; `stamp` are fields that it shall have."""
-    response = response_of(answer, stamp, record_var.get())
+def response_json(answer: Any, stamp: JsonObject, record: RequestRecord) -> bytes:
+    """Return the body for vLLM's `ResponsesResponse`; `stamp` are additional fields."""
+    response = response_of(answer, stamp, record)
     is_cut = response["status"] == "incomplete"
     last = len(response["output"]) - 1
     response["output"] = [
@@ -33,12 +33,12 @@ def response_json(answer: Any, stamp: JsonObject) -> bytes:
     return to_json(response)
 
 
-def compacted_json(answer: Any, stamp: JsonObject) -> bytes:
+def compacted_json(answer: Any, stamp: JsonObject, record: RequestRecord) -> bytes:
     """Return the body for vLLM's `ResponsesResponse` that summarises a conversation.
 
-    `stamp` has as its `output` what stays of that. Raises `InternalError` for an empty summary.
+    `stamp["output"]` has the messages that stay. Raises `InternalError` for an empty summary.
     """
-    response = response_of(answer, {}, record_var.get())
+    response = response_of(answer, {}, record)
     summary = _text_of(response["output"])
     if not summary:
         raise InternalError("The model returned no summary of the conversation; it is unchanged.")
@@ -70,7 +70,7 @@ def _text_of(output: list[JsonObject]) -> str:
 
 def _usage(usage: JsonObject, record: RequestRecord | None) -> JsonObject:
     """Return OpenAI's usage; vLLM's lists of turns stay where there are several."""
-    _, written = (0, 0) if record is None else record.prefix_tokens()
+    _, written = (0, 0) if record is None else record.tokens.of_prefix()
     details = _without_empty_turns(usage["input_tokens_details"])
     return {
         **usage,

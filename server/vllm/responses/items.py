@@ -22,7 +22,7 @@ class OutputItem(Protocol):
         ...
 
     def grow(self, event: Any) -> Events:
-        """Yield what one of vLLM's events adds to the item: nothing but for deltas."""
+        """Yield the events for one of vLLM's: deltas of the item, nothing for others."""
         ...
 
     def closing(self, *, cut: bool) -> Events:
@@ -30,7 +30,7 @@ class OutputItem(Protocol):
         ...
 
     def final(self) -> JsonObject:
-        """Return the item as the response has it, once it is closed."""
+        """Return the item of the response, once it is closed."""
         ...
 
 
@@ -73,7 +73,7 @@ class TextItem:
         return self._is_message
 
     def use_logprobs(self, logprobs: list[JsonObject]) -> None:
-        """Take the log probabilities of the whole text: deltas lack those of tokens without one."""
+        """Set the log probabilities of the whole text; deltas lack those of tokens without text."""
         self._logprobs = logprobs
 
     def opening(self) -> Events:
@@ -113,7 +113,7 @@ class TextItem:
 
 
 class FunctionCall:
-    """A call of a function of the client's."""
+    """A call of a client's function."""
 
     def __init__(self, added: Any) -> None:
         """`added` is the item as vLLM announces it."""
@@ -162,7 +162,7 @@ class FunctionCall:
 
 
 class ServerToolCall:
-    """A call of a tool that gpt-oss knows by itself; vLLM's events of it are passed on."""
+    """A call of a built-in tool of gpt-oss; vLLM's events are passed on."""
 
     def __init__(self) -> None:
         self._item: JsonObject = {}
@@ -183,7 +183,7 @@ class ServerToolCall:
         return iter(())
 
     def final(self) -> JsonObject:
-        """Return the call as vLLM's last event of it had it."""
+        """Return the call of vLLM's last event."""
         return self._item
 
 

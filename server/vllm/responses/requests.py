@@ -13,7 +13,7 @@ class ResponseRequest(ResponsesRequest):
     """A request for a response."""
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        """Return how the rendered prompt becomes tokens.
+        """Return the tokenizer parameters of the rendered prompt.
 
         The chat template has written the special tokens, as in chats; vLLM adds them again.
         """
@@ -24,7 +24,7 @@ class InputTokensRequest(ResponseRequest):
     """A request for the number of tokens that a response's prompt would have."""
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
-        """Return how the rendered prompt becomes tokens: any number, unless it is truncated."""
+        """Return the tokenizer parameters of the rendered prompt, unlimited unless truncated."""
         params = super().build_tok_params(model_config)
         is_cut = params.truncate_prompt_tokens is not None
         return params if is_cut else replace(params, max_total_tokens=None)

@@ -1,4 +1,4 @@
-"""vLLM's serving class of the Responses API, which also counts."""
+"""vLLM's serving class of the Responses API, which also counts input tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def counting() -> type:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
     class Counting(OpenAIServingResponses):
-        """Counts the tokens of a request's prompt besides."""
+        """Counts input tokens too; `EngineClient` checks the length of prompts."""
+
+        def _validate_generator_input(self, _engine_input: Any) -> None:
+            return None
 
         async def count_input_tokens(self, request: Any, raw_request: Any = None) -> Any:  # noqa: ARG002 (as vLLM's methods)
             """Return how many tokens the prompt has, or vLLM's error."""

@@ -29,7 +29,7 @@ async def response_frames(
 ) -> AsyncGenerator[str, None]:
     """Yield the SSE frames for vLLM's events; each response in them has the fields of `stamp`.
 
-    What ends the stream if it fails is left with the request's `record`.
+    The record's `failure_frames` end a stream that fails.
     """
     stream = _ResponseStream(stamp, record)
     if record is not None:
@@ -41,7 +41,7 @@ async def response_frames(
 
 
 class _ResponseStream:
-    """One response as it comes; at most one item is open."""
+    """One streamed response; at most one item is open."""
 
     def __init__(self, stamp: JsonObject, record: RequestRecord | None) -> None:
         self._stamp = stamp

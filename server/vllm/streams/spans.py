@@ -1,7 +1,7 @@
 """A request and its answer as attributes of the request's span.
 
-Nothing is done where no span is recorded. A stream is searched, not parsed, and no text of it is
-kept.
+Without a span, the functions do nothing. Streams are searched, not parsed, and their text is not
+stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from server.observability.genai import (
     RESPONSE_MODEL,
     request_attributes,
 )
-from server.request.record import RequestRecord, record_var
+from server.request.record import RequestRecord
 from server.wire.endpoint import Endpoint, JsonObject
 
 _ID = re.compile(r'"id": ?"([\w.:-]{1,200})"')
@@ -34,24 +34,23 @@ _MARGIN = 1000
 """Bytes at the start of an answer, where its id is, and at its end, with Anthropic's reason."""
 
 
-def describe_request(record: RequestRecord | None, endpoint: Endpoint, fields: JsonObject) -> None:
+def describe_request(record: RequestRecord, endpoint: Endpoint, fields: JsonObject) -> None:
     """Put the settings of a request on its span."""
-    if record is not None and record.span is not None and endpoint in OPERATIONS:
+    if record.span is not None and endpoint in OPERATIONS:
         record.span.set_attributes(request_attributes(fields))
 
 
-def name_model(record: RequestRecord | None, endpoint: Endpoint, model: str) -> None:
+def name_model(record: RequestRecord, endpoint: Endpoint, model: str) -> None:
     """Name a request's span after its operation and the served model or adapter that answers."""
     operation = OPERATIONS.get(endpoint)
-    if record is not None and record.span is not None and operation is not None:
+    if record.span is not None and operation is not None:
         record.span.update_name(f"{operation} {model}")
         record.span.set_attribute(RESPONSE_MODEL, model)
 
 
-def describe_answer(answer: object) -> None:
-    """Put the id and the finish reasons of a whole answer on the span of the current request."""
-    record = record_var.get()
-    if record is None or record.span is None:
+def describe_answer(record: RequestRecord, answer: object) -> None:
+    """Put the id and the finish reasons of a whole answer on the span of its request."""
+    if record.span is None:
         return
     if isinstance(answer, Response):
         identity, reasons = _of_body(bytes(answer.body))
@@ -81,10 +80,10 @@ def _of_model(answer: object) -> list[str]:
 
 
 def described_frames(
-    record: RequestRecord | None, endpoint: Endpoint, frames: AsyncGenerator[str, None]
+    record: RequestRecord, endpoint: Endpoint, frames: AsyncGenerator[str, None]
 ) -> AsyncGenerator[str, None]:
-    """Return the frames of a stream; what they say of it goes on the span of its request."""
-    if record is None or record.span is None or endpoint not in OPERATIONS:
+    """Return the frames of a stream; their id and finish reasons are set on the request's span."""
+    if record.span is None or endpoint not in OPERATIONS:
         return frames
     return _described(record, endpoint, frames)
 

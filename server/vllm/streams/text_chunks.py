@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 
-from server.vllm.drafts.usage import add_prediction_counts
+from server.vllm.streams.stamps import add_prediction_counts
 
 _CHUNK = {"id", "object", "created", "choices", "model"}
 _OPTIONS = {"exclude_unset": True}
@@ -25,7 +25,7 @@ _COMPLETION_IDLE = ("logprobs", "finish_reason", "stop_reason", "prompt_token_id
 
 
 def install_chat() -> None:
-    """Put the makers in the place of the models in vLLM's module; idempotent."""
+    """Replace the models in vLLM's module by the makers; idempotent."""
     from vllm.entrypoints.openai.chat_completion import serving as chat
 
     serving: Any = chat
@@ -41,7 +41,7 @@ def install_chat() -> None:
 
 
 def install_completion() -> None:
-    """Put the makers in the place of the models in vLLM's module; idempotent."""
+    """Replace the models in vLLM's module by the makers; idempotent."""
     from vllm.entrypoints.openai.completion import serving as completion
 
     serving: Any = completion
@@ -55,7 +55,7 @@ def install_completion() -> None:
 
 @dataclass(slots=True)
 class TextDelta:
-    """A delta of text; the rest is what vLLM looks at before it sends one."""
+    """A delta of text, with the other fields that vLLM reads."""
 
     content: str
     role: None = None
@@ -73,7 +73,7 @@ class TextChoice:
 
 
 class ChatMakers:
-    """Called as the models of chat are: with keywords."""
+    """Replaces vLLM's chat models; called with the same keywords."""
 
     def __init__(self, delta: Any, choice: Any, chunk: Any) -> None:
         self._delta, self._choice, self._chunk = delta, choice, chunk
@@ -115,7 +115,7 @@ class ChatMakers:
 
 
 class CompletionMakers:
-    """Called as the models of completions are: with keywords."""
+    """Replaces vLLM's completion models; called with the same keywords."""
 
     def __init__(self, choice: Any, chunk: Any) -> None:
         self._choice, self._chunk = choice, chunk
@@ -146,7 +146,7 @@ class CompletionMakers:
 
 
 def _is_text(fields: dict[str, Any], idle: tuple[str, ...]) -> bool:
-    """Return whether a choice has an index, a text and nulls only, with all fields given."""
+    """Return True if a choice has all fields: an index, a text and nulls."""
     if len(fields) != len(idle) + 2:
         return False
     for name in idle:  # noqa: SIM110 (for each token; a generator would cost more than all of it)
@@ -178,7 +178,7 @@ class TextChunk:
         self.system_fingerprint: str | None = None
 
     def model_dump_json(self, **options: Any) -> str:
-        """Return what vLLM's model would."""
+        """Return the JSON that vLLM's model would have."""
         fields = self._fields
         if options != _OPTIONS or self.usage is not None or self.system_fingerprint is not None:
             return self._whole_json(options)
@@ -196,7 +196,7 @@ class TextChunk:
 
 
 def _tail(names: tuple[str, ...]) -> str:
-    """Return how a chunk ends whose choice is only text: nulls, in the order of vLLM's fields."""
+    """Return the end of a chunk whose choice is only text: nulls, in the order of vLLM's fields."""
     return ",".join(f'"{name}":null' for name in names) + "}]}"
 
 
@@ -206,6 +206,6 @@ _COMPLETION_TAIL = _tail(_COMPLETION_IDLE)
 
 @lru_cache(maxsize=1024)
 def _head(identifier: str, kind: str, created: int, model: str) -> str:
-    """Return what all chunks of a stream begin with."""
+    """Return the common beginning of all chunks of a stream."""
     same = {"id": identifier, "object": kind, "created": created, "model": model}
     return to_json(same).decode()[:-1] + ',"choices":[{"index":'

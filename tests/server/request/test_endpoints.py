@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from server.request.endpoints import FIELD_KINDS, PROMPTS, FieldKind, forms_of, kind_of_field
+from server.request.endpoints import forms_of
+from server.request.fields.field import FieldKind
+from server.request.fields.lookup import fields_by_name, kind_of_field, prompt_fields
+from server.request.fields.rules import model_field_names
+from server.request.fields.shared import SHARED
 from server.vllm.handlers import request_models
 from server.wire.endpoint import Endpoint
 from tests.edges.corpus import BODIES, endpoint_of, large_fields
 
 pytestmark = pytest.mark.engine
 
-CONTENT = (FieldKind.CONVERSATION, FieldKind.PROMPTS, FieldKind.TOKENS)
+CONTENT = [FieldKind.MESSAGES, FieldKind.CONVERSATION, FieldKind.PROMPTS, FieldKind.TEXT]
+CONTENT.append(FieldKind.TOKENS)
 
 
 def test_every_field_that_may_be_large_says_what_it_holds() -> None:
-    forgotten = {(form, name) for form, name in large_fields() if name not in FIELD_KINDS}
-    assert forgotten == set(), "name them in server/request/endpoints.py"
+    for form, name in large_fields():
+        assert name in fields_by_name(endpoint_of(form)), "server/request/fields/shared.py"
 
 
 def test_no_field_is_described_that_no_model_has() -> None:
-    names = {name for _, name in large_fields()}
-    # vLLM's models do not have them; the service drops one as a client's own label, and works on
-    # the other itself.
-    assert set(FIELD_KINDS) - names <= {"prompt_cache_key", "prediction"}
+    names = set().union(*map(model_field_names, request_models().values()))
+    # vLLM's models do not have them: the service ignores one, and works on the other itself.
+    assert {row.path for row in SHARED} - names <= {"prompt_cache_key", "prediction"}
 
 
 def test_every_endpoint_has_its_forms_and_prompts() -> None:
@@ -33,7 +37,7 @@ def test_every_endpoint_has_its_forms_and_prompts() -> None:
         forms = forms_of(endpoint, models)
         assert forms, endpoint
         fields = set().union(*(models[form].model_fields for form in forms))
-        named = {field.name for field in PROMPTS[endpoint]}
+        named = {*prompt_fields(endpoint)}
         assert named & fields, endpoint
         content = {name for name in fields if kind_of_field(endpoint, name) in CONTENT}
         # Text that goes with prompts of the kinds that are counted, blamed and looked into.

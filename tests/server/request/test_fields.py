@@ -19,27 +19,23 @@ from server.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
-from server.request.fields import accepted_fields
-from server.request.limits import RequestLimits, check_limits, check_priority_header, check_tier
+from server.request.fields.limits import RequestLimits, check_limits
+from server.request.fields.rules import accepted_fields
 from server.request.options.tier import Tier
+from server.request.scheduling import check_priority_header, check_tier
 from server.wire.endpoint import Endpoint
+from tests.server.request.limits import LIMITS
 
 KNOWN = ("messages", "temperature", "stream", "stream_options", "tools", "length_penalty")
-LIMITS = RequestLimits(
-    max_n=4,
-    max_prompts=3,
-    max_stop=2,
-    max_logit_bias=3,
-    max_model_len=100,
-    vocab_size=50,
-    max_queued_tokens=150,
-    has_priorities=False,
-)
 MESSAGE = {"role": "user", "content": "hi"}
 
 
 def accept(**body: Any) -> dict[str, Any]:
     return accepted_fields(body, KNOWN, "reject", Endpoint.CHAT)
+
+
+def check(body: dict[str, Any], limits: RequestLimits = LIMITS) -> None:
+    check_limits(Endpoint.COMPLETION if "prompt" in body else Endpoint.CHAT, body, limits)
 
 
 def test_known_fields_pass_unchanged() -> None:
@@ -105,7 +101,6 @@ def test_stream_options_need_a_stream() -> None:
         ({"prompt": ""}, InvalidValueError, "prompt"),
         ({"prompt": []}, InvalidValueError, "prompt"),
         ({"prompt": [[]]}, InvalidValueError, "prompt"),
-        ({"prompt": ["a"] * 4}, InvalidValueError, "prompt"),
         ({"prompt": ["", "x"]}, InvalidValueError, "prompt[0]"),
         ({"prompt": [[5], []]}, InvalidValueError, "prompt[1]"),
         ({"truncate_prompt_tokens": 0}, InvalidValueError, "truncate_prompt_tokens"),
@@ -140,48 +135,41 @@ def test_stream_options_need_a_stream() -> None:
 )
 def test_limits(body: dict[str, Any], error: type[ServerError], param: str) -> None:
     with pytest.raises(error) as caught:
-        check_limits(body, LIMITS)
+        check(body)
     assert caught.value.param == param
 
 
 def test_what_is_within_the_limits_passes() -> None:
     turns = [MESSAGE, {"role": "assistant", "tool_calls": []}]
-    check_limits({"messages": turns, "n": 4, "priority": 0, "max_tokens": 100}, LIMITS)
-    check_limits({"prompt": ["a"] * 3}, LIMITS)
-    beams = {
-        "use_beam_search": True,
-        "n": 2,
-        "temperature": 0,
-        "logprobs": 1,
-        "stop": [],
-        "top_p": 1,
-    }
-    check_limits(beams, LIMITS)
-    check_limits({"use_beam_search": False, "seed": 1, "vllm_xargs": {}}, LIMITS)
-    check_limits({"prompt": [49] * 90}, LIMITS)
-    check_limits({"messages": "wrong type", "n": "two", "tools": [7, {"function": 7}]}, LIMITS)
-    check_limits({"tools": [{"parameters": {"type": ["object", "null"]}}, {"name": "a"}]}, LIMITS)
+    check({"messages": turns, "n": 4, "priority": 0, "max_tokens": 100})
+    check({"prompt": ["a"] * 3})
+    beams = {"use_beam_search": True, "n": 2, "temperature": 0, "logprobs": 1, "stop": []}
+    check(beams | {"top_p": 1})
+    check({"use_beam_search": False, "seed": 1, "vllm_xargs": {}})
+    check({"prompt": [49] * 90})
+    check({"messages": "wrong type", "n": "two", "tools": [7, {"function": 7}]})
+    check({"tools": [{"parameters": {"type": ["object", "null"]}}, {"name": "a"}]})
 
 
 def test_limits_are_named_with_their_numbers() -> None:
     with pytest.raises(InvalidValueError, match=r"'stop' must have at most 2 items .* got 3"):
-        check_limits({"stop": ["a", "b", "c"]}, LIMITS)
-    check_limits({"stop": ["a", "b"], "logit_bias": {"1": 1, "2": 1, "3": 1}}, LIMITS)
+        check({"stop": ["a", "b", "c"]})
+    check({"stop": ["a", "b"], "logit_bias": {"1": 1, "2": 1, "3": 1}})
 
 
 def test_extra_arguments_are_those_that_something_reads() -> None:
     events = dataclasses.replace(LIMITS, extra_args=frozenset(("kv_cache_report_mode",)))
-    check_limits({"vllm_xargs": {"kv_cache_report_mode": "full"}}, events)
+    check({"vllm_xargs": {"kv_cache_report_mode": "full"}}, events)
     with pytest.raises(InvalidValueError, match="incremental, full") as caught:
-        check_limits({"vllm_xargs": {"kv_cache_report_mode": "all"}}, events)
+        check({"vllm_xargs": {"kv_cache_report_mode": "all"}}, events)
     assert caught.value.param == "vllm_xargs.kv_cache_report_mode"
     with pytest.raises(UnsupportedFieldError, match="may have kv_cache_report_mode on this"):
-        check_limits({"vllm_xargs": {"other": 1}}, events)
+        check({"vllm_xargs": {"other": 1}}, events)
     processors = dataclasses.replace(LIMITS, extra_args=None)
-    check_limits({"vllm_xargs": {"other": 1}}, processors)
+    check({"vllm_xargs": {"other": 1}}, processors)
     for name in ("kv_transfer_params", "ec_transfer_params", "speculation"):
         with pytest.raises(UnsupportedFieldError):
-            check_limits({"vllm_xargs": {name: "a"}}, processors)
+            check({"vllm_xargs": {name: "a"}}, processors)
 
 
 def test_a_tier_with_a_priority_of_its_own_has_no_other() -> None:
@@ -201,23 +189,22 @@ def test_a_tier_with_a_priority_of_its_own_has_no_other() -> None:
 def test_priorities_stay_between_the_service_tiers() -> None:
     limits = dataclasses.replace(LIMITS, has_priorities=True)
     for value in (FIRST_PRIORITY + 1, -1, 1, BACKGROUND_PRIORITY - 1):
-        check_limits({"priority": value}, limits)
-        check_priority_header(Headers({"X-Vllm-Priority": str(value)}), limits)
+        check({"priority": value}, limits)
+        check_priority_header(Headers({"X-Vllm-Priority": str(value)}), has_priorities=True)
     for value in (FIRST_PRIORITY, -(2**31), BACKGROUND_PRIORITY, 2**31, 2**62):
         with pytest.raises(InvalidValueError):
-            check_limits({"priority": value}, limits)
+            check({"priority": value}, limits)
         with pytest.raises(InvalidValueError):
-            check_priority_header(Headers({"X-Vllm-Priority": str(value)}), limits)
+            check_priority_header(Headers({"X-Vllm-Priority": str(value)}), has_priorities=True)
 
 
 @pytest.mark.parametrize("value", ["high", "1.5", "", "1_0", "9" * 5000])
 def test_a_priority_in_a_header_must_be_a_small_integer(value: str) -> None:
-    limits = dataclasses.replace(LIMITS, has_priorities=True)
-    check_priority_header(Headers({"X-Vllm-Priority": "-3"}), limits)
-    check_priority_header(Headers({}), LIMITS)
-    check_priority_header(Headers({"X-Vllm-Priority": "0"}), LIMITS)
+    check_priority_header(Headers({"X-Vllm-Priority": "-3"}), has_priorities=True)
+    check_priority_header(Headers({}), has_priorities=False)
+    check_priority_header(Headers({"X-Vllm-Priority": "0"}), has_priorities=False)
     with pytest.raises(InvalidValueError) as caught:
-        check_priority_header(Headers({"X-Vllm-Priority": value}), limits)
+        check_priority_header(Headers({"X-Vllm-Priority": value}), has_priorities=True)
     assert caught.value.param == "X-Vllm-Priority"
     with pytest.raises(UnsupportedFieldError):
-        check_priority_header(Headers({"X-Vllm-Priority": "1"}), LIMITS)
+        check_priority_header(Headers({"X-Vllm-Priority": "1"}), has_priorities=False)

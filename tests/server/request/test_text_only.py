@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from server.errors import UnsupportedFieldError
-from server.request.endpoints import prompt_fields
-from server.request.media import refuse_media
+from server.request.fields.limits import refuse_media
+from server.request.fields.lookup import prompt_fields
 from server.wire.endpoint import Endpoint
 
 TEXT = {"type": "text", "text": "a"}
@@ -18,7 +18,7 @@ IMAGE = {"type": "image_url", "image_url": URL}
 
 def endpoint_of(body: dict[str, Any]) -> Endpoint:
     """The first endpoint whose requests have prompts under one of these names."""
-    return next(endpoint for endpoint in Endpoint if prompt_fields(endpoint, body))
+    return next(endpoint for endpoint in Endpoint if body.keys() & {*prompt_fields(endpoint)})
 
 
 def said(*parts: Any) -> dict[str, Any]:

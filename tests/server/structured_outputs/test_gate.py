@@ -26,10 +26,10 @@ from server.host.job_pool import (
     JobTimeoutError,
     PoolFullError,
 )
+from server.request.fields.guided import without_guided_fields
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits, job_key
 from server.structured_outputs.gate import GrammarGate
-from server.structured_outputs.guided_fields import without_guided_fields
 from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of
 from server.structured_outputs.trial_job import TrialVerdict, do_job, job_bytes
 from server.wire.endpoint import Endpoint

@@ -13,7 +13,7 @@ import pytest
 from server.errors import EngineFailedError, InternalError
 from server.frontend import LaunchError
 from server.lora.port import EngineAdapter
-from server.request.record import RequestRecord, record_var
+from server.request.record import RequestRecord
 from server.request.route_table import route_of
 from server.settings import ServerSettings
 from tests.server.adapter_folders import TARGETS, write_adapter
@@ -63,9 +63,7 @@ def module(name: str, path: Path, base: str | None = None, is_3d: bool = False) 
 
 
 def a_request() -> RequestRecord:
-    record = RequestRecord(route_of("/v1/completions"), "POST", time.perf_counter())
-    record_var.set(record)
-    return record
+    return RequestRecord(route_of("/v1/completions"), "POST", time.perf_counter())
 
 
 async def opened(engine: Engine, models: Any, static: list[Any], **settings: Any) -> Any:
@@ -103,8 +101,8 @@ async def test_vllm_finds_what_the_request_has_a_lease_of(tmp_path: Path) -> Non
     await adapters.load("one", "a")
     assert "one" not in models.lora_requests  # nobody has asked for it
     record = a_request()
-    assert not lease(adapters, "two")
-    assert lease(adapters, "one")
+    assert not lease(adapters, "two", record)
+    assert lease(adapters, "one", record)
     await adapters.load("one", "a", replace=True)
     found = models.lora_requests["one"]
     assert (found.lora_int_id, found.lora_path) == (1, str(tmp_path / "a"))

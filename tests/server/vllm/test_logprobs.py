@@ -18,7 +18,7 @@ from server.errors import InvalidValueError
 from server.vllm.logprobs import serving
 from server.vllm.logprobs.late import SMALL_ENTRIES, LateParts, late_var
 from server.vllm.logprobs.prompt import LateLogprobs, Position
-from server.vllm.sampling.logprob_bounds import MAX_ENTRIES, check_logprobs
+from server.vllm.sampling import MAX_ENTRIES, check_logprobs
 from tests.checkpoints import CheckpointCache
 
 pytestmark = pytest.mark.engine

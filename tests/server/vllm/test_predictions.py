@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from openai.types import CompletionUsage
 
-from server.request.record import PredictionMeter, RequestRecord, record_var
+from server.request.record import Counts, RequestRecord, record_var
 from server.request.route_table import route_of
-from server.vllm.drafts.usage import add_prediction_counts
+from server.vllm.streams.stamps import add_prediction_counts
 
 pytestmark = pytest.mark.engine
 
@@ -32,8 +32,8 @@ def usage(**more: Any) -> Any:
     return UsageInfo(prompt_tokens=3, completion_tokens=9, total_tokens=12, **more)
 
 
-def details(meter: PredictionMeter | None, record: RequestRecord, **more: Any) -> Any:
-    record.prediction_meter = meter
+def details(meter: Counts | None, record: RequestRecord, **more: Any) -> Any:
+    record.tokens.prediction = meter
     whole = usage(**more)
     add_prediction_counts(whole)
     return CompletionUsage.model_validate_json(whole.model_dump_json()).completion_tokens_details
@@ -63,7 +63,7 @@ def test_the_last_chunk_of_a_stream_has_them(record: RequestRecord) -> None:
         protocol.ChatCompletionResponseStreamChoice,
         protocol.ChatCompletionStreamResponse,
     )
-    record.prediction_meter = lambda: (1, 8)
+    record.tokens.prediction = lambda: (1, 8)
     chunk = makers.chunk(
         id="a",
         object="chat.completion.chunk",

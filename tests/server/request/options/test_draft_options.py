@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, RequestError, UnsupportedFieldError
-from server.request.field_rules import extra_schemas
+from server.request.fields.lookup import extra_schemas
 from server.request.options.draft_options import DraftOptions, settle_drafts
 from server.wire.endpoint import Endpoint
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from server.errors import ContextLengthError, InvalidValueError, ServerError
-from server.request.budget import MAX_FIELDS, Budget, check_budget
+from server.request.fields.sizes import MAX_FIELDS, check_sizes
 from server.wire.endpoint import Endpoint
+from tests.server.request.limits import LIMITS
 
-BUDGET = Budget(
-    max_messages=4, max_prompts=3, max_tools=2, max_model_len=100, vocab_size=50, max_text_chars=999
-)
 USER = {"role": "user", "content": "hi"}
 
 
@@ -28,7 +27,13 @@ USER = {"role": "user", "content": "hi"}
         ("COMPLETION", {"prompt": [5] * 101}, ContextLengthError, "prompt", "101 .* 100 fit"),
         ("COMPLETION", {"prompt": [[5], [5] * 101]}, ContextLengthError, "prompt[1]", "101"),
         ("EMBEDDINGS", {"input": [[5] * 101]}, ContextLengthError, "input[0]", "101"),
-        ("EMBEDDINGS", {"input": ["a"] * 8}, InvalidValueError, "input", "7 items .*got 8"),
+        ("COMPLETION", {"prompt": [[5]] * 4}, InvalidValueError, "prompt", "3 items .*got 4"),
+        ("EMBEDDINGS", {"input": ["a"] * 4}, InvalidValueError, "input", "3 items .*got 4"),
+        ("EMBEDDINGS", {"input": [USER] * 5}, InvalidValueError, "input", "4 items .*got 5"),
+        ("EMBEDDINGS", {"messages": [[USER]] * 4}, InvalidValueError, "messages", "got 4"),
+        ("RERANK", {"documents": ["b"] * 4}, InvalidValueError, "documents", "got 4"),
+        ("COHERE_EMBED", {"texts": ["b"] * 4}, InvalidValueError, "texts", "got 4"),
+        ("COHERE_EMBED", {"inputs": [{"content": []}] * 4}, InvalidValueError, "inputs", "got 4"),
         ("DETOKENIZE", {"tokens": [5] * 101}, InvalidValueError, "tokens", "100 items .*101"),
         ("CHAT", {"tools": [{}] * 3}, InvalidValueError, "tools", "max-tools.* got 3"),
         ("CHAT", {"tools": [{"a": [1] * 512}]}, InvalidValueError, "tools", "than 512"),
@@ -46,7 +51,7 @@ def test_what_is_too_large_is_refused(
     endpoint: str, body: dict[str, Any], error: type[ServerError], param: str | None, words: str
 ) -> None:
     with pytest.raises(error, match=words) as caught:
-        check_budget(Endpoint[endpoint], body, BUDGET)
+        check_sizes(Endpoint[endpoint], body, LIMITS)
     assert type(caught.value) is error
     assert caught.value.param == param
 
@@ -62,15 +67,11 @@ def test_what_is_too_large_is_refused(
     ],
 )
 def test_what_is_not_passes(endpoint: str, body: dict[str, Any]) -> None:
-    check_budget(Endpoint[endpoint], body, BUDGET)
+    check_sizes(Endpoint[endpoint], body, LIMITS)
 
 
 def test_texts_are_measured_against_the_context_unless_a_flag_says_otherwise() -> None:
-    def budget(max_model_len: int) -> Budget:
-        return Budget(
-            max_messages=4, max_prompts=3, max_tools=2, max_model_len=max_model_len, vocab_size=50
-        )
-
-    assert BUDGET.text_chars == 999
-    assert budget(100).text_chars == 1 << 20
-    assert budget(1 << 20).text_chars == 16 << 20
+    assert LIMITS.text_chars == 999
+    for context, chars in ((100, 1 << 20), (1 << 20, 16 << 20)):
+        limits = replace(LIMITS, max_text_chars=None, max_model_len=context)
+        assert limits.text_chars == chars

@@ -1,95 +1,62 @@
-"""Rules for each documented field of the four APIs: one table for each API.
+"""Tables of the fields of each API, in the order in which their rules are applied.
 
-The names are those of Anthropic's and OpenAI's own clients (their typed parameters, compared by
-tests/server/request/test_field_rules.py); `server.request.fields` applies the tables, and
-docs/http_api.md is generated from them. vLLM's further fields are the request models' own. What
-depends on the served model is decided in `server.request.thinking`. Pure data.
+The documented names are those of Anthropic's and OpenAI's own clients (their typed parameters,
+compared by tests/server/request/test_field_rules.py); docs/http_api.md is generated from them.
+What depends on the served model is decided in `server.request.thinking`. Pure data.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from server.wire.endpoint import Endpoint, JsonObject
+from server.request.fields.field import Field, FieldAction, FieldKind, PromptRole
+from server.request.fields.shared import SHARED
+from server.request.options.tier import ANTHROPIC_WORDS, OPENAI_WORDS
+from server.wire.endpoint import Endpoint
 
-
-class FieldAction(enum.Enum):
-    """Action of the server on a field."""
-
-    OBEYED = "obeyed"
-    """The request model has it."""
-    GRANTED = "granted"
-    """The server always does this; the field is removed."""
-    IGNORED = "ignored"
-    """The field is removed and named in a header of the answer, which is correct without it."""
-    REFUSED = "refused"
-    """An answer without it would be wrong."""
+_SHARED = {row.path: row for row in SHARED}
 
 
-@dataclass(frozen=True, slots=True)
-class FieldRule:
-    """Rule for one field; `path` has `[]` for the items of an array.
-
-    `same` are the values, besides null, that mean the default: they are accepted. `stays`: accepted
-    values are left in the body for the request model. `when` limits the rule to objects with these
-    entries, `only` to these values. `schema` is the schema of an obeyed field that the request
-    model does not have. `code` is the error code that Anthropic's clients read.
-    """
-
-    path: str
-    action: FieldAction
-    why: str = ""
-    same: tuple[object, ...] = ()
-    stays: bool = False
-    when: Mapping[str, object] = field(default_factory=dict)
-    only: tuple[object, ...] = ()
-    schema: Mapping[str, object] = field(default_factory=dict)
-    code: str | None = None
+def _row(path: str, action: FieldAction, why: str = "", **columns: Any) -> Field:
+    return replace(_SHARED.get(path, Field(path)), action=action, why=why, **columns)
 
 
-def _obeyed(*paths: str, why: str = "") -> tuple[FieldRule, ...]:
-    return tuple(FieldRule(path, FieldAction.OBEYED, why) for path in paths)
+def _rows(action: FieldAction, *paths: str, why: str = "", **columns: Any) -> tuple[Field, ...]:
+    return tuple(_row(path, action, why, **columns) for path in paths)
 
 
-def _granted(*paths: str, why: str) -> tuple[FieldRule, ...]:
-    return tuple(FieldRule(path, FieldAction.GRANTED, why) for path in paths)
+_obeyed = partial(_rows, FieldAction.OBEYED)
+_granted = partial(_rows, FieldAction.GRANTED)
+_ignored = partial(_rows, FieldAction.IGNORED)
+_refused = partial(_rows, FieldAction.REFUSED)
 
-
-def _ignored(*paths: str, why: str, same: tuple[object, ...] = ()) -> tuple[FieldRule, ...]:
-    return tuple(FieldRule(path, FieldAction.IGNORED, why, same) for path in paths)
-
-
-def _refused(
-    *paths: str, why: str, same: tuple[object, ...] = (), stays: bool = False
-) -> tuple[FieldRule, ...]:
-    return tuple(FieldRule(path, FieldAction.REFUSED, why, same, stays) for path in paths)
-
-
-_LABEL = "a name that clients give their requests"
-_CACHE = "prefixes are reused without marks, for as long as there is room"
-_CACHE_KEY = "prefixes are found by what they are"
-_NO_STORE = "answers of this API are not kept"
-_NO_ID = "the header X-Request-Id names a request"
+_LABEL = "a label of the client, without effect"
+_CACHE = "prefixes are cached automatically, until their blocks are evicted"
+_CACHE_KEY = "prefixes are found by their tokens"
+_NO_STORE = "answers of this API are not stored"
+_NO_ID = "the header X-Request-Id sets the request id"
 _NO_MIROSTAT = "the sampler has temperature, top_p, top_k and min_p"
 _NO_TOOLS_HERE = "this server runs no tools"
-_NO_MODERATION = "nothing is moderated"
+_NO_MODERATION = "there is no moderation"
 _OBFUSCATION = "streams are not padded"
 _TRANSFER = "no KV cache is transferred"
-_NO_BUDGET = "thinking is not counted apart from the answer; max_tokens bounds both"
+_EFFORT = "where the model's chat template has the variable"
+_NO_BUDGET = "thinking tokens are not counted separately; max_tokens limits both"
 
-_SPECULATIVE = FieldRule(
+_SPECULATIVE = _row(
     "speculative",
     FieldAction.OBEYED,
-    "`false`: no drafts are checked for this request; the answer is the same. `true` is ignored "
+    "`false` disables drafts for this request, without a change of the answer; `true` is ignored "
     "by a server without speculation",
     schema={"type": ["boolean", "null"]},
 )
-_PREDICTION = FieldRule(
+_PREDICTION = _row(
     "prediction",
     FieldAction.OBEYED,
-    "as drafts, of one answer; ignored by a server without speculation",
+    "drafts for one answer; ignored by a server without speculation",
     schema={
         "type": ["object", "null"],
         "properties": {
@@ -113,27 +80,27 @@ _PREDICTION = FieldRule(
     },
 )
 
-_TIER = FieldRule(
+_TIER = _row(
     "service_tier",
     FieldAction.OBEYED,
-    "the class that it runs in: auto, default, flex or priority",
-    schema={"enum": ["auto", "default", "flex", "priority", None]},
+    "service tier: auto, default, flex or priority",
+    schema={"enum": [*OPENAI_WORDS, None]},
 )
-_ANTHROPIC_TIER = FieldRule(
+_ANTHROPIC_TIER = _row(
     "service_tier",
     FieldAction.OBEYED,
-    "the class that it runs in: auto or standard_only",
-    schema={"enum": ["auto", "standard_only", None]},
+    "service tier: auto or standard_only",
+    schema={"enum": [*ANTHROPIC_WORDS, None]},
 )
 
-_NO_CALLS = "it is of the past, send tool_calls instead"
+_NO_CALLS = "it is deprecated; send tool_calls instead"
 _TURNS = (
     *_obeyed("messages[].reasoning_content", why="as `reasoning`"),
     *_ignored("messages[].annotations", why="they are not shown to the model", same=([],)),
     *_ignored(
         *("messages[].provider_specific_fields", "messages[].reasoning_details"),
         *("messages[].thinking_blocks", "messages[].parsed"),
-        why="what gateways and clients add to answers; the model is not shown it",
+        why="added to answers by gateways and clients; not shown to the model",
     ),
     *_granted("messages[].tool_calls[].index", why="calls are in the order of the list"),
     *_granted("messages[].tool_calls[].function.parsed_arguments", why="it is `arguments`, parsed"),
@@ -178,19 +145,18 @@ _MESSAGES = (
     *_obeyed("temperature", "top_p", "top_k", "tools", "tool_choice", "output_config"),
     *_ignored("request_id", why=_NO_ID),
     *_obeyed("thinking", why="by the switch of the model's chat template, where it has one"),
-    _SPECULATIVE,
     *_granted("cache_control", "system[].cache_control", "tools[].cache_control", why=_CACHE),
     *_granted("messages[].content[].cache_control", why=_CACHE),
     *_granted("messages[].content[].content[].cache_control", why=_CACHE),
     *_ignored("metadata", "user_profile_id", "workspace_id", why=_LABEL),
-    *_ignored("billing_policy", why="nothing is billed"),
+    *_ignored("billing_policy", why="requests are not billed"),
     _ANTHROPIC_TIER,
-    *_ignored("speed", why="there is one", same=("standard",)),
-    *_ignored("diagnostics", why="usage.cache_read_input_tokens says where the match ended"),
+    *_ignored("speed", why="only the default is supported", same=("standard",)),
+    *_ignored("diagnostics", why="usage.cache_read_input_tokens is the length of the match"),
     *_ignored("fallbacks", "fallback_credit_token", why="no request is declined by policy"),
     *_ignored(
         "context_management",
-        why="what it would take out of the prompt stays in; one that becomes too long is a 400",
+        why="prompts are not edited; one that becomes too long is a 400",
         same=(
             {},
             {"edits": []},
@@ -198,12 +164,15 @@ _MESSAGES = (
             {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "all"}}]},
         ),
     ),
+    *_obeyed("output_config.effort", why=_EFFORT, kind=FieldKind.EFFORT),
     *_ignored("output_config.task_budget", why="it is not passed to the model"),
-    *_ignored("thinking.display", why="thinking is shown as it is", same=("summarized",)),
+    *_ignored("thinking.display", why="thinking is returned unchanged", same=("summarized",)),
     *_ignored("thinking.budget_tokens", why=_NO_BUDGET),
-    *_ignored("system[].citations", "messages[].content[].citations", why="none are made"),
+    *_ignored(
+        "system[].citations", "messages[].content[].citations", why="citations are not generated"
+    ),
     *_ignored("messages[].content[].caller", "messages[].content[].toolset_name", why=_LABEL),
-    *_ignored("tools[].input_examples", why="the model is not shown them"),
+    *_ignored("tools[].input_examples", why="they are not shown to the model"),
     *_ignored(
         "tools[].eager_input_streaming", why="input streams as it is generated", same=(True,)
     ),
@@ -215,7 +184,7 @@ _MESSAGES = (
     ),
     *_refused(
         "messages[].content[].type",
-        why="text, image, thinking and the client's own tools are what a conversation consists of",
+        why="conversations consist of text, images, thinking and calls of the client's tools",
         same=(
             *("text", "image", "thinking", "redacted_thinking"),
             *("tool_use", "tool_result", "tool_reference"),
@@ -224,7 +193,7 @@ _MESSAGES = (
     ),
     *_refused("mcp_servers", why=_NO_TOOLS_HERE, same=([],)),
     *_refused("container", why="this server runs no code", same=({},)),
-    FieldRule(
+    _row(
         "thread",
         FieldAction.REFUSED,
         "threads are not supported; the client sends the whole conversation",
@@ -232,7 +201,7 @@ _MESSAGES = (
         code="thread_unsupported_request",
     ),
     *_refused("compaction", why="this server summarizes no conversations"),
-    *_refused("inference_geo", why="no region is known to this server", same=("global",)),
+    *_refused("inference_geo", why="this server has no regions", same=("global",)),
     *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
 )
 
@@ -241,7 +210,7 @@ _CHAT = (
     *_obeyed("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias"),
     *_obeyed("logprobs", "top_logprobs", "response_format", "stream", "stream_options"),
     *_obeyed("tools", "tool_choice", "parallel_tool_calls"),
-    *_obeyed("reasoning_effort", why="where the model's chat template knows it"),
+    *_obeyed("reasoning_effort", why=_EFFORT, kind=FieldKind.EFFORT),
     *(_PREDICTION, _SPECULATIVE),
     *_granted("cache_control", "messages[].cache_control", "tools[].cache_control", why=_CACHE),
     *_granted("messages[].content[].cache_control", why=_CACHE),
@@ -253,8 +222,8 @@ _CHAT = (
     *_refused("web_search_options", why=_NO_TOOLS_HERE),
     *_refused("audio", why="answers are text"),
     *_refused("tools[].type", why="tools are functions", same=("function",), stays=True),
-    *_refused("functions", why="it is of the past, send tools instead"),
-    *_refused("function_call", why="it is of the past, send tool_choice instead"),
+    *_refused("functions", why="it is deprecated; send tools instead"),
+    *_refused("function_call", why="it is deprecated; send tool_choice instead"),
     *_refused("thinking_token_budget", why=_NO_BUDGET, stays=True),
     *_COMMON,
 )
@@ -266,7 +235,7 @@ _COMPLETION = (
     _SPECULATIVE,
     *_refused("prompt_embeds", why="prompts are texts or token ids", same=([],)),
     *_refused("suffix", why="the model does not fill in gaps", same=("",)),
-    *_refused("best_of", why="it is of the past, send n instead", same=(1,)),
+    *_refused("best_of", why="it is deprecated; send n instead", same=(1,)),
     *_ignored("stream_options.include_obfuscation", why=_OBFUSCATION, same=(False,)),
     *_refused("thinking_token_budget", why=_NO_BUDGET, stays=True),
     *_COMMON,
@@ -279,20 +248,26 @@ _ITEMS = (
     *_obeyed("model", "input", "instructions"),
     *_obeyed("previous_response_id", why="with --data-dir"),
     *_ignored("request_id", why=_NO_ID),
-    *_obeyed("reasoning", why="effort, where the model's chat template knows it"),
+    *_obeyed("reasoning"),
+    *_obeyed("reasoning.effort", why=_EFFORT, kind=FieldKind.EFFORT),
     *_ignored(
-        *("reasoning.summary", "reasoning.generate_summary"), why="reasoning is shown as it is"
+        *("reasoning.summary", "reasoning.generate_summary"), why="reasoning is returned unchanged"
     ),
-    *_ignored("reasoning.mode", "reasoning.context", why="there is one", same=("standard", "auto")),
+    *_ignored(
+        "reasoning.mode",
+        "reasoning.context",
+        why="only the default is supported",
+        same=("standard", "auto"),
+    ),
     *_granted("input[].content[].prompt_cache_breakpoint", why=_CACHE),
     *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
     _TIER,
     *_refused("conversation", why=_NO_CONVERSATIONS),
-    *_refused("prompt", why=_NO_PROMPTS),
+    *_refused("prompt", why=_NO_PROMPTS, kind=FieldKind.OPTIONS),
     *_refused(*("kv_transfer_params", "ec_transfer_params"), why=_TRANSFER, same=({},), stays=True),
 )
 _TOOLS = (
-    FieldRule(
+    _row(
         "tools[]",
         FieldAction.IGNORED,
         "a search without external access finds nothing; Codex sends it by default",
@@ -313,7 +288,7 @@ _SHOWN = (
     "image",
 )
 """Fields about the contents of an answer and its storage."""
-_NOT_PROMPT = "it changes nothing of the prompt"
+_NOT_PROMPT = "it does not change the prompt"
 _NO_OPTION = "a compaction has no such option"
 
 _INPUT_TOKENS = (
@@ -337,17 +312,17 @@ _RESPONSES = (
     *_obeyed("tools", "tool_choice", "parallel_tool_calls", "truncation"),
     _SPECULATIVE,
     *_obeyed("metadata", "user", "prompt_cache_key", why="shown in the answer, without effect"),
-    *_obeyed("max_tool_calls", why="about tools of the server, of which there are none"),
+    *_obeyed("max_tool_calls", why="limits tools of the server, which has none"),
     *_obeyed("include", why="message.output_text.logprobs"),
-    FieldRule(
+    _row(
         "include[]",
         FieldAction.IGNORED,
-        "reasoning is shown as it is, and sent back as it is",
+        "reasoning is returned unencrypted",
         only=("reasoning.encrypted_content",),
     ),
     *_refused(
         "include[]",
-        why="there is nothing of the kind to show",
+        why="this server has no such output",
         same=("message.output_text.logprobs",),
         stays=True,
     ),
@@ -361,37 +336,47 @@ _RESPONSES = (
     *_obeyed("store", "background", why="with --data-dir"),
 )
 
-FIELD_RULES: Mapping[Endpoint, tuple[FieldRule, ...]] = {
-    **{endpoint: _POOLED if endpoint.pools else _COMMON for endpoint in Endpoint},
-    Endpoint.MESSAGES: _MESSAGES,
-    Endpoint.COUNT_TOKENS: _MESSAGES,
-    Endpoint.CHAT: _CHAT,
-    Endpoint.COMPLETION: _COMPLETION,
-    Endpoint.RESPONSES: _RESPONSES,
-    Endpoint.INPUT_TOKENS: _INPUT_TOKENS,
-    Endpoint.COMPACT: _COMPACT,
-}
 
-
-def extra_schemas(endpoint: Endpoint) -> dict[str, JsonObject]:
-    """Return the JSON schemas of accepted fields that the request model does not have."""
-    found: dict[str, JsonObject] = {}
-    for row in FIELD_RULES[endpoint]:
-        if "[" in row.path or "." in row.path:
-            continue
-        if row.schema:
-            found[row.path] = {**row.schema, "description": f"{row.why.capitalize()}."}
-        elif row.action in (FieldAction.GRANTED, FieldAction.IGNORED):
-            found[row.path] = {"description": f"{row.action.value.capitalize()}: {row.why}."}
-        elif row.action is FieldAction.REFUSED and row.same and not row.stays:
-            found[row.path] = {"enum": [*row.same, None]}
-    return found
-
-
-def refused_fields(endpoint: Endpoint) -> frozenset[str]:
-    """Return the names of refused fields."""
-    return frozenset(
-        row.path
-        for row in FIELD_RULES[endpoint]
-        if row.action is FieldAction.REFUSED and not row.path.count("[") and not row.path.count(".")
+def _table(
+    rows: tuple[Field, ...],
+    counted: tuple[str, ...],
+    context: tuple[str, ...] = (),
+    conversation: tuple[str, ...] = (),
+) -> tuple[Field, ...]:
+    """Return the documented `rows`, then the shared fields, with the roles of prompts."""
+    named = {row.path for row in rows}
+    roles = dict.fromkeys(counted, PromptRole.COUNTED) | dict.fromkeys(context, PromptRole.CONTEXT)
+    table = (*rows, *(row for row in SHARED if row.path not in named))
+    return tuple(
+        replace(
+            row,
+            prompt=roles.get(row.path),
+            kind=FieldKind.CONVERSATION if row.path in conversation else row.kind,
+        )
+        for row in table
     )
+
+
+_SCORED = _table(
+    _POOLED,
+    counted=("documents", "items", "data_2", "text_2"),
+    context=("query", "queries", "data_1", "text_1"),
+)
+_EMBEDDED = _table(_POOLED, counted=("messages", "input"))
+_ITEM_FIELDS = ("instructions", "previous_input_messages")
+
+FIELDS: Mapping[Endpoint, tuple[Field, ...]] = {
+    # A chat template shows documents; they are not prompts.
+    Endpoint.CHAT: _table(_CHAT, counted=("messages",), conversation=("documents",)),
+    Endpoint.COMPLETION: _table(_COMPLETION, counted=("prompt",), context=("suffix",)),
+    Endpoint.RESPONSES: _table(_RESPONSES, ("input",), _ITEM_FIELDS, conversation=("input",)),
+    Endpoint.INPUT_TOKENS: _table(_INPUT_TOKENS, ("input",), _ITEM_FIELDS, conversation=("input",)),
+    Endpoint.COMPACT: _table(_COMPACT, ("input",), _ITEM_FIELDS, conversation=("input",)),
+    Endpoint.MESSAGES: _table((*_MESSAGES, _SPECULATIVE), ("messages",), ("system",)),
+    Endpoint.COUNT_TOKENS: _table(_MESSAGES, ("messages",), ("system",)),
+    Endpoint.TOKENIZE: _table(_COMMON, counted=("messages", "prompt")),
+    Endpoint.DETOKENIZE: _table(_COMMON, counted=("tokens",)),
+    Endpoint.COHERE_EMBED: _table(_POOLED, counted=("texts", "inputs", "images")),
+    **dict.fromkeys((Endpoint.EMBEDDINGS, Endpoint.POOLING, Endpoint.CLASSIFY), _EMBEDDED),
+    **{endpoint: _SCORED for endpoint in Endpoint if endpoint.scores},
+}

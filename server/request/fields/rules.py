@@ -1,7 +1,6 @@
 """Apply the field rules to a body, and reject unknown fields by name.
 
-The tables are in `server.request.field_rules`. vLLM's request models ignore unknown fields. Pure
-functions over plain bodies; nothing here imports vLLM.
+vLLM's request models ignore unknown fields. Pure functions over plain bodies.
 """
 
 from __future__ import annotations
@@ -16,28 +15,18 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from server.errors import InvalidValueError, UnknownFieldError, UnsupportedFieldError, describe
-from server.request.field_rules import FIELD_RULES, FieldAction, FieldRule
+from server.request.fields.field import Field, FieldAction
+from server.request.fields.lookup import fields_by_name
+from server.request.fields.shared import REPLACED
+from server.request.fields.tables import FIELDS
 from server.wire.endpoint import Endpoint, JsonObject
 
 logger = logging.getLogger(__name__)
 
 UnknownPolicy = Literal["reject", "warn"]
 
-_REPLACED: Mapping[str, str] = {
-    "guided_json": "response_format of type json_schema, or structured_outputs.json",
-    "guided_regex": "structured_outputs.regex",
-    "guided_choice": "structured_outputs.choice",
-    "guided_grammar": "structured_outputs.grammar",
-    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
-    "guided_decoding_backend": "the server's --structured-outputs-config",
-    "best_of": "n",
-    "normalize": "use_activation",
-}
-"""Fields of older vLLM versions, and their replacements."""
-
 _LONGEST_NAME = 64
 """Longest unknown name for which a similar field is suggested."""
-_STREAM_ONLY = ("stream_options", "stream_interval")
 _UNKNOWN_FLAG = "with --unknown-fields warn this server ignores unknown fields"
 """Hint at the end of every error about an unknown field."""
 IGNORED_HEADER = "x-rbln-ignored-fields"
@@ -49,7 +38,7 @@ _ITEMS = "[]"
 class _Node:
     """A place in a body: its rules, and the places within it that have rules."""
 
-    rows: list[FieldRule] = dataclasses.field(default_factory=list)
+    rows: list[Field] = dataclasses.field(default_factory=list)
     within: dict[str, _Node] = dataclasses.field(default_factory=dict)
 
 
@@ -78,14 +67,7 @@ def accepted_fields(
             accepted[name] = value
         else:
             refuse_unknown(unknown_field(name, meant), policy)
-    _check_length_penalty(body)
-    if not body.get("stream"):
-        for name in _STREAM_ONLY:
-            if body.get(name) is not None:
-                raise InvalidValueError(
-                    f"'{name}' needs 'stream': true, got {describe(body.get('stream'))}.",
-                    param=name,
-                )
+    _check_needs(endpoint, body)
     return accepted
 
 
@@ -105,8 +87,8 @@ def known_fields(
 def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:
     """Return the error for an unknown field, with the likely remedy."""
     name = path.rpartition(".")[2]
-    if name in _REPLACED:
-        message = f"The field '{path}' is not supported any more; send {_REPLACED[name]} instead"
+    if name in REPLACED:
+        message = f"The field '{path}' is not supported any more; send {REPLACED[name]} instead"
         return UnknownFieldError(f"{message} ({_UNKNOWN_FLAG}).", param=path)
     near = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_NAME else []
     hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -124,11 +106,16 @@ def model_field_names(model: type[BaseModel]) -> dict[str, str]:
     return names
 
 
-def _check_length_penalty(body: JsonObject) -> None:
-    if body.get("length_penalty") not in (None, 1) and not body.get("use_beam_search"):
+def _check_needs(endpoint: Endpoint, body: JsonObject) -> None:
+    for name, row in fields_by_name(endpoint).items():
+        if not row.needs or body.get(row.needs) or body.get(name) in (None, *row.idle):
+            continue
+        if row.needs == "stream":
+            raise InvalidValueError(
+                f"'{name}' needs 'stream': true, got {describe(body.get('stream'))}.", param=name
+            )
         raise UnsupportedFieldError(
-            "'length_penalty' has an effect with 'use_beam_search': true alone.",
-            param="length_penalty",
+            f"'{name}' has an effect with '{row.needs}': true alone.", param=name
         )
 
 
@@ -142,8 +129,8 @@ def refuse_unknown(error: UnknownFieldError, policy: UnknownPolicy) -> None:
 @cache
 def _tree(endpoint: Endpoint) -> _Node:
     root = _Node()
-    for row in FIELD_RULES[endpoint]:
-        if row.action is FieldAction.OBEYED:
+    for row in FIELDS[endpoint]:
+        if row.action in (None, FieldAction.OBEYED):
             continue
         node = root
         for step in row.path.replace(_ITEMS, f".{_ITEMS}").split("."):

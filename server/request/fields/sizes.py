@@ -1,7 +1,7 @@
 """Size limits of each field, checked first, so that all later work is bounded.
 
-One walk counts items and values and measures texts. `server.request.limits` and the request models
-check what the values mean. Pure functions.
+One walk counts items and values and measures texts. `server.request.fields.limits` and the request
+models check what the values mean. Pure functions.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.errors import ContextLengthError, InvalidValueError, describe
-from server.request.endpoints import FieldKind, kind_of_field
+from server.request.endpoints import is_message
+from server.request.fields.field import FieldKind
+from server.request.fields.limits import RequestLimits
+from server.request.fields.lookup import kind_of_field
 from server.wire.endpoint import Endpoint, JsonObject
 
 MAX_FIELDS = 256
 """Most fields of a body; request models have fewer than a hundred."""
-MIN_TEXT_CHARS = 1 << 20
-CHARS_PER_TOKEN = 16
-"""Characters per token of the context: a longer text does not fit, except in rare scripts."""
 _VALUES_PER_MESSAGE = 16
 """Objects, arrays, texts and numbers of a message with a few parts or calls."""
 _ANY = 1 << 62
+_CONVERSATIONS = (FieldKind.MESSAGES, FieldKind.CONVERSATION)
+_PROMPTS = (FieldKind.PROMPTS, FieldKind.TEXT)
+_TEXTS = (*_CONVERSATIONS, *_PROMPTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,75 +35,66 @@ class Size:
     items: int = _ANY
     values: int = _ANY
     chars: int = _ANY
-    flag: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """Size limits of one server; `max_text_chars` None derives it from the context."""
-
-    max_messages: int
-    max_prompts: int
-    max_tools: int
-    max_model_len: int
-    vocab_size: int
-    max_text_chars: int | None = None
-
-    @property
-    def text_chars(self) -> int:
-        """Most characters of one text."""
-        derived = max(MIN_TEXT_CHARS, CHARS_PER_TOKEN * self.max_model_len)
-        return self.max_text_chars or derived
+    hint: str = ""
+    """The flag that sets them, for errors."""
 
 
 @functools.lru_cache(maxsize=1)
-def _sizes(budget: Budget) -> Mapping[FieldKind, Size]:
+def _sizes(limits: RequestLimits) -> Mapping[FieldKind, Size]:
     """Return the limits of each kind of field; cached for all bodies of a server."""
-    text, messages, prompts = budget.text_chars, budget.max_messages, budget.max_prompts
+    text, messages, prompts = limits.text_chars, limits.max_messages, limits.max_prompts
+    ids = Size(limits.vocab_size, limits.vocab_size + 1, 64)
+    words = Size(256, 257, 1024)
+    conversation = Size(messages, messages * _VALUES_PER_MESSAGE, text, " (--max-messages)")
+    values = (messages + prompts) * _VALUES_PER_MESSAGE
     return {
-        FieldKind.CONVERSATION: Size(
-            messages, messages * _VALUES_PER_MESSAGE, text, "--max-messages"
-        ),
+        **dict.fromkeys(FieldKind, Size(1024, 1024, 1 << 16)),
+        **dict.fromkeys(_CONVERSATIONS, conversation),
         # Token ids within are measured against the context.
-        FieldKind.PROMPTS: Size(
-            messages + prompts,
-            (messages + prompts) * _VALUES_PER_MESSAGE,
-            text,
-            "--max-prompts",
-        ),
-        FieldKind.TOKENS: Size(budget.max_model_len),
-        FieldKind.IDS: Size(budget.vocab_size, budget.vocab_size + 1, 64),
-        FieldKind.TOOLS: Size(budget.max_tools, 256 * budget.max_tools, 1 << 16, "--max-tools"),
+        **dict.fromkeys(_PROMPTS, Size(prompts, values, text, " (--max-prompts)")),
+        FieldKind.TOKENS: Size(limits.max_model_len),
+        **dict.fromkeys((FieldKind.IDS, FieldKind.BIASES), ids),
+        FieldKind.TOOLS: Size(limits.max_tools, 256 * limits.max_tools, 1 << 16, " (--max-tools)"),
         FieldKind.GRAMMAR: Size(values=1 << 16),
-        FieldKind.WORDS: Size(256, 257, 1024),
-        FieldKind.OPTIONS: Size(1024, 1024, 1 << 16),
+        **dict.fromkeys((FieldKind.WORDS, FieldKind.STOP), words),
         FieldKind.NAME: Size(64, 64, 1024),
         FieldKind.TEMPLATE: Size(1, 1, 1 << 16),
     }
 
 
-def check_budget(endpoint: Endpoint, body: JsonObject, budget: Budget) -> None:
+def check_sizes(endpoint: Endpoint, body: JsonObject, limits: RequestLimits) -> None:
     """Raise the `RequestError` of the first field that is too large; `body` is the parsed JSON."""
     if len(body) > MAX_FIELDS:
         raise InvalidValueError(f"A request may have at most {MAX_FIELDS} fields, got {len(body)}.")
-    sizes = _sizes(budget)
+    sizes = _sizes(limits)
     may_be_cut = body.get("truncate_prompt_tokens") is not None
     for name, value in body.items():
         if isinstance(value, list | dict | str):
             kind = kind_of_field(endpoint, name)
+            size = sizes[_counted_as(endpoint, kind, value)]
+            nested = value
             if kind is FieldKind.PROMPTS and isinstance(value, list):
-                most = budget.text_chars if may_be_cut else budget.max_model_len
-                value = _check_token_lists(name, value, most)
-            _check_size(name, value, kind, sizes[kind])
+                most = limits.text_chars if may_be_cut else limits.max_model_len
+                if _are_tokens(value):
+                    _check_length(name, value, most)
+                    continue
+                nested = _check_token_lists(name, value, most)
+            if not isinstance(value, str):
+                _check_number(name, len(value), size)
+            _check_nested(name, nested, kind, size)
 
 
-def _check_token_lists(name: str, value: list[object], most: int) -> list[object]:
+def _counted_as(endpoint: Endpoint, kind: FieldKind, value: object) -> FieldKind:
+    """Return the kind whose limits apply: pooling models take conversations or lists of them."""
+    if not endpoint.pools or kind not in _TEXTS or not isinstance(value, list) or not value:
+        return kind
+    return FieldKind.MESSAGES if is_message(value[0]) else FieldKind.PROMPTS
+
+
+def _check_token_lists(name: str, prompts: list[object], most: int) -> list[object]:
     """Check prompts of token ids against `most`; return the other prompts."""
-    if _are_tokens(value):
-        _check_length(name, value, most)
-        return []
     others = []
-    for index, item in enumerate(value):
+    for index, item in enumerate(prompts):
         if isinstance(item, list) and _are_tokens(item):
             _check_length(f"{name}[{index}]", item, most)
         else:
@@ -120,23 +114,25 @@ def _check_length(path: str, tokens: list[object], most: int) -> None:
         )
 
 
-def _check_size(
-    name: str, value: list[object] | JsonObject | str, kind: FieldKind, size: Size
-) -> None:
-    hint = f" ({size.flag})" if size.flag else ""
-    if not isinstance(value, str) and len(value) > size.items:
+def _check_number(name: str, number: int, size: Size) -> None:
+    if number > size.items:
         raise InvalidValueError(
-            f"'{name}' must have at most {size.items} items on this server{hint}, got "
-            f"{len(value)}.",
+            f"'{name}' must have at most {size.items} items on this server{size.hint}, got "
+            f"{number}.",
             param=name,
         )
+
+
+def _check_nested(
+    name: str, value: list[object] | JsonObject | str, kind: FieldKind, size: Size
+) -> None:
     values, level = 0, [value]
     while level:
         values += len(level)
         if values > size.values:
             raise InvalidValueError(
                 f"'{name}' holds more than {size.values} objects, arrays, texts and numbers, the "
-                f"limit of this server{hint}.",
+                f"limit of this server{size.hint}.",
                 param=name,
             )
         level = _below(name, level, kind, size.chars)
@@ -160,7 +156,7 @@ def _below(name: str, level: Sequence[object], kind: FieldKind, chars: int) -> l
 def _check_text(name: str, text: str, kind: FieldKind, most: int) -> None:
     if len(text) <= most:
         return
-    prompt = kind in (FieldKind.CONVERSATION, FieldKind.PROMPTS)
+    prompt = kind in _TEXTS
     raise (ContextLengthError if prompt else InvalidValueError)(
         f"'{name}' holds a text of {len(text)} characters, {describe(text, 40)}; the limit of this "
         f"server is {most}{' (--max-text-chars)' if prompt else ''}.",

@@ -1,0 +1,1 @@
+"""Fields of each API: one table, and the checks that read it."""

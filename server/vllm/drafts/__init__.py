@@ -1,1 +1,0 @@
-"""Draft options of requests, and prediction counts in the usage of answers."""

@@ -1,0 +1,121 @@
+"""Sampling parameters of a request: checks of logprobs and exclusions, and draft options.
+
+Where constraints forbid every token, vLLM's sampler returns token 0 as if it were allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from vllm.renderers import TokenizeParams
+from vllm.sampling_params import SamplingParams
+
+from rbln_backend.api.requests import EXTRA_ARGS, Prediction
+from server.errors import InvalidValueError
+from server.request.record import RequestRecord
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestState
+
+FORBIDDING = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens")
+"""Fields that forbid tokens, with or without a grammar."""
+
+MAX_ENTRIES = 1_000_000
+"""Of a prompt, or of an answer: some 60 MB of JSON."""
+_ORDINARY = 20
+"""OpenAI's limit for each token and vLLM's default. Within it, the context bounds the total."""
+
+
+def check_exclusions(params: SamplingParams, tokenizer: Any) -> None:
+    """Raise `InvalidValueError` where `allowed_token_ids` has no token that may be sampled."""
+    if not params.allowed_token_ids:
+        return
+    forbidden = set[int]()
+    names = []
+    if params.bad_words:
+        params.update_from_tokenizer(tokenizer)
+        forbidden |= {ids[0] for ids in params.bad_words_token_ids or () if len(ids) == 1}
+        names.append("bad_words")
+    if params.min_tokens:
+        forbidden |= {tokenizer.eos_token_id, *(params.stop_token_ids or ())}
+        names.append("min_tokens")
+    if forbidden.issuperset(params.allowed_token_ids):
+        raise InvalidValueError(
+            f"'allowed_token_ids' allows no token that {' and '.join(map(repr, names))} does not "
+            "forbid.",
+            param="allowed_token_ids",
+        )
+
+
+def no_token_left(forbidding: list[str]) -> InvalidValueError:
+    """Return the error of a guided answer at a position where every token is forbidden."""
+    return InvalidValueError(
+        f"The answer cannot go on: {' and '.join(map(repr, forbidding))} forbids every token that "
+        "its grammar allows here.",
+        param=forbidding[0],
+    )
+
+
+def check_logprobs(params: SamplingParams, prompt: Any, vocab_size: int) -> None:
+    """Raise `InvalidValueError` for a request with more than `MAX_ENTRIES` logprobs."""
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if params.prompt_logprobs is not None and tokens is not None:
+        _check_entries("prompt_logprobs", params.prompt_logprobs, len(tokens), vocab_size)
+    wanted = params.logprobs
+    if wanted is not None and (wanted > _ORDINARY or wanted < 0) and params.max_tokens is not None:
+        _check_entries("logprobs", wanted, params.max_tokens * params.n, vocab_size)
+
+
+def _check_entries(name: str, number: int, tokens: int, vocab_size: int) -> None:
+    each = (vocab_size if number < 0 else number) + 1
+    if each * tokens > MAX_ENTRIES:
+        raise InvalidValueError(
+            f"'{name}': {tokens} tokens with {each} logprobs each are {each * tokens}; an answer "
+            f"may have {MAX_ENTRIES}.",
+            param=name,
+        )
+
+
+def set_draft_options(
+    params: SamplingParams, record: RequestRecord | None, prompt: Any, predicted: list[int]
+) -> None:
+    """Set the draft options of `params`, over whatever a client's `vllm_xargs` has there.
+
+    `predicted` are the token ids of the predicted text.
+    """
+    options = {
+        "off": record is not None and record.drafts.off,
+        "prediction": predicted,
+        "key": _owner(record, prompt),
+    }
+    params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS: options}
+
+
+async def predicted_tokens(engine: AsyncLLM, text: str) -> list[int]:
+    """Return the token ids of a predicted text, at most as many as the context has."""
+    if not text:
+        return []
+    params = TokenizeParams(
+        max_total_tokens=None, truncate_prompt_tokens=None, add_special_tokens=False
+    )
+    tokens = await engine.renderer.tokenize_prompt_async({"prompt": text}, params)
+    return list(tokens["prompt_token_ids"][: engine.model_config.max_model_len])  # type: ignore[typeddict-item]
+
+
+def prediction_counts(predicted: list[int], states: list[RequestState]) -> tuple[int, int]:
+    """Return how many predicted tokens the answer has at their position, and how many it lacks."""
+    prediction = Prediction(predicted)
+    for state in states:
+        if state.detokenizer is not None:
+            prediction.extend(state.detokenizer.output_token_ids)
+    matched = min(prediction.matched, len(predicted))
+    return matched, len(predicted) - matched
+
+
+def _owner(record: RequestRecord | None, prompt: Any) -> str | None:
+    """Return the owner whose texts may serve as drafts: the API key's, and the cache salt."""
+    owner = None if record is None else record.caller.owner or None
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    return owner if salt is None else json.dumps([owner, salt])

@@ -1,1 +1,0 @@
-"""Sampling parameters of a request, checked before the engine has them."""
