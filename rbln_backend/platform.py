@@ -318,8 +318,7 @@ def _set_shapes(vllm_config: VllmConfig, npu: Npu | None) -> None:
     longest = max(model.max_model_len, scheduler.max_num_seqs)
     if npu is not None:
         longest = limits.fitting_chunk(cache.block_size, longest)
-    if scheduler.max_num_batched_tokens > longest:
-        scheduler.max_num_batched_tokens = longest
+    scheduler.max_num_batched_tokens = min(scheduler.max_num_batched_tokens, longest)
 
 
 def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) -> RblnConfig:

@@ -28,7 +28,7 @@ from server.request.fields.limits import (
     check_pooling_limits,
     refuse_media,
 )
-from server.request.fields.lookup import error_field, kind_of_field
+from server.request.fields.lookup import error_field, plain_fields
 from server.request.fields.rules import accepted_fields, apply_field_rules, model_field_names
 from server.request.fields.sizes import check_sizes
 from server.request.options.draft_options import settle_drafts
@@ -112,11 +112,7 @@ class BodyReader:
             constraints = constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)
         return ParsedRequest(
             answers=answers_in(endpoint, fields),
-            fields={
-                name: value
-                for name, value in fields.items()
-                if kind_of_field(endpoint, name).is_plain
-            },
+            fields=plain_fields(endpoint, fields),
             form=form,
             model=self._choosing_model(endpoint, form, fields),
             error_field=error_field(endpoint, fields),

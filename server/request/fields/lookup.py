@@ -29,6 +29,11 @@ def kind_of_field(endpoint: Endpoint, name: str) -> FieldKind:
     return FieldKind.OPTIONS if row is None else row.kind
 
 
+def plain_fields(endpoint: Endpoint, fields: JsonObject) -> JsonObject:
+    """Return the fields of one value or one object of options: no prompts, messages or tools."""
+    return {name: value for name, value in fields.items() if kind_of_field(endpoint, name).is_plain}
+
+
 @cache
 def prompt_fields(endpoint: Endpoint) -> tuple[str, ...]:
     """Return the names of the fields with prompts, those with an answer for each prompt first."""

@@ -71,3 +71,7 @@ REPLACED: Mapping[str, str] = {
     "normalize": "use_activation",
 }
 """Fields of older vLLM versions, and their replacements."""
+
+OPENAI_TIERS = ("auto", "default", "flex", "priority")
+ANTHROPIC_TIERS = ("auto", "standard_only")
+"""Values of `service_tier`."""

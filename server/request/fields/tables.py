@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 from server.request.fields.field import Field, FieldAction, FieldKind, PromptRole
-from server.request.fields.shared import SHARED
-from server.request.options.tier import ANTHROPIC_WORDS, OPENAI_WORDS
+from server.request.fields.shared import ANTHROPIC_TIERS, OPENAI_TIERS, SHARED
 from server.wire.endpoint import Endpoint
 
 _SHARED = {row.path: row for row in SHARED}
@@ -84,13 +83,13 @@ _TIER = _row(
     "service_tier",
     FieldAction.OBEYED,
     "service tier: auto, default, flex or priority",
-    schema={"enum": [*OPENAI_WORDS, None]},
+    schema={"enum": [*OPENAI_TIERS, None]},
 )
 _ANTHROPIC_TIER = _row(
     "service_tier",
     FieldAction.OBEYED,
     "service tier: auto or standard_only",
-    schema={"enum": [*ANTHROPIC_WORDS, None]},
+    schema={"enum": [*ANTHROPIC_TIERS, None]},
 )
 
 _NO_CALLS = "it is deprecated; send tool_calls instead"

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 from rbln_backend.api.requests import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from server.errors import InvalidValueError, PermissionDeniedError, describe
+from server.request.fields.shared import ANTHROPIC_TIERS, OPENAI_TIERS
 from server.wire.endpoint import Endpoint, JsonObject
 
 FIELD = "service_tier"
 AUTO = "auto"
 _STANDARD = "standard_only"
-OPENAI_WORDS = (AUTO, "default", "flex", "priority")
-ANTHROPIC_WORDS = (AUTO, _STANDARD)
 
 
 class Tier(enum.Enum):
@@ -52,7 +51,7 @@ def tiers_of(text: str) -> Tiers:
 def take_tier(endpoint: Endpoint, body: JsonObject) -> str | None:
     """Remove the tier from `body` and return OpenAI's name of it. Raises `InvalidValueError`."""
     requested = body.pop(FIELD, None)
-    words = ANTHROPIC_WORDS if endpoint.anthropic else OPENAI_WORDS
+    words = ANTHROPIC_TIERS if endpoint.anthropic else OPENAI_TIERS
     if requested is None:
         return None
     if requested not in words:

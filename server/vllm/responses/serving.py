@@ -18,8 +18,8 @@ def counting() -> type:
     class Counting(OpenAIServingResponses):
         """Counts input tokens too; `EngineClient` checks the length of prompts."""
 
-        def _validate_generator_input(self, _engine_input: Any) -> None:
-            return None
+        def _validate_generator_input(self, engine_input: Any) -> None:
+            """Do nothing."""
 
         async def count_input_tokens(self, request: Any, raw_request: Any = None) -> Any:  # noqa: ARG002 (as vLLM's methods)
             """Return how many tokens the prompt has, or vLLM's error."""
