@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -112,9 +111,9 @@ def _in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
     return f"pools for the task {task!r}"
 
 
-def _dimensions(model: ModelConfig) -> Sequence[int]:
+def _dimensions(model: ModelConfig) -> range | tuple[int, ...]:
     sizes = range(1, model.embedding_size + 1)
-    return (model.matryoshka_dimensions or sizes) if model.is_matryoshka else ()
+    return (tuple(model.matryoshka_dimensions or ()) or sizes) if model.is_matryoshka else ()
 
 
 def _extra_args(config: VllmConfig) -> frozenset[str] | None:

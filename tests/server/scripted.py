@@ -99,7 +99,7 @@ class ScriptedFrontend:
         body = parsed.fields
         self.headers = dict(request.headers)
         if (uses := body.get("uses")) is not None:
-            record_of(request.scope).meters.append(lambda: (uses[0], uses[1]))
+            record_of(request.scope).tokens.used.append(lambda: (uses[0], uses[1]))
         if endpoint is Endpoint.RESPONSES and "do" not in body:
             return await self._respond(body, stamp)
         if body.get("stream"):

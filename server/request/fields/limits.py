@@ -6,7 +6,7 @@ Pure functions over the body; wrong types are left to the request models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class RequestLimits:
     """None derives it from the context."""
     extra_args: frozenset[str] | None = frozenset()
     """Accepted keys of `vllm_xargs`; None accepts any but those of `_RESERVED_ARGS`."""
-    dimensions: Sequence[int] = ()
+    dimensions: range | tuple[int, ...] = ()
     """Lengths that an embedding may be cut to; empty for a model that was not trained for it."""
 
     @property
