@@ -27,8 +27,7 @@ def generate(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 SOURCES = (
     *("fields_page.py", "models_page.py", "observability_page.py", "models.json"),
     *("published_page.py", "published.json", "security.md", "http_api.md", "upstream_page.py"),
-    "results_page.py",
-    "errors_page.py",
+    *("results_page.py", "errors_page.py", "routes_page.py"),
 )
 PAGES = [
     *("configuration.md", "metrics.md", "models.md", "observability.md", "server_info.md"),
