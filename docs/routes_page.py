@@ -6,13 +6,14 @@ import ast
 from collections.abc import Iterable
 from pathlib import Path
 
+from server import routes
 from server.request.route_table import ROUTES
 from server.wire.endpoint import Endpoint
 
 ROUTES_LIST_BEGIN = "<!-- Written by docs/generate.py from server/routes. -->"
 ROUTE_LIST_HEADER = ("Routes", "Purpose")
 
-_SOURCES = Path(__file__).resolve().parents[1] / "server" / "routes"
+_SOURCES = Path(routes.__file__).parent
 _METHODS = {"get", "post", "delete"}
 _POOLING = ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score")
 # Purpose -> beginnings of its paths; a route belongs to the longest beginning that fits.
@@ -52,8 +53,8 @@ def route_list_rows() -> Iterable[tuple[str, ...]]:
         if not fitting or template not in methods:
             raise ValueError(f"docs/routes_page.py: no purpose or no handler of {template}")
         rows[max(fitting)[1]].append(f"`{', '.join(methods[template])} {template}`")
-    for purpose, routes in rows.items():
-        yield ", ".join(routes), purpose
+    for purpose, listed in rows.items():
+        yield ", ".join(listed), purpose
 
 
 def _methods() -> dict[str, list[str]]:
