@@ -1,8 +1,9 @@
 """Write docs/configuration.md, metrics.md, models.md, observability.md, results.md,
 server_info.md and vllm_serve.md.
 
-Also the table of routes in docs/security.md, and those of routes, errors and fields in
-docs/http_api.md. The results in models.md are those of docs/models.py and docs/published.py.
+Also docs/targets.md and docs/cost_curves.md, the table of routes in docs/security.md, those of
+routes, errors and fields in docs/http_api.md, and those of results in README. The results in
+models.md are those of docs/models.py and docs/published.py.
 
 `python docs/generate.py` rewrites the pages; with `--check` it changes nothing and exits with 1
 when a page is not what the code says.
@@ -32,8 +33,9 @@ from observability_page import (
 )
 from published_page import PUBLISHED_HEADER, published_rows, published_summary
 from pydantic import SecretStr
-from results_page import RESULT_HEADER, result_rows
+from results_page import RESULT_BLOCKS, RESULT_HEADER, result_rows
 from routes_page import ROUTE_LIST_HEADER, ROUTES_LIST_BEGIN, route_list_rows
+from targets_page import README_BEGIN, curves_blocks, readme_blocks, targets_blocks
 from upstream_page import FLAG_HEADER, ROUTE_HEADER, absent_route_rows, refused_flag_rows
 
 from rbln_backend.config import GRAPH, RblnConfig
@@ -75,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def pages() -> dict[Path, str]:
     """Return each generated page and its text."""
     return {
+        DOCS.parent / "README.md": readme_page(),
         DOCS / "configuration.md": configuration_page(),
+        DOCS / "cost_curves.md": _page("# Cost as work grows", NOTICE, *curves_blocks()),
         DOCS / "http_api.md": http_api_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "models.md": models_page(),
@@ -83,8 +87,15 @@ def pages() -> dict[Path, str]:
         DOCS / "results.md": results_page(),
         DOCS / "security.md": security_page(),
         DOCS / "server_info.md": server_info_page(),
+        DOCS / "targets.md": _page("# Targets", NOTICE, *targets_blocks()),
         DOCS / "vllm_serve.md": vllm_serve_page(),
     }
+
+
+def readme_page() -> str:
+    """Return README: by hand, except the results."""
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    return between(text, README_BEGIN, WRITTEN_END, "\n\n".join(readme_blocks()))
 
 
 def configuration_page() -> str:
@@ -262,18 +273,8 @@ def server_info_page() -> str:
 
 def results_page() -> str:
     """Return the page of result files."""
-    return _page(
-        "# Measurements and where they are quoted",
-        NOTICE,
-        "Look up which file of `benchmarks/results` backs a figure, and repeat it with the command "
-        "([benchmarks](../benchmarks/README.md)). Beside each report lie its raw numbers (`.json` "
-        "or `.jsonl`). *Disturbed* counts samples during which other processes used more than a "
-        "tenth of a core: such times are no measurement, and only ratios within a round count. "
-        "Reports written before that count existed leave it empty. Nothing here was measured on "
-        "an NPU.",
-        _table(RESULT_HEADER, result_rows()),
-        "Figures of other pages that no file here backs are marked there as *no result file*.",
-    )
+    title, before, after = RESULT_BLOCKS
+    return _page(title, NOTICE, before, _table(RESULT_HEADER, result_rows()), after)
 
 
 def vllm_serve_page() -> str:

@@ -6,6 +6,17 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+RESULT_BLOCKS = (
+    "# Measurements and where they are quoted",
+    "Look up which file of `benchmarks/results` backs a figure, and repeat it with the command "
+    "([benchmarks](../benchmarks/README.md)). Beside each report lie its raw numbers (`.json` "
+    "or `.jsonl`). *Disturbed* counts samples during which other processes used more than a "
+    "tenth of a core: such times are no measurement. Reports since 26 November 2026 leave them out "
+    "of every figure; in earlier ones only ratios within a round count. Reports written before "
+    "that count existed leave it empty. Nothing here was measured on an NPU. [Targets](targets.md) "
+    "lists the bounds that these figures meet or miss.",
+    "Figures of other pages that no file here backs are marked there as *no result file*.",
+)
 RESULT_HEADER = ("Result", "Command", "Processor, two cores each", "Disturbed", "Quoted in")
 
 _RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
@@ -14,7 +25,7 @@ _AMD_AVX2, _AMD, _INTEL = (
     "amd-epyc-2core-avx512-bf16",
     "intel-r-xeon-r-processor-2-80ghz-2core-avx512f",
 )
-_PROCESSORS = {
+PROCESSORS = {
     _AMD_AVX2: "AMD EPYC Zen 3, AVX2",
     _AMD: "AMD EPYC Zen 5, AVX-512 with bf16",
     _INTEL: "Intel Xeon Ice Lake 2.8 GHz, AVX-512",
@@ -61,12 +72,12 @@ def result_rows() -> Iterable[tuple[str, ...]]:
     for stem, path in reports.items():
         text = path.read_text(encoding="utf-8")
         command = re.search(r"`python -m (benchmarks[. ][^`]*)`", text)
-        processor = next(words for name, words in _PROCESSORS.items() if name in stem)
+        processor = next(words for name, words in PROCESSORS.items() if name in stem)
         yield (
             f"[{stem.partition('core-')[2]}, {stem[:10]}](../benchmarks/results/{path.name})",
             f"`{_shortened(command[1])}`" if command else "",
             processor,
-            _disturbance(text),
+            disturbance_of(text),
             _QUOTED.get(stem, ""),
         )
 
@@ -76,7 +87,7 @@ def _shortened(command: str) -> str:
     return re.sub(r"/\S*/", "", command)
 
 
-def _disturbance(text: str) -> str:
+def disturbance_of(text: str) -> str:
     """Return how many samples other processes disturbed, by part of the report."""
     found = re.findall(r"in (\d+ of \d+) samples other processes kept more than 0\.1", text)
     return ", ".join(found)

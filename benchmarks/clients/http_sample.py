@@ -33,15 +33,17 @@ def sample(
     concurrency: int,
     requests: int,
     budget_s: float,
+    attempt: int = 0,
 ) -> HttpRecord:
     """Send `requests` prompts of one length, or with `concurrency` 0 all mixed ones, to `server`.
 
-    Every side gets the same prompts; no two rounds do. Raises ServerError if it answers an error.
+    Every side gets the same prompts; no two rounds or attempts do. Raises ServerError if it
+    answers an error.
     """
     mixed = not concurrency
     lengths = list(subject.plan.mixed_tokens) if mixed else [PROMPT_TOKENS] * requests
     output_tokens = 1 if mixed else OUTPUT_TOKENS
-    chooser = random.Random(f"{round_number} {concurrency}")
+    chooser = random.Random(f"{round_number} {attempt} {concurrency}")
     first = server.body(prompt_text(chooser, _PREPARATION_TOKENS), _PREPARATION_TOKENS)
     load = Load(
         port=server.serving.port,

@@ -27,12 +27,17 @@ CUT = "cut off at the end of the time budget"
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests to send: `bodies` are their JSON objects, in order."""
+    """Requests to send: `bodies` are their JSON objects, in order.
+
+    With `starts`, each request is sent at its own time in seconds (an open loop); else
+    `concurrency` requests are kept going.
+    """
 
     port: int
     bodies: list[dict[str, Any]]
     concurrency: int
     budget_seconds: float
+    starts: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +140,25 @@ def http_request(body: dict[str, Any], port: int) -> bytes:
 
 
 async def run(load: Load) -> Outcome:
-    """Send `load` and wait for it, at most its budget (and a moment to close connections)."""
+    """Send `load` and wait for it, at most its budget (and a moment to close connections).
+
+    Outcomes are in the order of sending.
+    """
     loop = asyncio.get_running_loop()
     waiting = [http_request(body, load.port) for body in load.bodies][::-1]
+    starts = load.starts[::-1]
     streams: list[_Stream] = []
     living: set[_Stream] = set()
     origin = time.perf_counter()
 
     async def client() -> None:
         while waiting:
+            if starts:
+                await asyncio.sleep(
+                    min(starts.pop(), load.budget_seconds) - (time.perf_counter() - origin)
+                )
+                if not waiting:
+                    return
             ended = loop.create_future()
             stream = _Stream(waiting.pop(), origin, ended)
             await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", load.port)  # type: ignore[misc]

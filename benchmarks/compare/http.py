@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.clients.http_sample import sample
@@ -13,16 +14,14 @@ from benchmarks.compare.plans import (
     KV_CACHE_BYTES,
     MAX_MODEL_LEN,
     SERIAL_CONCURRENCY,
-    SWEEP_CONCURRENCY,
 )
 from benchmarks.compare.steps import Subject, measure_round_limits
 from benchmarks.engines.server_process import ServerError, ServerProcess, ServerSide, Serving
-from benchmarks.runner.command import rotated, say
-from benchmarks.runner.records import Failure, HttpRecord, Log, StartRecord, SweepRecord
+from benchmarks.runner.command import repeat_disturbed, rotated, say
+from benchmarks.runner.records import Failure, HttpRecord, Log, StartRecord
 
-PART, COLD, SWEEP = "http", "cold", "sweep"
+PART, COLD = "http", "cold"
 _MIXED_BUDGET_FACTOR = 1.5
-_SWEEP_BUDGET_S = 60.0
 
 
 class HttpComparison:
@@ -73,35 +72,8 @@ class HttpComparison:
                         if not self._try_cell(server, round_number, concurrency):
                             living.remove(server)
 
-    def sweep(self, side: ServerSide) -> None:
-        """Load `side` alone with increasing concurrency."""
-        most = str(max(SWEEP_CONCURRENCY))
-        with ExitStack() as stack:
-            server = self._start(side.with_flags("--max-num-seqs", most), stack, cold=None)
-            if server is None:
-                return
-            for concurrency in SWEEP_CONCURRENCY:
-                record = sample(
-                    server, self._subject, 0, concurrency, 2 * concurrency, _SWEEP_BUDGET_S
-                )
-                after = server.memory()
-                rate = record.output_rate or 0.0
-                say(f"  sweep x{concurrency}: {rate:.0f} tokens/s, PSS {after.pss / 2**20:.0f} MiB")
-                self._log.add(
-                    SweepRecord(
-                        model=self._subject.name,
-                        concurrency=concurrency,
-                        output_rate=rate,
-                        itl=record.itl,
-                        pss=after.pss,
-                        rss=after.rss,
-                    )
-                )
-
-    def _start(
-        self, side: ServerSide, stack: ExitStack, *, cold: bool | None
-    ) -> ServerProcess | None:
-        """Start a side and record it (unless `cold` is None); None if it failed."""
+    def _start(self, side: ServerSide, stack: ExitStack, *, cold: bool) -> ServerProcess | None:
+        """Start a side and record it; None if it failed."""
         name = self._subject.name
         serving = replace(
             Serving.of(self._subject.text_model, MAX_MODEL_LEN, KV_CACHE_BYTES),
@@ -117,20 +89,19 @@ class HttpComparison:
             self._log.add(Failure(model=name, part=PART, side=side.name, text=str(error)))
             return None
         say(f"  {side.name} answers after {server.answered_s:.1f} s")
-        if cold is not None:
-            memory, cpu = server.memory(), server.cpu_seconds()
-            self._log.add(
-                StartRecord(
-                    model=name,
-                    side=side.name,
-                    cold=cold,
-                    listening_s=server.listening_s,
-                    ready_s=server.ready_s,
-                    answered_s=server.answered_s,
-                    cpu_seconds=cpu.http + cpu.engine,
-                    **asdict(memory),
-                )
+        memory, cpu = server.memory(), server.cpu_seconds()
+        self._log.add(
+            StartRecord(
+                model=name,
+                side=side.name,
+                cold=cold,
+                listening_s=server.listening_s,
+                ready_s=server.ready_s,
+                answered_s=server.answered_s,
+                cpu_seconds=cpu.http + cpu.engine,
+                **asdict(memory),
             )
+        )
         return server
 
     def _try_cell(self, server: ServerProcess, round_number: int, concurrency: int) -> bool:
@@ -143,15 +114,19 @@ class HttpComparison:
         if not concurrency:
             budget, requests = budget * _MIXED_BUDGET_FACTOR, 0
         try:
-            record = sample(server, self._subject, round_number, concurrency, requests, budget)
+            take = partial(
+                sample, server, self._subject, round_number, concurrency, requests, budget
+            )
+            records = repeat_disturbed(take)
         except (ServerError, OSError) as error:
             say(f"  {side.name} failed: {str(error).splitlines()[0]}")
             self._log.add(
                 Failure(model=self._subject.name, part=PART, side=side.name, text=str(error))
             )
             return False
-        self._log.add(record)
-        _log_record(record)
+        for record in records:
+            self._log.add(record)
+        _log_record(records[-1])
         return True
 
     def _concurrency(self, side: ServerSide) -> tuple[int, ...]:

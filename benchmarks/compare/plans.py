@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-CONCURRENCY = (1, 4, 8, 32)
+CONCURRENCY = (1, 8, 32)
 SERIAL_CONCURRENCY = (1, 8)
-DECODE_BATCHES = (1, 8)
+DECODE_BATCHES = (1, 8, 32, 64)
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 128
-SWEEP_CONCURRENCY = (8, 16, 32, 64, 128, 256)
 MAX_MODEL_LEN = 1024
 KV_CACHE_BYTES = 1 << 30
 
@@ -37,7 +36,6 @@ class Plan:
     serial_budget_s: float
     peer_concurrency: tuple[int, ...]
     warm_starts: int
-    sweep: bool
     minutes: dict[str, float]
     chunk_tokens: int | None = None
 
@@ -50,7 +48,6 @@ class Plan:
             step_budget_s=min(4.0, self.step_budget_s),
             http_budget_s=min(4.0, self.http_budget_s),
             serial_budget_s=min(3.0, self.serial_budget_s),
-            sweep=False,
             minutes={part: minutes / 3 for part, minutes in self.minutes.items()},
         )
 
@@ -66,8 +63,7 @@ _SMALL = Plan(
     serial_budget_s=4.0,
     peer_concurrency=CONCURRENCY,
     warm_starts=3,
-    sweep=True,
-    minutes={"steps": 1.0, "cold": 1.5, "http": 4.5, "sweep": 1.0},
+    minutes={"steps": 1.0, "cold": 1.5, "http": 4.5},
 )
 _MEDIUM = replace(
     _SMALL,
@@ -76,7 +72,6 @@ _MEDIUM = replace(
     http_budget_s=12.0,
     serial_budget_s=8.0,
     warm_starts=2,
-    sweep=False,
     minutes={"steps": 1.5, "cold": 3.0, "http": 7.0},
 )
 _LARGE = replace(

@@ -20,7 +20,7 @@ from benchmarks.compare.quantized_report import BASE, llama_name, markdown, our_
 from benchmarks.compare.steps import Subject, log_model, measure_steps
 from benchmarks.engines.engine_process import OURS
 from benchmarks.engines.peers import gguf_of, peers_python
-from benchmarks.engines.sides import StepModel, StepSide, step_sides
+from benchmarks.engines.sides import StepModel, StepSide, step_side
 from benchmarks.models.quantized_forms import FORMS
 from benchmarks.models.quantized_model import (
     GGUF_TYPES,
@@ -114,8 +114,8 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
 
 
 def _side(runner: str, name: str, path: Path) -> StepSide:
-    """Return the side `runner` of ``step_sides`` as `name`, with its own file or folder."""
-    plain = step_sides()[runner]
+    """Return the side `runner` of ``step_side`` as `name`, with its own file or folder."""
+    plain = step_side(runner)
     field = "gguf" if path.is_file() else "model"
 
     def arguments(model: StepModel) -> dict[str, Any]:

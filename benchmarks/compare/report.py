@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
+from operator import attrgetter
 
-from benchmarks.compare import tables
-from benchmarks.compare.targets import verdicts
-from benchmarks.runner.command import disturbance, machine_lines, spread
+from benchmarks.compare.figures import figures
+from benchmarks.runner.command import disturbance, machine_lines
+from benchmarks.runner.figures import table
 from benchmarks.runner.machine import Machine
 from benchmarks.runner.records import (
     Failure,
@@ -18,19 +19,21 @@ from benchmarks.runner.records import (
     ModelRecord,
     StepRecord,
 )
+from benchmarks.runner.targets import TARGETS, result_in, result_table
 
 _METHOD = """\
 Prompts of 32 tokens, 128 greedy output tokens, bfloat16 weights, random but of ordinary scale.
 Every round measures the limits with all engines stopped, then each cell on every side in turn; who
 is first changes, and the sides that are not measured are stopped (SIGSTOP). Figures are medians
-over rounds; ratios are taken within a round, ours over theirs or as said, with the lowest and the
-highest in brackets. `~` marks loads cut off at the end of their time budget: the rate that the rest
-would give at the pace so far, or the rate so far where not every request had begun.
+over rounds, ratios are taken within a round, with the lowest and the highest in brackets. A load
+that was cut off at the end of its time budget has the rate that the rest would give at the pace so
+far, or the rate so far where not every request had begun. A disturbed sample was repeated, at most
+twice, and is in no figure. A target of vLLM is compared with the better of its configurations.
 
-*Of limit* is the least time over the measured one. The least time is the larger of bytes over read
-bandwidth (weights and the KV cache in use, once a step) and FLOPs over the peak of the unit that
-multiplies, both measured at the start of the round; *bound by* says which. Each model's section
-names the unit. Over HTTP it counts the decode step alone, against the inter-token latency."""
+*Of the limit* is the least time over the measured one. The least time is the larger of bytes over
+read bandwidth (weights and the KV cache in use, once a step) and FLOPs over the peak of the unit
+that multiplies, both measured at the start of the round. Each model's section names the unit.
+llama.cpp's and transformers' servers answer one request at a time."""
 
 _PRODUCTS = {"tiles": "bfloat16 tiles", "pairs": "bfloat16 pairs", "FMA": "float32 FMA"}
 
@@ -62,37 +65,21 @@ def _heading(header: Header) -> str:
 
 
 def _targets(log: Log) -> str:
-    rows = []
-    for verdict in verdicts(log):
-        bound = verdict.least if verdict.least is not None else verdict.most
-        sign = "≥" if verdict.least is not None else "≤"
-        bound_text = f"{bound:.0%}" if verdict.is_share else f"{bound:.2f}×"
-        measured = spread(verdict.values, share=verdict.is_share)
-        cells = [verdict.model, verdict.target, f"{sign} {bound_text}", measured, verdict.result]
-        rows.append(cells)
-    head = ["model", "target", "bound", "measured", "result"]
-    return "\n".join(["## Targets", "", *tables.table(head, rows), ""])
+    models, measured = [record.model for record in log.of(ModelRecord)], figures(log)
+    mine = [t for t in TARGETS if t.scenario == "compare" and t.model in models]
+    rows = result_table([result_in(target, measured, "") for target in mine], link="")
+    return "\n".join(["## Targets", "", *rows, ""])
 
 
 def _model(log: Log, model: ModelRecord) -> str:
     name = model.model
     lines = [f"## {name}: {model.parameters / 1e6:.1f}M parameters", "", *_limits(log, name), ""]
-    for title, make in (
-        ("In process: decode steps", tables.decode_steps),
-        ("In process: prefill of one prompt", tables.prefill),
-        ("Over HTTP", tables.http),
-        ("Over HTTP: prompts of mixed lengths at once, one output token", tables.mixed),
-        ("Start-up", tables.starts),
-        ("Memory, MiB (PSS)", tables.memory),
-        ("Ours alone, more and more requests at a time", tables.sweep),
-    ):
-        if rows := make(log, name):
-            lines += [f"### {title}", "", *rows, ""]
-    others = [r.other_busy_cores for r in log.of(StepRecord, model=name)]
-    others += [r.other_busy_cores for r in log.of(HttpRecord, model=name)]
+    lines += [*table(figures(log), name), ""]
+    others = [r.other_busy_cores for r in log.all_of(StepRecord, model=name)]
+    others += [r.other_busy_cores for r in log.all_of(HttpRecord, model=name)]
     if others:
-        lines += [disturbance(others), ""]
-    if agreement := tables.agreement(log, name):
+        lines += [disturbance(others, excluded=True), ""]
+    if agreement := _agreement(log, name):
         lines += [agreement, ""]
     for failure in log.of(Failure, model=name):
         first = failure.text.splitlines()[0]
@@ -113,3 +100,16 @@ def _limits(log: Log, model: str) -> Iterable[str]:
         f"{max(rates):.1f}) and reach {statistics.median(peaks):.0f} GFLOP/s of "
         f"{_PRODUCTS[found[0].unit]} ({min(peaks):.0f} to {max(peaks):.0f})."
     )
+
+
+def _agreement(log: Log, model: str) -> str:
+    """Return the counts of equal first tokens; rounding makes some differ."""
+    key = attrgetter("round", "batch", "prompt_tokens", "output_tokens")
+    ours = {key(r): r.first_tokens for r in log.of(StepRecord, model=model, side="ours")}
+    records = log.of(StepRecord, model=model)
+    texts = []
+    for side in dict.fromkeys(record.side for record in records if record.side != "ours"):
+        mine = [record for record in records if record.side == side]
+        both = [(a, b) for r in mine for a, b in zip(ours.get(key(r), []), r.first_tokens)]  # noqa: B905
+        texts.append(f"{side} {sum(a == b for a, b in both)} of {len(both)}")
+    return f"First tokens in process that agree with ours: {', '.join(texts)}." if texts else ""

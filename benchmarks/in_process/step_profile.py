@@ -90,7 +90,7 @@ def _measure_batch(
     core: EngineCore, checkpoint: Checkpoint, batch: int, args: argparse.Namespace
 ) -> BatchResult:
     load = DecodeLoad(core, checkpoint, batch, args.prompt_tokens, args.temperature)
-    with _StepClock(core) as clock:
+    with StepClock(core) as clock:
         wall, own, all_busy = time.perf_counter(), time.process_time(), busy_cpu_seconds()
         steps = [clock.step() for _ in load.decode_steps(args.steps)]
         wall = time.perf_counter() - wall
@@ -130,7 +130,7 @@ class DecodeLoad:
         per_round = MAX_MODEL_LEN - self._prompt_tokens - 8
         while count > 0:
             steps = min(count, per_round)
-            names = [self._add() for _ in range(self._batch)]
+            names = [self.add() for _ in range(self._batch)]
             requests = self._core.scheduler.requests  # type: ignore[attr-defined]
             while any(requests[name].num_output_tokens < 2 for name in names):
                 self._core.step()
@@ -140,7 +140,8 @@ class DecodeLoad:
             while self._core.scheduler.has_requests():
                 self._core.step()
 
-    def _add(self) -> str:
+    def add(self) -> str:
+        """Add a request; return its id."""
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
@@ -166,7 +167,7 @@ class DecodeLoad:
         return name
 
 
-class _StepClock:
+class StepClock:
     """Times the parts of a step by standing in for the engine's methods until ``__exit__``."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -180,7 +181,7 @@ class _StepClock:
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._buffer = bytearray()
 
-    def __enter__(self) -> _StepClock:
+    def __enter__(self) -> StepClock:
         worker: Any = self._core.model_executor.driver_worker.worker
         steps = worker._runner._steps
         self._time(self._core.scheduler, "schedule", "schedule")

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.clients.load import EVENT, http_request
 from benchmarks.engines.server_process import ServerProcess, Serving
-from benchmarks.engines.sides import server_sides
+from benchmarks.engines.sides import server_side
 from benchmarks.metrics.report import Pairs
 from benchmarks.metrics.unmetered import Switch, plugin_folder
 from benchmarks.models.shapes import Checkpoint
@@ -44,7 +44,7 @@ def compare_loads(
 
 
 def _server(text_model: Path, folder: Path) -> ServerProcess:
-    ours = server_sides()["ours"]
+    ours = server_side("ours")
     # This checkout's command; the installed one may be another checkout's.
     path = [str(Path(__file__).parents[2]), str(folder / "plugin")]
     side = replace(

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.clients.event_stream import events
 from benchmarks.engines.server_process import ServerProcess, ServerSide, Serving
-from benchmarks.engines.sides import server_sides
+from benchmarks.engines.sides import server_side
 from benchmarks.models.shapes import find_checkpoint
 from benchmarks.models.text_checkpoint import WORDS, text_checkpoint
 from benchmarks.over_http.agent_sessions import Head, Session, clock
@@ -103,9 +103,9 @@ def _sides(names: Sequence[str]) -> list[ServerSide]:
         *("--hf-overrides", json.dumps({"max_position_embeddings": MAX_MODEL_LEN})),
         *("--max-num-seqs", "4", "--enable-prompt-tokens-details"),
     ]
-    known = server_sides()
-    known["ours-rule"] = known["ours"].with_flags(*_RULE, name="ours-rule")
-    return [known[name].with_flags(*flags) for name in names]
+    rule = server_side("ours").with_flags(*_RULE, name="ours-rule")
+    sides = [rule if name == rule.name else server_side(name) for name in names]
+    return [side.with_flags(*flags) for side in sides]
 
 
 def _session(

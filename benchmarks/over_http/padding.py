@@ -27,7 +27,7 @@ from openai import OpenAI
 from benchmarks.clients.http_sample import send_load
 from benchmarks.clients.load import Load
 from benchmarks.engines.server_process import ServerProcess, ServerSide, Serving
-from benchmarks.engines.sides import server_sides
+from benchmarks.engines.sides import server_side
 from benchmarks.models.shapes import SHAPES, find_checkpoint
 from benchmarks.models.text_checkpoint import prompt_text, text_checkpoint
 from benchmarks.runner.command import Command, RunHeader, begin, heading, positive, say, spread
@@ -110,7 +110,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
 
 def _side(data: Path) -> ServerSide:
     flags = ["--data-dir", str(data), "--max-num-seqs", str(BUCKET)]
-    ours = server_sides()["ours"].with_flags(*flags)
+    ours = server_side("ours").with_flags(*flags)
     return replace(ours, env={**ours.env, "VLLM_RBLN_DECODE_BATCH_BUCKET_MIN": str(BUCKET)})
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.clients.event_stream import events
 from benchmarks.engines.server_process import ServerProcess, ServerSide, Serving
-from benchmarks.engines.sides import server_sides
+from benchmarks.engines.sides import server_side
 from benchmarks.models.shapes import find_checkpoint
 from benchmarks.over_http.speculation_tasks import TASKS
 from benchmarks.runner.command import (
@@ -105,7 +105,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
 
 
 def _sides(config: dict[str, Any], batch: int) -> list[ServerSide]:
-    ours = server_sides()["ours"]
+    ours = server_side("ours")
     sizes = ("--max-num-seqs", str(batch))
     drafts = (*sizes, "--speculative-config", json.dumps(config))
     return [ours.with_flags(*sizes, name="off"), ours.with_flags(*drafts, name="on")]

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.clients.client_process import ClientProcess
 from benchmarks.engines.server_process import ServerProcess, Serving
-from benchmarks.engines.sides import server_sides
+from benchmarks.engines.sides import server_side
 from benchmarks.models.shapes import find_checkpoint
 from benchmarks.models.text_checkpoint import prompt_text, text_checkpoint
 from benchmarks.runner.command import Command, RunHeader, begin, heading, positive, say
@@ -85,7 +85,7 @@ def _server(text_model: Path, folder: Path) -> ServerProcess:
     template = folder / "template.jinja"
     template.write_text(_TEMPLATE, encoding="utf-8")
     flags = ("--chat-template", str(template), "--max-queued-tokens", "16384")
-    side = server_sides()["ours"].with_flags(*flags)
+    side = server_side("ours").with_flags(*flags)
     serving = Serving.of(text_model, _MAX_MODEL_LEN, _KV_CACHE_BYTES)
     say("starting a server")
     return ServerProcess(side, serving, folder / "server.log")

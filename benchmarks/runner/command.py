@@ -26,6 +26,14 @@ from benchmarks.runner.machine import Machine, describe_machine
 RESULTS = Path(__file__).parents[1] / "results"
 # Threads of an engine wait for each other many times per step, so little other load costs much.
 DISTURBED_CORES = 0.1
+_MAX_SAMPLES = 3
+
+
+class Sample(Protocol):
+    """Sample during which processes other than the measured ones kept so many cores busy."""
+
+    @property
+    def other_busy_cores(self) -> float: ...
 
 
 class MeasuredRun(Protocol):
@@ -60,6 +68,7 @@ def begin(command: str) -> dict[str, Any]:
 
 RunT = TypeVar("RunT", bound=MeasuredRun)
 T = TypeVar("T")
+SampleT = TypeVar("SampleT", bound=Sample)
 ProcessT = TypeVar("ProcessT", bound=SleepingProcess)
 
 
@@ -140,13 +149,17 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def save(name: str, started: str, machine: Machine, report: str, raw: str) -> None:
-    """Write a report and its raw numbers under benchmarks/results/; `started` is an ISO time."""
+def save(name: str, started: str, machine: Machine, report: str, raw: str) -> str:
+    """Write a report and its raw numbers under benchmarks/results/; return the files' stem.
+
+    `started` is an ISO time.
+    """
     stem = f"{started[:10]}-{machine.slug}-{name}"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
     (RESULTS / f"{stem}.json").write_text(raw, encoding="utf-8")
     say(f"written: {RESULTS / stem}.md and .json")
+    return stem
 
 
 @contextmanager
@@ -193,8 +206,23 @@ def rotated(items: Sequence[T], number: int) -> list[T]:
     return [*items[turn:], *items[:turn]]
 
 
-def disturbance(other_busy_cores: list[float]) -> str:
-    """Return a report's sentence on other processes, from their busy cores per sample."""
+def repeat_disturbed(take: Callable[[int], SampleT]) -> list[SampleT]:
+    """Take a sample, again while it is disturbed, three times at most; return all of them.
+
+    `take` gets the number of the attempt: a repeated prompt would be a prefix hit.
+    """
+    samples = [take(0)]
+    while samples[-1].other_busy_cores > DISTURBED_CORES and len(samples) < _MAX_SAMPLES:
+        say(f"  disturbed: others kept {samples[-1].other_busy_cores:.2f} cores busy; again")
+        samples.append(take(len(samples)))
+    return samples
+
+
+def disturbance(other_busy_cores: list[float], *, excluded: bool = False) -> str:
+    """Return a report's sentence on other processes, from their busy cores per sample.
+
+    `excluded` if disturbed samples were repeated and are in no figure.
+    """
     disturbed = sum(cores > DISTURBED_CORES for cores in other_busy_cores)
     text = (
         "While a side was measured, other processes kept "
@@ -203,6 +231,12 @@ def disturbance(other_busy_cores: list[float]) -> str:
     )
     if not disturbed:
         return text
+    if excluded:
+        return (
+            f"Disturbed samples were repeated and are in no figure: in {disturbed} of "
+            f"{len(other_busy_cores)} samples other processes kept more than {DISTURBED_CORES} "
+            f"cores busy. {text}"
+        )
     return (
         f"**Disturbed**: in {disturbed} of {len(other_busy_cores)} samples other processes kept "
         f"more than {DISTURBED_CORES} cores busy, so the times are not a measurement. {text}"

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -111,6 +112,27 @@ def _probe_program() -> Path:
     source = Path(__file__).with_name("probe.c")
     subprocess.run(["gcc", *flags, str(source), "-o", str(program)], check=True)
     return program
+
+
+class ChildMeter:
+    """Busy cores of other processes while this one runs children, from construction on."""
+
+    def __init__(self) -> None:
+        self._began, self._all, self._own = time.perf_counter(), busy_cpu_seconds(), _own()
+
+    def seconds(self) -> float:
+        """Return the seconds since construction."""
+        return time.perf_counter() - self._began
+
+    def other_busy_cores(self, living: float = 0.0) -> float:
+        """Return the cores that others kept busy; `living` is the CPU time of living children."""
+        others = busy_cpu_seconds() - self._all - (_own() - self._own) - living
+        return max(0.0, others) / self.seconds()
+
+
+def _own() -> float:
+    """Return the CPU time of this process and its ended children."""
+    return sum(os.times()[:4])
 
 
 def busy_cpu_seconds() -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from benchmarks.clients.load import RequestOutcome
+from benchmarks.runner.command import DISTURBED_CORES
 from benchmarks.runner.limits import Limits, ModelWork
 
 
@@ -47,6 +48,7 @@ class LimitsRecord:
     bytes_per_s: float
     flops_per_s: float
     unit: str = "FMA"
+    other_busy_cores: float = 0.0
 
     @property
     def limits(self) -> Limits:
@@ -186,18 +188,6 @@ class StartRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SweepRecord:
-    """Ours alone at one concurrency."""
-
-    model: str
-    concurrency: int
-    output_rate: float
-    itl: float | None
-    pss: int
-    rss: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """A side that could not be measured, with the reason."""
 
@@ -215,7 +205,6 @@ Record = (
     | StepRecord
     | HttpRecord
     | StartRecord
-    | SweepRecord
     | Failure
 )
 RecordT = TypeVar("RecordT", bound=Record)
@@ -242,10 +231,17 @@ class Log:
         log = cls(path)
         for line in path.read_text(encoding="utf-8").splitlines():
             fields = json.loads(line)
-            log.records.append(cls._KINDS[fields.pop("record")](**fields))
+            # Runs of earlier versions have records that no report uses.
+            if (kind := cls._KINDS.get(fields.pop("record"))) is not None:
+                log.records.append(kind(**fields))
         return log
 
     def of(self, kind: type[RecordT], **fields: object) -> list[RecordT]:
+        """Return the undisturbed records of `kind` with these field values, in order."""
+        records = self.all_of(kind, **fields)
+        return [r for r in records if getattr(r, "other_busy_cores", 0.0) <= DISTURBED_CORES]
+
+    def all_of(self, kind: type[RecordT], **fields: object) -> list[RecordT]:
         """Return the records of `kind` with these field values, in order."""
         return [
             record
@@ -258,9 +254,10 @@ class Log:
         """Return the work of a model of this run."""
         return ModelWork(**self.of(ModelRecord, model=model)[0].work)
 
-    def limits(self, model: str, round_number: int, part: str) -> Limits:
-        """Return the limits of a round; raises IndexError if it was not measured."""
-        return self.of(LimitsRecord, model=model, round=round_number, part=part)[0].limits
+    def limits(self, model: str, round_number: int, part: str) -> Limits | None:
+        """Return the limits of a round; None if they were not measured, or always disturbed."""
+        found = self.of(LimitsRecord, model=model, round=round_number, part=part)
+        return found[-1].limits if found else None
 
 
 def _median(values: list[float | None]) -> float | None:

@@ -27,11 +27,11 @@ def generate(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 SOURCES = (
     *("fields_page.py", "models_page.py", "observability_page.py", "models.json"),
     *("published_page.py", "published.json", "security.md", "http_api.md", "upstream_page.py"),
-    *("results_page.py", "errors_page.py", "routes_page.py"),
+    *("results_page.py", "errors_page.py", "routes_page.py", "targets_page.py"),
 )
 PAGES = [
     *("configuration.md", "metrics.md", "models.md", "observability.md", "server_info.md"),
-    *("results.md", "vllm_serve.md"),
+    *("cost_curves.md", "results.md", "targets.md", "vllm_serve.md"),
 ]
 
 
@@ -42,6 +42,7 @@ def test_a_stale_page_is_noticed_and_rewritten(tmp_path: Path, page: str) -> Non
     # Alerts and results are read from beside the pages' folder.
     shutil.copytree(DOCS.parent / "deploy" / "prometheus", tmp_path / "deploy" / "prometheus")
     (tmp_path / "benchmarks").symlink_to(DOCS.parent / "benchmarks")
+    shutil.copy(DOCS.parent / "README.md", tmp_path)
     script = Path(shutil.copy(DOCS / "generate.py", docs))
     for name in (*SOURCES, *PAGES):
         shutil.copy(DOCS / name, docs)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.compare.figures import figures
 from benchmarks.compare.report import markdown
-from benchmarks.compare.targets import verdicts
 from benchmarks.engines.worker_protocol import timed_answer
 from benchmarks.runner import machine
 from benchmarks.runner.limits import Limits, ModelWork, bfloat16_peak
@@ -23,6 +23,7 @@ from benchmarks.runner.records import (
     ModelRecord,
     StepRecord,
 )
+from benchmarks.runner.targets import TARGETS, TargetResult, result_in
 from rbln_backend.emulator.targets import cpu_features, why_no_tiles
 
 WORK = ModelWork(
@@ -193,28 +194,54 @@ def _log(tmp_path: Path) -> Log:
     return log
 
 
+def _results(log: Log) -> dict[str, TargetResult]:
+    found = (result_in(replace(t, model="m"), figures(log), "") for t in TARGETS)
+    return {result.target.name: result for result in found if result.values}
+
+
 def test_ratios_are_taken_within_a_round_and_their_median_judged(tmp_path: Path) -> None:
     log = _log(tmp_path)
     for number, ours, theirs in ((1, 0.001, 0.002), (2, 0.004, 0.002), (3, 0.001, 0.0009)):
         log.add(_step("ours", number, ours))
         log.add(_step("llama.cpp", number, theirs))
     log.add(_step("llama.cpp", 4, 0.5))  # a round without ours
-    found = {verdict.target: verdict for verdict in verdicts(log)}
-    speed = found["decode steps, batch 1, speed over llama.cpp"]
-    assert speed.values == pytest.approx([2.0, 0.5, 0.9])
-    assert speed.result == "missed by 10.0%"
+    found = _results(log)
+    times = found["decode step, batch 1, of llama.cpp"]
+    assert times.values == pytest.approx([0.5, 2.0, 1 / 0.9])
+    assert times.verdict == "missed by 11%"
     # 30,000 bytes of weights and 35 tokens of 128 bytes each, at 1 GB/s, in 1 ms.
-    share = found["decode steps, batch 1, of the limit"]
+    share = found["decode step, batch 1, of the limit"]
     assert share.values[0] == pytest.approx((30_000 + 36 * 128) / 1e6)
-    assert share.result.startswith("missed")
-    assert found["decode steps, batch 8, of the limit"].result == "not measured"
+    assert share.verdict.startswith("missed")
+    assert "decode step, batch 8, of the limit" not in found
 
 
 def test_a_share_above_the_limit_is_no_result(tmp_path: Path) -> None:
     log = _log(tmp_path)
     log.add(_step("ours", 1, 1e-5))
-    found = {verdict.target: verdict for verdict in verdicts(log)}
-    assert found["decode steps, batch 1, of the limit"].result.startswith("not valid")
+    assert _results(log)["decode step, batch 1, of the limit"].verdict.startswith("not valid")
+
+
+def test_a_disturbed_sample_is_in_no_figure(tmp_path: Path) -> None:
+    log = _log(tmp_path)
+    log.add(replace(_step("ours", 1, 0.5), other_busy_cores=0.4))
+    log.add(_step("ours", 1, 0.001))
+    log.add(replace(_step("ours", 2, 0.5), other_busy_cores=0.4))
+    steps = {figure.name: figure.values for figure in figures(log)}
+    assert steps["decode step, batch 1"] == [1.0, None]
+    report = markdown(log)
+    assert "in 2 of 3 samples other processes kept more than 0.1 cores busy" in report
+    assert "500" not in report
+
+
+def test_limits_that_were_measured_beside_others_give_no_share(tmp_path: Path) -> None:
+    log = _log(tmp_path)
+    log.records = [r for r in log.records if not isinstance(r, LimitsRecord)]
+    limits = {"model": "m", "round": 1, "part": "steps", "bytes_per_s": 1.0, "flops_per_s": 1.0}
+    log.add(LimitsRecord(**limits, other_busy_cores=0.5))
+    log.add(_step("ours", 1, 0.001))
+    shares = {figure.name: figure.values for figure in figures(log)}
+    assert shares["decode step, batch 1, of the limit"] == [None]
 
 
 def test_a_run_that_ended_early_can_be_read_and_reported(tmp_path: Path) -> None:
@@ -224,5 +251,5 @@ def test_a_run_that_ended_early_can_be_read_and_reported(tmp_path: Path) -> None
     read = Log.read(log.path)
     assert read.records == log.records
     report = markdown(read)
-    assert "| 1 | ours | 1.000 | 1000.0 |" in report
+    assert "| decode step, batch 1 | ms | 1.00 |" in report
     assert "**Failed**: vllm-cpu (http): did not start" in report

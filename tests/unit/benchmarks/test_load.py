@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import uvloop
 
@@ -16,12 +16,14 @@ _USAGE = b'data: {"choices":[],"usage":{"completion_tokens":7}}\n\ndata: [DONE]\
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
-def _send(answer: Answer, *, requests: int, concurrency: int, budget: float) -> Outcome:
-    return uvloop.run(_serve_and_send(answer, requests, concurrency, budget))
+def _send(
+    answer: Answer, *, requests: int, concurrency: int, budget: float, starts: Sequence[float] = ()
+) -> Outcome:
+    return uvloop.run(_serve_and_send(answer, requests, concurrency, budget, starts))
 
 
 async def _serve_and_send(
-    answer: Answer, requests: int, concurrency: int, budget: float
+    answer: Answer, requests: int, concurrency: int, budget: float, starts: Sequence[float]
 ) -> Outcome:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -39,7 +41,13 @@ async def _serve_and_send(
     async with server:
         port = server.sockets[0].getsockname()[1]
         bodies = [{"prompt": str(number)} for number in range(requests)]
-        load = Load(port=port, bodies=bodies, concurrency=concurrency, budget_seconds=budget)
+        load = Load(
+            port=port,
+            bodies=bodies,
+            concurrency=concurrency,
+            budget_seconds=budget,
+            starts=[*starts],
+        )
         outcome = await run(load)
     while len(asyncio.all_tasks()) > 1:
         await asyncio.sleep(0.01)
@@ -79,6 +87,21 @@ def test_no_more_requests_run_at_a_time_than_requested() -> None:
     outcome = _send(answer, requests=7, concurrency=3, budget=30.0)
     assert len(outcome.requests) == 7
     assert peak == 3
+
+
+def test_requests_of_an_open_loop_are_sent_at_their_times() -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.3)
+        writer.write(_HEAD + _TOKEN)
+
+    outcome = _send(answer, requests=3, concurrency=3, budget=30.0, starts=[0.0, 0.1, 0.2])
+    sent = [request.sent for request in outcome.requests]
+    assert sent == sorted(sent)
+    assert sent[1] >= 0.1 and sent[2] >= 0.2
+    # None of them waited for another one's answer.
+    assert outcome.seconds < 0.9
+    cut = _send(answer, requests=2, concurrency=2, budget=0.1, starts=[0.0, 5.0])
+    assert [request.error for request in cut.requests] == [CUT]
 
 
 def test_a_load_ends_with_its_budget() -> None:
