@@ -161,6 +161,7 @@ Strategy: TypeAlias = Annotated[
 ]
 HugePages: TypeAlias = Annotated[Literal["auto", "off"], WORD]
 Allocator: TypeAlias = Annotated[Literal["auto", "system"], WORD]
+PrefillPolicy: TypeAlias = Annotated[Literal["shortest", "fcfs"], WORD]
 
 
 class RblnConfig(BaseModel):
@@ -209,6 +210,15 @@ class RblnConfig(BaseModel):
     """Largest number of prompts that share a prefill chunk; each takes 16 tokens of it or more.
     Unset: 8 on the emulated device; 1 on an NPU, for models that pool and with the custom kernels,
     which support no other number.
+    """
+    prefill_policy: PrefillPolicy = "shortest"
+    """Order of prompts: `shortest` computes the prompt with the fewest tokens left first, up to 8
+    times a prompt's tokens after its arrival; `fcfs` computes prompts one after the other, in order
+    of arrival.
+    """
+    max_num_partial_prefills: Number = 4
+    """Largest number of prompts that may be partly computed at the same time; prompts of at most a
+    chunk begin beside them.
     """
     decode_steps_per_chunk: Annotated[Count, Env("VLLM_RBLN_DECODE_STEPS_PER_CHUNK")] = 1
     """Decode steps between two prefill chunks while requests decode: 0 finishes prompts first

@@ -27,6 +27,10 @@ _STEP_BUCKETS = (
     *(0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06),
     *(0.12, 0.25, 0.5, 1.0, 2.0, 5.0, 15.0),
 )
+_FIRST_TOKEN_BUCKETS = (
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
+    *(10.0, 25.0, 50.0, 100.0, 250.0),
+)
 _MASK_BUCKETS = (
     *(0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005),
     *(0.01, 0.02, 0.05, 0.1, 0.5),
@@ -170,6 +174,27 @@ METRICS: tuple[MetricDecl, ...] = (
         "foreground's bucket (padding), prompt tokens there (prompt), or steps without a "
         "foreground (alone).",
         ("kind",),
+    ),
+    MetricDecl(
+        "rbln_first_token_seconds",
+        "histogram",
+        "Seconds from a request's arrival to its first token, by tokens of the prompt (to_256, "
+        "to_2048, to_16384, more); background requests are not counted.",
+        ("prompt",),
+        _FIRST_TOKEN_BUCKETS,
+    ),
+    MetricDecl(
+        "rbln_prefill_overtaken_total",
+        "counter",
+        "Prompts that waited, or continued later, while a prompt that arrived later was computed "
+        "(prefill_policy shortest).",
+    ),
+    MetricDecl(
+        "rbln_prefill_overtaken_seconds",
+        "histogram",
+        "Seconds from the first chunk of a later prompt to the next chunk of the overtaken one.",
+        (),
+        _FIRST_TOKEN_BUCKETS,
     ),
     MetricDecl(
         "rbln_background_parked",

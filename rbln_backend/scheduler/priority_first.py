@@ -17,10 +17,11 @@ def behind_priority(waiting: Iterable[Request]) -> list[Request]:
     compiled delays no other request.
     """
     requests = list(waiting)
-    if not any(_is_priority(request) and request.status in _CAN_BEGIN for request in requests):
+    if not any(is_priority(request) and request.status in _CAN_BEGIN for request in requests):
         return []
-    return [request for request in requests if not _is_priority(request)]
+    return [request for request in requests if not is_priority(request)]
 
 
-def _is_priority(request: Request) -> bool:
+def is_priority(request: Request) -> bool:
+    """Return whether ``request`` is admitted before all others."""
     return request.priority <= FIRST_PRIORITY

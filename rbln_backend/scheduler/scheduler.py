@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from heapq import merge
-from itertools import chain, takewhile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +17,17 @@ from rbln_backend.scheduler.background import (
     comes_seldom,
     is_background,
 )
-from rbln_backend.scheduler.constraints import (
-    adapter_fits,
-    decode_share,
-    is_prefill,
-    prefill_block_reason,
-)
+from rbln_backend.scheduler.constraints import decode_share, is_prefill, prefill_block_reason
 from rbln_backend.scheduler.draft_capacity import DraftCapacity
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
-from rbln_backend.scheduler.narrowing import NarrowedScheduler, StepView
+from rbln_backend.scheduler.first_tokens import FirstTokens
+from rbln_backend.scheduler.narrowing import StepView
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
+from rbln_backend.scheduler.prefill_order import PrefillOrder
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
-from rbln_backend.scheduler.priority_first import behind_priority
-from rbln_backend.scheduler.sharing import (
-    StepBounds,
-    adapter_of,
-    prompts_together,
-    will_compute_prefix_of,
-)
-from rbln_backend.scheduler.turns import can_decode, needs_chunk
+from rbln_backend.scheduler.prompts import PromptScheduler, Turn
+from rbln_backend.scheduler.sharing import will_compute_prefix_of
+from rbln_backend.scheduler.turns import can_decode
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,
@@ -53,10 +43,11 @@ from rbln_backend.vllm_compat.surface import (
 )
 
 
-class RblnScheduler(NarrowedScheduler):
+class RblnScheduler(PromptScheduler):
     """Each step is one prefill chunk or one decode batch, by these rules in order:
 
-    * a request in the middle of its prefill continues before another is admitted;
+    * the prompt with the fewest tokens left is read first (``prefill_order.py``), chunk by chunk;
+      with ``prefill_policy="fcfs"`` a prompt is read to its end before another is admitted;
     * ``decode_steps_per_chunk`` decode steps follow a prefill step while both have work;
     * a prefill step sees no decoding request. It admits at most one waiting request, or several
       whose whole prompts fit into one chunk (``sharing.py``);
@@ -94,8 +85,14 @@ class RblnScheduler(NarrowedScheduler):
         self._background = Background(sizes.decode, self.max_num_running_reqs, self._stages, board)
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
+        self._first_tokens = FirstTokens(board)
         groups = len(self.kv_cache_config.kv_cache_groups)
         self._drafts = DraftCapacity(sizes.verify, self.block_size, groups)
+        self._most_partial = configured(vllm_config).max_num_partial_prefills
+        self._order = None
+        if configured(vllm_config).prefill_policy == "shortest" and self._chunks is not None:
+            by_priority = self.policy.value == "priority"
+            self._order = PrefillOrder(self._reuse.manager.peek_hit, board, by_priority=by_priority)
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)
@@ -124,6 +121,7 @@ class RblnScheduler(NarrowedScheduler):
     ) -> dict[int, EngineCoreOutputs]:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._reuse.report()
+        self._first_tokens.report()
         if self._expired:
             report_expired(self._expired, outputs)
             self._expired.clear()
@@ -139,7 +137,7 @@ class RblnScheduler(NarrowedScheduler):
         if not self._background.is_there(self.requests):
             return self._schedule_among(self._prefilling(), self.running, throttle_prefills)
         front = [request for request in self.running if not is_background(request)]
-        prompts = [r for r in chain(self._waiting(), front) if _is_prompt_in_front(r)]
+        prompts = self._prompts_in_front(front)
         taken = self._free_capacity(front, prompts)
         behind = [request for request in self._waiting() if is_background(request)]
         prefilling = self._prefilling()
@@ -204,12 +202,6 @@ class RblnScheduler(NarrowedScheduler):
         # belongs to the decodes, and what the first attempt reported must not be lost.
         return merge_reports(output, self._schedule_decode(throttle_prefills))
 
-    def _prefilling(self) -> list[Request]:
-        return [request for request in self.running if needs_chunk(request)]
-
-    def _waiting(self) -> Iterable[Request]:
-        return chain(self.skipped_waiting, self.waiting)
-
     def _prefill_block_reason(self, num_prefilling: int, decoding: Sequence[Request]) -> str | None:
         return prefill_block_reason(
             num_prefilling=num_prefilling,
@@ -223,18 +215,26 @@ class RblnScheduler(NarrowedScheduler):
         self, prefilling: list[Request], throttle_prefills: bool
     ) -> SchedulerOutput:
         """Schedule one chunk: of a running prompt, of a waiting one, or of several whole ones."""
-        refused = self._over_adapter_limit()
-        others = [r for r in self._waiting() if r not in refused]
-        with self._held_back([*refused, *behind_priority(others)]):
-            together = self._together(prefilling)
-            visible = [r for r in prefilling if r.request_id in together] or prefilling[:1]
-            hidden = [request for request in self.running if request not in visible]
+        turn = self._next_turn(prefilling)
+        output = self._schedule_turn(turn, throttle_prefills)
+        if prefilling and not turn.running and not output.total_num_scheduled_tokens:
+            # The waiting prompt lacks KV blocks: continue a running one.
+            turn = Turn(prefilling[:1], [], {})
+            output = merge_reports(output, self._schedule_turn(turn, throttle_prefills))
+        self._count(turn, prefilling, output)
+        self._first_tokens.scheduled(output, self.requests)
+        return output
+
+    def _schedule_turn(self, turn: Turn, throttle_prefills: bool) -> SchedulerOutput:
+        together = turn.together
+        with self._held_back(turn.held_back):
+            hidden = [request for request in self.running if request not in turn.running]
             whole = sum(together.values())
             view = StepView(
-                running=visible,
+                running=turn.running,
                 hidden=hidden,
                 max_running=max(1, len(together)),
-                max_tokens=whole or self._chunk_tokens(visible, hidden),
+                max_tokens=whole or self._chunk_tokens(turn.running, hidden),
                 cuts_prompts=not together,
                 adds_drafts=False,
             )
@@ -245,39 +245,6 @@ class RblnScheduler(NarrowedScheduler):
             "vLLM's Scheduler.schedule ignores max_num_running_reqs, or takes other requests first"
         )
         return output
-
-    def _together(self, prefilling: list[Request]) -> dict[str, int]:
-        """Return the missing tokens of the prompts for one shared chunk, by request id.
-
-        Empty for a chunk of one prompt; see ``prompts_together``.
-        """
-        if self._chunks is None or self._chunks.prompts == 1:
-            return {}
-        if len(prefilling) + len(self.waiting) + len(self.skipped_waiting) < 2:
-            return {}
-        bounds = StepBounds(
-            requests=self.max_num_running_reqs - len(self.running) + len(prefilling),
-            tokens=self.max_num_scheduled_tokens,
-            prompt_tokens=self._most_of_a_prompt(self._chunks.largest),
-        )
-        waiting = takewhile(self._can_begin, self._in_turn())
-        return prompts_together(self._chunks, prefilling, waiting, bounds, self._reuse.manager)
-
-    def _most_of_a_prompt(self, tokens: int) -> int:
-        """Return how many of ``tokens`` missing prompt tokens upstream allows in one step."""
-        return min(tokens, self.scheduler_config.long_prefill_token_threshold or tokens)
-
-    def _in_turn(self) -> Iterable[Request]:
-        """Return all waiting requests in upstream's order of admission."""
-        by_priority = self.policy.value == "priority"
-        return (merge if by_priority else chain)(self.skipped_waiting, self.waiting)
-
-    def _can_begin(self, request: Request) -> bool:
-        """Return whether upstream can admit ``request`` now, e.g. its grammar is compiled."""
-        is_blocked = self._is_blocked_waiting_status(request.status)
-        if is_blocked and not self._try_promote_blocked_waiting_request(request):
-            return False
-        return not request.num_stale_output_tokens
 
     def _schedule_decode(self, throttle_prefills: bool) -> SchedulerOutput:
         rows, beginner = Rows(self.running), None
@@ -335,7 +302,7 @@ class RblnScheduler(NarrowedScheduler):
         if not rows.spare or len(self.running) >= self.max_num_running_reqs:
             return None
         waiting = list(self._in_turn())
-        if any(map(_is_prompt_in_front, chain(waiting, rows.hidden))):
+        if self._prompts_in_front(rows.hidden):
             return None
         refused = self._over_adapter_limit()
         able = (r for r in waiting if can_decode_prefill(r) and r not in refused)
@@ -345,19 +312,6 @@ class RblnScheduler(NarrowedScheduler):
             return None
         fits = pool.get_num_free_blocks() >= self._blocks_of(rows.decoding, [first])
         return first if fits else None
-
-    def _over_adapter_limit(self) -> list[Request]:
-        """Return the waiting requests whose adapter would exceed ``max_loras`` of all that run.
-
-        Upstream applies the limit only to the running requests that it sees.
-        """
-        if self.lora_config is None:
-            return []
-        running = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
-        limit = self.lora_config.max_loras
-        if len(running) < limit:
-            return []
-        return [r for r in self._waiting() if not adapter_fits(adapter_of(r), running, limit)]
 
     def _chunk_tokens(self, prefilling: Sequence[Request], others: Sequence[Request]) -> int | None:
         """Return the tokens of the next prompt's next chunk; None: all that fit into a step.
@@ -391,7 +345,3 @@ def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:
     assert rbln.prefill_step_tokens is not None
     chunks = compiled_sizes(config).chunks
     return ChunkPlan(chunks, rbln.prefill_step_tokens, rbln.chunk_prompts)
-
-
-def _is_prompt_in_front(request: Request) -> bool:
-    return not is_background(request) and needs_chunk(request)

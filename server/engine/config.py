@@ -43,6 +43,7 @@ def engine_config(
     if run_dir is not None:
         ours["run_dir"] = str(run_dir)
         ours["max_queue_ms"] = math.ceil(settings.max_queue_s * 1000)
+    ours |= _prefill_options(engine_args.additional_config, settings)
     if ours:
         engine_args.additional_config = _with_ours(engine_args.additional_config, ours)
     if engine_args.async_scheduling and api.is_active():
@@ -61,6 +62,24 @@ def engine_config(
         if not isinstance(error, RblnError):
             _refuse_model(engine_args)
         raise
+
+
+def _prefill_options(additional: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any]:
+    """Return the options of the order of prompts that are given as flags of the server."""
+    given = additional.get("rbln", {})
+    options: dict[str, Any] = {
+        "prefill_policy": settings.prefill_policy,
+        "max_num_partial_prefills": settings.max_num_partial_prefills,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    for name, value in options.items():
+        if isinstance(given, dict) and given.get(name, value) != value:
+            raise LaunchError(
+                f"--{name.replace('_', '-')} {value} and {name} {given[name]!r} in "
+                "--additional-config are the same setting; give one of them",
+                exit_code=2,
+            )
+    return options
 
 
 def _limit_backlog(config: VllmConfig, settings: ServerSettings) -> None:

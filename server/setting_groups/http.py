@@ -163,6 +163,17 @@ class AdmissionSettings(BaseModel):
         ge=0,
         description="Seconds for which a request may wait in the queue; then 503. 0: no limit.",
     )
+    prefill_policy: Literal["shortest", "fcfs"] | None = Field(
+        None,
+        description="Order of prompts: `shortest` computes the prompt with the fewest tokens left "
+        "first, `fcfs` one prompt after the other. Unset: shortest; fcfs for pooling models.",
+    )
+    max_num_partial_prefills: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of prompts that are partly computed at the same time; prompts "
+        "of at most a chunk begin beside them. Unset: 4.",
+    )
     max_request_s: float = Field(
         0.0,
         ge=0,

@@ -66,7 +66,13 @@ class Player:
         self._added = 0
         self.max_model_len: int = config.model_config.max_model_len
         rbln = settled.rbln
-        self.pace = Pace(rbln.decode_steps_per_chunk, rbln.prefill_step_tokens, rbln.chunk_prompts)
+        self.pace = Pace(
+            rbln.decode_steps_per_chunk,
+            rbln.prefill_step_tokens,
+            rbln.chunk_prompts,
+            rbln.prefill_policy,
+            rbln.max_num_partial_prefills,
+        )
 
     def run(
         self, what: str, groups: Sequence[Sequence[ReplayRound]], repeats: int

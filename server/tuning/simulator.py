@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from itertools import islice
 
-from rbln_backend.api.requests import is_prefill, prefill_block_reason
+from rbln_backend.api.requests import AGING, is_prefill, prefill_block_reason
 from rbln_backend.bucketing.chunk_plan import ChunkPlan, room_of
 from rbln_backend.bucketing.step_times import StepTimes
 from rbln_backend.bucketing.table import BucketTable
@@ -42,6 +43,8 @@ class Pace:
     decode_steps_per_chunk: int = 1
     prefill_step_tokens: int = 0
     prefill_prompts: int = 1
+    prefill_policy: str = "shortest"
+    max_num_partial_prefills: int = 4
 
 
 @dataclass(slots=True)
@@ -71,10 +74,14 @@ def simulate_periods(
     return simulation.schedule.usage
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _SimulatedRequest:
     prompt_left: int
     output_left: int
+    number: int
+    """Number of its arrival."""
+    due: int
+    """Computed prompt tokens after which it is first."""
 
     @property
     def needs_chunk(self) -> bool:
@@ -87,6 +94,9 @@ class _Simulation:
         self._tables, self._times = tables, times
         self._steps_per_chunk, self._by_steps = pace.decode_steps_per_chunk, by_steps
         self._chunks = ChunkPlan(tables["prefill"], pace.prefill_step_tokens, pace.prefill_prompts)
+        self._by_length = pace.prefill_policy == "shortest"
+        self._most_partial = pace.max_num_partial_prefills
+        self._arrived = self._computed = 0
 
     def run(self, requests: Sequence[Request]) -> None:
         coming = deque(requests)
@@ -99,7 +109,9 @@ class _Simulation:
                 self.schedule.periods.append([])
             while coming and coming[0].at <= self._clock:
                 prompt, output = coming[0].prompt_tokens, coming.popleft().output_tokens
-                self._waiting.append(_SimulatedRequest(prompt, output))
+                due = self._computed + AGING * prompt
+                self._waiting.append(_SimulatedRequest(prompt, output, self._arrived, due))
+                self._arrived += 1
                 self.schedule.periods[-1].append(Request(step, prompt, output))
             self._step()
             step += 1
@@ -133,17 +145,34 @@ class _Simulation:
         """Return the requests of a prefill step: the first one, and all that fit with it."""
         capacity = self._tables["decode"].largest - len(self._running)
         queue = [*prefilling, *islice(self._waiting, capacity)]
+        if self._by_length:
+            queue = self._shortest_first(prefilling, capacity)
         chosen = queue[: self._chunks.together([r.prompt_left for r in queue])]
-        for request in chosen[len(prefilling) :]:
-            self._waiting.remove(request)
-            self._running.append(request)
+        for request in chosen:
+            if request not in prefilling:
+                self._waiting.remove(request)
+                self._running.append(request)
         return chosen
+
+    def _shortest_first(
+        self, prefilling: list[_SimulatedRequest], capacity: int
+    ) -> list[_SimulatedRequest]:
+        waiting = nsmallest(min(capacity, self._chunks.prompts), self._waiting, key=self._place)
+        if len(prefilling) >= self._most_partial:
+            waiting = [r for r in waiting if r.prompt_left <= self._chunks.largest]
+        return sorted([*prefilling, *waiting], key=self._place)
+
+    def _place(self, request: _SimulatedRequest) -> tuple[bool, int, int]:
+        is_aged = request.due <= self._computed
+        return not is_aged, 0 if is_aged else request.prompt_left, request.number
 
     def _run_step(self, phase: str, size: int, served: Sequence[_SimulatedRequest]) -> None:
         bucket = self._tables[phase].find(size)
         seconds = self._times[phase].of(bucket, size)
         self.schedule.usage.phases[phase].note(size, bucket, seconds)
         self._clock += 1 if self._by_steps else seconds
+        if phase == "prefill":
+            self._computed += sum(min(size, request.prompt_left) for request in served)
         for request in served:
             request.prompt_left -= min(size, request.prompt_left)
             request.output_left -= request.prompt_left == 0

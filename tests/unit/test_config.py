@@ -30,6 +30,8 @@ FIELDS = [
     "prefill_chunk_buckets",
     "prefill_step_tokens",
     "prefill_prompts",
+    "prefill_policy",
+    "max_num_partial_prefills",
     "decode_steps_per_chunk",
     "verify_lengths",
     "verify_tokens",

@@ -55,6 +55,17 @@ def test_one_limit_is_not_given_twice(checkpoints: CheckpointCache, tmp_path: Pa
     assert caught.value.exit_code == 2
 
 
+def test_the_order_of_prompts_is_one_setting(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    model = checkpoints("llama")
+    config = configured(model, tmp_path, prefill_policy="fcfs", max_num_partial_prefills=2)
+    assert config.additional_config.rbln.prefill_policy == "fcfs"
+    assert config.additional_config.rbln.max_num_partial_prefills == 2
+    flags = ("--additional-config", '{"rbln": {"prefill_policy": "shortest"}}')
+    with pytest.raises(LaunchError, match="give one of them") as caught:
+        configured(model, tmp_path, *flags, prefill_policy="fcfs")
+    assert caught.value.exit_code == 2
+
+
 def test_a_chat_template_that_would_be_waited_for_is_refused(tmp_path: Path) -> None:
     from server.vllm.flags import parse_arguments
 

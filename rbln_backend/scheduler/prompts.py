@@ -1,0 +1,199 @@
+"""The prompts that a prefill step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import merge
+from itertools import chain, takewhile
+from typing import Any, NamedTuple
+
+from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.scheduler.background import is_background
+from rbln_backend.scheduler.constraints import adapter_fits
+from rbln_backend.scheduler.narrowing import NarrowedScheduler
+from rbln_backend.scheduler.prefill_order import PrefillOrder
+from rbln_backend.scheduler.prefix_reuse import PrefixReuse
+from rbln_backend.scheduler.priority_first import behind_priority
+from rbln_backend.scheduler.sharing import StepBounds, adapter_of, prompts_together
+from rbln_backend.scheduler.turns import needs_chunk
+from rbln_backend.vllm_compat.surface import Request, SchedulerOutput
+
+
+class Turn(NamedTuple):
+    """The requests of a prefill step."""
+
+    running: list[Request]
+    """Prompts that are partly computed."""
+    held_back: list[Request]
+    """Waiting requests that the step must not admit."""
+    together: dict[str, int]
+    """Missing tokens of the prompts that share the chunk, by request id; empty for one prompt."""
+
+
+class PromptScheduler(NarrowedScheduler):
+    """vLLM's scheduler with the choice of the prompts that a prefill step computes."""
+
+    _chunks: ChunkPlan | None
+    _reuse: PrefixReuse
+    _order: PrefillOrder | None
+    """None for ``prefill_policy="fcfs"`` and for models that pool."""
+    _most_partial: int
+    """Prompts that may be partly computed at the same time."""
+
+    def _prefilling(self) -> list[Request]:
+        return [request for request in self.running if needs_chunk(request)]
+
+    def _waiting(self) -> Iterable[Request]:
+        return chain(self.skipped_waiting, self.waiting)
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if self._order is not None:
+            self._order.add(request)
+
+    def _preempt_request(self, request: Request, *positional: Any, **options: Any) -> None:
+        super()._preempt_request(request, *positional, **options)
+        if self._order is not None:
+            self._order.add(request)
+
+    def _free_request(self, request: Request, *positional: Any, **options: Any) -> Any:
+        if self._order is not None:
+            self._order.ended(request.request_id)
+        return super()._free_request(request, *positional, **options)
+
+    def _prompts_in_front(self, running: Sequence[Request]) -> list[Request]:
+        """Return the unread prompts of the foreground, of which ``running`` are partly computed.
+
+        The first one is computed next.
+        """
+        requests = list(chain(self._waiting(), running))
+        if self._order is not None and len(requests) > 1:
+            able = self._order.first(filter(needs_chunk, running), 1, self._can_begin)
+            requests = able + requests
+        return [r for r in requests if needs_chunk(r) and not is_background(r)]
+
+    def _next_turn(self, prefilling: list[Request]) -> Turn:
+        """Return the requests of the next prefill step; ``prefilling`` are partly computed."""
+        refused = self._over_adapter_limit()
+        ordered: list[Request] = []
+        if self._order is not None and not any(map(is_background, prefilling)):
+            ordered = self._fewest_left(self._order, prefilling, refused)
+        if not ordered:
+            return self._first_come(prefilling, refused)
+        together = self._together([], ordered, len(ordered)) if len(ordered) > 1 else {}
+        chosen = [r for r in ordered if r.request_id in together] or ordered[:1]
+        running = [request for request in chosen if request in prefilling]
+        admitted = [request for request in chosen if request not in prefilling]
+        held_back = self._before_last(admitted)
+        held_back += [request for request in refused if request not in held_back]
+        return Turn(running, held_back, together)
+
+    def _count(self, turn: Turn, prefilling: Sequence[Request], output: SchedulerOutput) -> None:
+        """Count a prefill step of ``turn`` for the order of prompts."""
+        if self._order is None or not output.num_scheduled_tokens:
+            return
+        computed = [self.requests[request_id] for request_id in output.num_scheduled_tokens]
+        if not any(map(is_background, computed)):
+            unread = [r for r in (*prefilling, *turn.held_back) if not is_background(r)]
+            self._order.computed(computed, output.total_num_scheduled_tokens, unread)
+
+    def _first_come(self, prefilling: list[Request], refused: list[Request]) -> Turn:
+        """Return the first partly computed prompt or waiting request, and those that join it."""
+        others = [request for request in self._waiting() if request not in refused]
+        held_back = [*refused, *behind_priority(others)]
+        together: dict[str, int] = {}
+        if len(prefilling) + len(self.waiting) + len(self.skipped_waiting) > 1:
+            hidden = {id(request) for request in held_back}
+            waiting = (request for request in self._in_turn() if id(request) not in hidden)
+            most = self.max_num_running_reqs - len(self.running) + len(prefilling)
+            together = self._together(prefilling, takewhile(self._can_begin, waiting), most)
+        running = [r for r in prefilling if r.request_id in together] or prefilling[:1]
+        return Turn(running, held_back, together)
+
+    def _fewest_left(
+        self, order: PrefillOrder, partial: list[Request], refused: list[Request]
+    ) -> list[Request]:
+        """Return the next prompts in ``order``; none if none can be computed now."""
+        free = self.max_num_running_reqs - len(self.running)
+        most = min(free, 1 if self._chunks is None else self._chunks.prompts)
+        banned = {id(request) for request in refused}
+
+        def can_begin(request: Request) -> bool:
+            return id(request) not in banned and self._can_begin(request)
+
+        able = order.first(partial, most, can_begin)
+        return [r for r in able if r in partial or self._may_overtake(r, partial)]
+
+    def _may_overtake(self, request: Request, partial: Sequence[Request]) -> bool:
+        """Return whether a waiting prompt may begin beside ``partial`` ones.
+
+        The pool must have blocks for all of them to their ends: prompts that lack blocks would
+        preempt themselves, and compute their first chunks again.
+        """
+        if not partial:
+            return True
+        left = request.num_tokens - self._reuse.manager.peek_hit(request)
+        if len(partial) >= self._most_partial and left > self.max_num_scheduled_tokens:
+            return False
+        blocks = self._reuse.coordinator.most_blocks(0, [request.num_tokens])
+        blocks += self._inflight_prefill_reserved_blocks()
+        free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return blocks <= free
+
+    def _before_last(self, admitted: Sequence[Request]) -> list[Request]:
+        """Return the waiting requests that upstream would try before the last of ``admitted``."""
+        before: list[Request] = []
+        missing = {id(request) for request in admitted}
+        for request in self._in_turn() if missing else ():
+            if id(request) not in missing:
+                before.append(request)
+                continue
+            missing.remove(id(request))
+            if not missing:
+                break
+        return before
+
+    def _together(
+        self, prefilling: Sequence[Request], waiting: Iterable[Request], most: int
+    ) -> dict[str, int]:
+        """Return the missing tokens of at most ``most`` prompts for one shared chunk, by id.
+
+        Empty for a chunk of one prompt; see ``prompts_together``.
+        """
+        if self._chunks is None or self._chunks.prompts == 1:
+            return {}
+        bounds = StepBounds(
+            requests=most,
+            tokens=self.max_num_scheduled_tokens,
+            prompt_tokens=self._most_of_a_prompt(self._chunks.largest),
+        )
+        return prompts_together(self._chunks, prefilling, waiting, bounds, self._reuse.manager)
+
+    def _most_of_a_prompt(self, tokens: int) -> int:
+        """Return how many of ``tokens`` missing prompt tokens upstream allows in one step."""
+        return min(tokens, self.scheduler_config.long_prefill_token_threshold or tokens)
+
+    def _in_turn(self) -> Iterable[Request]:
+        """Return all waiting requests in upstream's order of admission."""
+        by_priority = self.policy.value == "priority"
+        return (merge if by_priority else chain)(self.skipped_waiting, self.waiting)
+
+    def _can_begin(self, request: Request) -> bool:
+        """Return whether upstream can admit ``request`` now, e.g. its grammar is compiled."""
+        is_blocked = self._is_blocked_waiting_status(request.status)
+        if is_blocked and not self._try_promote_blocked_waiting_request(request):
+            return False
+        return not request.num_stale_output_tokens
+
+    def _over_adapter_limit(self) -> list[Request]:
+        """Return the waiting requests whose adapter would exceed ``max_loras`` of all that run.
+
+        Upstream applies the limit only to the running requests that it sees.
+        """
+        if self.lora_config is None:
+            return []
+        running = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
+        limit = self.lora_config.max_loras
+        if len(running) < limit:
+            return []
+        return [r for r in self._waiting() if not adapter_fits(adapter_of(r), running, limit)]
