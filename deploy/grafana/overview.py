@@ -101,6 +101,31 @@ _LATENCY = (
         "s",
     ),
     Panel("End to end", "timeseries", quantiles(E2E, VLLM), "Whole requests in the engine.", "s"),
+    Panel(
+        "Time to first token by prompt length",
+        "timeseries",
+        (Query(quantile(0.9, "rbln_first_token_seconds", by="prompt"), "p90 {{prompt}}"),),
+        "By tokens of the prompt: to 256, to 2048, to 16384, more. Without background requests.",
+        "s",
+    ),
+    Panel(
+        "Overtaken prompts",
+        "timeseries",
+        (Query(rate("rbln_prefill_overtaken_total"), "overtaken"),),
+        "Prompts per second that a shorter one overtook after it had arrived "
+        "(--prefill-policy shortest).",
+        "ops",
+    ),
+    Panel(
+        "Delay of overtaken prompts",
+        "timeseries",
+        (
+            *quantiles("rbln_prefill_overtaken_seconds"),
+            Query(quantile(1, "rbln_prefill_overtaken_seconds"), "longest"),
+        ),
+        "From the first chunk of a later prompt to the next chunk of the overtaken one.",
+        "s",
+    ),
 )
 
 _TRAFFIC = (

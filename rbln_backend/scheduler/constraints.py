@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Set
 
+AGING = 8
+"""Prompt tokens computed since a prompt's arrival, per own token, after which it is first."""
+
 
 def is_prefill(num_computed_tokens: int, num_tokens: int, *, pools: bool = False) -> bool:
     """Return whether a request still needs a prefill chunk.

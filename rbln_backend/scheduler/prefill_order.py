@@ -15,11 +15,9 @@ from itertools import count
 
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import is_background
+from rbln_backend.scheduler.constraints import AGING
 from rbln_backend.scheduler.priority_first import is_priority
 from rbln_backend.vllm_compat.surface import Request
-
-AGING = 8
-"""Prompt tokens computed since a prompt's arrival, per own token, after which it is first."""
 
 Key = tuple[int, bool, int, int]
 """Priority, whether the prompt is not aged, tokens left (0 if aged), number of the arrival."""

@@ -19,7 +19,7 @@ class Tier(enum.Enum):
     """Service tier; the value is OpenAI's name."""
 
     DEFAULT = "default"
-    """Served in order of arrival."""
+    """Served in the order of `--prefill-policy`."""
     FLEX = "flex"
     """Served in rows that would be padding, and in idle steps."""
     PRIORITY = "priority"
