@@ -56,6 +56,7 @@ def engine_config(
     context = UsageContext.OPENAI_API_SERVER
     try:
         config = engine_args.create_engine_config(usage_context=context)
+        _check_prefill_options(config, settings)
         _limit_backlog(config, settings)
         return engine_args, config
     except ValueError as error:
@@ -80,6 +81,23 @@ def _prefill_options(additional: Mapping[str, Any], settings: ServerSettings) ->
                 exit_code=2,
             )
     return options
+
+
+def _check_prefill_options(config: VllmConfig, settings: ServerSettings) -> None:
+    """Raise `LaunchError` for an order of prompts that would have no effect."""
+    policy, most = settings.prefill_policy, settings.max_num_partial_prefills
+    if config.model_config.runner_type == "pooling":
+        if policy == "shortest" or most is not None:
+            raise LaunchError(
+                "--prefill-policy shortest and --max-num-partial-prefills have no effect on a "
+                "pooling model, whose prompts are computed one after the other",
+                exit_code=2,
+            )
+    elif policy == "fcfs" and most is not None:
+        raise LaunchError(
+            f"--max-num-partial-prefills {most} has no effect with --prefill-policy fcfs",
+            exit_code=2,
+        )
 
 
 def _limit_backlog(config: VllmConfig, settings: ServerSettings) -> None:

@@ -57,9 +57,15 @@ def test_one_limit_is_not_given_twice(checkpoints: CheckpointCache, tmp_path: Pa
 
 def test_the_order_of_prompts_is_one_setting(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     model = checkpoints("llama")
-    config = configured(model, tmp_path, prefill_policy="fcfs", max_num_partial_prefills=2)
-    assert config.additional_config.rbln.prefill_policy == "fcfs"
+    config = configured(model, tmp_path, prefill_policy="shortest", max_num_partial_prefills=2)
+    assert config.additional_config.rbln.prefill_policy == "shortest"
     assert config.additional_config.rbln.max_num_partial_prefills == 2
+    config = configured(model, tmp_path, prefill_policy="fcfs")
+    assert config.additional_config.rbln.prefill_policy == "fcfs"
+    with pytest.raises(LaunchError, match="has no effect with --prefill-policy fcfs"):
+        configured(model, tmp_path, prefill_policy="fcfs", max_num_partial_prefills=2)
+    with pytest.raises(LaunchError, match="no effect on a pooling model"):
+        configured(model, tmp_path, "--runner", "pooling", prefill_policy="shortest")
     flags = ("--additional-config", '{"rbln": {"prefill_policy": "shortest"}}')
     with pytest.raises(LaunchError, match="give one of them") as caught:
         configured(model, tmp_path, *flags, prefill_policy="fcfs")
