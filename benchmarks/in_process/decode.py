@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from benchmarks.engines.engine_process import (
-    OURS,
-    EngineProcess,
-    Side,
-    vllm_cpu,
-    vllm_cpu_all_cores,
-)
-from benchmarks.in_process.decode_report import ModelResult, Run, Sample, markdown
+from benchmarks.engines.engine_process import EngineProcess, Side
+from benchmarks.engines.sides import VLLM_NAMES, step_side
 from benchmarks.models.shapes import SHAPES, Checkpoint, find_checkpoint
 from benchmarks.runner.command import Command, begin, positive, rotated, say, started
+from benchmarks.runner.figures import OURS, SHARE, Figure, FigureRun, markdown, to_json
 from benchmarks.runner.machine import busy_cpu_seconds, read_bandwidth
+from benchmarks.scenarios.bench import Bench, Sample, Values
 
 MAX_MODEL_LEN = 512
 KV_CACHE_BYTES = 1 << 30
@@ -33,7 +32,7 @@ PREFILL_REPEATS = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return Command("decode", _parser(), _measure, markdown).main(argv)
+    return Command("decode", _parser(), _measure, markdown, to_json).main(argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,37 +49,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=positive, default=32, help="default: 32")
     parser.add_argument("--output-tokens", type=positive, default=128, help="default: 128")
     parser.add_argument(
-        "--peers",
-        choices=["default", "all-cores", "both"],
-        default="both",
-        help="vLLM's CPU backend as it comes, with a thread on every core, or each (default: both)",
+        "--side", nargs="+", choices=VLLM_NAMES, default=VLLM_NAMES, help="beside ours"
     )
     return parser
 
 
-def _measure(args: argparse.Namespace, command: str) -> Run:
-    _check_lengths(args)
-    sides = [OURS]
-    if args.peers != "all-cores":
-        sides.append(vllm_cpu())
-    if args.peers != "default":
-        sides.append(vllm_cpu_all_cores())
+def _measure(args: argparse.Namespace, command: str) -> FigureRun:
+    check_lengths(args)
+    sides = [step_side(name).side for name in (OURS, *args.side)]
     begun = begin(command)
-    models = []
+    figures: list[Figure] = []
     for name in args.model:
         say(f"checkpoint {name}")
-        models.append(measure_model(find_checkpoint(name), sides, args))
-    return Run(
+        figures += measure_model(find_checkpoint(name), sides, args)
+    return FigureRun(
         **begun,
-        prompt_tokens=args.prompt_tokens,
-        output_tokens=args.output_tokens,
-        rounds=args.rounds,
-        sides={side.name: {"note": side.note, "env": dict(side.env)} for side in sides},
-        models=models,
+        about="Decode",
+        sides={side.name: side.note for side in sides},
+        figures=figures,
+        notes=[method(args)],
     )
 
 
-def _check_lengths(args: argparse.Namespace) -> None:
+def check_lengths(args: argparse.Namespace) -> None:
+    """Raise ValueError for lengths that no engine of this command can have."""
     if args.output_tokens < 2:
         raise ValueError("--output-tokens must be at least 2: the first token is prefill")
     if args.prompt_tokens + args.output_tokens > MAX_MODEL_LEN:
@@ -88,6 +80,16 @@ def _check_lengths(args: argparse.Namespace) -> None:
             f"--prompt-tokens {args.prompt_tokens} + --output-tokens {args.output_tokens} "
             f"must not exceed the engines' max_model_len of {MAX_MODEL_LEN}"
         )
+
+
+def method(args: argparse.Namespace) -> str:
+    """Return the report's paragraph on the lengths and the figures."""
+    return (
+        f"Prompts of {args.prompt_tokens} random tokens, {args.output_tokens} greedy output "
+        "tokens, bfloat16. Prefill is a call for one output token; decode is the time of the "
+        "whole call minus that. *Of the bandwidth* is the time to read the weights at the round's "
+        "bandwidth, over the step."
+    )
 
 
 def _engine_args(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, Any]:
@@ -107,65 +109,45 @@ def _engine_args(checkpoint: Checkpoint, args: argparse.Namespace) -> dict[str, 
 
 def measure_model(
     checkpoint: Checkpoint, sides: Sequence[Side], args: argparse.Namespace
-) -> ModelResult:
-    """Measure every side over `checkpoint`; the first side is ours."""
+) -> list[Figure]:
+    """Measure every side over `checkpoint`, round by round."""
+    names = [side.name for side in sides]
+    bench = Bench(models=[checkpoint.name], sides=names, rounds=args.rounds, folder=Path())
     engine_args = _engine_args(checkpoint, args)
-    samples: list[Sample] = []
-    bandwidths: list[float] = []
     with started(EngineProcess(side, engine_args) for side in sides) as engines:
-        for round_number in range(1, args.rounds + 1):
-            bandwidths.append(read_bandwidth(checkpoint.step_weight_bytes))
+        for number in range(args.rounds):
+            least = checkpoint.step_weight_bytes / read_bandwidth(checkpoint.step_weight_bytes)
             for batch in args.batch:
-                for engine in rotated(engines, round_number):
-                    sample = _sample(engine, checkpoint, round_number, batch, args)
-                    samples.append(sample)
-                    say(
-                        f"  round {round_number} batch {batch} {engine.side.name}: "
-                        f"{sample.step_ms:.3f} ms/step"
-                    )
-    return ModelResult(
-        name=checkpoint.name,
-        path=str(checkpoint.path),
-        parameters=checkpoint.parameters,
-        step_weight_bytes=checkpoint.step_weight_bytes,
-        engine_args=engine_args,
-        engines={engine.side.name: engine.description for engine in engines},
-        read_bandwidths=bandwidths,
-        samples=samples,
-    )
+                for engine in rotated(engines, number):
+                    take = partial(_sample, engine, checkpoint.vocab_size, batch, args, least)
+                    bench.take(checkpoint.name, engine.side.name, number, take)
+    return list(bench.figures.values())
 
 
 def _sample(
     engine: EngineProcess,
-    checkpoint: Checkpoint,
-    round_number: int,
+    vocab_size: int,
     batch: int,
     args: argparse.Namespace,
+    least_seconds: float,
+    _attempt: int,
 ) -> Sample:
-    # Every side gets the same prompts; no two rounds do.
-    chooser = random.Random(f"{round_number} {batch}")
-    prompts = [
-        [chooser.randrange(3, checkpoint.vocab_size) for _ in range(args.prompt_tokens)]
-        for _ in range(batch)
-    ]
+    tokens = range(args.prompt_tokens)
+    prompts = [[random.randrange(3, vocab_size) for _ in tokens] for _ in range(batch)]
     with engine.awake():
         # Caches and pages of an engine that slept are cold, unlike those of a busy one.
         engine.generate(prompts, WARM_UP_TOKENS)
-        wall, own, all_processes = time.perf_counter(), engine.cpu_seconds(), busy_cpu_seconds()
+        wall, own, busy = time.perf_counter(), engine.cpu_seconds(), busy_cpu_seconds()
         prefills = [engine.generate(prompts, 1)[0] for _ in range(PREFILL_REPEATS)]
-        seconds, tokens = engine.generate(prompts, args.output_tokens)
+        seconds, _ = engine.generate(prompts, args.output_tokens)
         wall = time.perf_counter() - wall
-        own = engine.cpu_seconds() - own
-        all_processes = busy_cpu_seconds() - all_processes
-    return Sample(
-        round=round_number,
-        side=engine.side.name,
-        batch=batch,
-        prompt_tokens=args.prompt_tokens,
-        output_tokens=args.output_tokens,
-        prefill_seconds=prefills,
-        total_seconds=seconds,
-        busy_cores=own / wall,
-        other_busy_cores=max(0.0, all_processes - own) / wall,
-        first_tokens=[row[0] for row in tokens],
-    )
+        others = busy_cpu_seconds() - busy - (engine.cpu_seconds() - own)
+    prefill = statistics.median(prefills)
+    step = (seconds - prefill) / (args.output_tokens - 1)
+    name = f"decode step, batch {batch}"
+    values: Values = {
+        name: (1000 * step, "ms"),
+        f"{name}, of the bandwidth": (least_seconds / step, SHARE),
+        f"prefill, batch {batch}": (batch * args.prompt_tokens / prefill, "tokens/s"),
+    }
+    return Sample(values, max(0.0, others) / wall)

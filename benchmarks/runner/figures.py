@@ -131,7 +131,7 @@ def table(figures: Sequence[Figure], model: str) -> Iterator[str]:
     mine = [figure for figure in figures if figure.model == model]
     sides = list(dict.fromkeys(figure.side for figure in mine))
     rows = {(figure.name, figure.size): figure for figure in mine}
-    peers = [side for side in sides if side != OURS]
+    peers = [side for side in sides if side != OURS] if OURS in sides else []
     yield f"| | unit | {' | '.join(sides)}{''.join(f' | ours / {p}' for p in peers)} |"
     yield "|" + "---|" * (2 + len(sides) + len(peers))
     for (name, size), row in rows.items():

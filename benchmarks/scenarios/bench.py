@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,9 +49,9 @@ class Bench:
     models: Sequence[str]
     sides: Sequence[str]
     rounds: int
-    quick: bool
-    deadline: float
     folder: Path
+    quick: bool = False
+    deadline: float = math.inf
     figures: dict[tuple[str, str, str, int | None], Figure] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     described: dict[str, str] = field(default_factory=dict)
