@@ -1,10 +1,13 @@
 """Greedy continuations by transformers in float32: the independent reference of the token tests.
 
-transformers runs in a process of its own, for an engine wraps some of its classes for good.
+transformers runs in a process of its own, for an engine wraps some of its classes for good. A
+continuation is kept between runs under a hash of the checkpoint, the arguments and this code.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -14,12 +17,16 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from tests import e4m3
 from tests.e4m3 import kept_as_e4m3
+
+_KEPT = Path.home() / ".cache" / "rbln-serve" / "test-references"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,46 @@ def reference_generate(
     With `ignore_eos` false the end-of-sequence token ends the continuation and is its last token.
     With `cache_scales`, of each layer's keys and values, every token sees both as e4m3 keeps them.
     """
-    arguments = (path, tuple(prompt_token_ids), max_tokens, ignore_eos, cache_scales)
-    return _process().submit(_generate, *arguments).result()
+    options = (tuple(prompt_token_ids), max_tokens, ignore_eos, cache_scales)
+    kept = _KEPT / _code_digest() / f"{_digest(_checkpoint_digest(path), options)}.safetensors"
+    if kept.exists():
+        tensors = load_file(kept)
+        token_ids = tensors.pop("token_ids").tolist()
+        return Reference(token_ids, **tensors)
+    reference = _process().submit(_generate, path, *options).result()
+    _keep(reference, kept)
+    return reference
+
+
+def _keep(reference: Reference, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may write the same.
+    part = place.with_suffix(f".{os.getpid()}.part")
+    tensors = {
+        "token_ids": torch.tensor(reference.token_ids),
+        "logprobs": reference.logprobs,
+        "margins": reference.margins.contiguous(),
+    }
+    save_file(tensors, part)
+    part.replace(place)
+
+
+@cache
+def _code_digest() -> str:
+    sources = [Path(source).read_bytes() for source in (__file__, e4m3.__file__)]
+    return _digest(torch.__version__, transformers.__version__, *sources)
+
+
+def _checkpoint_digest(path: Path) -> str:
+    """Return the digest of a checkpoint's files; tests may replace one under the same path."""
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return _digest(
+        *((str(x.relative_to(path)), hashlib.sha256(x.read_bytes()).digest()) for x in files)
+    )
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 @cache

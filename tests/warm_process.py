@@ -274,6 +274,7 @@ def _serve() -> None:
 
     from server.host.importing import without_garbage_collection
     from server.vllm.importing import import_vllm
+    from tests.graph_cache import trace_once
     from tests.model_classes import inspect_here
 
     # It finds the place of the title by the environment, which commands replace.
@@ -283,6 +284,7 @@ def _serve() -> None:
         for name in _PRELOADED:
             import_module(name)
     inspect_here()
+    trace_once()
     _fork_fork_servers()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.send(_READY)

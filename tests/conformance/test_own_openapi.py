@@ -31,7 +31,7 @@ CHECKS: list[Any] = [
     content_type_conformance,
     response_schema_conformance,
 ]
-EXAMPLES = 6
+EXAMPLES, MANY_EXAMPLES = 2, 6
 # An adapter of any name may be asked for; these would end the tests that follow.
 LEFT_OUT = {"/admin/drain", "/admin/undrain"}
 
@@ -90,9 +90,12 @@ def shaped(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.parametrize(
+    "examples", [EXAMPLES, pytest.param(MANY_EXAMPLES, marks=pytest.mark.wide)]
+)
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 def test_no_request_gets_what_is_not_declared(
-    target: Target, document: dict[str, Any], mode: GenerationMode
+    target: Target, document: dict[str, Any], mode: GenerationMode, examples: int
 ) -> None:
     failures: list[str] = []
     for result in schemathesis.openapi.from_dict(shaped(document)).get_all_operations():
@@ -101,7 +104,7 @@ def test_no_request_gets_what_is_not_declared(
             continue
 
         @settings(
-            max_examples=int(os.environ.get("CONFORMANCE_EXAMPLES", EXAMPLES)),
+            max_examples=int(os.environ.get("CONFORMANCE_EXAMPLES", examples)),
             derandomize=True,
             database=None,
             deadline=None,

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from tests.checkpoints import CheckpointCache
+from tests.graph_cache import graph_cache, trace_once
 from tests.kernel_cache import share_kernels
 from tests.model_classes import inspect_here
 
@@ -108,13 +109,14 @@ class Engines:
         if self._made == 0:
             _keep_imports_from_the_collector()
             inspect_here()
+            trace_once()
         self._made += 1
         run_dir = self.root / f"run-{self._made}"
         run_dir.mkdir()
         checkpoint = checkpoint or self.checkpoints(arch)
         # One thread: on a busy machine two of them wait for each other at every small kernel.
         options = {
-            "cache_root": str(self.root / "cache"),
+            "cache_root": str(graph_cache()),
             "run_dir": str(run_dir),
             "num_threads": 1,
         } | (rbln or {})

@@ -138,7 +138,7 @@ def test_the_stream_is_held_up_by_nothing(engines: Engines) -> None:
     mixed.assert_as_alone()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
     "arch", [pytest.param(a, marks=() if a == "gemma3_text" else pytest.mark.wide) for a in KINDS]
 )

@@ -38,7 +38,11 @@ def assert_close(actual: Tensor, expected: Tensor, about: str) -> None:
     assert (actual - expected).abs().max() < TOLERANCE, about
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    # The next test has it.
+    [pytest.param(x, marks=pytest.mark.wide if x == "ModernBert" else ()) for x in FAMILIES],
+)
 def test_the_first_token_pools(engines: Engines, tmp_path: Path, family: str) -> None:
     checkpoint = encoder(family, engines.checkpoints("llama"), tmp_path / family)
     engine = engines.fresh(checkpoint=checkpoint, enable_chunked_prefill=True)
@@ -51,7 +55,7 @@ def test_the_first_token_pools(engines: Engines, tmp_path: Path, family: str) ->
     assert engine.total("rbln_bucket_steps_total", phase="pooling") == len(prompts)
 
 
-@pytest.mark.parametrize("family", ["Bert", "ModernBert"])
+@pytest.mark.parametrize("family", [pytest.param("Bert", marks=pytest.mark.wide), "ModernBert"])
 def test_every_token_and_their_mean(engines: Engines, tmp_path: Path, family: str) -> None:
     checkpoint = encoder(family, engines.checkpoints("llama"), tmp_path / family)
     prompts = make_prompts([1, 17, 70], seed=61)
@@ -99,7 +103,7 @@ def test_an_encoder_cannot_generate(engines: Engines) -> None:
         engines.fresh("qwen3", hf_overrides={"is_causal": False})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.wide)])
 def test_a_half_precision_encoder(engines: Engines, tmp_path: Path, dtype: str) -> None:
     checkpoint = encoder("Bert", engines.checkpoints("llama"), tmp_path / "half")
     engine = engines.fresh(checkpoint=checkpoint, dtype=dtype, enable_chunked_prefill=True)

@@ -12,6 +12,7 @@ from tests.checkpoints import CheckpointCache
 from tests.engine.parallel_runs import NUM_TOKENS, run_ranks
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_parallel import DATA, PIPELINE, TENSOR
+from tests.graph_cache import graph_cache
 from tests.reference import reference_generate
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -59,7 +60,7 @@ def test_answers_are_those_of_merged_weights(
     )
     two = make_adapter(checkpoint, tmp_path / "two", rank=3, seed=2, targets=ATTENTION[-1:])
     adapters = [one, None, two, one]
-    ranks = run_ranks(checkpoint, tmp_path, PROMPTS, adapters=adapters, **options, **LORA)
+    ranks = run_ranks(checkpoint, graph_cache(), PROMPTS, adapters=adapters, **options, **LORA)
     for number, (prompt, adapter, answer) in enumerate(zip(PROMPTS, adapters, ranks, strict=True)):
         path = checkpoint
         if adapter is not None:

@@ -11,6 +11,7 @@ import pytest
 from tests.engine.conftest import Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.test_equality import make_prompts
+from tests.graph_cache import graph_cache
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -36,28 +37,28 @@ wide = pytest.mark.wide
     ],
 )
 def test_ranks_say_what_one_says(
-    engines: Engines, tmp_path: Path, options: dict[str, Any], tolerance: float
+    engines: Engines, options: dict[str, Any], tolerance: float
 ) -> None:
     engine = engines("llama")
-    answers = run_ranks(engine.checkpoint, tmp_path, PROMPTS, **options)
+    answers = run_ranks(engine.checkpoint, graph_cache(), PROMPTS, **options)
     assert_as_one_rank(engine, PROMPTS, answers, tolerance)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("options", [TENSOR, PIPELINE])
 @pytest.mark.parametrize("arch", ["qwen3", "exaone4"])
-def test_other_layers(engines: Engines, tmp_path: Path, arch: str, options: dict[str, Any]) -> None:
+def test_other_layers(engines: Engines, arch: str, options: dict[str, Any]) -> None:
     """Norms over heads; sliding windows in some layers, which may all lie in one stage."""
     engine = engines(arch)
-    answers = run_ranks(engine.checkpoint, tmp_path, PROMPTS, **options)
+    answers = run_ranks(engine.checkpoint, graph_cache(), PROMPTS, **options)
     assert_as_one_rank(engine, PROMPTS, answers, ROUNDING)
 
 
 @pytest.mark.wide
-def test_without_kernels_ranks_talk_through_torch(engines: Engines, tmp_path: Path) -> None:
+def test_without_kernels_ranks_talk_through_torch(engines: Engines) -> None:
     engine = engines("llama")
     plain = {"additional_config": {"rbln": {"num_threads": 1, "kernels": "aten"}}}
-    answers = run_ranks(engine.checkpoint, tmp_path, PROMPTS[:3], **TENSOR, **plain)
+    answers = run_ranks(engine.checkpoint, graph_cache(), PROMPTS[:3], **TENSOR, **plain)
     assert_as_one_rank(engine, PROMPTS[:3], answers, ROUNDING)
 
 

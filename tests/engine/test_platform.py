@@ -15,7 +15,7 @@ from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import DEFAULTS, Engines
 from tests.engine.script import run_script
 from tests.engine.test_equality import make_prompts
-from tests.kernel_cache import share_kernels
+from tests.graph_cache import graph_cache
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
@@ -110,7 +110,8 @@ def test_a_profile_is_written(
     assert "rbln_emulator::self_attention" in trace.read_text()
 
 
-@pytest.mark.parametrize("arch", ["llama", "exaone4"])
+# exaone4 has layers of both kinds.
+@pytest.mark.parametrize("arch", [pytest.param("llama", marks=pytest.mark.wide), "exaone4"])
 def test_the_custom_kernel_computes_the_same(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
@@ -181,8 +182,7 @@ def test_plain_vllm_uses_the_plugin_in_its_own_engine_process(
     checkpoint = checkpoints("llama")
     prompt = make_prompts([30], seed=302)[0]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    share_kernels(tmp_path / "cache")
-    environment |= {"VLLM_PLUGINS": "rbln", "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    environment |= {"VLLM_PLUGINS": "rbln", "VLLM_CACHE_ROOT": str(graph_cache())}
     argument = [str(checkpoint), DEFAULTS, prompt]
     platform, token_ids = run_script(script, argument, environment, own_imports=True)
     assert platform == "RblnPlatform"

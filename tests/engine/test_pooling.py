@@ -44,7 +44,15 @@ def assert_close(actual: Tensor, expected: Tensor, about: str) -> None:
     assert (actual - expected).abs().max() < TOLERANCE, about
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        # Full attention alone, and with windows.
+        "llama",
+        "gemma3_text",
+        *(pytest.param(x, marks=pytest.mark.wide) for x in ("qwen2", "qwen3", "mistral")),
+    ],
+)
 def test_the_last_token_pools(engines: Engines, arch: str) -> None:
     engine = engines.fresh(arch, **EMBED)
     prompts = make_prompts(LENGTHS, seed=40)
@@ -154,7 +162,7 @@ def test_a_classifier_scores_the_last_token(engines: Engines, tmp_path: Path) ->
         assert_close(output.outputs.data, expected, f"prompt of {len(prompt)} tokens")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.wide), "float16"])
 def test_a_half_precision_model_pools_in_float32(engines: Engines, dtype: str) -> None:
     # By default vLLM converts float32 checkpoints of pooling models to float16.
     engine = engines.fresh("qwen3", **EMBED, dtype=dtype)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import DEFAULTS
 from tests.kernel_cache import share_kernels
+from tests.warm_process import warm_process
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -36,13 +35,14 @@ def test_two_starts_share_the_work(checkpoints: CheckpointCache, tmp_path: Path)
         run_dir.mkdir()
         rbln = {"cache_root": str(root), "run_dir": str(run_dir), "num_threads": 1}
         options = DEFAULTS | {"additional_config": {"rbln": rbln}}
-        command = [sys.executable, str(script), json.dumps([str(checkpoints("llama")), options])]
-        processes.append(
-            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        )
-    for process in processes:
-        _, stderr = process.communicate(timeout=180)
-        assert process.returncode == 0, stderr[-2000:]
+        argument = json.dumps([str(checkpoints("llama")), options])
+        with (run_dir / "log").open("wb") as log:
+            process = warm_process().start(
+                argument, environ=environment, output=log, errors=log, script=script
+            )
+        processes.append((process, run_dir / "log"))
+    for process, log_file in processes:
+        assert process.wait(180) == 0, log_file.read_text()[-2000:]
     results = [result for number in range(2) for result in _results(tmp_path / f"run-{number}")]
     assert sorted(results) == ["compiled"] * 7 + ["loaded"] * 7
 

@@ -22,6 +22,7 @@ import yaml
 from tests.architecture.source_tree import ROOT
 from tests.examples.fences import Fence, commands, fences
 from tests.server.real_server import RealServer
+from tests.warm_process import warm_process
 
 _MODEL = ROOT / "build" / "default-model"
 _ADAPTER = ROOT / "default_model" / "checkpoint" / "adapter"
@@ -151,29 +152,20 @@ def test_flags_of_our_commands_exist() -> None:
                 continue
             given = [word.partition("=")[0] for word in words if word.startswith("--")]
             if program == "rbln-parity":
-                known = _help("-m", "rbln_backend.parity.command")
+                known = _help()
             else:
                 name = " ".join(words[1 : 3 if words[1] in _NESTED else 2])
-                known = _help("-m", "server", *name.split())
-                known |= (
-                    _help("-m", "server", "serve", all_flags=True)
-                    if (name in _WITH_VLLM_FLAGS)
-                    else set()
-                )
+                known = _help(*name.split())
+                known |= _help("serve", all_flags=True) if name in _WITH_VLLM_FLAGS else set()
             unknown += [f"{fence}: {words[1]} {flag}" for flag in given if flag not in known]
     assert unknown == []
 
 
 @cache
 def _help(*command: str, all_flags: bool = False) -> frozenset[str] | set[str]:
-    """Return the flags that a command's help names."""
-    done = subprocess.run(
-        [sys.executable, *command, "--help=all" if all_flags else "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    """Return the flags in the help of `rbln-serve command`, of `rbln-parity` without a command."""
+    script = None if command else ROOT / "rbln_backend" / "parity" / "command.py"
+    words = (*command, "--help=all" if all_flags else "--help")
+    done = warm_process().run(*words, environ=os.environ, script=script)
     assert done.returncode == 0, (command, done.stderr)
     return frozenset(re.findall(r"--[a-z][\w-]*", done.stdout))

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import httpx
 
-from tests.kernel_cache import share_kernels
+from tests.graph_cache import graph_cache
 from tests.warm_process import ForkedProcess, warm_process
 
 FLAGS = (
@@ -40,10 +40,12 @@ class RealServer:
         own_imports: bool = False,
     ) -> None:
         """``output`` is where it writes to, by default its log; ``environment`` adds variables."""
-        # Artifacts and kernels are kept between runs, as the checkpoints are.
-        cache = share_kernels(Path.home() / ".cache" / "rbln-serve" / "test-engine")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
-        kept |= {"VLLM_CACHE_ROOT": str(cache), "VLLM_NO_USAGE_STATS": "1", **(environment or {})}
+        kept |= {
+            "VLLM_CACHE_ROOT": str(graph_cache()),
+            "VLLM_NO_USAGE_STATS": "1",
+            **(environment or {}),
+        }
         self.log = tmp_path / "server.log"
         command = ["serve", str(checkpoint), *FLAGS, "--host", "127.0.0.1", "--port", "0"]
         command += ["--run-root", str(tmp_path), *flags]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import CheckpointCache
-from tests.kernel_cache import share_kernels
+from tests.graph_cache import graph_cache
 from tests.server.real_server import FLAGS
+from tests.warm_process import ForkedProcess, warm_process
 
 pytestmark = pytest.mark.engine
 
@@ -35,23 +35,19 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
     return path
 
 
-def started(checkpoint: Path, tmp_path: Path) -> subprocess.Popen[str]:
-    cache = share_kernels(Path.home() / ".cache" / "rbln-serve" / "test-engine")
+def started(checkpoint: Path, tmp_path: Path) -> ForkedProcess:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
-    command = [sys.executable, "-m", "server", "batch", str(tmp_path / "in.jsonl")]
+    command = ["batch", str(tmp_path / "in.jsonl")]
     command += ["-o", str(tmp_path / "out.jsonl"), "--model", str(checkpoint), *FLAGS]
     command += ["--min-free-bytes", "0", "--run-root", str(tmp_path)]
-    return subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**kept, "VLLM_CACHE_ROOT": str(cache), "VLLM_NO_USAGE_STATS": "1"},
-    )
+    environ = {**kept, "VLLM_CACHE_ROOT": str(graph_cache()), "VLLM_NO_USAGE_STATS": "1"}
+    with (tmp_path / "log").open("wb") as log:
+        return warm_process().start(*command, environ=environ, output=log, errors=log)
 
 
-def kill_with_engine(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+def kill_with_engine(process: ForkedProcess) -> None:
+    process.kill()
+    process.wait(60)
 
 
 def test_it_goes_on_where_it_was_killed(checkpoints: CheckpointCache, tmp_path: Path) -> None:
@@ -67,8 +63,9 @@ def test_it_goes_on_where_it_was_killed(checkpoints: CheckpointCache, tmp_path: 
     kill_with_engine(first)
     assert not (tmp_path / "out.jsonl").exists()
     second = started(checkpoints("llama"), tmp_path)
-    _, errors = second.communicate(timeout=240)
-    assert second.returncode == 0, errors
+    status = second.wait(240)
+    errors = (tmp_path / "log").read_text()
+    assert status == 0, errors
     assert f"lines {LINES}/{LINES}, 1 failed" in errors
     found = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
     assert [one["custom_id"] for one in found] == [f"c{number}" for number in range(LINES)]

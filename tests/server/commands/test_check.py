@@ -17,6 +17,7 @@ import pytest
 
 from tests.checkpoints import CheckpointCache
 from tests.gguf_files import write_gguf
+from tests.kernel_cache import share_kernels
 from tests.multimodal_checkpoints import make_multimodal_checkpoint
 from tests.quantized_checkpoints import Recipe, quantization_config
 from tests.server.commands.conftest import OFFLINE
@@ -305,7 +306,7 @@ def test_serve_refuses_for_the_same_reason(
 def test_a_gguf_file_is_checked_as_what_it_holds(
     verdict: Verdict, checkpoints: CheckpointCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(share_kernels(tmp_path / "cache")))
     file = write_gguf(checkpoints("llama", num_hidden_layers=1), tmp_path / "model.gguf")
     found = verdict(file, *FLAGS)
     assert (found["ok"], found["num_layers"]) == (True, 1)

@@ -45,7 +45,12 @@ def distribution(folder: Path, name: str, value: str) -> Path:
     return folder
 
 
-@pytest.fixture(params=["ours is found first", "ours is found last"])
+@pytest.fixture(
+    params=[
+        pytest.param("ours is found first", marks=pytest.mark.wide),
+        "ours is found last",
+    ]
+)
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return PYTHONPATH; a distribution counts where its name is found first."""
     twin = distribution(tmp_path / "twin", "vllm-twin", "twin_plugin:register")

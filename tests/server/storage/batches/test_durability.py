@@ -18,7 +18,7 @@ from tests.server.scripted import running
 from tests.server.storage.batches.clients import create, line, results, shown, until_ended
 
 ROOT = Path(__file__).parents[4]
-KILLS, LINES = 10, 2000
+LINES = 2000
 
 
 class Service:
@@ -43,14 +43,15 @@ class Service:
         self.process.wait()
 
 
-async def test_ten_kills_lose_no_line_and_double_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.wide)])
+async def test_kills_lose_no_line_and_double_none(tmp_path: Path, kills: int) -> None:
     chooser = random.Random(28)
     service = Service(tmp_path)
     async with await service.client() as client:
         batch = await create(client, [line(n) for n in range(LINES)])
     done = []
     try:
-        for _ in range(KILLS):
+        for _ in range(kills):
             async with await service.client() as client:
                 await asyncio.sleep(chooser.uniform(0.0, 0.25))
                 done.append((await shown(client, batch))["request_counts"]["completed"])
