@@ -67,8 +67,9 @@ models: dev ## Compare model families (ARGS, else all) with transformers for doc
 published: dev ## Run `check` on published models (ARGS, else all) for docs/models.md
 	$(quiet) $(python) docs/published.py $(ARGS)
 
-names: dev ## Rewrite the list of used names of vLLM, deploy/upstream/names.txt
+names: dev ## Rewrite the lists of used names and of flags of vLLM
 	$(quiet) VLLM_LOGGING_LEVEL=ERROR $(python) -m deploy.upstream --write
+	$(quiet) VLLM_LOGGING_LEVEL=ERROR $(python) -m deploy.upstream.flag_names
 
 upstream: dev ## Report what the release VLLM would break, e.g. VLLM=0.32.0; nothing is upgraded
 	$(quiet) $(scripts)/upstream.sh $(VENV) $(VLLM)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 
 from pydantic import ValidationError
@@ -30,6 +31,14 @@ ENV_PREFIX = "RBLN_SERVE_"
 # Variables of vLLM that also apply here.
 _VLLM_KEY = "VLLM_API_KEY"
 _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
+_CLIENT_KEY = "OPENAI_API_KEY"
+# Prefixes of the variables that `collect-env` prints.
+_REPORTED = (
+    *(ENV_PREFIX, "VLLM_", "RBLN_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "OMP_"),
+    *("KMP_", "MKL_", "LD_PRELOAD", "CUDA_VISIBLE", "OTEL_", "PYTORCH_"),
+)
+_SECRET = re.compile("KEY|TOKEN|PASSWORD|SECRET|HEADERS", re.IGNORECASE)
+_USER_INFO = re.compile(r"://[^/@\s]+@")
 _OTEL_NAME, _OTEL_ATTRIBUTES = "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"
 # One level less: vLLM's info messages about a start concern its developers.
 _LEVELS_OF_VLLM = {"debug": "DEBUG", "info": "WARNING", "warning": "ERROR", "error": "CRITICAL"}
@@ -88,6 +97,28 @@ def export_log_level(settings: ServerSettings) -> None:
     Engine processes inherit the variable. Call this before vLLM is imported.
     """
     os.environ.setdefault(_VLLM_LOG_LEVEL, _LEVELS_OF_VLLM[settings.log_level])
+
+
+def silence_vllm() -> None:
+    """Set vLLM's log level to warning, unless VLLM_LOGGING_LEVEL is set."""
+    os.environ.setdefault(_VLLM_LOG_LEVEL, "WARNING")
+
+
+def client_key() -> str | None:
+    """Return the key that clients of the OpenAI API send, or None."""
+    return os.environ.get(_CLIENT_KEY) or None
+
+
+def reported_variables() -> dict[str, str]:
+    """Return the variables that change what is served, for `collect-env`.
+
+    Keys, tokens and passwords, those in URLs included, are replaced by asterisks.
+    """
+    return {
+        name: "***" if _SECRET.search(name) else _USER_INFO.sub("://***@", value)
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_REPORTED)
+    }
 
 
 def export_service_name() -> None:

@@ -138,6 +138,17 @@ def check_graph(key: CacheKey, files: Mapping[str, bytes]) -> bool:
     return check_graph(key, files)
 
 
+def describe_cpu() -> dict[str, str]:
+    """Return the CPU's name, the levels of kernels that it runs, and the state of its tiles.
+
+    Imports neither torch nor vLLM.
+    """
+    from rbln_backend.emulator.targets import LEVELS, cpu_name, why_no_tiles
+
+    levels = ", ".join(level.name for level in LEVELS if level.runs_here())
+    return {"cpu": cpu_name(), "kernels": levels, "tiles": why_no_tiles() or "usable"}
+
+
 def grammar_trial(config: VllmConfig) -> GrammarTrial:
     """Return a trial that compiles grammars as the engine does. Raises ``PlatformError``."""
     _require_platform()

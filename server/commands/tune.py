@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 
 from rbln_backend.errors import RblnError
+from server.commands.command_line.command_parser import CommandParser
+from server.commands.command_line.server_flags import check_vllm_flags
 from server.commands.tune_measuring import Measuring
 from server.tuning.batchsize_log import read_log
 from server.tuning.output import FORMATS
@@ -38,10 +40,11 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 def tune(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    parser = _parser()
+    parser = tune_parser()
     args, rest = parser.parse_known_args(argv)
-    if rest and args.measure is None:
-        parser.error(f"unknown arguments: {' '.join(rest)}")
+    if args.measure is None:
+        parser.reject(rest)
+    check_vllm_flags(parser, rest, parser.flags())
     try:
         works = _works(args)
         measuring = args.measure and Measuring((args.measure, *rest), args.timeout)
@@ -88,13 +91,13 @@ def _limits(args: argparse.Namespace, work: Work) -> dict[str, int]:
     return {phase: given[phase] or max(len(work.tables[phase]), LIMITS[phase]) for phase in given}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def tune_parser() -> CommandParser:
+    """Return the parser of the command."""
+    parser = CommandParser(
         prog=_PROG,
         usage=f"{_PROG} [options] [--measure MODEL [options of serve]]",
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     group = parser.add_argument_group("what was served (default: the records of the cache root)")
     add, one = group.add_argument, group.add_mutually_exclusive_group().add_argument

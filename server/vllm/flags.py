@@ -46,11 +46,7 @@ _KEEP_ALIVE_S = 15
 
 def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
     """Parse vLLM's flags. Raises `LaunchError` with exit code 2 for one that is rejected."""
-    parser = make_arg_parser(
-        FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE, add_help=False)
-    )
-    about = "rbln or auto: flag of vLLM up to 0.10; the platform is the device"
-    parser.add_argument("--device", default="auto", help=about)
+    parser = serve_parser()
     # Cached prompt tokens are reported unless --no-enable-prompt-tokens-details is given.
     parser.set_defaults(enable_prompt_tokens_details=True, sse_keep_alive_interval=_KEEP_ALIVE_S)
     try:
@@ -80,6 +76,16 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
         )
     args.host, args.port = settings.host, settings.port
     return args
+
+
+def serve_parser() -> FlexibleArgumentParser:
+    """Return vLLM's parser, and with it `--device`."""
+    parser = make_arg_parser(
+        FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE, add_help=False)
+    )
+    about = "rbln or auto: flag of vLLM up to 0.10; the platform is the device"
+    parser.add_argument("--device", default="auto", help=about)
+    return parser
 
 
 def _use_made_checkpoint(args: Namespace) -> None:

@@ -109,7 +109,7 @@ def test_environment_lines_and_helm_values_are_what_a_server_reads(
         (["--since", "yesterday"], "must be a duration such as"),
         (["--trace", "a", "--prometheus", "b"], "not allowed with"),
         (["--trace", "/nowhere"], "No such file"),
-        (["--max-num-seq", "4"], "unknown arguments"),
+        (["--max-num-seq", "4"], "did you mean --max-num-seqs?"),
         (["--prometheus", "http://127.0.0.1:9", "--since", "9w", "--resolution", "1s"], "495 s"),
         (["--prometheus", "http://127.0.0.1:9"], "does not answer as Prometheus does"),
     ],

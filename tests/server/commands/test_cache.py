@@ -231,7 +231,7 @@ def test_pruning_takes_what_is_unused_longest(run: Run, root: Path) -> None:
         (["prune"], "one of --keep-days, --max-bytes and --other-versions"),
         (["import", "x.tar", "--digest", "sha256:short"], "64 hexadecimal digits"),
         (["prune", "--max-bytes", "2 lots"], "must be a size such as 500M"),
-        (["list", "more"], "unknown arguments: more"),
+        (["list", "more"], "unknown argument more"),
         (["inspect"], "--model"),
     ],
 )

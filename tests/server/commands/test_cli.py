@@ -38,6 +38,22 @@ def test_nothing_heavy_is_imported_before_listening() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("command", ["serve", "check", "bench", "tune --measure"])
+def test_nothing_heavy_is_imported_before_flags_are_checked(command: str) -> None:
+    code = (
+        "import sys\nfrom server.commands.cli import main\n"
+        "words = sys.argv[1:]\n"
+        "try:\n    code = main([*words, 'm', '--max-num-seqz', '1'])\n"
+        "except SystemExit as end:\n    code = end.code\n"
+        f"print(code, sorted({HEAVY} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "2 []"
+    assert "--max-num-seqz: unknown flag" in done.stderr
+
+
 @pytest.mark.parametrize("command", ["serve", "check"])
 def test_help_lists_every_setting_and_is_fast(command: str) -> None:
     started = time.monotonic()
@@ -48,6 +64,13 @@ def test_help_lists_every_setting_and_is_fast(command: str) -> None:
         assert "--" + name.replace("_", "-") in done.stdout
         assert f"RBLN_SERVE_{name.upper()}" in done.stdout.replace("\n", "").replace(" ", "")
     assert seconds < 5
+    # In groups, with the kind of value and the default of each.
+    assert "\nLimits of concurrent work and of the size of a request:\n" in done.stdout
+    assert "--port PORT" in done.stdout
+    assert "--unknown-fields {reject,warn}" in done.stdout
+    assert "--drain-timeout-s SECONDS" in done.stdout
+    assert "default: 8000;" in done.stdout
+    assert " X " not in done.stdout
 
 
 def test_version_and_bare_help() -> None:
@@ -73,6 +96,15 @@ def test_version_and_bare_help() -> None:
         (["serve", "m", "--ssl_cert_reqs", "2"], "--ssl-ca-certs"),
         (["serve", "m", "--root-path", "llm"], "--root-path (RBLN_SERVE_ROOT_PATH)"),
         (["bogus"], "bogus"),
+        (["serv"], "did you mean serve?"),
+        (["serve", "m", "--max-num-seqz", "1"], "did you mean --max-num-seqs?"),
+        (["serve", "m", "--max_num_seqz=1"], "did you mean --max-num-seqs?"),
+        (["check", "m", "--drain-timeout", "1"], "did you mean --drain-timeout-s?"),
+        (["cache", "list", "--jsn"], "did you mean --json?"),
+        (["cache", "export", "f", "--no-kernel"], "did you mean --no-kernels?"),
+        (["bench", "--num-promts", "1"], "did you mean --num-prompts?"),
+        (["chat", "--modl-name", "m"], "did you mean --model-name?"),
+        (["completion", "tcsh"], "invalid choice"),
     ],
 )
 def test_usage_errors_end_with_2_and_name_the_flag(args: list[str], words: str) -> None:
@@ -84,8 +116,8 @@ def test_usage_errors_end_with_2_and_name_the_flag(args: list[str], words: str) 
 _HIDE = """
 import sys
 from pathlib import Path
-from server.commands.cli import _hide_secrets
-_hide_secrets(sys.argv[2:])
+from server.commands.serving import hide_secrets
+hide_secrets(sys.argv[2:])
 print(Path("/proc/self/cmdline").read_text(), Path("/proc/self/comm").read_text())
 """
 
@@ -164,8 +196,8 @@ def test_settings_are_frozen_and_described() -> None:
 
 
 def test_the_config_file_of_vllm_may_hold_the_address(tmp_path: Path) -> None:
-    from server.commands.cli import _config_file
+    from server.commands.command_line.server_flags import config_file
 
     path = tmp_path / "serve.yaml"
     path.write_text("port: 1234\nssl-keyfile: k\nmax-model-len: 5\n")
-    assert _config_file(["m", "--config", str(path)]) == {"port": 1234, "ssl_keyfile": "k"}
+    assert config_file(["m", "--config", str(path)]) == {"port": 1234, "ssl_keyfile": "k"}

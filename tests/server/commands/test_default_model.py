@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -18,6 +20,7 @@ from server.tools.ending import is_whole
 from tests.default_model_answers import CALL, CHAT, EXTRACTION, SCHEMA
 from tests.server.cut_answers import Answer, Asker
 from tests.server.real_server import RealServer
+from tests.warm_process import warm_process
 
 pytestmark = pytest.mark.engine
 
@@ -38,6 +41,24 @@ def _ask(client: openai.OpenAI, model: str, messages: Any, **more: Any) -> Any:
         model=model, messages=messages, temperature=0, max_tokens=64, **more
     )
     return answer.choices[0].message
+
+
+def test_chat_prints_the_same_answer(client: openai.OpenAI) -> None:
+    pinned = CHAT[0]
+    (message,) = pinned.messages
+    words = ["--url", str(client.base_url), "--model-name", "default-model", "--temperature", "0"]
+    done = warm_process().run("chat", *words, "-q", str(message["content"]), environ=os.environ)
+    assert done.stdout.strip() == pinned.answer, done.stderr
+
+
+def test_vllm_s_client_measures_it(client: openai.OpenAI, tmp_path: Path) -> None:
+    words = ["--base-url", str(client.base_url).removesuffix("/v1/"), "--num-prompts", "2"]
+    words += ["--random-input-len", "16", "--random-output-len", "4", "--save-result"]
+    words += ["--result-dir", str(tmp_path), "--result-filename", "result.json"]
+    done = warm_process().run("bench", *words, environ=os.environ)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["completed"], result["total_output_tokens"]) == (2, 8)
 
 
 def test_greedy_answers_and_the_adapter_s(client: openai.OpenAI) -> None:

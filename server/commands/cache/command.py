@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rbln_backend.errors import ConfigError
+from server.commands.command_line.command_parser import CommandParser
 from server.settings import ServerSettings
 
 _PROG = "rbln-serve cache"
@@ -25,35 +26,36 @@ ModelFlags = Callable[[Sequence[str]], tuple[list[str], ServerSettings]]
 
 def cache(argv: Sequence[str], model_flags: ModelFlags) -> int:
     """Run one of the commands and return the exit code."""
-    parser = _parser()
+    parser = cache_parser()
     args, rest = parser.parse_known_args(argv)
     if args.command is None:
         parser.print_help()
         return 2
     takes_model = "model" in args
     if rest and not (takes_model and args.model is not None):
-        parser.error(f"unknown arguments: {' '.join(rest)}")
-    from server.commands import cache_commands, cache_upkeep
+        parser.reject(rest)
+    from server.commands.cache import bundles, upkeep
 
     if takes_model and args.model is not None:
         args.model_argv, args.settings = model_flags([args.model, *rest])
     try:
-        args.root = args.cache_root or cache_commands.default_root()
+        args.root = args.cache_root or bundles.default_root()
     except ConfigError as error:
         parser.error(str(error))
     run: dict[str, Callable[[argparse.Namespace], int]] = {
-        "list": cache_upkeep.list_entries,
-        "inspect": cache_commands.inspect,
-        "verify": cache_upkeep.verify,
-        "export": cache_commands.export,
-        "import": cache_commands.import_entries,
-        "prune": cache_upkeep.prune,
+        "list": upkeep.list_entries,
+        "inspect": bundles.inspect,
+        "verify": upkeep.verify,
+        "export": bundles.export,
+        "import": bundles.import_entries,
+        "prune": upkeep.prune,
     }
     return run[args.command](args)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def cache_parser() -> CommandParser:
+    """Return the parser of the commands."""
+    parser = CommandParser(
         prog=_PROG, description="List, check and move compiled graphs and kernels."
     )
     parser.set_defaults(command=None)
@@ -66,8 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         ("import", "store the entries of an exported file", _import_flags),
         ("prune", "remove entries by age, size or version", _prune_flags),
     ):
-        # A prefix of one of these flags may be a flag of vLLM.
-        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        command = commands.add_parser(name, help=about, description=about)
         command.set_defaults(command=name)
         command.add_argument("--cache-root", type=_root, help="cache root [VLLM_CACHE_ROOT]")
         add_flags(command)

@@ -1,0 +1,1 @@
+"""`rbln-serve cache`: the compile cache from the command line."""
