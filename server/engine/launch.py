@@ -185,7 +185,7 @@ class VllmLauncher:
         from server.vllm.flags import parse_arguments
         from server.vllm.frontend import import_serving
 
-        args = parse_arguments(self._argv, self._settings)
+        args = parse_arguments(self._argv, self._settings, may_fetch=True)
         self._model = args.model
         refuse_damaged_weights(args.model, args.load_format)
         engine_args, vllm_config = engine_config(args, self._settings, self._run_dir)

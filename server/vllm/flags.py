@@ -12,6 +12,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,8 +20,14 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rbln_backend import api
-from rbln_backend.api.models import checkpoint_of, is_made_here, path_problem
-from rbln_backend.api.settings import resolve
+from rbln_backend.api.models import (
+    checkpoint_of,
+    is_made_here,
+    is_on_hub,
+    local_or_fetched,
+    path_problem,
+)
+from rbln_backend.api.settings import hub_settings, resolve
 from rbln_backend.errors import CheckpointError, ConfigError
 from server.frontend import LaunchError
 from server.settings import ServerSettings
@@ -44,8 +51,13 @@ _KEEP_ALIVE_S = 15
 """Proxies close silent connections after 30 seconds at the earliest."""
 
 
-def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
-    """Parse vLLM's flags. Raises `LaunchError` with exit code 2 for one that is rejected."""
+def parse_arguments(
+    argv: Sequence[str], settings: ServerSettings, *, may_fetch: bool = False
+) -> Namespace:
+    """Parse vLLM's flags; with `may_fetch`, download a model of a hub that is not there.
+
+    Raises `LaunchError`, with exit code 2 for a flag that is rejected.
+    """
     parser = serve_parser()
     # Cached prompt tokens are reported unless --no-enable-prompt-tokens-details is given.
     parser.set_defaults(enable_prompt_tokens_details=True, sse_keep_alive_interval=_KEEP_ALIVE_S)
@@ -59,7 +71,7 @@ def parse_arguments(argv: Sequence[str], settings: ServerSettings) -> Namespace:
     except (TypeError, ValueError) as error:
         raise LaunchError(str(error), exit_code=2) from error
     _check_paths(args)
-    _use_made_checkpoint(args)
+    _use_local_checkpoint(args, may_fetch=may_fetch)
     _check_device(args.device)
     _check_chat_template(args.chat_template)
     _check_adapter_flags(args, settings)
@@ -88,21 +100,40 @@ def serve_parser() -> FlexibleArgumentParser:
     return parser
 
 
-def _use_made_checkpoint(args: Namespace) -> None:
+def _use_local_checkpoint(args: Namespace, *, may_fetch: bool) -> None:
     """Replace MODEL by its converted or fetched folder; clients still see the given name.
 
-    Raises `LaunchError` if a GGUF file cannot be converted, or a model was not fetched.
+    Raises `LaunchError` if a GGUF file cannot be converted, or a model cannot be fetched.
     """
-    if not is_made_here(args.model):
-        return
     try:
-        root = Path(resolve(args.additional_config).config.cache_root)
-        folder = str(checkpoint_of(args.model, root))
+        folder = _local_checkpoint(args, may_fetch=may_fetch)
     except (CheckpointError, ConfigError) as error:
         raise LaunchError(str(error)) from error
+    if folder is None:
+        return
     logger.info("MODEL %s is the checkpoint %s", args.model, folder)
     args.served_model_name = args.served_model_name or [args.model]
-    args.model = args.model_tag = folder
+    args.model = args.model_tag = str(folder)
+
+
+def _local_checkpoint(args: Namespace, *, may_fetch: bool) -> Path | None:
+    """Return the folder of MODEL; None for a folder, and for what vLLM has to download."""
+    is_made = is_made_here(args.model)
+    if not is_made and not (is_on_hub(args.model) and _has_plain_weights(args)):
+        return None
+    root = Path(resolve(args.additional_config).config.cache_root)
+    if not is_on_hub(args.model):
+        return checkpoint_of(args.model, root)
+    hub = hub_settings()
+    if isinstance(args.hf_token, str):
+        hub = replace(hub, token=args.hf_token)
+    return local_or_fetched(args.model, root, args.revision, hub, may_fetch=may_fetch)
+
+
+def _has_plain_weights(args: Namespace) -> bool:
+    """Return whether a model needs no file of a hub besides those that `fetch` downloads."""
+    is_plain = args.load_format in ("auto", "hf", "safetensors", "pt")
+    return is_plain and not args.trust_remote_code and args.download_dir is None
 
 
 def _check_paths(args: Namespace) -> None:

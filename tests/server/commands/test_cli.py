@@ -102,6 +102,9 @@ def test_version_and_bare_help() -> None:
         (["check", "m", "--drain-timeout", "1"], "did you mean --drain-timeout-s?"),
         (["cache", "list", "--jsn"], "did you mean --json?"),
         (["cache", "export", "f", "--no-kernel"], "did you mean --no-kernels?"),
+        (["fetch", "org/repo", "--revison", "x"], "did you mean --revision?"),
+        (["fetch", "smollm2", "--revision", "x"], "for models of a hub"),
+        (["fetch", "org/repo/x"], "ORG/REPO:QUANT"),
         (["bench", "--num-promts", "1"], "did you mean --num-prompts?"),
         (["chat", "--modl-name", "m"], "did you mean --model-name?"),
         (["completion", "tcsh"], "invalid choice"),
@@ -162,6 +165,12 @@ def test_secrets_are_taken_off_the_process_title() -> None:
     )
     assert "rbln-serve serve m --api-key *** --admin_key=*** --port 1" in done.stdout
     assert "sk-" not in done.stdout
+
+
+def test_parity_is_the_command_of_its_own() -> None:
+    done = rbln_serve("parity", "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: rbln-parity")
 
 
 def test_a_port_in_use_is_reported() -> None:

@@ -1,0 +1,231 @@
+"""Download of a repository's files into the cache of `huggingface_hub`.
+
+Large files are written to `blobs/SHA256.partial` and renamed once their SHA-256 is right, so that a
+later process resumes a stopped one; `huggingface_hub` itself starts such files anew.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from rbln_backend.checkpoints.hub_names import HubFile, HubName, needed_files
+from rbln_backend.errors import CheckpointError
+from rbln_backend.host.file_locks import locked_file
+from rbln_backend.host.progress_line import ProgressLine
+from rbln_backend.settings import HubSettings
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_REVISION = "main"
+_MB = 1_000_000
+
+
+class _CountedFile:
+    """File that reports the bytes written; has what `http_get` uses of a file."""
+
+    def __init__(self, file: IO[bytes], line: ProgressLine, wanted: HubFile) -> None:
+        self._file, self._line, self._wanted = file, line, wanted
+
+    def write(self, data: bytes) -> int:
+        count = self._file.write(data)
+        done = self._file.tell() // _MB
+        self._line.show(f"{Path(self._wanted.path).name} MB", done, self._wanted.size // _MB)
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def download_repo(name: HubName, revision: str | None, hub: HubSettings) -> tuple[Path, list[Path]]:
+    """Return the snapshot's folder, and the wanted files in it; downloads what is missing.
+
+    Raises `CheckpointError`, also if offline and something is missing.
+    """
+    import huggingface_hub
+    from httpx2 import HTTPError
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+
+    if hub.is_offline:
+        return cached_repo(name, revision, hub)
+    api = huggingface_hub.HfApi(endpoint=hub.endpoint, token=hub.token)
+    try:
+        info = api.model_info(name.repo, revision=revision, files_metadata=True)
+        listed = [_file_of(sibling) for sibling in info.siblings or ()]
+        wanted = needed_files(name, listed)
+        blobs = _repo_folder(name, hub) / "blobs"
+        blobs.mkdir(parents=True, exist_ok=True)
+        _require_space(blobs, wanted)
+        for file in wanted:
+            if file.sha256 is not None and file.size <= _largest_by_http():
+                _download_blob(api, name, str(info.sha), file, blobs)
+        folder = _snapshot(name, revision, hub, wanted)
+    except OfflineModeIsEnabled:
+        return cached_repo(name, revision, hub)
+    except (OSError, HTTPError, HFValidationError) as error:
+        raise CheckpointError(_reason(name, revision, hub, error)) from error
+    return folder, [folder / file.path for file in wanted]
+
+
+def cached_repo(name: HubName, revision: str | None, hub: HubSettings) -> tuple[Path, list[Path]]:
+    """Return the snapshot's folder and the wanted files in it, without a network.
+
+    Raises `CheckpointError` if it is not complete.
+    """
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
+
+    try:
+        tree = get_cached_repo_tree(name.repo, revision=revision, cache_dir=hub.cache)
+        wanted = needed_files(name, [HubFile(file.path, file.size) for file in tree])
+        folder = _snapshot(name, revision, hub, wanted, offline=True)
+    except (CachedRepoTreeNotFoundError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{name} is not complete in the cache: run `rbln-serve fetch {name}` with a network"
+        ) from error
+    return folder, [folder / file.path for file in wanted]
+
+
+def _file_of(sibling: Any) -> HubFile:
+    """Return a file that the hub lists with its metadata."""
+    sha256 = None if sibling.lfs is None else sibling.lfs.sha256
+    return HubFile(sibling.rfilename, int(sibling.size or 0), sha256)
+
+
+def _snapshot(
+    name: HubName,
+    revision: str | None,
+    hub: HubSettings,
+    wanted: Sequence[HubFile],
+    *,
+    offline: bool = False,
+) -> Path:
+    """Return the folder with links to all wanted files; small ones are downloaded here."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    with disable_progress_bars():
+        folder = snapshot_download(
+            name.repo,
+            revision=revision,
+            cache_dir=hub.cache,
+            token=hub.token,
+            endpoint=hub.endpoint,
+            local_files_only=offline,
+            allow_patterns=[glob.escape(file.path) for file in wanted],
+        )
+    missing = [file.path for file in wanted if not (Path(folder) / file.path).is_file()]
+    if missing:
+        raise OSError(f"{', '.join(missing)} could not be downloaded")
+    return Path(folder)
+
+
+def _repo_folder(name: HubName, hub: HubSettings) -> Path:
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    cache = Path(constants.HF_HUB_CACHE) if hub.cache is None else hub.cache
+    return cache.expanduser().resolve() / repo_folder_name(repo_id=name.repo, repo_type="model")
+
+
+def _require_space(blobs: Path, wanted: Sequence[HubFile]) -> None:
+    """Raise `CheckpointError` if the disk lacks room for what is missing."""
+    missing = 0
+    for file in wanted:
+        if file.sha256 is None or not (blobs / file.sha256).exists():
+            partial = blobs / f"{file.sha256}.partial"
+            missing += file.size - (partial.stat().st_size if partial.exists() else 0)
+    free = shutil.disk_usage(blobs).free
+    if missing > free:
+        raise CheckpointError(
+            f"{missing / 1e9:.1f} GB are missing, and {blobs} has {free / 1e9:.1f} GB free; "
+            "HF_HUB_CACHE names another folder"
+        )
+
+
+def _largest_by_http() -> int:
+    """Return the number of bytes above which the hub serves a file by its own protocol alone."""
+    from huggingface_hub import constants
+
+    return int(constants.MAX_HTTP_DOWNLOAD_SIZE)
+
+
+def _download_blob(api: HfApi, name: HubName, commit: str, file: HubFile, blobs: Path) -> None:
+    """Put a large file into `blobs`, continuing an earlier download. Raises `OSError`."""
+    assert file.sha256 is not None
+    blob, partial = blobs / file.sha256, blobs / f"{file.sha256}.partial"
+    with locked_file(blobs / f"{file.sha256}.partial.lock"):
+        if blob.exists():
+            return
+        if partial.exists() and partial.stat().st_size > file.size:
+            partial.unlink()
+        with closing(partial.open("ab")) as target:
+            _receive(api, name, commit, file, target)
+        digest = _digest(partial)
+        if digest != file.sha256:
+            partial.unlink()
+            raise OSError(f"{file.path} has the SHA-256 {digest}, not {file.sha256}")
+        partial.rename(blob)
+    (blobs / f"{file.sha256}.partial.lock").unlink(missing_ok=True)
+
+
+def _receive(api: HfApi, name: HubName, commit: str, file: HubFile, target: IO[bytes]) -> None:
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    start = target.seek(0, os.SEEK_END)
+    if start:
+        logger.info("Resuming %s at %d of %d MB", file.path, start // _MB, file.size // _MB)
+    line = ProgressLine("fetch")
+    counted: Any = _CountedFile(target, line, file)
+    url = hf_hub_url(name.repo, file.path, revision=commit, endpoint=api.endpoint)
+    try:
+        with disable_progress_bars():
+            http_get(
+                url,
+                counted,
+                resume_size=start,
+                headers=build_hf_headers(token=api.token),
+                expected_size=file.size,
+            )
+    finally:
+        line.end()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _reason(name: HubName, revision: str | None, hub: HubSettings, error: Exception) -> str:
+    """Return a message with advice for an error of `huggingface_hub`."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    endpoint = hub.endpoint or constants.ENDPOINT
+    if isinstance(error, RevisionNotFoundError):
+        return f"{name.repo} has no revision {revision or _DEFAULT_REVISION!r} at {endpoint}"
+    if isinstance(error, GatedRepoError):
+        return f"{name.repo} is gated: accept its licence at {endpoint}/{name.repo}, set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{name.repo} is not at {endpoint}, or is private: HF_TOKEN sets a token"
+    text = " ".join(f"{error}".split()) or type(error).__name__
+    return (
+        f"{name} could not be downloaded from {endpoint}: {text:.300}; the same command resumes it"
+    )
