@@ -21,7 +21,7 @@ fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test test-fast lint bench dashboards chart docs models published names upstream lock sbom image clean
+.PHONY: help install dev serve test test-fast lint bench dashboards chart docs docs-site models published names upstream lock sbom image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -43,7 +43,7 @@ test: dev ## Run TESTS with pytest, except those marked wide; ARGS go to pytest
 test-fast: dev ## Unit and architecture tests that start no engine and take under ten seconds each
 	$(quiet) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 2 tests/unit tests/architecture $(ARGS)
 
-lint: dev ## ruff, mypy --strict and the import contracts
+lint: dev docs-site ## ruff, mypy --strict, the import contracts and the documentation site
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
@@ -60,6 +60,9 @@ chart: dev ## Rewrite values.schema.json of the Helm chart
 
 docs: dev ## Rewrite the generated pages of docs/
 	$(quiet) $(python) docs/generate.py
+
+docs-site: build/site-tools/.stamp ## Build the documentation site into build/site; SOURCE makes links to the code
+	SOURCE="$(SOURCE)" NO_MKDOCS_2_WARNING=1 build/site-tools/bin/mkdocs build
 
 models: dev ## Compare model families (ARGS, else all) with transformers for docs/models.md
 	$(quiet) $(python) docs/models.py $(ARGS)
@@ -111,6 +114,12 @@ $(stamps)/project: $(stamps)/locked pyproject.toml deploy/vllm-metadata/pyprojec
 
 $(stamps)/dev: $(stamps)/locked requirements/dev.lock
 	$(scripts)/install_locked.sh $(VENV) requirements/dev.lock
+	@touch $@
+
+build/site-tools/.stamp: requirements/site.lock $(scripts)/create_venv.sh $(scripts)/install_locked.sh
+	rm -rf $(@D)
+	@PYTHON=$(PYTHON) $(scripts)/create_venv.sh $(@D)
+	$(scripts)/install_locked.sh $(@D) requirements/site.lock
 	@touch $@
 
 # Replaced atomically, because a running server may read the former one.

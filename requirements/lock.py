@@ -1,4 +1,4 @@
-"""Resolves cpu.in and dev.in into cpu.lock and dev.lock: `python requirements/lock.py [--upgrade]`.
+"""Resolves cpu.in, dev.in and site.in into locks: `python requirements/lock.py [--upgrade]`.
 
 Run it with the Python that the service runs on. Versions that are locked already stay unless
 --upgrade is given, so that adding one package moves nothing else. A line marked `# no-deps` is
@@ -82,12 +82,13 @@ def _lock(name: str, base: list[str], *, upgrade: bool) -> None:
 
 
 def main() -> None:
-    """Write both locks, the tools' one on top of the service's."""
+    """Write the locks: dev.lock on top of the service's, site.lock for its own environment."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="take the newest that is allowed")
     upgrade: bool = parser.parse_args().upgrade
     _lock("cpu", [], upgrade=upgrade)
     _lock("dev", _locked(HERE / "cpu.lock"), upgrade=upgrade)
+    _lock("site", [], upgrade=upgrade)
 
 
 if __name__ == "__main__":
