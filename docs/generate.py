@@ -109,8 +109,10 @@ def configuration_page() -> str:
         "the nearest known name or the allowed values.",
         "## Backend",
         'A field is set by `--additional-config \'{"rbln": {"<field>": <value>}}\'`, else by its '
-        "variable, else its default applies. Booleans of variables are `true`, `1`, `yes`, `on`, "
-        "`false`, `0`, `no` or `off`. A field marked *graph* changes compiled graphs: another "
+        "variable, else its default applies. As in vllm-rbln, a field may also stand in "
+        '`--additional-config` itself: `{"<field>": <value>}`. Other keys there are errors. '
+        "Booleans of variables are `true`, `1`, `yes`, `on`, `false`, `0`, `no` or `off`. A field "
+        "marked *graph* changes compiled graphs: another "
         "value needs other artifacts.",
         _table(("Field", "Values", "Default", "Meaning", "Variable"), _field_rows()),
         "### Environment variables",
@@ -118,8 +120,7 @@ def configuration_page() -> str:
         "errors; the RBLN SDK reads other `RBLN_*` names itself.",
         _table(("Variable", "Value", "Field", "Status", "Meaning or reason"), _variable_rows()),
         "### Options of vllm-rbln",
-        "Keys of vllm-rbln 0.12's `additional_config` with other names are accepted in the `rbln` "
-        "object, too.",
+        "Keys of vllm-rbln 0.12's `additional_config` with other names are accepted, too.",
         _table(("Key", "Same as"), ((_code(k), _code(v)) for k, v in OPTION_NAMES.items())),
         "## Server",
         "A setting comes from its flag, else its variable, else the file of `--config`, else its "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rbln_backend.errors import ConfigError
 from rbln_backend.refusals import model_config, refuse_model
+from rbln_backend.settings import given_options, options_of_vllm
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -83,10 +84,10 @@ def _take_sizes(vllm_config: VllmConfig, sizes: list[Any]) -> None:
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise ConfigError(f"{_FLAG}: compile_sizes must be integers above 0, got {sizes!r}")
     additional = vllm_config.additional_config
-    ours = additional.get("rbln", {}) if isinstance(additional, dict) else None
-    if not isinstance(additional, dict) or not isinstance(ours, dict):
+    if not isinstance(additional, dict):
         # Rejected when it is read.
         return
+    ours = given_options(additional)
     if taken := [name for name in ours if name.startswith("decode_batch_bucket_")]:
         raise ConfigError(
             f"{_FLAG}: compile_sizes and {taken[0]} of --additional-config both set the decode "
@@ -98,7 +99,7 @@ def _take_sizes(vllm_config: VllmConfig, sizes: list[Any]) -> None:
     logger.warning("compile_sizes %s become the decode buckets %s", sizes, buckets)
     if above := [size for size in sizes if size > largest]:
         logger.warning("compile_sizes %s are left out: no decode step exceeds %d", above, largest)
-    vllm_config.additional_config = additional | {
+    vllm_config.additional_config = options_of_vllm(additional) | {
         "rbln": ours
         | {
             "decode_batch_bucket_strategy": "manual",

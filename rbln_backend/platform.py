@@ -17,7 +17,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.parallel.rules import keep_rows_whole
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
-from rbln_backend.settings import resolve
+from rbln_backend.settings import options_of_vllm, resolve
 from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.unsupported import (
     LORA_DTYPE,
@@ -206,7 +206,7 @@ class RblnPlatform(Platform):
 
 
 def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, Any]]:
-    """Return our settings and the other entries of `additional_config`; log warnings."""
+    """Return our settings and vLLM's entries of `additional_config`; log warnings."""
     additional = vllm_config.additional_config
     if isinstance(additional, Settled):
         # vLLM builds a configuration again from a settled one.
@@ -216,7 +216,7 @@ def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, An
     resolved = resolve(additional)
     for warning in resolved.warnings:
         logger.warning_once(warning)
-    return resolved.config, {key: additional[key] for key in additional if key != "rbln"}
+    return resolved.config, options_of_vllm(additional)
 
 
 def _settle_tuning(config: VllmConfig) -> None:

@@ -22,7 +22,9 @@ from rbln_backend.errors import ConfigError
 from rbln_backend.variables import BY_NAME, KINDS, OPTION_NAMES, VARIABLES, Status, Variable
 
 _PREFIX = "VLLM_RBLN_"
-_OPTIONS = "additional_config['rbln']"
+_OPTIONS = "additional_config"
+# Keys that vLLM itself writes into `additional_config`, from flags of state-space models.
+_OF_VLLM = frozenset({"gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend"})
 _ROOT = "cache_root"
 
 # Fields whose variable is refused or has no effect; the same holds for the option.
@@ -73,12 +75,13 @@ def resolve(
 ) -> ResolvedConfig:
     """Build the config from vLLM's whole `additional_config` and the process's environment.
 
-    Raises `ConfigError` for an unknown `VLLM_RBLN_*` name or option, a malformed value, or a
-    request that this backend refuses, each naming the variable or option and its value.
+    Raises `ConfigError` for an unknown `VLLM_RBLN_*` name or option, a malformed value, an option
+    that is given twice, or a request that this backend refuses, each naming the variable or option
+    and its value.
     """
     found = _Findings()
     _read_environment(os.environ if environ is None else environ, found)
-    _read_options((additional or {}).get("rbln", {}), found)
+    _read_options(given_options(additional or {}), found)
     if _ROOT not in found.values:
         # The one default that has to be checked: it may need a home directory.
         default = RblnConfig.model_fields[_ROOT].default
@@ -90,6 +93,27 @@ def resolve(
     except PydanticCustomError as error:
         raise ConfigError(_clash(error, found.sources)) from None
     return ResolvedConfig(config, found.warnings)
+
+
+def given_options(additional: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of this backend: the object `rbln` and, as vllm-rbln has them, flat keys.
+
+    Raises `ConfigError` if `rbln` is no object, or if an option is in both places.
+    """
+    section = additional.get("rbln", {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"Invalid {_OPTIONS}['rbln']: {section!r}, must be an object")
+    flat = {key: additional[key] for key in additional if key not in ("rbln", *_OF_VLLM)}
+    if twice := sorted(flat.keys() & section.keys()):
+        raise ConfigError(
+            f"{twice[0]!r} is in {_OPTIONS} and in {_OPTIONS}['rbln']; give one of them"
+        )
+    return {**flat, **section}
+
+
+def options_of_vllm(additional: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of `additional_config` that vLLM's models read."""
+    return {key: additional[key] for key in additional if key in _OF_VLLM}
 
 
 def hub_settings(environ: Mapping[str, str] | None = None) -> HubSettings:
@@ -155,10 +179,8 @@ def _take_variable(variable: Variable, value: object, text: str, found: _Finding
         found.take(target, value, f"environment {variable.name}")
 
 
-def _read_options(section: object, found: _Findings) -> None:
-    if not isinstance(section, Mapping):
-        raise ConfigError(f"Invalid {_OPTIONS}: {section!r}, must be an object")
-    for key, given in section.items():
+def _read_options(options: Mapping[str, Any], found: _Findings) -> None:
+    for key, given in options.items():
         variable = BY_NAME[OPTION_NAMES[key]] if key in OPTION_NAMES else _LIMITED.get(key)
         target = variable.field if variable else key
         kind = variable.kind if variable else KINDS.get(key)
@@ -185,13 +207,15 @@ def _limit(variable: Variable, value: object, label: str, shown: str, found: _Fi
     """Refuse a value that is not supported, or warn that it has no effect."""
     if variable.status is Status.REFUSED and value != variable.accepts:
         raise ConfigError(f"{label}={shown} is not supported: {variable.doc}")
-    if variable.status is Status.NO_EFFECT and not _is_default(variable.field, value):
+    if variable.status is Status.NO_EFFECT and not _is_usual(variable, value):
         found.warnings.append(f"{label} has no effect: {variable.doc}")
 
 
-def _is_default(name: str | None, value: object) -> bool:
+def _is_usual(variable: Variable, value: object) -> bool:
     """Return whether the value is what happens anyway."""
-    return name is not None and RblnConfig.model_fields[name].default == value
+    if variable.field is None:
+        return variable.accepts is not None and variable.accepts == value
+    return bool(RblnConfig.model_fields[variable.field].default == value)
 
 
 def _reason(error: ValidationError) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
-from rbln_backend.config import WORD, Env, Form, Number, RblnConfig, Switch, read_number
+from rbln_backend.config import WORD, Count, Env, Form, Number, RblnConfig, Switch, read_number
 
 KINDS: Mapping[str, Any] = {
     name: kind
@@ -47,7 +47,8 @@ def form_of(kind: Any) -> Form:
 class Variable:
     """One documented name, read as the field that it sets, else as `type`.
 
-    `accepts` is the only value that a REFUSED name may hold.
+    `accepts` is the only value that a REFUSED name may hold, and the one of a NO_EFFECT name that
+    gives no warning.
     """
 
     name: str
@@ -135,6 +136,32 @@ VARIABLES: tuple[Variable, ...] = (
         type=_DpImpl,
         accepts="padded_decode",
     ),
+    Variable(
+        "VLLM_RBLN_NUM_HIDDEN_LAYERS",
+        _IDLE,
+        "The whole model is built; `rbln-parity --num-hidden-layers` runs its first layers.",
+        type=Count,
+        accepts=0,
+    ),
+    Variable(
+        "VLLM_RBLN_DISABLE_WORKER_FAIL_FAST",
+        _IDLE,
+        "A worker that ends ends the engine, and the server with it.",
+        accepts=False,
+    ),
+    Variable(
+        "VLLM_RBLN_USE_DYNAMIC_KV_CACHE",
+        _IDLE,
+        "KV caches are sized by an estimate before graphs compile, or by "
+        "`--num-gpu-blocks-override`.",
+        accepts=False,
+    ),
+    Variable(
+        "VLLM_RBLN_USE_W8A8",
+        _IDLE,
+        "Activations of FP8 weights keep the model's dtype (W8A16).",
+        accepts=False,
+    ),
     Variable("VLLM_RBLN_SAMPLER", _IDLE, "Sampling is vLLM's, on the host.", "sampler"),
     Variable("VLLM_RBLN_FLASH_CAUSAL_ATTN", _IDLE, _ONE_OP, "flash_causal_attn"),
     Variable("VLLM_RBLN_METRICS", _IDLE, "Metrics are always on, at `/metrics`."),
@@ -166,5 +193,7 @@ OPTION_NAMES: Mapping[str, str] = {
     "specialize_moe_decode": "VLLM_RBLN_SPECIALIZE_MOE_DECODE",
     "use_all2all_dispatch": "VLLM_RBLN_DISPATCH_ALL2ALL",
     "use_all2all_combine": "VLLM_RBLN_COMBINE_ALL2ALL",
+    "use_dynamic_kv_cache": "VLLM_RBLN_USE_DYNAMIC_KV_CACHE",
+    "use_w8a8": "VLLM_RBLN_USE_W8A8",
 }
 """Keys of vllm-rbln 0.12's `additional_config` that differ from our field, and their variable."""

@@ -10,15 +10,16 @@ _LEGEND = "{{hostname}} {{pod}} {{name}}"
 _HEAT = (Step(None, "green"), Step(75, "orange"), Step(85, "red"))
 
 
-def devices_of_service(metric: str) -> str:
-    """Return the devices of the selected instances.
+def devices_of_service(metric: str, matcher: str = "") -> str:
+    """Return the devices of the selected instances; `matcher` selects by another label.
 
     In Kubernetes the exporter names a device's pod. Elsewhere all devices of an instance's host
     count; the scrape configuration gives the instance a label `hostname`.
     """
     here = f"rbln_serve_build_info{{{OURS}}}"
-    by_pod = f'{metric}{{pod!=""}} and on (namespace, pod) {here}'
-    by_host = f'{metric}{{pod=""}} and on (hostname) {here}'
+    extra = f",{matcher}" if matcher else ""
+    by_pod = f'{metric}{{pod!=""{extra}}} and on (namespace, pod) {here}'
+    by_host = f'{metric}{{pod=""{extra}}} and on (hostname) {here}'
     return f"({by_pod}) or ({by_host})"
 
 
@@ -26,20 +27,40 @@ def _all(metric: str) -> str:
     return f"sum({devices_of_service(metric)})"
 
 
+def _in_state(state: str) -> str:
+    return devices_of_service("rbln_npu_device_status", f'state="{state}"')
+
+
 _STATE = (
     Panel(
         "Devices",
         "stat",
-        (Query(f"count({devices_of_service('rbln_npu_health')})"),),
+        (Query(f"count({_in_state('fault')})"),),
         "Devices of the selected instances.",
         width=4,
         height=6,
     ),
     Panel(
-        "Inactive devices",
+        "Devices in fault",
         "stat",
-        (Query(_all("rbln_npu_health")),),
-        "Devices whose health is 1 (inactive).",
+        (Query(f"sum({_in_state('fault')})"),),
+        "Devices whose driver reports the state `fault`.",
+        width=4,
+        height=6,
+        steps=(Step(None, "green"), Step(1, "red")),
+    ),
+    Panel(
+        "State",
+        "timeseries",
+        (Query(f"{devices_of_service('rbln_npu_device_status')} == 1", _LEGEND + " {{state}}"),),
+        "Present state of each device: ready, busy, init, fault, finish or not_found.",
+        maximum=1,
+    ),
+    Panel(
+        "Exporters without a driver",
+        "stat",
+        (Query("count(rbln_up == 0) or vector(0)"),),
+        "Exporters whose last query of the driver's daemon failed; their devices have no series.",
         width=4,
         height=6,
         steps=(Step(None, "green"), Step(1, "red")),

@@ -2,4 +2,11 @@
 
 from __future__ import annotations
 
-from rbln_backend.settings import HubSettings, child_environ, hub_settings, resolve
+from rbln_backend.settings import (
+    HubSettings,
+    child_environ,
+    given_options,
+    hub_settings,
+    options_of_vllm,
+    resolve,
+)

@@ -23,7 +23,7 @@ class Settled:
     local_engines: int
     """Data-parallel engines on this host, which vLLM does not pass to engines of dense models."""
     others: Mapping[str, Any]
-    """Entries of the mapping that do not belong to this backend."""
+    """Entries of the mapping that vLLM's own models read."""
     buckets: EngineBuckets | None = None
     """The compiled sizes; None where vLLM makes a configuration without a model."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from rbln_backend.api.settings import child_environ
+from rbln_backend.api.settings import child_environ, given_options, options_of_vllm
 from rbln_backend.errors import BucketError
 from rbln_backend.host.child_process import ChildJob, report
 from server.engine.config import engine_config
@@ -58,7 +58,7 @@ class Measuring:
                 raise ValueError(f"--{name} follows from the buckets here; leave it out")
         self._context: str = given.max_model_len
         self._additional: dict[str, Any] = json.loads(given.additional_config)
-        for name in self._additional.get("rbln", {}):
+        for name in given_options(self._additional):
             if name.startswith(_TRIED):
                 raise ValueError(
                     f"--additional-config names {name}; leave it out, it is tried here"
@@ -102,7 +102,9 @@ class Measuring:
             "prefill_chunk_buckets": list(tables["prefill"]),
             "record_usage": False,
         }
-        config = self._additional | {"rbln": self._additional.get("rbln", {}) | ours}
+        config = options_of_vllm(self._additional) | {
+            "rbln": given_options(self._additional) | ours
+        }
         return [
             f"--additional-config={json.dumps(config)}",
             f"--max-num-seqs={tables['decode'].largest}",

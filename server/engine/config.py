@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rbln_backend import api
+from rbln_backend.api.settings import given_options, options_of_vllm
 from rbln_backend.errors import RblnError
 from server.engine.model_files import check_model_folder
 from server.frontend import LaunchError
@@ -67,14 +68,14 @@ def engine_config(
 
 def _prefill_options(additional: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any]:
     """Return the options of the order of prompts that are given as flags of the server."""
-    given = additional.get("rbln", {})
+    given = given_options(additional)
     options: dict[str, Any] = {
         "prefill_policy": settings.prefill_policy,
         "max_num_partial_prefills": settings.max_num_partial_prefills,
     }
     options = {name: value for name, value in options.items() if value is not None}
     for name, value in options.items():
-        if isinstance(given, dict) and given.get(name, value) != value:
+        if given.get(name, value) != value:
             raise LaunchError(
                 f"--{name.replace('_', '-')} {value} and {name} {given[name]!r} in "
                 "--additional-config are the same setting; give one of them",
@@ -139,9 +140,4 @@ def _refuse_model(engine_args: AsyncEngineArgs) -> None:
 
 
 def _with_ours(additional: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    given = additional.get("rbln", {})
-    if not isinstance(given, dict):
-        raise LaunchError(
-            f"--additional-config: 'rbln' must be an object, got {given!r}", exit_code=2
-        )
-    return {**additional, "rbln": {**given, **ours}}
+    return {**options_of_vllm(additional), "rbln": {**given_options(additional), **ours}}

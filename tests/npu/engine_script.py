@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -28,9 +29,11 @@ def _answer(
 ) -> list[list[list[int]]]:
     from vllm import LLM, SamplingParams
 
-    from rbln_backend.vllm_compat.patches import inspect_models_here
+    if find_spec("rbln_backend"):
+        # The vendor's environment, which runs this script as well, does not have it.
+        from rbln_backend.vllm_compat.patches import inspect_models_here
 
-    inspect_models_here()
+        inspect_models_here()
     llm = LLM(path, **options)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     answers = [_generate(llm.llm_engine, batch, params, abort_after) for batch in batches]

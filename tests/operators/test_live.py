@@ -74,7 +74,8 @@ def known_labels(scene: Scene) -> dict[str, set[str]]:
     for family in text_string_to_metric_families(scene.server.client.get("/metrics").text):
         for sample in family.samples:
             known.setdefault(sample.name, set()).update(sample.labels)
-    known |= {name: set(VENDOR_LABELS) for name in VENDOR_METRICS} | {"up": set()}
+    known |= {name: set(VENDOR_LABELS) for name in VENDOR_METRICS} | {"up": set(), "rbln_up": set()}
+    known["rbln_npu_device_status"] = {*VENDOR_LABELS, "state"}
     for rule in read_rules("rules.yml"):
         known[rule["record"]] = names_of(rule["expr"]).grouped | set(rule.get("labels", ()))
     return {name: labels | TARGET_LABELS for name, labels in known.items()}
@@ -179,7 +180,8 @@ def test_alerts_fire_when_there_is_reason(loaded: Scene) -> None:
     prometheus.until(fires.format("RblnOverload"))
     assert prometheus.firing() <= SLOWNESS | {"RblnOverload"}
 
-    loaded.devices.values |= {"rbln_npu_health": 1.0, "rbln_npu_temperature": 88.0}
+    loaded.devices.values |= {"rbln_npu_temperature": 88.0}
+    loaded.devices.state = "fault"
     prometheus.until(fires.format("RblnNpuUnhealthy"))
     prometheus.until(fires.format("RblnNpuHot"))
 

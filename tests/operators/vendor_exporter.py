@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,8 +15,9 @@ VENDOR_METRICS = {
     "rbln_npu_memory_used": 8.0e9,
     "rbln_npu_memory_total": 16877882368.0,
     "rbln_npu_utilization": 61.0,
-    "rbln_npu_health": 0.0,
+    "rbln_npu_power_state": 2.0,
 }
+STATES = ("ready", "busy", "init", "fault", "finish", "not_found")
 # `namespace`, `pod` and `container` are there in Kubernetes alone.
 VENDOR_LABELS = (
     *("name", "uuid", "card", "deviceID", "hostname", "driver_version", "firmware_version"),
@@ -24,10 +26,14 @@ VENDOR_LABELS = (
 
 
 class VendorExporter:
-    """Two devices of one host on a port of its own; a context manager. `values` may be changed."""
+    """Two devices of one host on a port of its own; a context manager.
+
+    `values`, `state` (of both devices) and `is_up` (the daemon answers) may be changed.
+    """
 
     def __init__(self, hostname: str) -> None:
         self.values = dict(VENDOR_METRICS)
+        self.state, self.is_up = "busy", True
         exporter = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -63,12 +69,22 @@ class VendorExporter:
         self._thread.join(5)
 
     def _page(self, hostname: str) -> str:
-        lines = []
-        for metric, value in self.values.items():
+        lines = ["# TYPE rbln_up gauge", f"rbln_up {int(self.is_up)}"]
+        for metric, value in self.values.items() if self.is_up else ():
             lines += [f"# HELP {metric} One device.", f"# TYPE {metric} gauge"]
             for number in range(2):
-                labels = f'name="rbln{number}",uuid="uuid-{number}",card="RBLN-CA25",'
-                labels += f'deviceID="{number}",hostname="{hostname}",driver_version="2.0.0",'
-                labels += 'firmware_version="1.0.0"'
+                labels = _labels(hostname, number)
                 lines.append(f"{metric}{{{labels}}} {value + number * (value > 1)}")
+        if self.is_up:
+            lines.append("# TYPE rbln_npu_device_status gauge")
+            for number, state in itertools.product(range(2), STATES):
+                labels = f'{_labels(hostname, number)},state="{state}"'
+                lines.append(f"rbln_npu_device_status{{{labels}}} {int(state == self.state)}")
         return "\n".join(lines) + "\n"
+
+
+def _labels(hostname: str, number: int) -> str:
+    return (
+        f'name="rbln{number}",uuid="uuid-{number}",card="RBLN-CA25",deviceID="{number}",'
+        f'hostname="{hostname}",driver_version="2.0.0",firmware_version="1.0.0"'
+    )

@@ -17,6 +17,10 @@ DOCUMENTED = [
     "VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK",
     "VLLM_RBLN_TP_SIZE",
     "VLLM_RBLN_SAMPLER",
+    "VLLM_RBLN_NUM_HIDDEN_LAYERS",
+    "VLLM_RBLN_DISABLE_WORKER_FAIL_FAST",
+    "VLLM_RBLN_USE_DYNAMIC_KV_CACHE",
+    "VLLM_RBLN_USE_W8A8",
     "VLLM_RBLN_ENABLE_WARM_UP",
     "VLLM_RBLN_USE_VLLM_MODEL",
     "VLLM_RBLN_SPECIALIZE_MOE_DECODE",
@@ -225,7 +229,7 @@ def test_the_table_of_values_above_covers_every_field_a_variable_sets() -> None:
 
 def test_additional_config_wins_over_the_environment_and_that_over_the_default() -> None:
     resolved = resolve(
-        {"rbln": {"decode_batch_bucket_limit": 2}, "other_plugin": {"x": 1}},
+        {"rbln": {"decode_batch_bucket_limit": 2}, "gdn_prefill_backend": "triton"},
         {
             "VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT": "4",
             "VLLM_RBLN_DECODE_BATCH_BUCKET_MIN": "3",
@@ -264,9 +268,52 @@ def test_an_unknown_variable_is_an_error_with_a_suggestion() -> None:
 
 def test_an_unknown_option_is_an_error_with_a_suggestion() -> None:
     assert error_of({}, decode_batch_bucket_limits=2) == (
-        "Unknown option 'decode_batch_bucket_limits' in additional_config['rbln']; "
+        "Unknown option 'decode_batch_bucket_limits' in additional_config; "
         "did you mean 'decode_batch_bucket_limit'?"
     )
+
+
+def test_flat_keys_are_read_as_vllm_rbln_reads_them() -> None:
+    flat = {"decode_batch_bucket_limit": 4, "use_w8a8": True, "kda_prefill_backend": "triton"}
+    resolved = resolve({**flat, "rbln": {"device": "emulated"}}, {})
+    assert resolved.config.decode_batch_bucket_limit == 4
+    assert resolved.config.device == "emulated"
+    assert len(resolved.warnings) == 1
+    assert resolved.warnings[0].startswith("use_w8a8 has no effect")
+
+
+@pytest.mark.parametrize(
+    ("additional", "message"),
+    [
+        ({"decode_batch_bucket_limits": 4}, "Unknown option 'decode_batch_bucket_limits'"),
+        ({"other_plugin": {"x": 1}}, "Unknown option 'other_plugin' in additional_config; known"),
+        (
+            {"device": "emulated", "rbln": {"device": "rebel"}},
+            "'device' is in additional_config and in additional_config['rbln']; give one of them",
+        ),
+    ],
+)
+def test_other_flat_keys_are_errors(additional: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(additional, {})
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [
+        ("VLLM_RBLN_NUM_HIDDEN_LAYERS", "0", "2"),
+        ("VLLM_RBLN_DISABLE_WORKER_FAIL_FAST", "0", "1"),
+        ("VLLM_RBLN_USE_DYNAMIC_KV_CACHE", "0", "1"),
+        ("VLLM_RBLN_USE_W8A8", "0", "1"),
+    ],
+)
+def test_variables_of_vllm_rbln_0_12_warn_only_where_they_ask_for_more(
+    name: str, usual: str, other: str
+) -> None:
+    assert resolve(None, {name: usual}).warnings == []
+    (warning,) = resolve(None, {name: other}).warnings
+    assert warning.startswith(f"{name} has no effect: ")
 
 
 def test_the_section_must_be_an_object() -> None:
