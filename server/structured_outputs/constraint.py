@@ -23,6 +23,19 @@ class ConstraintKind(enum.Enum):
     STRUCTURAL_TAG = "structural_tag"
 
 
+class Undeclared(enum.StrEnum):
+    """Rule of a grammar for parts that its schema does not declare.
+
+    With `OMIT`, objects have the listed properties in their order, arrays the listed first items,
+    and keywords imply the type that they constrain. `ALLOW` is JSON Schema's rule: other
+    properties and items may follow, properties may come in any order, and a schema without `type`
+    takes every type.
+    """
+
+    OMIT = "omit"
+    ALLOW = "allow"
+
+
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """One constraint; `param` is its place in the request.
@@ -31,7 +44,7 @@ class Constraint:
     grammar cannot express are ignored. A `derived` one was made by vLLM from parts that were
     inspected already. The schema of a `tagged` one is not rewritten, because it becomes part of a
     structural tag that has no rewriting. `shares` is the number of its schemas,
-    each of which adds the processor time of one.
+    each of which adds the processor time of one. `undeclared` applies to its schemas.
     """
 
     kind: ConstraintKind
@@ -41,6 +54,7 @@ class Constraint:
     derived: bool = False
     tagged: bool = False
     shares: int = 1
+    undeclared: Undeclared = Undeclared.OMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +87,7 @@ def job_key(constraints: Sequence[Constraint], *, exact: bool = True) -> bytes:
     """Return the cache key of constraints; without `exact`, as if none of them were exact."""
     digest = hashlib.sha256()
     for item in constraints:
-        head = f"{item.kind.value} {item.exact and exact} {item.tagged} {len(item.text)}\n"
+        head = f"{item.kind.value} {item.exact and exact} {item.tagged} {item.undeclared}"
+        head += f" {len(item.text)}\n"
         digest.update(head.encode() + item.text.encode(errors="surrogatepass"))
     return digest.digest()

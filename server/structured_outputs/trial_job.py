@@ -13,6 +13,7 @@ from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,
     SchemaLimits,
+    Undeclared,
     UnusableError,
 )
 from server.structured_outputs.inspection import check_unrewritten, inspect, parsed
@@ -53,7 +54,10 @@ class TrialVerdict:
 
 def job_bytes(constraints: Sequence[Constraint], limits: SchemaLimits) -> bytes:
     """Return a job as JSON."""
-    parts = [(c.kind.value, c.text, c.exact, c.derived, c.tagged) for c in constraints]
+    parts = [
+        (c.kind.value, c.text, c.exact, c.derived, c.tagged, c.undeclared.value)
+        for c in constraints
+    ]
     head = {"shares": shares_of(constraints), "limits": dataclasses.asdict(limits)}
     return json.dumps({**head, "parts": parts}).encode()
 
@@ -82,8 +86,16 @@ def do_job(
     limits = SchemaLimits(**job["limits"])
     started = time.perf_counter()
     grammar = None
-    for part, (kind, text, exact, derived, tagged) in enumerate(job["parts"]):
-        constraint = Constraint(ConstraintKind(kind), text, "", exact, derived, tagged)
+    for part, (kind, text, exact, derived, tagged, undeclared) in enumerate(job["parts"]):
+        constraint = Constraint(
+            ConstraintKind(kind),
+            text,
+            "",
+            exact,
+            derived,
+            tagged,
+            undeclared=Undeclared(undeclared),
+        )
         try:
             if not derived:
                 inspect(constraint, limits)
@@ -109,9 +121,9 @@ def _rewritten(constraint: Constraint, specials: Mapping[str, int], *, compact: 
     value = parsed(constraint.text)
     try:
         if is_tag:
-            found = rewrite_tag(value, specials, compact=compact)
+            found = rewrite_tag(value, specials, compact=compact, undeclared=constraint.undeclared)
         else:
-            found = rewrite(value, compact=compact)
+            found = rewrite(value, compact=compact, undeclared=constraint.undeclared)
     except RecursionError:
         raise UnusableError("it is nested too deeply to be rewritten") from None
     if found is None:

@@ -22,7 +22,7 @@ FiniteValues = Callable[[Node], list[Any] | None]
 
 def array_shape(document: SchemaDocument, plain: Plain, values_of: FiniteValues) -> Array | None:
     """Return the arrays that satisfy all of the schemas, or None if there are none."""
-    first, rest = _items(plain, wide=document.wide)
+    first, rest = _items(plain, open_=document.open)
     least = max((int(item.get("minItems", 0)) for item in plain), default=0)
     most = min((int(item["maxItems"]) for item in plain if "maxItems" in item), default=None)
     if rest is None:
@@ -40,7 +40,7 @@ def array_shape(document: SchemaDocument, plain: Plain, values_of: FiniteValues)
         return shape
 
 
-def _items(plain: Plain, *, wide: bool) -> tuple[tuple[Node, ...], Node | None]:
+def _items(plain: Plain, *, open_: bool) -> tuple[tuple[Node, ...], Node | None]:
     """Return the nodes of the first items and of the rest."""
     count = max((len(item.get("prefixItems", ())) for item in plain), default=0)
     least = max((item.get("minItems", 0) for item in plain), default=0)
@@ -52,7 +52,7 @@ def _items(plain: Plain, *, wide: bool) -> tuple[tuple[Node, ...], Node | None]:
         first.append(node)
     rest = Node.of(*(schema.get("items", True) for schema in plain))
     listed_only = count and least <= count and all("items" not in schema for schema in plain)
-    closed = (listed_only and not wide) or False in rest.schemas
+    closed = (listed_only and not open_) or False in rest.schemas
     return tuple(first), None if closed else rest
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from jsonschema.protocols import Validator
 from jsonschema.validators import Draft4Validator, Draft202012Validator, extend
 
+from server.structured_outputs.constraint import Undeclared
 from server.structured_outputs.schema_walk import Schema, every_schema, resolve
 
 NOT_ONE_OF = "\0notOneOf"
@@ -49,13 +50,21 @@ class SchemaDocument:
     """One schema and its parts that have no rewriting.
 
     A `wide` one serves proofs that no value satisfies a schema: its shapes hold at least all valid
-    values, and parts without a rewriting are ignored.
+    values, and parts without a rewriting are ignored. An `open` one takes undeclared parts.
     """
 
-    def __init__(self, root: Any, *, draft: int, wide: bool = False) -> None:
+    def __init__(
+        self,
+        root: Any,
+        *,
+        draft: int,
+        undeclared: Undeclared = Undeclared.OMIT,
+        wide: bool = False,
+    ) -> None:
         """`root` has the keywords of 2020-12; `draft` is the one that it was written in."""
         self.root = root
         self.wide = wide
+        self.open = wide or undeclared is Undeclared.ALLOW
         self._draft = draft
         self.left_out: list[str] = []
         self._places = {id(schema): path for path, schema in every_schema(root)}

@@ -82,7 +82,7 @@ class Nodes:
         if listed is not None:
             values = listed.get("enum", [listed["const"]] if "const" in listed else [])
             return [FixedValue(value) for value in values if self._is_valid(value, plain)]
-        types = _types(plain, wide=self._document.wide)
+        types = _types(plain, open_=self._document.open)
         found: list[Shape] = [
             FixedValue(value)
             for kind, values in (("null", (None,)), ("boolean", (True, False)))
@@ -180,7 +180,7 @@ _NAMES: dict[type | tuple[type, ...], str] = {
 }
 
 
-def _types(plain: Plain, *, wide: bool) -> set[str]:
+def _types(plain: Plain, *, open_: bool) -> set[str]:
     """Return the types that a value may have; 'number' implies 'integer'."""
     types = set(TYPES)
     for schema in plain:
@@ -189,7 +189,7 @@ def _types(plain: Plain, *, wide: bool) -> set[str]:
             types &= {*named, "integer"} if "number" in named else set(named)
         for name in schema.get(NOT_TYPES, ()):
             types -= {name, "integer"} if name == "number" else {name}
-    if wide or any("type" in schema for schema in plain):
+    if open_ or any("type" in schema for schema in plain):
         return types
     # Without a type, the keywords imply it.
     meant = {

@@ -48,7 +48,7 @@ def object_shape(document: SchemaDocument, plain: Plain) -> Object | None:
             f"{least - 1} properties, or leave it out",
         )
         least = 0
-    return Object(tuple(listed), tuple(others), least, min(most, default=None))
+    return Object(tuple(listed), tuple(others), least, min(most, default=None), document.open)
 
 
 def _of_name(schema: Schema, name: str) -> list[Any]:
@@ -99,7 +99,7 @@ def _others(document: SchemaDocument, plain: Plain, listed: set[str]) -> list[tu
         values = [part for item in plain for part in _of_pattern(item, pattern)]
         found.append((Node.of(*names, {"pattern": pattern}), Node.of(*values)))
     lists = any(item.get("properties") or item.get("patternProperties") for item in own)
-    open_ = document.wide or any("additionalProperties" in item for item in own)
+    open_ = document.open or any("additionalProperties" in item for item in own)
     if open_ or not lists:
         values = [item.get("additionalProperties", True) for item in plain]
         # A name may match a pattern too, whose schema then applies as well.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from server.structured_outputs.constraint import UnusableError
+from server.structured_outputs.constraint import Undeclared, UnusableError
 from server.structured_outputs.rewriting.document import Node, SchemaDocument
 from server.structured_outputs.rewriting.drafts import draft_of, modern, newer_keywords
 from server.structured_outputs.rewriting.nodes import Nodes
@@ -24,22 +24,22 @@ class Rewriting:
     left_out: tuple[str, ...]
 
 
-def rewrite(schema: Any, *, compact: bool) -> Rewriting:
+def rewrite(schema: Any, *, compact: bool, undeclared: Undeclared = Undeclared.OMIT) -> Rewriting:
     """Return the grammar of a schema; `compact` for JSON without whitespace.
 
     Raises `UnusableError` if no value satisfies it, or if it has too many combinations.
     """
     rules = Rules(compact=compact)
-    root, left_out = add_schema(rules, schema)
+    root, left_out = add_schema(rules, schema, undeclared)
     return Rewriting(rules.text(root), left_out)
 
 
-def add_schema(rules: Rules, schema: Any) -> tuple[str, tuple[str, ...]]:
+def add_schema(rules: Rules, schema: Any, undeclared: Undeclared) -> tuple[str, tuple[str, ...]]:
     """Add the rules of a schema; return its root rule and a line for each part not followed.
 
     Raises `UnusableError` as `rewrite` does.
     """
-    document = SchemaDocument(modern(schema), draft=draft_of(schema))
+    document = SchemaDocument(modern(schema), draft=draft_of(schema), undeclared=undeclared)
     document.left_out += newer_keywords(schema)
     nodes = Nodes(document)
     root = Node.of(document.root)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
+from server.structured_outputs.rewriting.counts import MAX_STATES, CountRange, several
 from server.structured_outputs.rewriting.document import Node
+from server.structured_outputs.rewriting.object_rules import Member, ObjectRules
 from server.structured_outputs.rewriting.scalars.numbers import NumberRange, signed_parts
 from server.structured_outputs.rewriting.shapes import (
     AnyValue,
@@ -32,7 +33,6 @@ MAX_INDENT = 32
 """Most blanks after a line end between two parts of JSON: 8 levels of 4. Without a line end, one
 blank is allowed. Without a bound, a model could fill its context with blanks."""
 MAX_RULES = 20_000
-MAX_STATES = 10_000
 _BLANK = rf"( |\n {{0,{MAX_INDENT}}})?"
 
 NameOf = Callable[[Node], str | None]
@@ -135,9 +135,7 @@ class Rules:
         tail = '""'
         if rest is not None and (most is None or most > count):
             before = max(count, 1)
-            tail = _several(
-                f"COMMA {rest}", least - before, None if most is None else most - before
-            )
+            tail = several(f"COMMA {rest}", least - before, None if most is None else most - before)
             if count == 0:
                 return f"{rest} {tail}" if least else f"({rest} {tail})?"
         for index in range(count - 1, -1, -1):
@@ -191,88 +189,14 @@ class Rules:
         for item in shape.properties:
             value = name_of(item.node)
             if value is not None:
-                listed.append(
-                    (
-                        f"{quoted(_json(item.name))} COLON {value}",
-                        item.required,
-                    )
-                )
+                listed.append(Member(f"{quoted(_json(item.name))} COLON {value}", item.required))
             elif item.required:
                 return []
         pairs = [(name_of(name), name_of(value)) for name, value in shape.others]
         others = [f"{name} COLON {value}" for name, value in pairs if name and value]
         other = self.add("other", *others) if others else None
-        if shape.least == 0 and shape.most is None:
-            return [f"OPEN {self._members(listed, other)} CLOSE"]
-        return self._counted(listed, other, shape.least, shape.most)
-
-    def _members(self, listed: list[tuple[str, bool]], other: str | None) -> str:
-        """Return the members between the braces: `fresh` before the first one, `rest` after it."""
-        fresh = f"({other} (COMMA {other})*)?" if other else '""'
-        rest = f"(COMMA {other})*" if other else '""'
-        for index in range(len(listed) - 1, -1, -1):
-            member, required = listed[index]
-            after = f"COMMA {member} {rest}"
-            first = f"{member} {rest}"
-            if index:
-                rest = self.add("rest", after) if required else self.add("rest", after, rest)
-            fresh = first if required else self.add("fresh", first, fresh)
-        return fresh
-
-    def _counted(
-        self, listed: list[tuple[str, bool]], other: str | None, least: int, most: int | None
-    ) -> list[str]:
-        """Return the rules of counted members: one for each valid place and count."""
-        if other is None and most is not None and most >= len(listed):
-            most = None
-        bounds = CountRange(least, most)
-        if len(listed) * bounds.size > MAX_STATES:
-            raise UnusableError(
-                f"counting its properties takes {len(listed) * bounds.size} rules; the limit is "
-                f"{MAX_STATES}"
-            )
-        counts = range(min(bounds.size, len(listed) + 1))
-        ends = {count: _others(other, bounds, count) for count in counts}
-        for member, required in reversed(listed):
-            places: dict[int, str | None] = {}
-            for count in counts:
-                comma = "COMMA " if count else ""
-                after = bounds.after(count)
-                taken = ends.get(after) if after is not None else None
-                options = [f"{comma}{member} {taken}"] if taken is not None else []
-                skipped = ends[count]
-                if not required and skipped is not None:
-                    options.append(skipped)
-                places[count] = self.add("members", *options) if options else None
-            ends = places
-        start = ends[0]
-        return [] if start is None else [f"OPEN {start} CLOSE"]
-
-
-@dataclass(frozen=True, slots=True)
-class CountRange:
-    """Counts from `least` to `most`; a grammar distinguishes `size` of them."""
-
-    least: int
-    most: int | None
-
-    @property
-    def size(self) -> int:
-        """Number of distinguished counts; without `most`, all counts from `least` are one.
-
-        0 and 1 always differ, because the first item has no comma.
-        """
-        return (max(1, self.least) if self.most is None else self.most) + 1
-
-    def after(self, count: int) -> int | None:
-        """Return the next count, or None if no more are allowed."""
-        if count + 1 < self.size:
-            return count + 1
-        return count if self.most is None else None
-
-    def is_enough(self, count: int) -> bool:
-        """Return True if the count is at least `least`."""
-        return count >= self.least
+        bounds = CountRange(shape.least, shape.most)
+        return ObjectRules(self, listed, other, bounds).options(any_order=shape.any_order)
 
 
 def _ways(
@@ -294,24 +218,6 @@ def _ways(
         grown = not reach <= live
         live |= reach
     return {p: [(item, to) for item, to in steps[p] if to in live] for p in pairs if p in live}
-
-
-def _others(other: str | None, bounds: CountRange, count: int) -> str | None:
-    """Return the unlisted members after `count` listed ones, or None if there is no valid number.
-
-    Unlisted members may repeat a name, so that they count once towards the least number.
-    """
-    missing = bounds.least - count
-    room = None if bounds.most is None else bounds.most - count
-    if missing > (other is not None and room != 0):
-        return None
-    if other is None or room == 0:
-        return '""'
-    low = max(0, missing)
-    if count:
-        return _several(f"COMMA {other}", low, room)
-    some = f"{other} {_several(f'COMMA {other}', 0, None if room is None else room - 1)}"
-    return some if low else f"({some})?"
 
 
 def _json(value: Any, *, compact: bool = False) -> str:
@@ -345,11 +251,3 @@ def _number(item: NumberRange) -> list[str]:
         else:
             found.append(f"{quoted(sign)} {scalar(part.schema())}".removeprefix('"" '))
     return found
-
-
-def _several(item: str, least: int, most: int | None) -> str:
-    """Return `least` to `most` of an item; the dialect has no `{0,0}`."""
-    low = max(0, least)
-    if most is None:
-        return f"({item}){{{low},}}" if low else f"({item})*"
-    return f"({item}){{{low},{most}}}" if most else '""'

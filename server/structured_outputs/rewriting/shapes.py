@@ -72,12 +72,16 @@ class Property:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Objects: the listed properties in order, then any number of others by name and value."""
+    """Objects: the listed properties, and any number of others by name and value.
+
+    The listed ones come in their order, unless they may come in `any_order`.
+    """
 
     properties: tuple[Property, ...]
     others: tuple[tuple[Node, Node], ...]
     least: int
     most: int | None
+    any_order: bool = False
 
 
 Shape = AnyValue | FixedValue | Text | Number | Array | Object

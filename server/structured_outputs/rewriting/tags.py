@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from server.structured_outputs.constraint import Undeclared
 from server.structured_outputs.rewriting.rewriting import Rewriting, add_schema
 from server.structured_outputs.rewriting.rules import Rules, quoted
 from server.structured_outputs.rewriting.scalars.patterns import escaped
@@ -25,13 +26,19 @@ class UnsupportedTagError(ValueError):
     """A format of a structural tag has no rewriting."""
 
 
-def rewrite_tag(tag: Any, specials: Mapping[str, int], *, compact: bool) -> Rewriting | None:
+def rewrite_tag(
+    tag: Any,
+    specials: Mapping[str, int],
+    *,
+    compact: bool,
+    undeclared: Undeclared = Undeclared.OMIT,
+) -> Rewriting | None:
     """Return the grammar of a structural tag; None if one of its formats has no rewriting.
 
     `specials` are the ids of the tokenizer's special tokens by text, without those that end an
     answer. Raises `UnusableError` as `rewrite` does.
     """
-    writer = _TagWriter(Rules(compact=compact), specials)
+    writer = _TagWriter(Rules(compact=compact), specials, undeclared)
     try:
         start = writer.last(_format(tag))
     except (UnsupportedTagError, KeyError, TypeError, AttributeError):
@@ -43,10 +50,11 @@ def rewrite_tag(tag: Any, specials: Mapping[str, int], *, compact: bool) -> Rewr
 class _TagWriter:
     """Writes the rules of one structural tag; each method returns the options of a format."""
 
-    def __init__(self, rules: Rules, specials: Mapping[str, int]) -> None:
+    def __init__(self, rules: Rules, specials: Mapping[str, int], undeclared: Undeclared) -> None:
         self.rules = rules
         self.specials = specials
         self.left_out: list[str] = []
+        self._undeclared = undeclared
         self._schemas: dict[str, str] = {}
 
     def last(self, item: Format) -> str:
@@ -68,7 +76,9 @@ class _TagWriter:
             raise UnsupportedTagError
         text = json.dumps(item["json_schema"])
         if text not in self._schemas:
-            self._schemas[text], left_out = add_schema(self.rules, item["json_schema"])
+            self._schemas[text], left_out = add_schema(
+                self.rules, item["json_schema"], self._undeclared
+            )
             self.left_out += left_out
         return [self._schemas[text]]
 

@@ -15,6 +15,7 @@ from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,
     SchemaLimits,
+    Undeclared,
     UnusableError,
 )
 from server.structured_outputs.inspection import inspect
@@ -206,7 +207,8 @@ def outcomes_of(seed: int, count: int) -> tuple[Counter[str], list[Any]]:
         schema = make(1 + index % 3)
         try:
             inspect(Constraint(ConstraintKind.JSON, json.dumps(schema), ""), LIMITS)
-            found = rewrite(schema, compact=False)
+            undeclared = tuple(Undeclared)[index // 4 % 2]
+            found = rewrite(schema, compact=False, undeclared=undeclared)
         except UnusableError:
             outcomes["refused"] += 1
             continue
