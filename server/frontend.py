@@ -63,6 +63,8 @@ class ParsedRequest:
     """Field that an error about a prompt longer than the context names."""
     constraints: list[list[Constraint]] = field(default_factory=list)
     """Constraints of the answer; those of one list are compiled together."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the custom tools, each of which `model` has as a function."""
     forbidding: list[str] = field(default_factory=list)
     """Fields that forbid tokens."""
     is_deprecated: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -95,7 +95,8 @@ class RequestRecord:
     after the last byte was sent. `sent_bytes` and `sent_frames` count those of the answer, which is
     `complete` once its last byte was sent. `failure` is the engine's error where vLLM's classes do
     not pass it on. `guide` is how the answer is guided, one of `GUIDES`; `grammars` are the gate's
-    verdicts on its constraints: grammars by job key. `failure_frames` makes the frames that end a
+    verdicts on its constraints: grammars by job key. `custom_tools` are the names of the tools
+    whose calls have an input instead of arguments. `failure_frames` makes the frames that end a
     stream with an error, where they depend on the frames sent. `error` is the error that ended the
     request. `span` is the request's, None where none is recorded or it has ended; `trace_headers`
     name it to the engine.
@@ -118,6 +119,7 @@ class RequestRecord:
     failure: ServerError | None = None
     guide: str | None = None
     grammars: Mapping[bytes, str | None] = field(default_factory=dict)
+    custom_tools: Collection[str] = ()
     error: ServerError | None = None
     span: Span | None = None
     trace_headers: Mapping[str, str] | None = None

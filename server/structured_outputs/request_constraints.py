@@ -8,8 +8,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from server.errors import InvalidValueError, MissingFieldError, UnsupportedFieldError
-from server.structured_outputs.constraint import BACKEND, Constraint, ConstraintKind
+from server.errors import (
+    InvalidGrammarError,
+    InvalidValueError,
+    MissingFieldError,
+    UnsupportedFieldError,
+)
+from server.structured_outputs.constraint import (
+    BACKEND,
+    Constraint,
+    ConstraintKind,
+    UnusableError,
+)
+from server.structured_outputs.tool_inputs.input_grammar import InputGrammar, grammar_of
 from server.tools.choice import ToolChoice, get_field
 from server.wire.endpoint import Endpoint, JsonObject
 
@@ -173,10 +184,26 @@ def _tools(endpoint: Endpoint, fields: JsonObject, *, tagged: bool) -> list[Cons
             continue
         strict = get_field(tool, "strict") is True
         any_strict |= strict
-        if isinstance(schema := get_field(tool, name), dict):
+        schema = get_field(tool, name)
+        if (grammar := grammar_of(schema)) is not None:
+            found.append(_input_constraint(grammar, path))
+        elif isinstance(schema, dict):
             text = json.dumps(object_schema(schema))
             found.append(
                 Constraint(ConstraintKind.JSON, text, f"{path}.{name}", strict, tagged=tagged)
             )
     # With `auto`, calls are guided if a tool is strict or if only some tools are allowed.
     return found if choice.forces or choice.listed or any_strict else []
+
+
+def _input_constraint(grammar: InputGrammar, path: str) -> Constraint:
+    """Return the constraint of a custom tool's input alone; `path` is that of the tool."""
+    tool, nested, _ = path.partition(".function")
+    place = f"{tool}.custom.format.grammar" if nested else f"{tool}.format"
+    param = f"{place}.definition"
+    try:
+        return Constraint(ConstraintKind.GRAMMAR, grammar.text(), param)
+    except UnusableError as error:
+        raise InvalidGrammarError(
+            f"The grammar in '{param}' cannot be used: {error}.", param=param
+        ) from None

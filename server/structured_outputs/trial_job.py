@@ -19,6 +19,12 @@ from server.structured_outputs.constraint import (
 from server.structured_outputs.inspection import check_unrewritten, inspect, parsed
 from server.structured_outputs.rewriting.rewriting import rewrite
 from server.structured_outputs.rewriting.tags import rewrite_tag
+from server.structured_outputs.tool_inputs.input_grammar import (
+    KEYWORD,
+    InputGrammar,
+    with_rules,
+    with_stand_ins,
+)
 
 Trial = Callable[[str, str], list[str]]
 """Tries one grammar of a kind and returns warnings.
@@ -118,7 +124,9 @@ def _rewritten(constraint: Constraint, specials: Mapping[str, int], *, compact: 
     is_tag = constraint.kind is ConstraintKind.STRUCTURAL_TAG
     if not is_tag and (constraint.kind is not ConstraintKind.JSON or constraint.tagged):
         return None
-    value = parsed(constraint.text)
+    value, inputs = parsed(constraint.text), list[InputGrammar]()
+    if KEYWORD in constraint.text:
+        value, inputs = with_stand_ins(value)
     try:
         if is_tag:
             found = rewrite_tag(value, specials, compact=compact, undeclared=constraint.undeclared)
@@ -127,10 +135,12 @@ def _rewritten(constraint: Constraint, specials: Mapping[str, int], *, compact: 
     except RecursionError:
         raise UnusableError("it is nested too deeply to be rewritten") from None
     if found is None:
+        if inputs:
+            raise UnusableError("its form has no rewriting, which a tool's grammar needs")
         return None
     if found.left_out and constraint.exact:
         raise UnusableError(found.left_out[0])
-    return found.grammar
+    return with_rules(found.grammar, inputs)
 
 
 def _try(constraint: Constraint, kind: str, text: str, trial: Trial) -> None:

@@ -120,7 +120,8 @@ def _check_allowed(endpoint: Endpoint, value: Any, offered: list[str]) -> None:
         place = f"{path}.tools[{index}]"
         if get_field(tool, "type") != "function":
             raise InvalidValueError(
-                f"'{place}.type' must be 'function', got {describe(get_field(tool, 'type'))}.",
+                f"'{place}.type' must be 'function' or 'custom', got "
+                f"{describe(get_field(tool, 'type'))}.",
                 param=f"{place}.type",
             )
         if endpoint is Endpoint.CHAT:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from server.request.record import RequestRecord
 from server.vllm.responses.answer import compacted_json, response_json
 from server.vllm.serving import adapted
+from server.vllm.streams.custom_calls import with_custom_calls
 from server.vllm.streams.stamps import add_prediction_counts, put_on
 from server.wire.endpoint import JsonObject
 
@@ -24,6 +25,11 @@ def _body(answer: BaseModel, stamp: JsonObject, _: RequestRecord) -> bytes:
     put_on(answer, stamp)
     add_prediction_counts(getattr(answer, "usage", None))
     return answer.model_dump_json().encode()
+
+
+def _chat_body(answer: BaseModel, stamp: JsonObject, record: RequestRecord) -> bytes:
+    whole = _body(answer, stamp, record)
+    return with_custom_calls(whole, record.custom_tools) if record.custom_tools else whole
 
 
 def _body_without_nulls(answer: BaseModel, _stamp: JsonObject, _: RequestRecord) -> bytes:
@@ -110,6 +116,7 @@ _SERVED_BY = {
 """Attribute of vLLM's application state and method that serve a form."""
 
 _BODIES: Mapping[str, ToBody] = {
+    "chat": _chat_body,
     "responses": response_json,
     "compact": compacted_json,
     "count_tokens": _body_without_nulls,

@@ -29,7 +29,13 @@ from server.request.fields.limits import (
     refuse_media,
 )
 from server.request.fields.lookup import error_field, plain_fields
-from server.request.fields.rules import accepted_fields, apply_field_rules, model_field_names
+from server.request.fields.rules import (
+    accepted_fields,
+    apply_field_rules,
+    model_field_names,
+    refuse_unknown,
+    unknown_field,
+)
 from server.request.fields.sizes import check_sizes
 from server.request.options.draft_options import settle_drafts
 from server.request.options.tier import take_tier
@@ -40,7 +46,9 @@ from server.request.volatile_lines import settle_lines
 from server.storage.responses.compaction import expand_compactions, summarise
 from server.storage.responses.shown_request import shown_request
 from server.storage.responses.storage_options import StorageOptions, take_storage_options
+from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.request_constraints import constraints_of
+from server.structured_outputs.tool_inputs.custom_tools import take_custom_tools
 from server.tools.choice import FIELD, ToolChoice, check_choice
 from server.vllm.errors import RequestContext, from_exception, from_validation
 from server.vllm.messages.requests import as_chat_request
@@ -96,6 +104,7 @@ class BodyReader:
         check_sizes(endpoint, body, rules.limits)
         settle_lines(endpoint, body, rules.volatile_lines)
         tier = take_tier(endpoint, body)
+        custom_tools = self._take_custom_tools(endpoint, body)
         settle_reasoning(body)
         ignored = apply_field_rules(endpoint, body) + self._settle_variables(endpoint, body)
         if endpoint is Endpoint.COMPACT:
@@ -107,16 +116,14 @@ class BodyReader:
         fields = accepted_fields(body, known, rules.unknown_fields, endpoint)
         self._check_values(endpoint, fields)
         check_choice(endpoint, fields)
-        constraints = []
-        if rules.guided:
-            constraints = constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)
         return ParsedRequest(
             answers=answers_in(endpoint, fields),
             fields=plain_fields(endpoint, fields),
             form=form,
             model=self._choosing_model(endpoint, form, fields),
             error_field=error_field(endpoint, fields),
-            constraints=constraints,
+            constraints=self._constraints(endpoint, fields),
+            custom_tools=custom_tools,
             forbidding=[name for name in FORBIDDING if fields.get(name)],
             is_deprecated=bool(old),
             ignored=sorted(ignored + undrafted),
@@ -126,6 +133,20 @@ class BodyReader:
             storage_options=options,
             is_large=is_large,
         )
+
+    def _take_custom_tools(self, endpoint: Endpoint, body: JsonObject) -> frozenset[str]:
+        rules = self._rules
+        return take_custom_tools(
+            endpoint,
+            body,
+            rules.input_grammars,
+            lambda path, known: refuse_unknown(unknown_field(path, known), rules.unknown_fields),
+        )
+
+    def _constraints(self, endpoint: Endpoint, fields: JsonObject) -> list[list[Constraint]]:
+        if not self._rules.guided:
+            return []
+        return constraints_of(endpoint, fields, rewrites_tools=self._rules.rewrites_tools)
 
     def _settle_variables(self, endpoint: Endpoint, body: JsonObject) -> list[str]:
         """Leave in `body` the variables that its template declares; return the ignored ones."""

@@ -12,10 +12,11 @@ from server.request.templates.variables import TemplateVariables
 from server.request.thinking import ThinkingSupport
 from server.request.volatile_lines import LineRule
 from server.settings import ServerSettings
+from server.structured_outputs.tool_inputs.custom_tools import GrammarSupport
 from server.tools.support import ToolSupport
 from server.vllm.messages.requests import merges_inline_system, thinking_support_of
 from server.vllm.rendering.variables import template_variables
-from server.vllm.tools.schemas import rewrites_arguments
+from server.vllm.tools.schemas import guides_free_calls, rewrites_arguments
 from server.wire.endpoint import JsonObject
 
 if TYPE_CHECKING:
@@ -23,17 +24,20 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.tasks import SupportedTask
 
+_NO_PARSER = GrammarSupport(free=False)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRules:
     """Rules of one server.
 
-    `offered` are the forms that the served model answers; `does` describes its task for errors.
+     `offered` are the forms that the served model answers; `does` describes its task for errors.
     `guided`: answers may be constrained. `rewrites_tools`: grammars of calls have rewritten
-    schemas. `merge_inline_system`: Anthropic's system messages in a conversation are merged.
-    `volatile_lines` are the rules for lines of system prompts. `speculates`: the engine verifies
-    drafts. `variables` are those of the model's templates; `own_templates`: requests may send a
-    template. `sampling` has the model's default parameters.
+    schemas. `input_grammars`: calls whose inputs a grammar can guide. `merge_inline_system`:
+    Anthropic's system messages in a conversation are merged. `volatile_lines` are the rules for
+    lines of system prompts. `speculates`: the engine verifies drafts. `variables` are those of the
+    model's templates; `own_templates`: requests may send a template. `sampling` has the model's
+    default parameters.
     """
 
     limits: RequestLimits
@@ -48,6 +52,7 @@ class RequestRules:
     tools: ToolSupport
     guided: bool
     rewrites_tools: bool
+    input_grammars: GrammarSupport = _NO_PARSER
     speculates: bool
     sampling: JsonObject
     offered: frozenset[str]
@@ -64,6 +69,7 @@ def make_request_rules(
 ) -> RequestRules:
     """Return the rules for the forms `offered`; `state` has vLLM's serving classes."""
     model, scheduler = config.model_config, config.scheduler_config
+    rewrites_tools = rewrites_arguments(tools.parser)
     return RequestRules(
         limits=RequestLimits(
             max_messages=settings.max_messages,
@@ -93,7 +99,10 @@ def make_request_rules(
         own_templates=state.online_renderer.trust_request_chat_template,
         tools=tools,
         guided="generate" in tasks,
-        rewrites_tools=rewrites_arguments(tools.parser),
+        rewrites_tools=rewrites_tools,
+        input_grammars=GrammarSupport(
+            demanded=rewrites_tools, free=rewrites_tools and guides_free_calls(tools.parser)
+        ),
         speculates=config.speculative_config is not None,
         sampling=model.get_diff_sampling_param(),
         offered=offered,

@@ -20,6 +20,11 @@ from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreRespo
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
 
 from server.frontend import WireSchemas
+from server.structured_outputs.tool_inputs.chat_schemas import (
+    CALL_SCHEMA,
+    CHOICE_SCHEMA,
+    TOOL_SCHEMA,
+)
 from server.tools.choice import ALLOWED_SCHEMA, FIELD
 from server.vllm.responses.schema import CompactedResponse, InputTokens, ResponseObject
 from server.wire.endpoint import Endpoint, JsonObject
@@ -76,9 +81,7 @@ def wire_schemas(
             own = {k: v for k, v in given.items() if k not in without[endpoint]}
             definition["properties"] = {**extra_fields[endpoint], **own}
             if endpoint is Endpoint.CHAT:
-                choice = own[FIELD]
-                own_forms = [form for form in choice["anyOf"] if form is not ALLOWED_SCHEMA]
-                definition["properties"][FIELD] = {**choice, "anyOf": [*own_forms, ALLOWED_SCHEMA]}
+                _add_forms_of_chats(definition["properties"], definitions)
             # vLLM's models accept any field; this server rejects unknown ones.
             definition["additionalProperties"] = not closed
         requests[endpoint] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -93,3 +96,23 @@ def wire_schemas(
             and any("stream" in model.model_fields for model in form)
         },
     )
+
+
+def _add_forms_of_chats(properties: JsonObject, definitions: dict[str, JsonObject]) -> None:
+    """Add the forms of tools, choices and calls that vLLM's models of chats lack."""
+    properties[FIELD] = _with_forms(properties[FIELD], ALLOWED_SCHEMA, CHOICE_SCHEMA)
+    offered = [
+        {**form, "items": _with_forms(form["items"], TOOL_SCHEMA)} if "items" in form else form
+        for form in properties["tools"]["anyOf"]
+    ]
+    properties["tools"] = {**properties["tools"], "anyOf": offered}
+    message = definitions["ChatMessage"]["properties"]
+    calls = message["tool_calls"]
+    message["tool_calls"] = {**calls, "items": _with_forms(calls["items"], CALL_SCHEMA)}
+
+
+def _with_forms(schema: JsonObject, *forms: JsonObject) -> JsonObject:
+    """Return a schema that allows these forms, too, each of them once."""
+    known = schema.get("anyOf", [schema])
+    rest = {name: value for name, value in schema.items() if name not in ("anyOf", "$ref")}
+    return {**rest, "anyOf": [*known, *(form for form in forms if form not in known)]}

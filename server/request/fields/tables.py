@@ -220,7 +220,12 @@ _CHAT = (
     *_ignored("stream_options.include_obfuscation", why=_OBFUSCATION, same=(False,)),
     *_refused("web_search_options", why=_NO_TOOLS_HERE),
     *_refused("audio", why="answers are text"),
-    *_refused("tools[].type", why="tools are functions", same=("function",), stays=True),
+    *_refused(
+        "tools[].type",
+        why="tools are functions and custom tools",
+        same=("function", "custom"),
+        stays=True,
+    ),
     *_refused("functions", why="it is deprecated; send tools instead"),
     *_refused("function_call", why="it is deprecated; send tool_choice instead"),
     *_refused("thinking_token_budget", why=_NO_BUDGET, stays=True),
@@ -240,7 +245,7 @@ _COMPLETION = (
     *_COMMON,
 )
 
-_HOSTED = "tools are functions of the client; " + _NO_TOOLS_HERE
+_HOSTED = "tools are functions and custom tools of the client; " + _NO_TOOLS_HERE
 _NO_CONVERSATIONS = "conversations have no ids here; send previous_response_id"
 _NO_PROMPTS = "this server has no stored prompts"
 _ITEMS = (
@@ -272,7 +277,7 @@ _TOOLS = (
         "a search without external access finds nothing; Codex sends it by default",
         when={"type": "web_search", "external_web_access": False},
     ),
-    *_refused("tools[].type", why=_HOSTED, same=("function", "namespace"), stays=True),
+    *_refused("tools[].type", why=_HOSTED, same=("function", "custom", "namespace"), stays=True),
 )
 _SAMPLING = (
     *("max_output_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"),

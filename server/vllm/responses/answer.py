@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 from pydantic_core import to_json
@@ -11,6 +12,7 @@ from server.errors import InternalError
 from server.request.record import RequestRecord
 from server.storage.responses.compaction import compacted
 from server.tools.ending import is_whole
+from server.vllm.responses.items import custom_call
 from server.wire.endpoint import JsonObject
 
 _VLLM_FIELDS = (
@@ -27,7 +29,7 @@ def response_json(answer: Any, stamp: JsonObject, record: RequestRecord) -> byte
     is_cut = response["status"] == "incomplete"
     last = len(response["output"]) - 1
     response["output"] = [
-        _item(item, is_cut=is_cut and place == last)
+        _item(item, record.custom_tools, is_cut=is_cut and place == last)
         for place, item in enumerate(response["output"])
     ]
     return to_json(response)
@@ -83,7 +85,7 @@ def _without_empty_turns(details: JsonObject) -> JsonObject:
     return {k: v for k, v in details.items() if v or not k.endswith(_PER_TURN)}
 
 
-def _item(item: JsonObject, *, is_cut: bool) -> JsonObject:
+def _item(item: JsonObject, custom_tools: Collection[str], *, is_cut: bool) -> JsonObject:
     """Return an item without the optional fields that it does not use."""
     item = {name: value for name, value in item.items() if value is not None}
     kind = item["type"]
@@ -92,6 +94,8 @@ def _item(item: JsonObject, *, is_cut: bool) -> JsonObject:
         item["content"] = [{**part, "logprobs": part.get("logprobs") or []} for part in parts]
     elif kind == "function_call":
         is_cut = is_cut and not is_whole(item["arguments"])
+        if item["name"] in custom_tools:
+            item = custom_call(item)
     elif kind != "reasoning":
         return item
     return {**item, "status": "incomplete" if is_cut else "completed"}

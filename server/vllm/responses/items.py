@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
+from server.structured_outputs.tool_inputs.custom_tools import CALL
+from server.structured_outputs.tool_inputs.input_reader import InputReader, input_of
 from server.tools.ending import is_whole
 from server.wire.endpoint import JsonObject
 
-_ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+_ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", CALL: "ctc_"}
 Events = Iterator[JsonObject]
 """Events without the two fields that the stream adds, `sequence_number` and `output_index`."""
 
@@ -34,8 +36,13 @@ class OutputItem(Protocol):
         ...
 
 
-def output_item(added: Any) -> OutputItem:
-    """Return the item that vLLM's `response.output_item.added` announces."""
+def output_item(added: Any, custom_tools: Collection[str]) -> OutputItem:
+    """Return the item that vLLM's `response.output_item.added` announces.
+
+    Calls of the functions that stand for `custom_tools` are calls of those.
+    """
+    if added.type == "function_call" and added.name in custom_tools:
+        return CustomToolCall(added)
     if added.type == "function_call":
         return FunctionCall(added)
     if added.type in ("message", "reasoning"):
@@ -159,6 +166,66 @@ class FunctionCall:
     def final(self) -> JsonObject:
         """Return the call with its arguments."""
         return self._item
+
+
+class CustomToolCall:
+    """A call of a client's custom tool, with the input that the arguments hold."""
+
+    def __init__(self, added: Any) -> None:
+        """`added` is the item as vLLM announces it."""
+        self._item: JsonObject = {
+            "id": _new_id(CALL),
+            "type": CALL,
+            "status": "in_progress",
+            "call_id": added.call_id,
+            "name": added.name,
+            "input": "",
+        }
+        self._reader = InputReader()
+        self._arguments: list[str] = []
+        self._pieces: list[str] = []
+
+    def opening(self) -> Events:
+        """Announce the call by its name."""
+        yield {"type": "response.output_item.added", "item": self._item}
+
+    def grow(self, event: Any) -> Events:
+        """Yield a piece of the input."""
+        if event.type == "response.function_call_arguments.delta":
+            self._arguments.append(event.delta)
+            yield from self._delta(self._reader.read(event.delta))
+
+    def closing(self, *, cut: bool) -> Events:
+        """End the input and the call."""
+        yield from self._delta(self._reader.end())
+        text = "".join(self._pieces)
+        cut = cut and not is_whole("".join(self._arguments))
+        if not cut:
+            # Clients run calls at this event.
+            yield {
+                "type": "response.custom_tool_call_input.done",
+                "item_id": self._item["id"],
+                "input": text,
+            }
+        status = "incomplete" if cut else "completed"
+        self._item = {**self._item, "status": status, "input": text}
+        yield {"type": "response.output_item.done", "item": self._item}
+
+    def final(self) -> JsonObject:
+        """Return the call with its input."""
+        return self._item
+
+    def _delta(self, text: str) -> Events:
+        if text:
+            self._pieces.append(text)
+            kind = "response.custom_tool_call_input.delta"
+            yield {"type": kind, "item_id": self._item["id"], "delta": text}
+
+
+def custom_call(item: JsonObject) -> JsonObject:
+    """Return the call of a custom tool for vLLM's whole call of the function in its place."""
+    kept = {k: v for k, v in item.items() if k not in ("arguments", "namespace")}
+    return {**kept, "id": _new_id(CALL), "type": CALL, "input": input_of(item["arguments"])}
 
 
 class ServerToolCall:

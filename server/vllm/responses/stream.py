@@ -46,6 +46,7 @@ class _ResponseStream:
     def __init__(self, stamp: JsonObject, record: RequestRecord | None) -> None:
         self._stamp = stamp
         self._record = record
+        self._custom_tools = () if record is None else record.custom_tools
         self._begun: JsonObject = {}
         self._number = 0
         self._items: list[JsonObject] = []
@@ -60,7 +61,7 @@ class _ResponseStream:
         kind = event.type
         if kind == "response.output_item.added":
             yield from self._close(cut=False)
-            yield from self._begin(output_item(event.item))
+            yield from self._begin(output_item(event.item, self._custom_tools))
             yield from self._grow(event)
         elif kind in _SNAPSHOTS:
             self._begun = self._response(event)

@@ -11,6 +11,7 @@ from pydantic_core import to_json
 
 from server.request.record import RequestRecord, record_var
 from server.vllm.responses.stream import response_frames
+from server.vllm.streams.custom_calls import custom_call_frames
 from server.wire.endpoint import Endpoint, JsonObject
 
 _DATA = "data: {"
@@ -48,6 +49,8 @@ def stamped_frames(
     """Return the frames of vLLM's stream, each object in it with the fields."""
     if endpoint is Endpoint.RESPONSES:
         return response_frames(answer, stamp, record)
+    if record.custom_tools:
+        answer = custom_call_frames(answer, record.custom_tools)
     return answer if endpoint.anthropic or not stamp else _marked(answer, stamp)
 
 

@@ -1,0 +1,1 @@
+"""Custom tools: functions for vLLM, whose input a grammar guides inside of JSON."""
