@@ -198,6 +198,11 @@ class LarkCompiler:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._vocabulary = Vocabulary(tokenizer, vocab_size)
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens that grammars are compiled for."""
+        return self._vocabulary
+
     def special_tokens(self) -> dict[str, int]:
         """Return the ids by text of the tokens that a grammar must name, without stop tokens."""
         tokenizer = self._vocabulary.tokenizer

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from rbln_backend.grammar.backend import MARK, pinned_backend
 from rbln_backend.grammar.lark import LarkGrammar
+from rbln_backend.grammar.samples import SampleWalker
 from rbln_backend.vllm_compat.grammar import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
@@ -46,6 +47,7 @@ class GrammarTrial:
         self._backend.in_trial = True
         self._backend.make()
         self._mask = self._backend.allocate_token_bitmask(1)
+        self._sampler: SampleWalker | None = None
         self._walked: set[tuple[int, str]] = set()
         stop = getattr(self._backend.tokenizer, "eos_token_id", None)
         self._stop = None if stop is None else {int(stop)}
@@ -72,6 +74,26 @@ class GrammarTrial:
             # most schemas share parts.
             self._backend.forget()
         return warnings
+
+    def samples(
+        self, kind: str, text: str, count: int, seed: int, *, most_tokens: int, most_s: float
+    ) -> list[tuple[str, bool]]:
+        """Return `count` texts of a grammar that passed its trial, each with True if complete.
+
+        See `SampleWalker.sample` for the limits of each.
+        """
+        vocabulary = self._backend.lark_compiler().vocabulary
+        if self._sampler is None:
+            ends = self._stop or set(vocabulary.tokenizer.eos_tokens)
+            self._sampler = SampleWalker(vocabulary, ends, self._mask)
+        grammar = self._backend.compile_grammar(
+            StructuredOutputOptions[kind.upper()], text, self._stop
+        )
+        found = []
+        for index in range(count):
+            grammar.reset()
+            found.append(self._sampler.sample(grammar, seed + index, most_tokens, most_s))
+        return found
 
     def _walk_patterns(self, text: str) -> None:
         """Walk through each pattern of a grammar, since one path may miss some."""

@@ -6,6 +6,7 @@ Values of the wrong JSON type are skipped here; the request models refuse them.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from server.errors import (
@@ -18,6 +19,7 @@ from server.structured_outputs.constraint import (
     BACKEND,
     Constraint,
     ConstraintKind,
+    Undeclared,
     UnusableError,
 )
 from server.structured_outputs.tool_inputs.input_grammar import InputGrammar, grammar_of
@@ -27,7 +29,8 @@ from server.wire.endpoint import Endpoint, JsonObject
 ANY_OBJECT = '{"type": "object"}'
 """Schema of `json_object`."""
 
-_GENERATING = frozenset((Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.RESPONSES, Endpoint.MESSAGES))
+GENERATING = frozenset((Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.RESPONSES, Endpoint.MESSAGES))
+"""Endpoints whose answers constraints guide."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _COMPACT = "start the server with --structured-outputs-config.disable_any_whitespace true"
 TOOLS = "tools"
@@ -45,14 +48,19 @@ _TYPING_KEYS = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "co
 
 
 def constraints_of(
-    endpoint: Endpoint, fields: JsonObject, *, rewrites_tools: bool = True
+    endpoint: Endpoint,
+    fields: JsonObject,
+    *,
+    rewrites_tools: bool = True,
+    undeclared: Undeclared = Undeclared.OMIT,
 ) -> list[list[Constraint]]:
     """Return the constraints of the answer; each list is compiled together, each tool alone.
 
-    `rewrites_tools`: grammars of calls have rewritten schemas. Raises `MissingFieldError`,
+    `rewrites_tools`: grammars of calls have rewritten schemas. `undeclared` applies to all
+    schemas. Raises `MissingFieldError`,
     `InvalidValueError` or `UnsupportedFieldError`.
     """
-    if endpoint not in _GENERATING:
+    if endpoint not in GENERATING:
         return []
     found = [
         *output_constraint(fields.get("structured_outputs"), "structured_outputs"),
@@ -64,7 +72,8 @@ def constraints_of(
             param=found[1].param,
         )
     tools = [[tool] for tool in _tools(endpoint, fields, tagged=not rewrites_tools)]
-    return [found, *tools] if found else tools
+    jobs = [found, *tools] if found else tools
+    return [[replace(item, undeclared=undeclared) for item in job] for job in jobs]
 
 
 def object_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rbln_backend import api
 from server.host.job_pool import limit_growth, limit_processor_time
-from server.structured_outputs.trial_job import do_job
+from server.structured_outputs.explaining.explanation import answer_job
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +35,7 @@ def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> Non
         while True:
             job = pipe.recv_bytes()
             limit_processor_time(cpu_s)
-            verdict = do_job(
+            answer = answer_job(
                 job,
                 trial,
                 compact=compact,
@@ -43,4 +43,4 @@ def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> Non
                 on_shares=lambda shares: limit_processor_time(cpu_s * shares),
             )
             limit_processor_time(0)
-            pipe.send_bytes(verdict.to_bytes())
+            pipe.send_bytes(answer)

@@ -22,7 +22,12 @@ from vllm.v1.structured_output.request import get_structured_output_key
 from server.errors import ContextLengthError, ServerError
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord, record_var
-from server.structured_outputs.constraint import Constraint, ConstraintKind, job_key
+from server.structured_outputs.constraint import (
+    Constraint,
+    ConstraintKind,
+    Undeclared,
+    job_key,
+)
 from server.structured_outputs.gate import refusal
 from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
 from server.vllm.errors import BacklogError
@@ -137,7 +142,18 @@ class EngineClient(AsyncLLM):
                 record.guided_by(TOOLS)
         # vLLM puts the schemas of all tools that may be called into one grammar.
         shares = min(max(1, text.count(_TAGGED_SCHEMA)), _MAX_SHARES)
-        job = [Constraint(kind, text, "tools", exact=False, derived=True, shares=shares)]
+        undeclared = Undeclared.OMIT if record is None else record.undeclared
+        job = [
+            Constraint(
+                kind,
+                text,
+                "tools",
+                exact=False,
+                derived=True,
+                shares=shares,
+                undeclared=undeclared,
+            )
+        ]
         known = {} if record is None else record.grammars
         try:
             key = job_key(job)

@@ -12,6 +12,7 @@ from server.request.templates.variables import TemplateVariables
 from server.request.thinking import ThinkingSupport
 from server.request.volatile_lines import LineRule
 from server.settings import ServerSettings
+from server.structured_outputs.constraint import Undeclared
 from server.structured_outputs.tool_inputs.custom_tools import GrammarSupport
 from server.tools.support import ToolSupport
 from server.vllm.messages.requests import merges_inline_system, thinking_support_of
@@ -33,11 +34,11 @@ class RequestRules:
 
      `offered` are the forms that the served model answers; `does` describes its task for errors.
     `guided`: answers may be constrained. `rewrites_tools`: grammars of calls have rewritten
-    schemas. `input_grammars`: calls whose inputs a grammar can guide. `merge_inline_system`:
-    Anthropic's system messages in a conversation are merged. `volatile_lines` are the rules for
-    lines of system prompts. `speculates`: the engine verifies drafts. `variables` are those of the
-    model's templates; `own_templates`: requests may send a template. `sampling` has the model's
-    default parameters.
+    schemas. `input_grammars`: calls whose inputs a grammar can guide. `undeclared` is the default
+    rule of schemas. `merge_inline_system`: Anthropic's system messages in a conversation are
+    merged. `volatile_lines` are the rules for lines of system prompts. `speculates`: the engine
+    verifies drafts. `variables` are those of the model's templates; `own_templates`: requests may
+    send a template. `sampling` has the model's default parameters.
     """
 
     limits: RequestLimits
@@ -53,6 +54,7 @@ class RequestRules:
     guided: bool
     rewrites_tools: bool
     input_grammars: GrammarSupport = _NO_PARSER
+    undeclared: Undeclared = Undeclared.OMIT
     speculates: bool
     sampling: JsonObject
     offered: frozenset[str]
@@ -103,6 +105,7 @@ def make_request_rules(
         input_grammars=GrammarSupport(
             demanded=rewrites_tools, free=rewrites_tools and guides_free_calls(tools.parser)
         ),
+        undeclared=Undeclared(settings.undeclared_properties),
         speculates=config.speculative_config is not None,
         sampling=model.get_diff_sampling_param(),
         offered=offered,

@@ -123,3 +123,8 @@ def faults(schema: Any, text: str, *, formats: bool = True) -> list[str]:
     checker = judge.FORMAT_CHECKER if formats else None
     found = judge(exact, format_checker=checker).iter_errors(value)
     return [f"{error.json_path}: {error.message}" for error in found]
+
+
+def empty_mask() -> torch.Tensor:
+    """Return a mask of the vocabulary ([1, V/32] int32) to be filled."""
+    return torch.zeros((1, (len(vocabulary()[2]) + 31) // 32), dtype=torch.int32)

@@ -1,0 +1,83 @@
+"""Sample texts of a compiled grammar: random walks of its mask, without a model."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from rbln_backend.grammar.lark import Vocabulary
+from rbln_backend.vllm_compat.grammar import StructuredOutputGrammar
+
+_PLAIN = re.compile(rb"[ -~]{1,4}")
+_CLOSING = (b'"', b"}", b"]", b",", b":", b"0", b"1")
+"""Tokens that bring a text to its end, the best first; numbers may need a digit."""
+_EAGER = 0.3
+"""Part of the tokens of a sample after which it is brought to its end."""
+_END = 0.3
+"""Probability of the end at each token where the grammar allows it."""
+_CLOSE = 0.25
+"""Probability of a closing token before that."""
+
+
+class SampleWalker:
+    """Walks grammars over one vocabulary; not thread-safe."""
+
+    def __init__(self, vocabulary: Vocabulary, stop: set[int], mask: Tensor) -> None:
+        """`mask` is written by each walk ([1, V/32] int32)."""
+        self._tokenizer = vocabulary.tokenizer
+        self._stop = sorted(stop)
+        self._mask = mask
+        self._size = min(vocabulary.size, mask.shape[1] * 32)
+        texts = [self._tokenizer.decode_bytes([token]) for token in range(self._size)]
+        self._plain = np.array([_PLAIN.fullmatch(text) is not None for text in texts])
+        self._short = np.array([len(text) == 1 for text in texts])
+        by_text = {text: token for token, text in enumerate(texts)}
+        self._closing = [by_text[text] for text in _CLOSING if text in by_text]
+
+    def sample(
+        self, grammar: StructuredOutputGrammar, seed: int, most_tokens: int, most_s: float
+    ) -> tuple[str, bool]:
+        """Return a text of a grammar at its beginning, and True if it is complete.
+
+        It is cut after `most_tokens` tokens or `most_s` seconds of processor time.
+        """
+        pick = random.Random(seed)
+        taken: list[int] = []
+        until = time.thread_time() + most_s
+        while len(taken) < most_tokens and time.thread_time() < until:
+            grammar.fill_bitmask(self._mask, 0)
+            bits = np.unpackbits(self._mask[0].numpy().view(np.uint8), bitorder="little")
+            allowed = bits[: self._size].astype(np.bool_)
+            may_stop = any(allowed[token] for token in self._stop)
+            allowed[self._stop] = False
+            eager = len(taken) > most_tokens * _EAGER
+            if may_stop and (eager or not allowed.any() or pick.random() < _END):
+                return self._text(taken), True
+            if not allowed.any():
+                break
+            token = self._choose(allowed, pick, eager=eager)
+            if not grammar.accept_tokens("sample", [token]):
+                break
+            taken.append(token)
+        return self._text(taken), False
+
+    def _choose(self, allowed: npt.NDArray[np.bool_], pick: random.Random, *, eager: bool) -> int:
+        """Return a token: one that closes something, a few plain characters, or any."""
+        if eager or pick.random() < _CLOSE:
+            closing = next((token for token in self._closing if allowed[token]), None)
+            if closing is not None:
+                return closing
+        for preferred in (self._short, self._plain) if eager else (self._plain, self._short):
+            found = np.flatnonzero(allowed & preferred)
+            if found.size:
+                return int(found[pick.randrange(found.size)])
+        found = np.flatnonzero(allowed)
+        return int(found[pick.randrange(found.size)])
+
+    def _text(self, taken: list[int]) -> str:
+        return bytes(self._tokenizer.decode_bytes(taken)).decode(errors="replace")

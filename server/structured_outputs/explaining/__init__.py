@@ -1,0 +1,1 @@
+"""Explanations of grammars: enforced, narrowed and refused parts, and samples."""

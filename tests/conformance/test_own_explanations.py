@@ -1,0 +1,75 @@
+"""`/v1/structured_outputs/explain` and `undeclared_properties` over a real server of ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.conformance.target import Target
+
+POINT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"x": {"enum": [1, 2]}, "y": {"enum": [3]}},
+    "required": ["x", "y"],
+}
+PATH = "/v1/structured_outputs/explain"
+
+
+@pytest.fixture(autouse=True)
+def of_ours(target: Target) -> None:
+    if not target.ours:
+        pytest.skip("a route of rbln-serve")
+
+
+def explain(target: Target, **body: Any) -> Any:
+    with target.http() as client:
+        return client.post(PATH, json=body).json()
+
+
+def test_a_schema_is_explained(target: Target) -> None:
+    found = explain(target, json=POINT, seed=3)
+    assert (found["valid"], found["reason"], found["param"]) == (True, None, "json")
+    assert found["compile_ms"] > 0
+    assert {"path": "$.properties.y", "keywords": ["enum"]} in found["enforced"]
+    assert len(found["samples"]) == 5
+    for sample in found["samples"]:
+        assert sample["complete"]
+        assert list(json.loads(sample["text"])) == ["x", "y"]
+    open_ = explain(target, json=POINT, undeclared_properties="allow")
+    assert open_["grammar"]["bytes"] != found["grammar"]["bytes"]
+    assert "$" not in [item["path"] for item in open_["narrowed"]]
+
+
+def test_a_regex_and_a_refusal_are_explained(target: Target) -> None:
+    found = explain(target, regex="[ab]{4}")
+    assert found["grammar"] == {"bytes": 7, "rules": None}
+    assert all(re.fullmatch("[ab]{4}", sample["text"]) for sample in found["samples"])
+    refused = explain(target, json={"type": "string", "not": {"format": "uuid"}})
+    assert not refused["valid"] or refused["refused"] == []
+    for body in ({}, {"json": {}, "seed": -1}, {"json": {}, "undeclared_properties": "no"}):
+        assert explain(target, **body)["error"]["code"] in ("invalid_value", "missing_field")
+
+
+def test_requests_choose_their_rule(target: Target) -> None:
+    """With `omit` an answer begins with the first property, with `allow` with any name."""
+    body: dict[str, Any] = {
+        "model": target.model,
+        "messages": [{"role": "user", "content": "A point."}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}},
+        "max_tokens": 16,
+    }
+    begins = {"omit": set[bool](), "allow": set[bool]()}
+    with target.http() as client:
+        for rule, found in begins.items():
+            for seed in range(4):
+                wish = {**body, "seed": seed, "undeclared_properties": rule}
+                answer = client.post("/v1/chat/completions", json=wish).json()
+                text = answer["choices"][0]["message"]["content"]
+                found.add(re.match(r'\{\s*"x"', text) is not None)
+        wrong = client.post("/v1/chat/completions", json={**body, "undeclared_properties": 1})
+    assert begins["omit"] == {True}
+    assert False in begins["allow"]
+    assert wrong.json()["error"]["param"] == "undeclared_properties"
