@@ -36,7 +36,8 @@ _MAX_MASK_S = 0.05
 _MAX_LAST_MASK_S = 0.02
 _WALKS = 3
 """Walks of a grammar that seems slow: the processor time of one on a busy machine varies."""
-_PATTERN = re.compile(r'(%json \{.*"pattern": .*\})$', re.MULTILINE)
+_PATTERN = re.compile(r"^TEXT_\d+: (.+)$", re.MULTILINE)
+"""Terminal of strings with a pattern; see `Rules.text_terminal` of the server."""
 
 
 class GrammarTrial:
@@ -103,7 +104,7 @@ class GrammarTrial:
         for pattern in patterns:
             if (steps, pattern) in self._walked:
                 continue
-            part = f"{MARK} {{}}\nstart: {pattern}\n"
+            part = f"{MARK} {{}}\nstart: TEXT\nTEXT: {pattern}\n"
             option = StructuredOutputOptions.GRAMMAR
             self._walk(self._backend.compile_grammar(option, part, self._stop), steps)
             if len(self._walked) < _KNOWN_WALKS:

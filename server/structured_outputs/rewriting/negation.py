@@ -11,12 +11,16 @@ from itertools import combinations
 from typing import Any
 
 from server.structured_outputs.rewriting.document import (
+    HAS,
     NEGATIVE,
+    NOT_FORMATS,
+    NOT_MULTIPLES,
     NOT_ONE_OF,
+    NOT_PATTERNS,
     InexactError,
     SchemaDocument,
 )
-from server.structured_outputs.rewriting.scalars.formats import FORMATS
+from server.structured_outputs.rewriting.scalars.formats import FORMATS, WIDE_FORMATS
 from server.structured_outputs.schema_walk import Schema
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -82,23 +86,62 @@ def _object(**keywords: Any) -> Schema:
 
 def _type(_document: SchemaDocument, schema: Schema) -> list[Any]:
     named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    if "integer" in named and "number" not in named:
-        raise InexactError("'not' of the type 'integer' has no rewriting; use 'number'")
-    others = [name for name in VALUE_TYPES if name not in named]
-    return [{"type": others}] if others else []
+    fractions = "integer" in named and "number" not in named
+    others = [
+        name for name in VALUE_TYPES if name not in named and not (fractions and name == "number")
+    ]
+    found: list[Any] = [{"type": others}] if others else []
+    return [*found, {"type": "number", NOT_MULTIPLES: [1]}] if fractions else found
 
 
 def _enum(_document: SchemaDocument, schema: Schema) -> list[Any]:
-    return [{NOT_ONE_OF: schema["enum"]}]
+    return _other_values(schema["enum"])
 
 
 def _const(_document: SchemaDocument, schema: Schema) -> list[Any]:
-    return [{NOT_ONE_OF: [schema["const"]]}]
+    return _other_values([schema["const"]])
+
+
+def _other_values(values: list[Any]) -> list[Any]:
+    """Return schemas of all values except these."""
+    scalars = [value for value in values if not isinstance(value, list | dict)]
+    containers = [{"anyOf": _other_than(v)} for v in values if isinstance(v, list | dict)]
+    return (
+        [{"allOf": [{NOT_ONE_OF: scalars}, *containers]}] if containers else [{NOT_ONE_OF: scalars}]
+    )
+
+
+def _other_than(value: list[Any] | dict[str, Any]) -> list[Any]:
+    if isinstance(value, list):
+        size = len(value)
+        return [
+            {"type": [name for name in VALUE_TYPES if name != "array"]},
+            *([{"type": "array", "maxItems": size - 1}] if size else []),
+            {"type": "array", "minItems": size + 1},
+            *(_item_not(index, {"const": item}) for index, item in enumerate(value)),
+        ]
+    return [
+        {"type": [name for name in VALUE_TYPES if name != "object"]},
+        *map(absent, value),
+        *(_property_not(name, {"const": item}) for name, item in value.items()),
+        _object(**{HAS: [[{"type": "string", NOT_ONE_OF: sorted(value)}, True]]}),
+    ]
+
+
+def _item_not(index: int, inner: Any) -> Schema:
+    """Return the schema of arrays whose item at the index fails a schema."""
+    first = [*[True] * index, {"not": inner}]
+    return {"type": "array", "prefixItems": first, "items": True, "minItems": index + 1}
+
+
+def _property_not(name: str, inner: Any) -> Schema:
+    """Return the schema of objects whose property fails a schema."""
+    return _object(required=[name], properties={name: {"not": inner}})
 
 
 def _properties(_document: SchemaDocument, schema: Schema) -> list[Any]:
     return [
-        _object(required=[name], properties={name: {"not": inner}})
+        _property_not(name, inner)
         for name, inner in schema["properties"].items()
         if inner not in (True, {})
     ]
@@ -112,15 +155,81 @@ def _items(_document: SchemaDocument, schema: Schema) -> list[Any]:
     inner = schema["items"]
     if inner in (True, {}):
         return []
-    if "prefixItems" in schema or isinstance(inner, list):
-        raise InexactError("'not' of 'prefixItems' has no rewriting")
+    first = len(schema.get("prefixItems", ()))
+    if inner is False:
+        return [{"type": "array", "minItems": first + 1}]
+    if first:
+        raise InexactError("'not' of 'items' beside 'prefixItems' has no rewriting")
     return [{"type": "array", "contains": {"not": inner}}]
 
 
+def _prefix_items(_document: SchemaDocument, schema: Schema) -> list[Any]:
+    return [
+        _item_not(index, inner)
+        for index, inner in enumerate(schema["prefixItems"])
+        if inner not in (True, {})
+    ]
+
+
 def _contains(_document: SchemaDocument, schema: Schema) -> list[Any]:
-    if schema.get("minContains", 1) != 1 or "maxContains" in schema:
-        raise InexactError("'not' of 'minContains' and 'maxContains' has no rewriting")
-    return [{"type": "array", "items": {"not": schema["contains"]}}]
+    inner, least = schema["contains"], int(schema.get("minContains", 1))
+    fewer = {"type": "array", "contains": inner, "minContains": 0, "maxContains": least - 1}
+    found: list[Any] = [] if least == 0 else [fewer]
+    if least == 1:
+        found = [{"type": "array", "items": {"not": inner}}]
+    if "maxContains" in schema:
+        more = int(schema["maxContains"]) + 1
+        found.append({"type": "array", "contains": inner, "minContains": more})
+    return found
+
+
+def _pattern(_document: SchemaDocument, schema: Schema) -> list[Any]:
+    return [{"type": "string", NOT_PATTERNS: [schema["pattern"]]}]
+
+
+def _format(_document: SchemaDocument, schema: Schema) -> list[Any]:
+    name = schema["format"]
+    if name not in FORMATS:
+        return []
+    if name not in WIDE_FORMATS:
+        raise InexactError(f"'not' of the format {name!r} has no rewriting")
+    return [{"type": "string", NOT_FORMATS: [name]}]
+
+
+def _multiple_of(_document: SchemaDocument, schema: Schema) -> list[Any]:
+    return [{"type": "number", NOT_MULTIPLES: [schema["multipleOf"]]}]
+
+
+def _additional(_document: SchemaDocument, schema: Schema) -> list[Any]:
+    inner = schema["additionalProperties"]
+    if inner in (True, {}):
+        return []
+    names = {
+        "type": "string",
+        NOT_ONE_OF: sorted(schema.get("properties", ())),
+        NOT_PATTERNS: list(schema.get("patternProperties", ())),
+    }
+    return [_object(**{HAS: [[names, {"not": inner}]]})]
+
+
+def _pattern_properties(_document: SchemaDocument, schema: Schema) -> list[Any]:
+    return [
+        _object(**{HAS: [[{"type": "string", "pattern": pattern}, {"not": inner}]]})
+        for pattern, inner in schema["patternProperties"].items()
+        if inner not in (True, {})
+    ]
+
+
+def _property_names(_document: SchemaDocument, schema: Schema) -> list[Any]:
+    names = {"type": "string", "not": schema["propertyNames"]}
+    return [_object(**{HAS: [[names, True]]})]
+
+
+def _dependent_schemas(_document: SchemaDocument, schema: Schema) -> list[Any]:
+    return [
+        _object(required=[name], allOf=[{"not": inner}])
+        for name, inner in schema["dependentSchemas"].items()
+    ]
 
 
 def _dependent(_document: SchemaDocument, schema: Schema) -> list[Any]:
@@ -175,6 +284,14 @@ _RULES: dict[str, Callable[[SchemaDocument, Schema], list[Any]]] = {
     "properties": _properties,
     "required": _required,
     "items": _items,
+    "prefixItems": _prefix_items,
+    "pattern": _pattern,
+    "format": _format,
+    "multipleOf": _multiple_of,
+    "additionalProperties": _additional,
+    "patternProperties": _pattern_properties,
+    "propertyNames": _property_names,
+    "dependentSchemas": _dependent_schemas,
     "contains": _contains,
     "dependentRequired": _dependent,
     "$ref": _ref,
@@ -196,9 +313,8 @@ _RULES: dict[str, Callable[[SchemaDocument, Schema], list[Any]]] = {
 }
 _INEXACT = frozenset(
     (
-        *("pattern", "format", "multipleOf", "uniqueItems", "prefixItems", "additionalItems"),
-        *("propertyNames", "patternProperties", "additionalProperties", "dependentSchemas"),
-        *("dependencies", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"),
+        *("uniqueItems", "dependencies", "unevaluatedProperties", "unevaluatedItems"),
+        "$dynamicRef",
     )
 )
 
@@ -212,6 +328,4 @@ _DEPENDING = {
 def _says_nothing(keyword: str, value: Any) -> bool:
     if keyword == "uniqueItems":
         return value is False
-    if keyword == "format":
-        return value not in FORMATS
     return value is True or value in ({}, [])

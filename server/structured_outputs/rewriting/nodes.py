@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
@@ -10,15 +9,19 @@ from server.structured_outputs.rewriting.alternatives import alternatives
 from server.structured_outputs.rewriting.arrays import MAX_CHOSEN, array_shape
 from server.structured_outputs.rewriting.choices import Plain
 from server.structured_outputs.rewriting.document import (
+    HAS,
+    NOT_FORMATS,
+    NOT_MULTIPLES,
     NOT_ONE_OF,
+    NOT_PATTERNS,
     NOT_TYPES,
     Node,
     SchemaDocument,
 )
 from server.structured_outputs.rewriting.negation import OF_TYPE, TYPES
-from server.structured_outputs.rewriting.objects import object_shape
-from server.structured_outputs.rewriting.scalars.numbers import exact, number_ranges
-from server.structured_outputs.rewriting.scalars.texts import text_schema
+from server.structured_outputs.rewriting.objects import object_shapes
+from server.structured_outputs.rewriting.scalars.numbers import number_ranges
+from server.structured_outputs.rewriting.scalars.texts import text_language
 from server.structured_outputs.rewriting.shapes import (
     AnyValue,
     Array,
@@ -28,8 +31,20 @@ from server.structured_outputs.rewriting.shapes import (
     Shape,
     Text,
 )
+from server.structured_outputs.rewriting.values import same, satisfies
 
-_SAYING = frozenset(("type", "enum", "const", NOT_ONE_OF, NOT_TYPES)).union(*OF_TYPE.values())
+_SAYING = frozenset(
+    (
+        "type",
+        "enum",
+        "const",
+        NOT_ONE_OF,
+        NOT_TYPES,
+        NOT_PATTERNS,
+        NOT_FORMATS,
+        *(NOT_MULTIPLES, HAS),
+    )
+).union(*OF_TYPE.values())
 _DEPTH = 4
 
 
@@ -66,6 +81,7 @@ class Nodes:
             return False
         if isinstance(shape, Object):
             needed = [item.node for item in shape.properties if item.required]
+            needed += shape.last or ()
         elif isinstance(shape, Array):
             needed = list(shape.first[: shape.least])
             if shape.rest is not None and shape.least > len(shape.first):
@@ -81,22 +97,24 @@ class Nodes:
         listed = next((item for item in plain if {"enum", "const"} & item.keys()), None)
         if listed is not None:
             values = listed.get("enum", [listed["const"]] if "const" in listed else [])
-            return [FixedValue(value) for value in values if self._is_valid(value, plain)]
+            return [
+                FixedValue(value) for value in values if satisfies(self._document, value, plain)
+            ]
         types = _types(plain, open_=self._document.open)
         found: list[Shape] = [
             FixedValue(value)
             for kind, values in (("null", (None,)), ("boolean", (True, False)))
             if kind in types
             for value in values
-            if self._is_valid(value, plain)
+            if satisfies(self._document, value, plain)
         ]
         found += self._scalars(plain, types)
         return found + self._containers(plain, types)
 
     def _scalars(self, plain: Plain, types: set[str]) -> list[Shape]:
         found: list[Shape] = []
-        if "string" in types and (schema := text_schema(self._document, plain)) is not None:
-            found.append(Text(schema))
+        if "string" in types and (language := text_language(self._document, plain)) is not None:
+            found.append(Text(language))
         if "integer" in types:
             whole = "number" not in types
             found += [Number(item) for item in number_ranges(self._document, plain, whole=whole)]
@@ -108,24 +126,8 @@ class Nodes:
             array = array_shape(self._document, plain, self._values_of)
             found += [array] if array is not None else []
         if "object" in types:
-            object_ = object_shape(self._document, plain)
-            found += [object_] if object_ is not None else []
-        for item in plain:
-            kinds = {"array" if isinstance(v, list) else "object" for v in item.get(NOT_ONE_OF, ())
-                     if isinstance(v, list | dict)}  # fmt: skip
-            if kinds & types:
-                self._document.leave_out(
-                    item, "'not' of an array or object in 'const' or 'enum' has no rewriting"
-                )
+            found += object_shapes(self._document, plain)
         return found
-
-    def _is_valid(self, value: Any, plain: Plain) -> bool:
-        return all(
-            self._document.is_valid(value, item)
-            and not any(same(value, other) for other in item.get(NOT_ONE_OF, ()))
-            and _type_of(value) not in item.get(NOT_TYPES, ())
-            for item in plain
-        )
 
     def _values_of(self, node: Node) -> list[Any] | None:
         found: list[Any] = []
@@ -146,38 +148,6 @@ class Nodes:
             if not any(same(value, other) for other in apart):
                 apart.append(value)
         return apart
-
-
-def same(one: Any, other: Any) -> bool:
-    """Return True if two JSON values are equal: numbers by value, never equal to booleans."""
-    return _canonical(one) == _canonical(other)
-
-
-def _canonical(value: Any) -> str:
-    if isinstance(value, dict):
-        items = (f"{json.dumps(key)}:{_canonical(value[key])}" for key in sorted(value))
-        return f"{{{','.join(items)}}}"
-    if isinstance(value, list):
-        return f"[{','.join(map(_canonical, value))}]"
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return str(exact(value))
-    return json.dumps(value)
-
-
-def _type_of(value: Any) -> str:
-    """Return the type of a JSON value, one of `VALUE_TYPES`."""
-    if value is None:
-        return "null"
-    return next(name for kind, name in _NAMES.items() if isinstance(value, kind))
-
-
-_NAMES: dict[type | tuple[type, ...], str] = {
-    bool: "boolean",
-    (int, float): "number",
-    str: "string",
-    list: "array",
-    dict: "object",
-}
 
 
 def _types(plain: Plain, *, open_: bool) -> set[str]:

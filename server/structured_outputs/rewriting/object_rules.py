@@ -38,12 +38,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRules:
-    """Writes the rule of one object: the `listed` members and any number of `other` ones."""
+    """Writes the rule of one object: the `listed` members and any number of `other` ones.
+
+    A `last` member comes at the end, because a later member of its name would replace its value.
+    """
 
     rules: RuleSet
     listed: list[Member]
     other: str | None
     bounds: CountRange
+    last: str | None = None
 
     def options(self, *, any_order: bool) -> list[str]:
         """Return the options of the object's rule; none if there is no such object."""
@@ -55,6 +59,8 @@ class ObjectRules:
 
     def _may_mix(self) -> bool:
         """Return True if members in any order can be counted."""
+        if self.last is not None and (self.bounds.least or self.bounds.most is not None):
+            return False
         counted = self.other is None and len(self.listed) <= MAX_TRACKED
         needed = sum(item.required for item in self.listed)
         if needed > MAX_TRACKED:
@@ -88,19 +94,24 @@ class ObjectRules:
         self.rules.define(item, *members, counts=True)
         self.rules.define(
             more,
-            f"{others}{_if(ends)}",
+            f"{others}{f' COMMA {self.last}' if self.last else ''}{_if(ends)}",
             f"{others} COMMA {item}::_{room}",
             counts=True,
         )
         found = [f"OPEN {item}::0 CLOSE"] if self.bounds.most != 0 else []
         found += [f"OPEN {self.other} {more}::0 CLOSE"] if self.other else []
-        return found if needed or self.bounds.least else [*found, "OPEN CLOSE"]
+        if needed or self.bounds.least:
+            return found
+        return [*found, f"OPEN {self.last or ''} CLOSE"]
 
     def _in_order(self) -> str:
         """Return the members between the braces: `fresh` before the first one, `rest` after it."""
         other = self.other
         fresh = f"({other} (COMMA {other})*)?" if other else '""'
         rest = f"(COMMA {other})*" if other else '""'
+        if self.last:
+            rest = f"{rest} COMMA {self.last}"
+            fresh = f"({other} COMMA)* {self.last}" if other else self.last
         for index in range(len(self.listed) - 1, -1, -1):
             member = self.listed[index]
             after = f"COMMA {member.text} {rest}"
@@ -145,6 +156,8 @@ class ObjectRules:
         """
         missing = bounds.least - count
         room = None if bounds.most is None else bounds.most - count
+        if self.last:
+            return self._others_and_last(missing, room, count)
         if missing > (self.other is not None and room != 0):
             return None
         if self.other is None or room == 0:
@@ -155,6 +168,17 @@ class ObjectRules:
         left = None if room is None else room - 1
         some = f"{self.other} {several(f'COMMA {self.other}', 0, left)}"
         return some if low else f"({some})?"
+
+    def _others_and_last(self, missing: int, room: int | None, count: int) -> str | None:
+        """Return the unlisted members and the last one, whose name may repeat another's."""
+        if missing > 1 or room == 0:
+            return None
+        more = None if room is None else room - 1
+        if self.other is None or more == 0:
+            return f"COMMA {self.last}" if count else self.last
+        if count:
+            return f"{several(f'COMMA {self.other}', 0, more)} COMMA {self.last}"
+        return f"{several(f'{self.other} COMMA', 0, more)} {self.last}"
 
 
 def _if(conditions: list[str]) -> str:

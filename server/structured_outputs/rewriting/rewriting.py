@@ -75,7 +75,7 @@ def _reached(nodes: Nodes, root: Node) -> dict[Node, tuple[Shape, ...]]:
 def _parts(shape: Shape) -> list[Node]:
     if isinstance(shape, Object):
         pairs = [node for pair in shape.others for node in pair]
-        return [*(item.node for item in shape.properties), *pairs]
+        return [*(item.node for item in shape.properties), *pairs, *(shape.last or ())]
     if isinstance(shape, Array):
         rest = [shape.rest] if shape.rest is not None else []
         held = [shape.contained.node, shape.contained.other] if shape.contained else []
@@ -108,6 +108,8 @@ def _is_possible_object(shape: Object, possible: set[Node]) -> bool:
     have = [item for item in shape.properties if item.node in possible]
     needed = sum(item.required for item in shape.properties)
     if sum(item.required for item in have) < needed:
+        return False
+    if shape.last is not None and not possible.issuperset(shape.last):
         return False
     others = any(name in possible and value in possible for name, value in shape.others)
     return shape.least <= len(have) + others and (shape.most is None or needed <= shape.most)

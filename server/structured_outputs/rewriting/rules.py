@@ -14,7 +14,9 @@ from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.rewriting.counts import MAX_STATES, CountRange, several
 from server.structured_outputs.rewriting.document import Node
 from server.structured_outputs.rewriting.object_rules import Member, ObjectRules
+from server.structured_outputs.rewriting.scalars.languages import ALL, Language
 from server.structured_outputs.rewriting.scalars.numbers import NumberRange, signed_parts
+from server.structured_outputs.rewriting.scalars.texts import in_quotes
 from server.structured_outputs.rewriting.shapes import (
     AnyValue,
     Array,
@@ -55,6 +57,21 @@ class Rules:
         self._compact = compact
         self._lines: list[str] = []
         self._any: str | None = None
+        self._terminals: dict[str, str] = {}
+
+    def text_terminal(self, language: Language) -> str:
+        """Return the terminal of the strings of a language.
+
+        A trial of the grammar walks through each terminal that is named `TEXT`.
+        """
+        stem = "STRING" if language.has_any_characters else "TEXT"
+        return self.terminal(in_quotes(language), stem)
+
+    def terminal(self, expression: str, stem: str) -> str:
+        """Return the name of a terminal with this expression."""
+        if expression not in self._terminals:
+            self._terminals[expression] = self.add(stem, expression)
+        return self._terminals[expression]
 
     def add(self, stem: str, *options: str, counts: bool = False) -> str:
         """Add a rule of these options and return its name; `counts`: it has a parameter."""
@@ -88,10 +105,10 @@ class Rules:
                 return [self.anything()]
             case FixedValue(value):
                 return [self.fixed(value)]
-            case Text(schema):
-                return [scalar(schema)]
+            case Text(language):
+                return [self.text_terminal(language)]
             case Number(range):
-                return _number(range)
+                return self._number(range)
             case Array():
                 return self._array(shape, name_of)
             case Object():
@@ -101,10 +118,10 @@ class Rules:
         """Return the rule of every JSON value."""
         if self._any is None:
             self._any = "anything"
-            text, any_ = scalar({"type": "string"}), self._any
+            text, any_ = self.text_terminal(ALL), self._any
             self.define(
                 any_,
-                *('"null"', '"true"', '"false"', text, *_number(_ANY_NUMBER)),
+                *('"null"', '"true"', '"false"', text, *self._number(_ANY_NUMBER)),
                 f"BEGIN ({any_} (COMMA {any_})*)? END",
                 f"OPEN ({text} COLON {any_} (COMMA {text} COLON {any_})*)? CLOSE",
             )
@@ -113,6 +130,22 @@ class Rules:
     def fixed(self, value: Any) -> str:
         """Return a value as a literal of the grammar."""
         return quoted(_json(value, compact=self._compact))
+
+    def _number(self, item: NumberRange) -> list[str]:
+        excluded = item.excluded()
+        apart = f" & ~/-?(?:{excluded})/" if excluded else ""
+        if (pattern := item.any_pattern()) is not None:
+            return [self.terminal(f"/{pattern}/{apart}", "NUMBER")]
+        found = []
+        for sign, part in signed_parts(item):
+            pattern, only = part.pattern(), part.only()
+            if pattern is not None:
+                found.append(self.terminal(f"/{sign}(?:{pattern})/{apart}", "NUMBER"))
+            elif only is not None:
+                found.append(quoted(sign + only))
+            else:
+                found.append(f"{quoted(sign)} {scalar(part.schema())}".removeprefix('"" '))
+        return found
 
     def _array(self, shape: Array, name_of: NameOf) -> list[str]:
         if shape.chosen is not None:
@@ -195,8 +228,14 @@ class Rules:
         pairs = [(name_of(name), name_of(value)) for name, value in shape.others]
         others = [f"{name} COLON {value}" for name, value in pairs if name and value]
         other = self.add("other", *others) if others else None
+        last = None
+        if shape.last is not None:
+            name, value = map(name_of, shape.last)
+            if name is None or value is None:
+                return []
+            last = f"{name} COLON {value}"
         bounds = CountRange(shape.least, shape.most)
-        return ObjectRules(self, listed, other, bounds).options(any_order=shape.any_order)
+        return ObjectRules(self, listed, other, bounds, last).options(any_order=shape.any_order)
 
 
 def _ways(
@@ -238,16 +277,3 @@ def scalar(schema: Schema) -> str:
 
 
 _ANY_NUMBER = NumberRange.any()
-
-
-def _number(item: NumberRange) -> list[str]:
-    found = []
-    for sign, part in signed_parts(item):
-        pattern, only = part.pattern(), part.only()
-        if pattern is not None:
-            found.append(f"/{sign}(?:{pattern})/")
-        elif only is not None:
-            found.append(quoted(sign + only))
-        else:
-            found.append(f"{quoted(sign)} {scalar(part.schema())}".removeprefix('"" '))
-    return found

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.structured_outputs.rewriting.document import Node
+from server.structured_outputs.rewriting.scalars.languages import Language
 from server.structured_outputs.rewriting.scalars.numbers import NumberRange
-from server.structured_outputs.schema_walk import Schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class FixedValue:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Strings, as a schema of llguidance."""
+    """The strings of a language."""
 
-    schema: Schema
+    language: Language
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class Property:
 class Object:
     """Objects: the listed properties, and any number of others by name and value.
 
-    The listed ones come in their order, unless they may come in `any_order`.
+    The listed ones come in their order, unless they may come in `any_order`. With `last`, an
+    unlisted property of that name and value comes at the end.
     """
 
     properties: tuple[Property, ...]
@@ -82,6 +83,7 @@ class Object:
     least: int
     most: int | None
     any_order: bool = False
+    last: tuple[Node, Node] | None = None
 
 
 Shape = AnyValue | FixedValue | Text | Number | Array | Object

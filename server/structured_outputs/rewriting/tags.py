@@ -13,7 +13,7 @@ from typing import Any
 from server.structured_outputs.constraint import Undeclared
 from server.structured_outputs.rewriting.rewriting import Rewriting, add_schema
 from server.structured_outputs.rewriting.rules import Rules, quoted
-from server.structured_outputs.rewriting.scalars.patterns import escaped
+from server.structured_outputs.rewriting.scalars.characters import escaped
 
 Format = dict[str, Any]
 

@@ -18,8 +18,6 @@ FOLDER = Path(__file__).parent / "schemas"
 SCHEMAS = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.json"))}
 REFUSED = {
     "package_json_keywords": "'uniqueItems'",
-    "pydantic_order": "look-around",
-    "password_rules": "look-around",
     "remote_reference": "references into the schema itself",
     "dynamic_reference": "'$dynamicRef'",
 }

@@ -126,6 +126,38 @@ YES_AND_NO: tuple[tuple[Any, tuple[str, ...], tuple[str, ...]], ...] = (
     ({"type": "number", "minimum": 1, "maximum": 1}, ("1", "1.0"), ("1.1", "0.9", "0", "2")),
     ({"type": "number", "exclusiveMinimum": 100, "maximum": 100.5}, ("100.1", "100.5"), ("100",)),
     ({"type": "number", "maximum": 0.95, "minimum": 0}, ("0.9", "0.95", "0.0"), ("0.951", "1")),
+    # Negations of what strings, numbers, arrays and objects may be.
+    ({"not": {"type": "integer"}}, ("1.5", '"a"', "null", "{}"), ("1", "-3", "1.0")),
+    ({"type": "string", "not": {"pattern": "^a"}}, ('"b"', '""', '"ba"'), ('"a"', '"ab"')),
+    ({"type": "string", "not": {"format": "ipv4"}}, ('"a.b"', '"1::"'), ('"1.2.3.4"',)),
+    ({"type": "number", "not": {"multipleOf": 10}}, ("5", "101", "10.5"), ("10", "-20.0", "0")),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("0.5",), ("1", "2.0", '"a"')),
+    ({"oneOf": [{"type": "string", "pattern": "a"}, {"type": "string", "pattern": "b"}]},
+     ('"xa"', '"bb"'), ('"ab"', '"x"')),
+    ({"type": "array", "items": {"type": "integer"},
+      "not": {"prefixItems": [{"const": 1}, {"const": 2}]}}, ("[2]", "[1, 3]"),
+     ("[]", "[1]", "[1, 2, 5]")),
+    ({"type": "array", "items": {"enum": [1, 2]},
+      "not": {"contains": {"const": 1}, "minContains": 2, "maxContains": 3}},
+     ("[1, 2]", "[1, 1, 1, 1]"), ("[1, 1]", "[1, 2, 1, 1]")),
+    ({"type": ["array", "object"], "not": {"enum": [[1], {"a": 1}]}},
+     ("[]", "[2]", "[1, 1]", "{}", '{"a": 2}', '{"b": 1}', '{"a": 1, "b": 1}'),
+     ("[1]", '{"a": 1}')),
+    ({"type": "object", "properties": {"a": {"type": "integer"}, "b": True},
+      "additionalProperties": True,
+      "not": {"additionalProperties": False, "properties": {"a": {}}}},
+     ('{"b": 1}', '{"a": 1, "c": 2}'), ("{}", '{"a": 1}')),
+    ({"type": "object", "not": {"patternProperties": {"^x": {"type": "null"}}}},
+     ('{"x": 1}', '{"a": 1, "xy": 0}'), ("{}", '{"x": null}', '{"a": 1}')),
+    ({"type": "object", "not": {"propertyNames": {"maxLength": 2}}},
+     ('{"abc": 1}', '{"a": 1, "abc": 0}'), ("{}", '{"ab": 1}')),
+    ({"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"enum": [1, 2]}},
+      "not": {"dependentSchemas": {"a": {"properties": {"b": {"const": 1}}}}}},
+     ('{"a": 1, "b": 2}',), ("{}", '{"a": 1}', '{"a": 1, "b": 1}')),
+    # Names that match no pattern are judged by `additionalProperties` alone.
+    ({"type": "object", "patternProperties": {"^i": {"type": "integer"}},
+      "additionalProperties": {"type": "null"}}, ('{"i": 1, "b": null}',),
+     ('{"i": null}', '{"b": 1}')),
 )  # fmt: skip
 
 
@@ -169,7 +201,7 @@ def test_older_drafts_mean_what_they_meant() -> None:
 
 
 def test_best_effort_leaves_out_what_it_cannot_follow() -> None:
-    schema = {"type": "string", "pattern": "(?=a)", "maxLength": 3}
+    schema = {"type": "string", "pattern": "^(a)\\1", "maxLength": 3}
     assert verdict(schema) is not None
     assert verdict(schema, exact=False) is None
     found = rewrite(schema, compact=False)

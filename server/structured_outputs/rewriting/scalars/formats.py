@@ -38,8 +38,8 @@ _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
 # Left-to-right letters that IDNA 2008 (RFC 5892) allows anywhere. Ten of them are at most 63
 # characters of Punycode.
 _LETTERS = (
-    r"\x{e0}-\x{f6}\x{f8}-\x{ff}\x{3b1}-\x{3c1}\x{3c3}-\x{3c9}\x{430}-\x{44f}"
-    r"\x{3041}-\x{3094}\x{30a1}-\x{30fa}\x{4e00}-\x{9fa5}\x{ac00}-\x{d7a3}"
+    r"\u00e0-\u00f6\u00f8-\u00ff\u03b1-\u03c1\u03c3-\u03c9\u0430-\u044f"
+    r"\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 )
 _IDN_LABEL = rf"(?:{_LABEL}|[a-z0-9{_LETTERS}]{{1,10}})"
 _SPAN = r"[0-9]{1,9}"
@@ -55,7 +55,7 @@ _LOCAL = (
 _PORT = r"(?:[1-9]?[0-9]{1,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 _UNRESERVED = r"A-Za-z0-9._~\-"
 _CHARACTERS = rf"{_UNRESERVED}!$&'()*+,;=:@"
-_UCS = r"\x{a0}-\x{d7ff}\x{f900}-\x{fdcf}\x{fdf0}-\x{ffef}"
+_UCS = r"\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
 _ESCAPE = "%[0-9A-Fa-f]{2}"
 
 

@@ -15,7 +15,12 @@ from math import ceil, floor, inf, lcm, nextafter
 from typing import Any
 
 from server.structured_outputs.rewriting.choices import Plain
-from server.structured_outputs.rewriting.document import NOT_ONE_OF, InexactError, SchemaDocument
+from server.structured_outputs.rewriting.document import (
+    NOT_MULTIPLES,
+    NOT_ONE_OF,
+    InexactError,
+    SchemaDocument,
+)
 from server.structured_outputs.rewriting.scalars.decimals import decimals
 from server.structured_outputs.schema_walk import Schema
 
@@ -27,7 +32,10 @@ _LEAST = Fraction(1, 10**FRACTION_DIGITS)
 
 @dataclass(frozen=True, slots=True)
 class NumberRange:
-    """Multiples of `unit` from `low` to `high`; an open end is excluded."""
+    """Multiples of `unit` from `low` to `high`; an open end is excluded.
+
+    Numbers are no multiples of the steps in `apart`, each of which is a power of ten.
+    """
 
     unit: Fraction
     low: Fraction = -_MOST
@@ -35,6 +43,7 @@ class NumberRange:
     low_open: bool = False
     high_open: bool = False
     whole: bool = False
+    apart: tuple[Fraction, ...] = ()
 
     @classmethod
     def any(cls) -> NumberRange:
@@ -43,7 +52,11 @@ class NumberRange:
 
     def is_empty(self) -> bool:
         """Return True if it has no multiple of the unit."""
-        return self.first() > self.last()
+        if self.first() > self.last():
+            return True
+        # All of its numbers are multiples of a step, or its only number is.
+        numbers = (self.unit, self.first()) if self.first() == self.last() else (self.unit,)
+        return any(number % step == 0 for step in self.apart for number in numbers)
 
     def first(self) -> Fraction:
         """Return the lowest multiple in the range."""
@@ -89,16 +102,37 @@ class NumberRange:
             found["multipleOf"] = _double(self.unit, inf)
         return found
 
+    @property
+    def is_decimal(self) -> bool:
+        """True if the unit is 1 or a negative power of ten."""
+        scale = self.unit.denominator
+        return self.unit.numerator == 1 and str(scale).strip("0") == "1"
+
+    def any_pattern(self) -> str | None:
+        """Return a regular expression, with the sign, of a range without bounds; else None."""
+        if not self.is_decimal or replace(self, apart=()) != NumberRange(
+            self.unit, whole=self.whole
+        ):
+            return None
+        places = len(str(self.unit.denominator)) - 1
+        return rf"-?(?:0|[1-9][0-9]{{0,{INTEGER_DIGITS - 1}}})" + (
+            rf"(?:\.[0-9]{{1,{places}}})?" if places else ""
+        )
+
     def pattern(self) -> str | None:
         """Return a regular expression of a range without negative numbers.
 
         None unless its unit is a power of ten.
         """
-        scale = self.unit.denominator
-        places = len(str(scale)) - 1
-        if self.unit.numerator != 1 or scale != 10**places:
+        if not self.is_decimal:
             return None
-        return decimals(int(self.first() * scale), int(self.last() * scale), places)
+        scale = self.unit.denominator
+        first, last = int(self.first() * scale), int(self.last() * scale)
+        return decimals(first, last, len(str(scale)) - 1)
+
+    def excluded(self) -> str | None:
+        """Return a regular expression of the multiples of `apart`; None without any."""
+        return "|".join(map(_multiples, self.apart)) or None
 
     def only(self) -> str | None:
         """Return the only number of the range, or None if it has several."""
@@ -123,7 +157,38 @@ def number_ranges(document: SchemaDocument, plain: Plain, *, whole: bool) -> lis
                 ranges = [part for item in ranges for part in _split(item, exact(value))]
     if not document.wide:
         ranges = [_fewer_digits(item) for item in ranges]
+    ranges = _without_multiples(document, plain, ranges)
     return [item for item in ranges if not item.is_empty()]
+
+
+def _without_multiples(
+    document: SchemaDocument, plain: Plain, ranges: list[NumberRange]
+) -> list[NumberRange]:
+    """Return the ranges without the multiples that schemas exclude."""
+    for schema in plain:
+        for value in schema.get(NOT_MULTIPLES, ()):
+            step = exact(value)
+            power = step if step >= 1 else 1 / step
+            if set(str(power)) - {"0"} != {"1"} or not str(power).startswith("1"):
+                document.leave_out(
+                    schema, f"'not' of 'multipleOf' is supported for powers of ten, not for {value}"
+                )
+            elif not all(item.is_decimal for item in ranges):
+                document.leave_out(
+                    schema, "'not' of 'multipleOf' cannot stand beside a 'multipleOf' of its own"
+                )
+            else:
+                ranges = [replace(item, apart=(*item.apart, step)) for item in ranges]
+    return ranges
+
+
+def _multiples(step: Fraction) -> str:
+    """Return a regular expression of the multiples of a power of ten, without their sign."""
+    if step >= 1:
+        zeros = len(str(step)) - 1
+        return rf"(?:[0-9]*0{{{zeros}}}|0)(?:\.0*)?" if zeros else r"[0-9]+(?:\.0*)?"
+    places = len(str(1 / step)) - 1
+    return rf"[0-9]+(?:\.[0-9]{{0,{places}}}0*)?"
 
 
 def signed_parts(item: NumberRange) -> list[tuple[str, NumberRange]]:

@@ -1,50 +1,73 @@
-"""Strings: combinations of lengths, patterns and formats."""
+"""Strings: combinations of lengths, patterns, formats and excluded texts."""
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
-from typing import Any
 
 import llguidance
 
 from server.structured_outputs.rewriting.choices import Plain
-from server.structured_outputs.rewriting.document import NOT_ONE_OF, InexactError, SchemaDocument
+from server.structured_outputs.rewriting.document import (
+    NOT_FORMATS,
+    NOT_ONE_OF,
+    NOT_PATTERNS,
+    InexactError,
+    SchemaDocument,
+)
+from server.structured_outputs.rewriting.scalars.characters import ANY, spelled
 from server.structured_outputs.rewriting.scalars.formats import (
     FORMAT_LENGTHS,
     FORMATS,
     WIDE_FORMATS,
 )
-from server.structured_outputs.rewriting.scalars.patterns import other_than, translated, whole
+from server.structured_outputs.rewriting.scalars.languages import ALL, Language
+from server.structured_outputs.rewriting.scalars.patterns import matching, whole
 from server.structured_outputs.schema_walk import Schema
 
+_FUEL = 500_000
+"""Most steps of the lexer to decide whether a language is empty."""
+_LIMITS = llguidance.LLParserLimits(
+    initial_lexer_fuel=_FUEL, step_lexer_fuel=_FUEL, verbose_errors=False
+)
 
-def text_schema(document: SchemaDocument, plain: Plain) -> Schema | None:
-    """Return a schema of llguidance for the strings that satisfy all, or None if there are none."""
-    shortest = max((schema.get("minLength", 0) for schema in plain), default=0)
-    longest = min(_longest(document, plain), default=None)
+
+def text_language(document: SchemaDocument, plain: Plain) -> Language | None:
+    """Return the strings that satisfy all schemas, or None if there are none."""
+    shortest = max((int(schema.get("minLength", 0)) for schema in plain), default=0)
+    longest = min(map(int, _longest(document, plain)), default=None)
     if longest is not None and shortest > longest:
         return None
-    found: Schema = {"type": "string"}
-    if shortest:
-        found["minLength"] = int(shortest)
-    if longest is not None:
-        found["maxLength"] = int(longest)
-    patterns: list[str] = []
+    found = of_lengths(shortest, longest)
+    parts = 0
     for schema in plain:
         try:
-            patterns += _patterns(schema, wide=document.wide)
+            for allowed, language in _parts(schema, wide=document.wide):
+                found = found.and_(language) if allowed else found.without(language)
+                parts += 1
         except InexactError as error:
             document.leave_out(schema, error)
-    if not patterns:
+    if parts == 0 or (parts == 1 and found.is_regex):
         return found
-    whole_schema = {**found, "allOf": [{"pattern": item} for item in dict.fromkeys(patterns)]}
     try:
-        return None if _is_empty(json.dumps(whole_schema)) else whole_schema
+        return None if _is_empty(found) else found
     except InexactError as error:
         document.leave_out(plain[0], error)
-        return found
+        return of_lengths(shortest, longest)
+
+
+def of_lengths(shortest: int, longest: int | None) -> Language:
+    """Return the texts of `shortest` to `longest` characters; None is no limit."""
+    if shortest == 0 and longest is None:
+        return ALL
+    return Language(ANY).repeated(shortest, longest)
+
+
+def in_quotes(language: Language) -> str:
+    """Return the terminal of the strings whose texts are of a language."""
+    if language.is_regex:
+        return f'/"(?:{language.text})"/'
+    return f'/"/ {language.expression} /"/'
 
 
 def _longest(document: SchemaDocument, plain: Plain) -> Iterator[int]:
@@ -55,32 +78,44 @@ def _longest(document: SchemaDocument, plain: Plain) -> Iterator[int]:
             yield FORMAT_LENGTHS[schema["format"]]
 
 
-@functools.lru_cache(1024)
-def _is_empty(schema: str) -> bool:
-    """Return True if no string satisfies a schema of llguidance.
-
-    Raises `InexactError` if llguidance cannot decide it.
-    """
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
-    problem = llguidance.LLMatcher.validate_grammar(grammar)
-    if "Unable to determine" in problem:
-        raise InexactError(
-            "the lengths, patterns and formats of a string are too complex together; leave one out"
-        )
-    return "Unsatisfiable schema" in problem
-
-
-def _patterns(schema: Schema, *, wide: bool) -> list[str]:
-    found = []
+def _parts(schema: Schema, *, wide: bool) -> Iterator[tuple[bool, Language]]:
+    """Yield languages that strings are of, with True, or not of, with False."""
     if "pattern" in schema:
-        found.append(translated(schema["pattern"], wide=wide))
-    formats = WIDE_FORMATS if wide else FORMATS
-    if schema.get("format") in formats:
-        found.append(whole(formats[schema["format"]]))
-    if words := _texts(schema.get(NOT_ONE_OF, ())):
-        found.append(other_than(words))
-    return found
+        yield True, matching(schema["pattern"], wide=wide)
+    if (name := schema.get("format")) in FORMATS and (not wide or name in WIDE_FORMATS):
+        yield True, _of_format(name, wide=wide)
+    for pattern in schema.get(NOT_PATTERNS, ()):
+        yield False, matching(pattern, wide=not wide)
+    for name in schema.get(NOT_FORMATS, ()):
+        yield False, _of_format(name, wide=not wide)
+    if words := [value for value in schema.get(NOT_ONE_OF, ()) if isinstance(value, str)]:
+        yield False, Language("|".join(map(spelled, words)))
 
 
-def _texts(values: Any) -> set[str]:
-    return {value for value in values if isinstance(value, str)}
+def _of_format(name: str, *, wide: bool) -> Language:
+    return whole((WIDE_FORMATS if wide else FORMATS)[name], wide=wide)
+
+
+@functools.lru_cache(4096)
+def _is_empty(language: Language) -> bool:
+    """Return True if the language has no text.
+
+    Raises `InexactError` if llguidance cannot decide it within its limits.
+    """
+    grammar = f"%llguidance {{}}\nstart: TEXT\nTEXT: {in_quotes(language)}\n"
+    matcher = llguidance.LLMatcher(_bytes(), grammar, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if not matcher.is_error():
+        return False
+    problem = str(matcher.get_error())
+    if problem.startswith("NoExtension"):
+        return True
+    raise InexactError(
+        "the lengths, patterns and formats of a string are too complex together; leave one out"
+    )
+
+
+@functools.cache
+def _bytes() -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer("byte")
