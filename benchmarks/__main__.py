@@ -20,6 +20,7 @@ COMMANDS = {
     "prefix": "in_process.prefix",
     "prompts_at_once": "in_process.prompts_at_once",
     "quantized": "compare.quantized",
+    "sampler": "in_process.sampler",
     "scenarios": "scenarios.command",
     "same_file": "compare.same_file",
     "speculation": "over_http.speculation",

@@ -28,6 +28,11 @@ from rbln_backend.emulator.fallback_moe import (
 from rbln_backend.emulator.packing import pack_reference, unpack
 from rbln_backend.emulator.quantized_packing import dequantize
 
+# Of the draw's weights, as in kernels/sampling/.
+_UNITS = 2.0**30
+_GREEDY_TEMPERATURE = 1e-5
+_MAGIC = 12582912.0
+
 
 def pack_linear_weight(weight: Tensor) -> Tensor:
     """weight [N, K] to packed panels of its dtype."""
@@ -145,6 +150,114 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(-1, keepdim=True).int()
 
 
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    randoms: Tensor,
+) -> Tensor:
+    """Draw a token of each row of logits [n, V]: int32 [n, 1], bit by bit as the C++ kernel."""
+    is_greedy = ~(temperature >= _GREEDY_TEMPERATURE)
+    scores = logits.float() / torch.where(is_greedy, 1.0, temperature)[:, None]
+    scores = torch.where(scores.isnan(), -torch.inf, scores)
+    largest, first = scores.max(-1, keepdim=True)
+    first = (scores == largest).int().argmax(-1, keepdim=True)
+    weights = _weights(scores, largest)
+    units = (weights * _UNITS + 0.5).long()
+    if min_p is not None:
+        units[weights < min_p[:, None]] = 0
+    if top_k is not None:
+        _keep_top_k(scores, units, top_k)
+    if top_p is not None:
+        _keep_top_p(scores, units, top_p)
+    ends = units.cumsum(-1)
+    # Python's integers: the products have more than 64 bits.
+    places = [
+        (random % 2**64) * total >> 64
+        for random, total in zip(randoms.tolist(), ends[:, -1].tolist(), strict=True)
+    ]
+    drawn = torch.searchsorted(ends, torch.tensor(places).view(-1, 1), right=True)
+    is_first = is_greedy[:, None] | (ends[:, -1:] == 0)
+    return torch.where(is_first, first, drawn).int()
+
+
+def _weights(scores: Tensor, largest: Tensor) -> Tensor:
+    """Return e^(scores - largest), float32 [n, V]."""
+    x = (scores - largest).nan_to_num(-30.0).clamp(min=-30.0)
+    n = (x * 1.44269504 + _MAGIC) - _MAGIC
+    r = (x - n * 0.693359375) + n * 2.12194440e-4
+    p = r * 1.381455966e-3 + 8.368735580e-3
+    for coefficient in (4.166838986e-2, 1.666652048e-1, 4.999999344e-1, 1.0, 1.0):
+        p = p * r + coefficient
+    power = (n + (_MAGIC + 127.0)).view(torch.int32) << 23
+    return p * power.view(torch.float32)
+
+
+def _keep_top_k(scores: Tensor, units: Tensor, top_k: Tensor) -> None:
+    """Clear the units of scores below the k-th largest."""
+    width = scores.shape[1]
+    has_limit = (top_k > 0) & (top_k < width)
+    place = torch.where(has_limit, width - top_k, 0).long()[:, None]
+    least = scores.sort(-1).values.gather(1, place)
+    units[has_limit[:, None] & (scores < least)] = 0
+
+
+def _keep_top_p(scores: Tensor, units: Tensor, top_p: Tensor) -> None:
+    """Clear the units that add up to at most 1 - top_p, from the smallest score on."""
+    # Zero units first: a row's last in order is then one that may be drawn.
+    order = torch.where(units > 0, scores, -torch.inf).sort(stable=True).indices
+    ends = units.gather(1, order).cumsum(-1)
+    total = ends[:, -1:]
+    limit = ((1.0 - top_p)[:, None].double() * total.double()).long().minimum(total - 1)
+    drops = torch.zeros_like(units, dtype=torch.bool).scatter_(1, order, ends <= limit)
+    units[drops & (top_p < 1.0)[:, None]] = 0
+
+
+def penalize_(
+    logits: Tensor,
+    prompts: Tensor,
+    outputs: Tensor,
+    output_ends: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+) -> None:
+    """Apply penalties to logits [n, V] in place."""
+    rows, width = logits.shape
+    is_seen = torch.zeros(rows, width + 1, dtype=torch.bool)
+    is_seen.scatter_(1, prompts.where((prompts >= 0) & (prompts < width), width), True)
+    counts = torch.zeros(rows, width + 1)
+    begin = 0
+    for row, end in enumerate(output_ends.tolist()):
+        own = outputs[begin:end].long()
+        counts[row].index_add_(0, own.where((own >= 0) & (own < width), width), _ones_like(own))
+        begin = end
+    counts, is_seen = counts[:, :width], is_seen[:, :width]
+    factors = torch.where(is_seen | (counts > 0), repetition[:, None], 1.0)
+    logits *= torch.where(logits > 0, 1.0 / factors, factors)
+    logits -= frequency[:, None] * counts
+    logits -= presence[:, None] * (counts > 0)
+
+
+def top_logprobs(
+    logits: Tensor, tokens: Tensor, count: int, is_normalized: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return IDs and values [n, 1 + count] of each row's token and likeliest ones, and its rank."""
+    scores = logits.float()
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    ids = torch.cat((tokens[:, None].long(), order), dim=-1)
+    own = scores.gather(1, ids[:, :1])
+    ranks = (scores >= own).sum(-1)
+    values = scores.log_softmax(-1) if is_normalized else scores
+    return ids.int(), values.gather(1, ids), ranks
+
+
+def _ones_like(tokens: Tensor) -> Tensor:
+    return torch.ones(len(tokens))
+
+
 def self_attention(
     q: Tensor,
     q_column: int,
@@ -220,6 +333,7 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
             *(pack_linear_weight, pack_linear_weight_, linear, linear_heads, quantized_linear),
             *(rms_norm, fused_add_rms_norm, layer_norm, activate, rotary_embedding, greedy),
             *(block_rows, self_attention, add_lora_),
+            *(sample, penalize_, top_logprobs),
             *(fallback_attention.shared_attention, fallback_attention.latent_attention),
             *(moe_route, moe, moe_masked, quantized_moe, quantized_moe_masked),
         )

@@ -158,6 +158,50 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 @_op(
+    "(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p,"
+    " Tensor randoms) -> Tensor"
+)
+def sample(logits: Tensor, *_arguments: Any) -> Tensor:
+    """logits [n, V] to int32 [n, 1]: a token of each row, drawn as vLLM's sampler would.
+
+    temperature, top_p and min_p are float32 [n], top_k int32 [n]; randoms int64 [n] has 64 random
+    bits for each row, which with the row alone decide its token. A temperature below 1e-5 takes
+    the first of the largest logits.
+    """
+    return logits.new_empty((logits.shape[0], 1), dtype=torch.int32)
+
+
+@_op(
+    "(Tensor(a!) logits, Tensor prompts, Tensor outputs, Tensor output_ends, Tensor presence,"
+    " Tensor frequency, Tensor repetition) -> ()"
+)
+def penalize_(*_arguments: Any) -> None:
+    """Apply vLLM's penalties to float32 logits [n, V] in place, where a row has had a token.
+
+    prompts int64 [n, P], padded with what is no token; outputs int32 of all rows, one after
+    another, which end at output_ends int64 [n]; presence, frequency and repetition float32 [n].
+    """
+
+
+@_op("(Tensor logits, Tensor tokens, int count, bool is_normalized) -> (Tensor, Tensor, Tensor)")
+def top_logprobs(
+    logits: Tensor, _tokens: Tensor, count: int, *_arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [n, V] and tokens int32 [n] to the log-probabilities of these and the likeliest.
+
+    Returns int32 IDs and float32 values [n, 1 + count], the row's token first and the first of
+    equal ones earlier, and int64 [n]: how many tokens are no less likely than the row's. Without
+    ``is_normalized`` the values are logits.
+    """
+    shape = (logits.shape[0], 1 + count)
+    return (
+        logits.new_empty(shape, dtype=torch.int32),
+        logits.new_empty(shape, dtype=torch.float32),
+        logits.new_empty(shape[:1], dtype=torch.int64),
+    )
+
+
+@_op(
     "(Tensor q, int q_column, Tensor k, int k_column, Tensor v, int v_column, Tensor? q_norm,"
     " Tensor? k_norm, float eps, Tensor? positions, Tensor? cos_sin_cache, bool is_neox,"
     " Tensor(a!) kv_cache, Tensor scale, Tensor starts, Tensor? ends, Tensor block_tables,"

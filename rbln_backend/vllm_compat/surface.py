@@ -135,6 +135,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.logits_processor import BatchUpdate, build_logitsprocs
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
     MinTokensLogitsProcessor,
 )
 from vllm.v1.sample.metadata import SamplingMetadata

@@ -54,8 +54,9 @@ from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
 from rbln_backend.worker.sampling.input_batch import IsolatedInputBatch
+from rbln_backend.worker.sampling.kernel_sampler import KernelSampler
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
-from rbln_backend.worker.sampling.sampler import GreedySampler, RowSampler
+from rbln_backend.worker.sampling.sampler import RowSampler
 from rbln_backend.worker.startup.cache_fields import cache_fields
 from rbln_backend.worker.startup.preflight import bucket_tables
 from rbln_backend.worker.startup.store_metrics import open_store, report_store_size
@@ -324,7 +325,7 @@ class EngineBuild:
             pooler = HostPooler(self._parts.model, reuses_prefixes=caching)
             return PoolingRunner(steps, pooler, TokenTypes(self._parts.model))
         runs_on_host = self._parts.compiler.capabilities.runs_on_host
-        sampler_class = GreedySampler if runs_on_host else RowSampler
+        sampler_class = KernelSampler if runs_on_host else RowSampler
         sampler = sampler_class(logprobs_mode=config.model_config.logprobs_mode)
         vocab_size = config.model_config.get_vocab_size()
         board = self._parts.board.only_if(self._parts.place.replies)

@@ -60,7 +60,7 @@ class GreedySampler(RowSampler):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._latest: SamplingMetadata | None = None
-        self._is_greedy = False
+        self._has_no_edits = False
 
     def forward(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
@@ -73,18 +73,21 @@ class GreedySampler(RowSampler):
 
     def takes_largest(self, metadata: SamplingMetadata) -> bool:
         """Return True if every row's token is that of its largest logit."""
+        return metadata.all_greedy and self.takes_logits_alone(metadata)
+
+    def takes_logits_alone(self, metadata: SamplingMetadata) -> bool:
+        """Return True if no request changes logits before they are sampled, or reports any."""
         if metadata is not self._latest:
             # A batch keeps its metadata until a request joins or leaves.
             self._latest = metadata
-            self._is_greedy = _is_greedy(metadata)
-        return self._is_greedy and not _is_biased(metadata)
+            self._has_no_edits = _has_no_edits(metadata)
+        return self._has_no_edits and not _is_biased(metadata)
 
 
-def _is_greedy(metadata: SamplingMetadata) -> bool:
-    """Return True if no parameter but a bias or a minimum length changes greedy tokens."""
+def _has_no_edits(metadata: SamplingMetadata) -> bool:
+    """Return True if no parameter but a bias or a minimum length changes or reports logits."""
     return (
-        metadata.all_greedy
-        and metadata.no_penalties
+        metadata.no_penalties
         and metadata.max_num_logprobs is None
         and not metadata.logprob_token_ids
         and not metadata.bad_words_token_ids

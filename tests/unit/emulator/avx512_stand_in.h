@@ -141,6 +141,14 @@ inline __m512i repeat(__m128i quarter) {
   return whole;
 }
 
+inline uint16_t signs(__m512i lanes) {
+  int32_t words[16];
+  std::memcpy(words, &lanes, 64);
+  uint16_t mask = 0;
+  for (int i = 0; i < 16; ++i) mask |= uint16_t(words[i] < 0) << i;
+  return mask;
+}
+
 // Within each quarter; an index with its highest bit set gives zero.
 inline __m512i shuffle_bytes(__m512i entries, __m512i indices) {
   uint8_t of_entries[64], of_indices[64], result[64];
@@ -179,6 +187,7 @@ inline __m512i look_up_bytes(__m512i first, __m512i indices, uint64_t mask, __m5
 #define _mm512_castsi256_si512 stand_in::lower_half
 #undef _mm512_inserti64x4
 #define _mm512_inserti64x4(whole, half, place) stand_in::with_half<place>(whole, half)
+#define _mm512_movepi32_mask stand_in::signs
 #define _mm512_broadcast_i32x4 stand_in::repeat
 #define _mm512_shuffle_epi8 stand_in::shuffle_bytes
 #undef _mm512_ternarylogic_epi32

@@ -44,8 +44,17 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
             for function in fallback.ACTIVATIONS
             for gated in (True, False)
         ),
+        ("sample", sample_arguments(x)),
         ("rotary_embedding", (torch.arange(6), x, residual[:, :32], cache, 16, True)),
     ]
+
+
+def sample_arguments(logits: Tensor) -> tuple[object, ...]:
+    """Rows with every limit, with some of them, and a greedy one."""
+    top_k = torch.tensor([9, 64, 3, 1, 9, 9], dtype=torch.int32)
+    top_p = torch.tensor([0.9, 0.5, 1.0, 0.9, 0.1, 0.9])
+    temperature, min_p = torch.tensor([1.0, 0.7, 2, 1, 0, 1]), torch.linspace(0, 0.3, 6)
+    return logits, temperature, top_k, top_p, min_p, torch.arange(-3, 3) * 2**61
 
 
 def shared_arguments(dtype: torch.dtype) -> tuple[object, ...]:

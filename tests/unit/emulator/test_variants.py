@@ -21,6 +21,8 @@ NUMERICS = (
     "test_window_attention",
     "test_self_attention",
     "test_small_ops",
+    "test_sampling",
+    "test_penalties",
     "test_moe",
     "test_quantized",
 )

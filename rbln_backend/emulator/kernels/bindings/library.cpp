@@ -5,7 +5,9 @@
 #include "core/team.h"
 
 RBLN_EXPORT const char* rbln_emulator_isa() {
-  return rbln::kMultipliesTiles ? "amx_bf16" : rbln::isa_name();
+  if (rbln::kMultipliesTiles) return "amx_bf16";
+  if (rbln::kMultipliesPairs) return "avx512_bf16";
+  return rbln::kLanes == 16 ? "avx512" : rbln::kLanes == 8 ? "avx2" : "portable";
 }
 
 RBLN_EXPORT void rbln_emulator_set_threads(int threads) { rbln::set_team_threads(threads); }

@@ -123,6 +123,19 @@ inline VecF fma(VecF a, VecF b, VecF c) {
 #endif
 }
 
+// Bit by bit, the lanes of a comparison that hold.
+inline uint32_t lane_mask(VecI holds) {
+#if defined(RBLN_AVX512)
+  return uint32_t(_mm512_movepi32_mask((__m512i)holds));
+#elif defined(RBLN_AVX2)
+  return uint32_t(_mm256_movemask_ps((__m256)holds));
+#else
+  uint32_t mask = 0;
+  for (int lane = 0; lane < kLanes; ++lane) mask |= uint32_t(holds[lane] < 0) << lane;
+  return mask;
+#endif
+}
+
 // The larger one; `b` where either is NaN.
 inline VecF max(VecF a, VecF b) {
 #if defined(RBLN_AVX512)
@@ -381,18 +394,6 @@ inline void store_some(T* target, VecF value, int64_t count) {
   T whole[kLanes];
   store(whole, value);
   std::memcpy(target, whole, size_t(count) * sizeof(T));
-}
-
-inline const char* isa_name() {
-#if defined(RBLN_BF16_DOT)
-  return "avx512_bf16";
-#elif defined(RBLN_AVX512)
-  return "avx512";
-#elif defined(RBLN_AVX2)
-  return "avx2";
-#else
-  return "portable";
-#endif
 }
 
 }  // namespace rbln

@@ -1,0 +1,139 @@
+"""Sampling in the emulator's kernels, which select where vLLM's code sorts the vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbln_backend.vllm_compat.surface import (
+    LogprobsTensors,
+    MinPLogitsProcessor,
+    SamplerOutput,
+    SamplingMetadata,
+)
+from rbln_backend.worker.sampling.output_tokens import OutputTokens
+from rbln_backend.worker.sampling.sampler import GreedySampler
+
+
+class KernelSampler(GreedySampler):
+    """A ``GreedySampler`` with kernels for draws, penalties and log-probabilities, on every core.
+
+    A draw takes 64 random bits of its request's generator, or of torch's own for requests without a
+    seed: the same seed gives the same tokens in any company. vLLM's code draws where processed
+    log-probabilities are returned, or a processor of a plug-in takes part; it makes the
+    log-probabilities of the whole vocabulary and of tokens that a request names.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._outputs = OutputTokens()
+
+    def forward(
+        self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
+    ) -> SamplerOutput:
+        """Sample from logits [rows, V] as upstream."""
+        metadata = sampling_metadata
+        if args or options:
+            return super().forward(logits, metadata, *args, **options)
+        if self._reports_few(metadata):
+            return self._sample_and_report(logits, metadata)
+        if metadata.all_greedy or not (
+            self.takes_logits_alone(metadata) and self._draws_here(metadata)
+        ):
+            return super().forward(logits, metadata)
+        # Without upstream's copy in float32.
+        return SamplerOutput(sampled_token_ids=_draw(logits, metadata), logprobs_tensors=None)
+
+    # Upstream calls its static function as a method.
+    def apply_penalties(  # type: ignore[override]
+        self, logits: Tensor, sampling_metadata: SamplingMetadata, output_token_ids: list[list[int]]
+    ) -> Tensor:
+        """Return float32 logits [rows, V] with the penalties, changed in place."""
+        metadata = sampling_metadata
+        if not metadata.no_penalties:
+            torch.ops.rbln_emulator.penalize_(
+                logits,
+                metadata.prompt_token_ids,
+                *self._outputs.joined(output_token_ids),
+                metadata.presence_penalties,
+                metadata.frequency_penalties,
+                metadata.repetition_penalties,
+            )
+        return logits
+
+    def sample(
+        self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draw from processed logits [rows, V]: int32 [rows], and None for processed logits."""
+        metadata = sampling_metadata
+        if args or options or metadata.all_greedy or not self._draws_here(metadata):
+            drawn: tuple[Tensor, Tensor | None] = super().sample(logits, metadata, *args, **options)
+            return drawn
+        return _draw(logits, metadata).view(-1), None
+
+    def _reports_few(self, metadata: SamplingMetadata) -> bool:
+        """Return True if raw values of sampled and likeliest tokens are all that is returned."""
+        return (
+            metadata.max_num_logprobs is not None
+            and metadata.max_num_logprobs >= 0
+            and not metadata.logprob_token_ids
+            and "raw" in self.logprobs_mode
+        )
+
+    def _sample_and_report(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+        silent = replace(metadata, max_num_logprobs=None)
+        raw = logits
+        is_kept = self.takes_logits_alone(silent) and (
+            metadata.all_greedy or self._draws_here(silent)
+        )
+        if logits.dtype == torch.float32 and not is_kept:
+            # Upstream changes logits of this type in place.
+            raw = logits.clone()
+        sampled = self.forward(logits, silent).sampled_token_ids
+        reported = torch.ops.rbln_emulator.top_logprobs(
+            raw, sampled.view(-1), metadata.max_num_logprobs, self.logprobs_mode == "raw_logprobs"
+        )
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=LogprobsTensors(*reported))
+
+    def _draws_here(self, metadata: SamplingMetadata) -> bool:
+        """Return True if the kernel knows everything that takes part in the draw."""
+        returns_processed = "processed" in self.logprobs_mode and (
+            metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
+        )
+        return not returns_processed and all(
+            type(processor) is MinPLogitsProcessor
+            for processor in metadata.logitsprocs.argmax_invariant
+        )
+
+
+def _draw(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Draw a token of each row of logits [rows, V]: int32 [rows, 1]."""
+    drawn: Tensor = torch.ops.rbln_emulator.sample(
+        logits,
+        metadata.temperature,
+        metadata.top_k,
+        metadata.top_p,
+        _min_p(metadata),
+        _randoms(metadata, logits.shape[0]),
+    )
+    return drawn
+
+
+def _min_p(metadata: SamplingMetadata) -> Tensor | None:
+    """Return the min_p of each row; None if no request has one."""
+    for processor in metadata.logitsprocs.argmax_invariant:
+        if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
+            min_p: Tensor = processor.min_p
+            return min_p.view(-1)
+    return None
+
+
+def _randoms(metadata: SamplingMetadata, rows: int) -> Tensor:
+    """Return 64 random bits for each row; generators of requests advance by one draw."""
+    randoms = torch.empty(rows, dtype=torch.int64).random_(-(2**63), None)
+    for row, generator in metadata.generators.items():
+        randoms[row : row + 1].random_(-(2**63), None, generator=generator)
+    return randoms

@@ -1,0 +1,173 @@
+"""Draws of the kernel in vLLM's batches: its distribution, and the same tokens in any company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+
+from rbln_backend.emulator.kernel_set import load_kernels
+from rbln_backend.worker.sampling.kernel_sampler import KernelSampler
+from tests.kernel_cache import share_kernels
+
+VOCABULARY, ROWS = 30, 256
+
+
+class FreeMinP(MinPLogitsProcessor):
+    """vLLM's, without a configuration to read; of no type that the kernel knows."""
+
+    def __init__(self) -> None:
+        self.min_p_count = 0
+        self.min_p_cpu_tensor = torch.zeros(ROWS)
+        self.min_p_cpu = self.min_p_cpu_tensor.numpy()
+        self.use_double_tensor = False
+        self.min_p_device = self.min_p_cpu_tensor
+        self.min_p = self.min_p_device[:0]
+
+
+def known_min_p() -> MinPLogitsProcessor:
+    processor = MinPLogitsProcessor.__new__(MinPLogitsProcessor)
+    FreeMinP.__init__(processor)  # type: ignore[arg-type]
+    return processor
+
+
+@pytest.fixture(autouse=True)
+def native_kernels(tmp_path: Path) -> None:
+    load_kernels(share_kernels(tmp_path), "native")
+    torch.manual_seed(0)
+
+
+def metadata_of(
+    *requests: dict[str, Any], min_p: MinPLogitsProcessor | None = None
+) -> SamplingMetadata:
+    device = torch.device("cpu")
+    batch = InputBatch(
+        max_num_reqs=ROWS,
+        max_model_len=32,
+        max_num_batched_tokens=32,
+        device=device,
+        vocab_size=VOCABULARY,
+        block_sizes=[16],
+        kernel_block_sizes=[16],
+        max_num_blocks_per_req=[2],
+        logitsprocs=LogitsProcessors(
+            [LogitBiasLogitsProcessor(None, device, False), min_p or known_min_p()]
+        ),
+    )
+    for number, options in enumerate(requests):
+        params = SamplingParams(**options)
+        seeded = None if params.seed is None else torch.Generator().manual_seed(params.seed)
+        batch.add_request(
+            CachedRequestState(
+                req_id=str(number),
+                prompt_token_ids=[1, 2, 3],
+                mm_features=[],
+                sampling_params=params,
+                generator=seeded,
+                block_ids=([number + 1],),
+                num_computed_tokens=2,
+                output_token_ids=[5, 5, 6],
+            )
+        )
+    batch.refresh_metadata()
+    return batch.sampling_metadata
+
+
+def counts(sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, steps: int) -> Tensor:
+    """Return how often each token is drawn from the same logits [V] in every row."""
+    total = torch.zeros(VOCABULARY)
+    for _ in range(steps):
+        drawn = sampler(logits=logits.repeat(ROWS, 1), sampling_metadata=metadata)
+        total += torch.bincount(drawn.sampled_token_ids.flatten(), minlength=VOCABULARY)
+    return total
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.8, "temperature": 0.8},
+        {"top_k": 7, "min_p": 0.1},
+        {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "top_k": 20},
+        {"logit_bias": {4: 3.0}, "seed": 3},
+        {"bad_words": [], "allowed_token_ids": [3, 4, 9], "logprobs": 2},
+    ],
+    ids=",".join,
+)
+def test_the_distribution_is_vllms(options: dict[str, Any]) -> None:
+    logits = torch.randn(VOCABULARY) * 1.5
+    metadata = metadata_of(
+        *[options | ({"seed": n} if "seed" in options else {}) for n in range(ROWS)]
+    )
+    ours = counts(KernelSampler(), logits, metadata, 40)
+    theirs = counts(Sampler(), logits, metadata, 40)
+    both = ours + theirs
+    assert torch.equal(ours[both > 40] > 0, theirs[both > 40] > 0)
+    # Two samples of the same size: the statistic's mean is the number of tokens less one.
+    statistic = float(((ours - theirs) ** 2 / both)[both > 0].sum())
+    freedom = int((both > 0).sum()) - 1
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
+    logits = torch.randn(4, VOCABULARY)
+    mine = {"seed": 11, "temperature": 1.3, "top_p": 0.9}
+    others = [{}, {"seed": 2, "min_p": 0.2}, {"temperature": 0.0, "logprobs": 1}]
+    drawn = []
+    for count in range(4):
+        metadata = metadata_of(mine, *others[:count])
+        sampler = KernelSampler()
+        steps = [
+            sampler(logits=logits[: count + 1].clone(), sampling_metadata=metadata)
+            for _ in range(20)
+        ]
+        drawn.append([int(step.sampled_token_ids[0]) for step in steps])
+    assert drawn == [drawn[0]] * 4
+    assert len(set(drawn[0])) > 3
+
+
+def test_greedy_rows_beside_others_take_the_largest() -> None:
+    logits = torch.randn(2, VOCABULARY)
+    metadata = metadata_of({"temperature": 0.0}, {"temperature": 2.0})
+    for _ in range(20):
+        drawn = KernelSampler()(logits=logits.clone(), sampling_metadata=metadata)
+        assert int(drawn.sampled_token_ids[0]) == int(logits[0].argmax())
+
+
+@pytest.mark.parametrize(
+    ("mode", "plug_in"), [("processed_logprobs", False), ("raw_logprobs", True)]
+)
+def test_what_the_kernel_does_not_know_is_vllms(mode: str, plug_in: bool) -> None:
+    min_p = FreeMinP() if plug_in else None
+    metadata = metadata_of({"min_p": 0.4, "logprobs": 2, "seed": 1}, min_p=min_p)
+    logits = torch.randn(1, VOCABULARY)
+    ours = KernelSampler(logprobs_mode=mode)(logits=logits.clone(), sampling_metadata=metadata)
+    metadata = metadata_of({"min_p": 0.4, "logprobs": 2, "seed": 1}, min_p=min_p)
+    theirs = Sampler(logprobs_mode=mode)(logits=logits.clone(), sampling_metadata=metadata)
+    assert torch.equal(ours.sampled_token_ids, theirs.sampled_token_ids)
+    assert torch.equal(ours.logprobs_tensors.logprobs, theirs.logprobs_tensors.logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_reports_are_vllms_of_logits_without_penalties(mode: str, dtype: torch.dtype) -> None:
+    logits = (torch.randn(3, VOCABULARY) * 3).to(dtype)
+    penalized = {"temperature": 0.0, "repetition_penalty": 3.0, "presence_penalty": 1.5}
+    metadata = metadata_of({"temperature": 0.0}, penalized, {"temperature": 0.0, "logprobs": 4})
+    theirs = Sampler(logprobs_mode=mode)(logits=logits.clone(), sampling_metadata=metadata)
+    ours = KernelSampler(logprobs_mode=mode)(logits=logits.clone(), sampling_metadata=metadata)
+    assert torch.equal(ours.sampled_token_ids, theirs.sampled_token_ids)
+    own, other = ours.logprobs_tensors, theirs.logprobs_tensors
+    torch.testing.assert_close(own.logprobs, other.logprobs)
+    assert torch.equal(own.selected_token_ranks, other.selected_token_ranks)
