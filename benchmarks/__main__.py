@@ -22,6 +22,7 @@ COMMANDS = {
     "quantized": "compare.quantized",
     "sampler": "in_process.sampler",
     "scenarios": "scenarios.command",
+    "schemas": "schemas.command",
     "same_file": "compare.same_file",
     "speculation": "over_http.speculation",
     "step_profile": "in_process.step_profile",

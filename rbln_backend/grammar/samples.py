@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,9 @@ _EAGER = 0.3
 """Part of the tokens of a sample after which it is brought to its end."""
 _END = 0.3
 """Probability of the end at each token where the grammar allows it."""
+_FREE = 0.2
+"""Probability that a string is none of the words."""
+_QUOTE = b'"'
 _CLOSE = 0.25
 """Probability of a closing token before that."""
 
@@ -36,18 +41,27 @@ class SampleWalker:
         texts = [self._tokenizer.decode_bytes([token]) for token in range(self._size)]
         self._plain = np.array([_PLAIN.fullmatch(text) is not None for text in texts])
         self._short = np.array([len(text) == 1 for text in texts])
-        by_text = {text: token for token, text in enumerate(texts)}
-        self._closing = [by_text[text] for text in _CLOSING if text in by_text]
+        self._tokens = {text: token for token, text in enumerate(texts)}
+        self._texts = texts
+        self._closing = [self._tokens[text] for text in _CLOSING if text in self._tokens]
 
     def sample(
-        self, grammar: StructuredOutputGrammar, seed: int, most_tokens: int, most_s: float
+        self,
+        grammar: StructuredOutputGrammar,
+        seed: int,
+        most_tokens: int,
+        most_s: float,
+        words: Sequence[str] = (),
     ) -> tuple[str, bool]:
         """Return a text of a grammar at its beginning, and True if it is complete.
 
-        It is cut after `most_tokens` tokens or `most_s` seconds of processor time.
+        `words` are contents of JSON strings that the text may need, such as the names of required
+        properties; they are tried after quotes. The text is cut after `most_tokens` tokens or
+        `most_s` seconds of processor time.
         """
         pick = random.Random(seed)
         taken: list[int] = []
+        spelled: list[int] = []
         until = time.thread_time() + most_s
         while len(taken) < most_tokens and time.thread_time() < until:
             grammar.fill_bitmask(self._mask, 0)
@@ -60,11 +74,25 @@ class SampleWalker:
                 return self._text(taken), True
             if not allowed.any():
                 break
-            token = self._choose(allowed, pick, eager=eager)
+            if not spelled and taken and self._texts[taken[-1]].endswith(_QUOTE):
+                spelled = self._spelling(words, taken, pick)
+            if not spelled or not allowed[spelled[0]]:
+                spelled = [self._choose(allowed, pick, eager=eager)]
+            token = spelled.pop(0)
             if not grammar.accept_tokens("sample", [token]):
                 break
             taken.append(token)
         return self._text(taken), False
+
+    def _spelling(self, words: Sequence[str], taken: list[int], pick: random.Random) -> list[int]:
+        """Return the bytes of a word, most often one that the text does not have yet, as tokens."""
+        if not words or pick.random() < _FREE:
+            return []
+        text = self._text(taken)
+        missing = [word for word in words if f'"{word}"' not in text] or words
+        word = json.dumps(pick.choice(missing), ensure_ascii=False)[1:].encode(errors="replace")
+        found = [self._tokens.get(bytes([byte])) for byte in word]
+        return [token for token in found if token is not None] if None not in found else []
 
     def _choose(self, allowed: npt.NDArray[np.bool_], pick: random.Random, *, eager: bool) -> int:
         """Return a token: one that closes something, a few plain characters, or any."""

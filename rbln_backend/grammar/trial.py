@@ -11,7 +11,7 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -77,11 +77,19 @@ class GrammarTrial:
         return warnings
 
     def samples(
-        self, kind: str, text: str, count: int, seed: int, *, most_tokens: int, most_s: float
+        self,
+        kind: str,
+        text: str,
+        count: int,
+        seed: int,
+        *,
+        most_tokens: int,
+        most_s: float,
+        words: Sequence[str],
     ) -> list[tuple[str, bool]]:
         """Return `count` texts of a grammar that passed its trial, each with True if complete.
 
-        See `SampleWalker.sample` for the limits of each.
+        See `SampleWalker.sample` for the limits of each and for `words`.
         """
         vocabulary = self._backend.lark_compiler().vocabulary
         if self._sampler is None:
@@ -93,7 +101,7 @@ class GrammarTrial:
         found = []
         for index in range(count):
             grammar.reset()
-            found.append(self._sampler.sample(grammar, seed + index, most_tokens, most_s))
+            found.append(self._sampler.sample(grammar, seed + index, most_tokens, most_s, words))
         return found
 
     def _walk_patterns(self, text: str) -> None:

@@ -85,6 +85,18 @@ def refused_places(left_out: Sequence[str]) -> list[Remark]:
     return [_remark(line) for line in left_out[:MAX_PLACES]]
 
 
+def property_names(root: Any) -> list[str]:
+    """Return the names of properties in a schema, which its texts may need."""
+    names = dict.fromkeys(
+        name
+        for _, schema in _sorted(root)
+        for keyword in ("properties", "required")
+        for name in schema.get(keyword) or ()
+        if isinstance(name, str)
+    )
+    return list(names)[:MAX_PLACES]
+
+
 def _remark(line: str) -> Remark:
     path, _, reason = line.partition(": ")
     if not path.startswith("$") or not reason:

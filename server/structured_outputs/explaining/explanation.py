@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from server.structured_outputs.explaining.enforcement import (
     Remark,
     enforced_places,
     narrowed_places,
+    property_names,
     refused_places,
 )
 from server.structured_outputs.inspection import parsed
@@ -99,9 +100,17 @@ class SamplingTrial(Protocol):
         ...
 
     def samples(
-        self, kind: str, text: str, count: int, seed: int, *, most_tokens: int, most_s: float
+        self,
+        kind: str,
+        text: str,
+        count: int,
+        seed: int,
+        *,
+        most_tokens: int,
+        most_s: float,
+        words: Sequence[str],
     ) -> list[tuple[str, bool]]:
-        """Return texts of a grammar, each with whether it is complete."""
+        """Return texts of a grammar, each with whether it is complete; `words` may be needed."""
         ...
 
 
@@ -132,13 +141,20 @@ def answer_job(
     if constraint.kind is ConstraintKind.JSON:
         found |= _of_schema(constraint, verdict, compact=compact)
     if verdict.reason is None:
+        words = property_names(parsed(text)) if constraint.kind is ConstraintKind.JSON else []
         rewritten = verdict.grammar is not None
         text = verdict.grammar or text
         kind = ConstraintKind.GRAMMAR.value if rewritten else kind
         rules = len(_RULE.findall(text)) if kind == ConstraintKind.GRAMMAR.value else None
         found["grammar"] = {"bytes": len(text.encode()), "rules": rules}
         texts = trial.samples(
-            kind, text, SAMPLES, job["explain"], most_tokens=SAMPLE_TOKENS, most_s=SAMPLE_S
+            kind,
+            text,
+            SAMPLES,
+            job["explain"],
+            most_tokens=SAMPLE_TOKENS,
+            most_s=SAMPLE_S,
+            words=words,
         )
         found["samples"] = [{"text": text, "complete": complete} for text, complete in texts]
     return Explanation(verdict, found).to_bytes()

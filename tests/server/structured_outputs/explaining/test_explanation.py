@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
@@ -46,14 +47,22 @@ class LarkTrial:
         return []
 
     def samples(
-        self, kind: str, text: str, count: int, seed: int, *, most_tokens: int, most_s: float
+        self,
+        kind: str,
+        text: str,
+        count: int,
+        seed: int,
+        *,
+        most_tokens: int,
+        most_s: float,
+        words: Sequence[str],
     ) -> list[tuple[str, bool]]:
         assert kind == "grammar" and most_s < 1
         compiler, tokenizer, _ = vocabulary()
         stop = {int(tokenizer.eos_token_id)}
         walker = SampleWalker(compiler.vocabulary, stop, empty_mask())
         made = [compiler.compile(text, stop, in_trial=True) for _ in range(count)]
-        return [walker.sample(g, seed + i, most_tokens, 5.0) for i, g in enumerate(made)]
+        return [walker.sample(g, seed + i, most_tokens, 5.0, words) for i, g in enumerate(made)]
 
 
 def explained(
@@ -94,6 +103,10 @@ def test_a_schema() -> None:
 def test_undeclared_parts_change_what_is_narrowed() -> None:
     found = explained(PERSON, undeclared=Undeclared.ALLOW).explained["narrowed"]
     assert "$" not in {item["path"] for item in found}
+    samples = explained(PERSON, undeclared=Undeclared.ALLOW).explained["samples"]
+    whole = [json.loads(one["text"]) for one in samples if one["complete"]]
+    assert whole
+    assert all(value.keys() >= {"name", "age"} for value in whole)
 
 
 @pytest.mark.parametrize(

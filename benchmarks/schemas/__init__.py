@@ -1,0 +1,1 @@
+"""JSON schemas as grammars: coverage, times and soundness, beside other libraries."""

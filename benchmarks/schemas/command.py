@@ -1,0 +1,114 @@
+"""Schemas of JSONSchemaBench: coverage, compile times and masks beside other libraries.
+
+    python -m benchmarks schemas FILE [--side NAME ...] [--first N] [--texts N] [--save]
+
+FILE has a schema with its instances in each line. All sides run one after the other, each in a
+process of its own with one core. `--texts` generates texts of our grammars and validates them with
+jsonschema and jsonschema_rs (100000 for a whole run).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.runner.command import Command, RunHeader, begin, heading, positive, say
+from benchmarks.schemas.judging import Judgement, cases_of, judgements
+from benchmarks.schemas.sides import SIDES
+from benchmarks.schemas.soundness import Generator, Soundness
+from server.structured_outputs.constraint import Undeclared
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaRun(RunHeader):
+    """One run: the number of schemas, and results by side and by rule."""
+
+    schemas: int
+    sides: dict[str, list[Judgement]]
+    soundness: list[Soundness]
+
+
+def measure(args: argparse.Namespace, command: str) -> SchemaRun:
+    """Judge all schemas by every side, and generate texts of ours."""
+    head = begin(command)
+    cases = cases_of(args.file, args.first)
+    sides: dict[str, list[Judgement]] = {}
+    for side in args.side or SIDES:
+        say(f"{side}: {len(cases)} schemas")
+        sides[side] = list(judgements(side, cases))
+    found: list[Soundness] = []
+    if args.texts:
+        generator = Generator()
+        for undeclared in Undeclared:
+            say(f"texts, {undeclared.value}")
+            found.append(generator.soundness(cases, undeclared, args.texts))
+    return SchemaRun(**head, schemas=len(cases), sides=sides, soundness=found)
+
+
+def markdown(run: SchemaRun) -> str:
+    """Return the report."""
+    lines = [
+        *heading("JSON schemas", run),
+        "",
+        f"{run.schemas} schemas. *Passing*: compiled, and all instances judged as they should be. "
+        "Times are processor times; compile times those of compiled schemas, and ours contain the "
+        "checks and the rewriting.",
+        "",
+        "| side | passing | refused | valid instance refused | invalid instance accepted "
+        "| compile p50 / p99, ms | mask mean / worst |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(side, found) for side, found in run.sides.items()),
+    ]
+    for side, found in run.sides.items():
+        wrong = [item.name for item in found if item.invalid_accepted]
+        if wrong:
+            lines += ["", f"{side} accepts an invalid instance of: {', '.join(wrong[:_SHOWN])}."]
+    for one in run.soundness:
+        lines += [
+            "",
+            f"With `{one.undeclared}`, {len(one.faults)} of {one.texts} generated texts are "
+            f"invalid for jsonschema or jsonschema_rs ({one.cut} texts were cut, {one.refused} "
+            "schemas are refused).",
+            "",
+            *(f"- {name}: `{text[:120]}`: {why}" for name, text, why in one.faults[:_SHOWN]),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(side: str, found: Sequence[Judgement]) -> str:
+    compiled = sorted(item.compile_s for item in found if item.refused is None)
+    masks = [seconds for item in found for seconds in item.masks_s]
+    cells = [
+        side,
+        _share(sum(item.passes for item in found), len(found)),
+        _share(sum(item.refused is not None for item in found), len(found)),
+        _share(sum(item.valid_refused > 0 for item in found), len(found)),
+        f"{sum(item.invalid_accepted > 0 for item in found)} schemas",
+        f"{_at(compiled, 0.5) * 1e3:.1f} / {_at(compiled, 0.99) * 1e3:.1f}",
+        f"{statistics.fmean(masks or [0]) * 1e6:.0f} µs / {max(masks, default=0) * 1e3:.1f} ms",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count / max(1, total):.1%}"
+
+
+def _at(values: Sequence[float], share: float) -> float:
+    """Return the value below which a share of the sorted `values` is; 0 for none."""
+    return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks schemas", description=__doc__)
+    parser.add_argument("file", type=Path, help="lines of JSON: name, schema, tests")
+    parser.add_argument("--side", nargs="+", choices=SIDES, help="default: all")
+    parser.add_argument("--first", type=positive, help="only the first N schemas")
+    parser.add_argument("--texts", type=positive, help="generate N texts for each of our rules")
+    return Command("schemas", parser, measure, markdown).main(argv)

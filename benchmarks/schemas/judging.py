@@ -1,0 +1,135 @@
+"""Verdicts of a side on schemas and their test instances, in a process that may be killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.schemas.sides import SIDES, RefusedSchemaError, end_token, tokenizer, warm_up
+
+COMPILE_LIMIT_S = 30.0
+"""Seconds for a schema and its instances; one that takes longer counts as refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaCase:
+    """A schema with instances; each of them is valid or not."""
+
+    name: str
+    schema: Any
+    tests: Sequence[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Judgement:
+    """Result of one side on one schema; processor times in seconds, `refused` is the reason."""
+
+    name: str
+    refused: str | None = None
+    valid_refused: int = 0
+    invalid_accepted: int = 0
+    compile_s: float = 0.0
+    masks_s: list[float] = field(default_factory=list)
+
+    @property
+    def passes(self) -> bool:
+        """True if the schema compiles and every instance is judged as it should be."""
+        return self.refused is None and not self.valid_refused and not self.invalid_accepted
+
+
+def cases_of(path: Path, most: int | None = None) -> list[SchemaCase]:
+    """Read lines of JSON with `name`, `schema` and `tests` (`data`, `valid`), the first `most`."""
+    lines = path.read_text(encoding="utf-8").splitlines()[:most]
+    return [SchemaCase(**json.loads(line)) for line in lines]
+
+
+def judge(side: str, case: SchemaCase) -> Judgement:
+    """Compile a schema and walk its instances, with a mask for each token."""
+    found = Judgement(case.name)
+    compile_ = SIDES[side]
+    begin = time.process_time()
+    try:
+        walk = compile_(case.schema)
+    except RefusedSchemaError as error:
+        found.refused = str(error)[:300]
+        return found
+    found.compile_s = time.process_time() - begin
+    for number, test in enumerate(case.tests):
+        text = json.dumps(test["data"], ensure_ascii=False)
+        tokens = [*tokenizer()(text, add_special_tokens=False).input_ids, end_token()]
+        accepted = _walked(walk if number == 0 else compile_(case.schema), tokens, found.masks_s)
+        if test["valid"] and not accepted:
+            found.valid_refused += 1
+        elif accepted and not test["valid"]:
+            found.invalid_accepted += 1
+    return found
+
+
+def _walked(walk: Any, tokens: list[int], masks_s: list[float]) -> bool:
+    for token in tokens:
+        begin = time.process_time()
+        walk.mask()
+        masks_s.append(time.process_time() - begin)
+        if not walk.allows(token):
+            return False
+        if token != tokens[-1]:
+            walk.take(token)
+    return True
+
+
+def judgements(side: str, cases: Sequence[SchemaCase]) -> Iterator[Judgement]:
+    """Yield a side's result on each schema; a process that hangs or dies refuses its schema."""
+    worker = _Worker(side)
+    try:
+        for case in cases:
+            yield worker.judge(case)
+    finally:
+        worker.end()
+
+
+class _Worker:
+    """The process of one side; started anew after a failure."""
+
+    def __init__(self, side: str) -> None:
+        self._side = side
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._side), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._pipe.recv()
+
+    def judge(self, case: SchemaCase) -> Judgement:
+        self._pipe.send(case)
+        reason = f"it takes more than {COMPILE_LIMIT_S:g} s"
+        if self._pipe.poll(COMPILE_LIMIT_S):
+            try:
+                answer: Judgement = self._pipe.recv()
+            except EOFError:
+                reason = "the process has died"
+            else:
+                return answer
+        self.end()
+        self._start()
+        return Judgement(case.name, refused=reason, compile_s=COMPILE_LIMIT_S)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(pipe: Connection, side: str) -> None:
+    warm_up(side)
+    pipe.send("ready")
+    while True:
+        pipe.send(judge(side, pipe.recv()))

@@ -1,0 +1,94 @@
+"""Soundness by generation: texts of our grammars, judged by two validators."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jsonschema_rs
+import torch
+from jsonschema.validators import Draft202012Validator, validator_for
+
+from benchmarks.schemas.judging import SchemaCase
+from benchmarks.schemas.sides import RefusedSchemaError, end_token, grammar_of, tokenizer
+from rbln_backend.grammar.lark import Vocabulary
+from rbln_backend.grammar.samples import SampleWalker
+from server.structured_outputs.constraint import Undeclared
+from server.structured_outputs.explaining.enforcement import property_names
+
+_MOST_TOKENS = 400
+_MOST_S = 1.0
+
+
+@dataclass(slots=True)
+class Soundness:
+    """Counts of generated texts; `faults` has each invalid text with its schema and reason.
+
+    A `cut` text did not end within its limits, and is not judged.
+    """
+
+    undeclared: str
+    texts: int = 0
+    cut: int = 0
+    refused: int = 0
+    faults: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+class Generator:
+    """Generates texts of schemas over one vocabulary."""
+
+    def __init__(self) -> None:
+        size = len(tokenizer())
+        mask = torch.zeros((1, (size + 31) // 32), dtype=torch.int32)
+        self._walker = SampleWalker(Vocabulary(tokenizer(), size), {end_token()}, mask)
+
+    def soundness(
+        self, cases: Sequence[SchemaCase], undeclared: Undeclared, texts: int, seed: int = 0
+    ) -> Soundness:
+        """Return the counts for about `texts` texts, as many of each schema."""
+        found = Soundness(undeclared.value)
+        each = max(1, texts // max(1, len(cases)))
+        for case in cases:
+            try:
+                grammar = grammar_of(case.schema, undeclared)
+            except RefusedSchemaError:
+                found.refused += 1
+                continue
+            names = property_names(case.schema)
+            pick = random.Random(f"{seed} {case.name}")
+            judges = list(_validators(case.schema))
+            for _ in range(each):
+                grammar.reset()
+                text, complete = self._walker.sample(
+                    grammar, pick.getrandbits(32), _MOST_TOKENS, _MOST_S, names
+                )
+                found.texts += complete
+                found.cut += not complete
+                if complete and (reason := _fault(text, judges)):
+                    found.faults.append((case.name, text[:500], reason[:300]))
+        return found
+
+
+def _validators(schema: Any) -> Iterator[Any]:
+    """Yield functions that raise for an invalid value; formats are asserted."""
+    kind = validator_for(schema, default=Draft202012Validator)
+    yield "jsonschema", kind(schema, format_checker=kind.FORMAT_CHECKER).validate
+    # It reads drafts by `$schema`, too.
+    yield "jsonschema_rs", jsonschema_rs.validator_for(schema, validate_formats=True).validate
+
+
+def _fault(text: str, judges: Sequence[Any]) -> str:
+    """Return the reason of the first validator that refuses a text; nothing if none does."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        return f"json: {error}"
+    for name, validate in judges:
+        try:
+            validate(value)
+        except Exception as error:  # noqa: BLE001 (those of regular expressions, too)
+            return f"{name}: {str(error).splitlines()[0]}"
+    return ""
