@@ -142,9 +142,22 @@ BAD: tuple[tuple[Schema, str], ...] = (
     ({"$ref": "https://example.com/schema.json"}, "$ref"),
     ({"$ref": "#/$defs/none"}, "leads nowhere"),
     ({"$ref": "#"}, "refers to itself"),
-    ({"$dynamicRef": "#node", "type": "object"}, "write '$ref' instead"),
-    ({"type": "array", "prefixItems": [{}], "unevaluatedItems": False}, "'unevaluatedItems'"),
-    ({"type": "object", "unevaluatedProperties": {"type": "null"}}, "'unevaluatedProperties'"),
+    ({"$dynamicRef": "#node", "type": "object"}, "leads nowhere"),
+    (
+        {
+            "$ref": "#/$defs/list",
+            "$defs": {
+                "list": {
+                    "$id": "list",
+                    "items": {"$dynamicRef": "#node"},
+                    "$defs": {"node": {"$dynamicAnchor": "node"}},
+                },
+                "words": {"$id": "words", "$dynamicAnchor": "node", "type": "string"},
+            },
+        },
+        "write '$ref' instead",
+    ),
+    ({"type": "object", "not": {"unevaluatedProperties": False}}, "'not' of 'unevaluatedPr"),
     ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "finite"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "no value"),
     ({"allOf": [{"type": "string"}, {"type": "null"}]}, "no value"),
@@ -171,7 +184,7 @@ BAD: tuple[tuple[Schema, str], ...] = (
             "properties": {"a": {"$id": "b", "properties": {"c": {"$ref": "#/$defs/d"}}}},
             "$defs": {"d": {"const": 1}},
         },
-        "is inside of $id 'b'",
+        "leads nowhere",
     ),
 )
 """Refused, each for its own reason."""

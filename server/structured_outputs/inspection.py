@@ -21,6 +21,7 @@ from server.structured_outputs.schema_exactness import check_exact
 from server.structured_outputs.schema_form import check_form
 from server.structured_outputs.schema_limits import check_pattern_length, check_size
 from server.structured_outputs.schema_refs import check_refs
+from server.structured_outputs.schema_resources import localized
 
 
 def inspect(constraint: Constraint, limits: SchemaLimits) -> None:
@@ -97,7 +98,7 @@ def _check_schema(schema: Any, limits: SchemaLimits) -> None:
     if not isinstance(schema, dict | bool):
         raise UnusableError(f"it must be an object, got {type(schema).__name__}")
     check_size(schema, limits)
-    check_refs(schema)
+    check_refs(localized(schema))
 
 
 def _schemas_of_tag(tag: Any) -> Iterator[Any]:

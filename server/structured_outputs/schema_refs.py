@@ -35,25 +35,8 @@ def check_refs(root: Any) -> None:
             if id(inner) not in schemas:
                 schemas[id(inner)] = (f"{schema['$ref']}{inner_path[1:]}", inner)
                 queue.append(schemas[id(inner)])
-    _check_resources(root)
     _check_circles(root, schemas)
     _check_finite(root, schemas)
-
-
-def _check_resources(root: Any) -> None:
-    """Refuse a reference inside a schema with an `$id`, to which its `#` would refer."""
-    named = root.get("$schema") if isinstance(root, dict) else None
-    key = "id" if isinstance(named, str) and "draft-04" in named else "$id"
-    for path, schema in every_schema(root):
-        name = schema.get(key)
-        if schema is root or not isinstance(name, str) or name.startswith("#"):
-            continue
-        for inner_path, inner in every_schema(schema):
-            if "$ref" in inner:
-                raise UnusableError(
-                    f"{path}{inner_path[1:]}: $ref {inner['$ref']!r} is inside of {key} {name!r}, "
-                    f"which is not supported; leave that {key} out"
-                )
 
 
 def _check_circles(root: Any, schemas: dict[int, tuple[str, Schema]]) -> None:

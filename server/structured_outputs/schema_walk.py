@@ -47,6 +47,19 @@ def every_schema(root: Any) -> Iterator[tuple[str, Schema]]:
             stack += _named(schema, path, _NAMED_ASIDE)
 
 
+def children(schema: Schema) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
+    """Yield the schemas directly in a schema that are objects, each with its keys."""
+    found: list[tuple[tuple[str | int, ...], Any]] = []
+    found += [((key,), schema.get(key)) for key in (*_ONE_HERE, *_ONE_BELOW)]
+    for key in (*_MANY_HERE, *_MANY_BELOW):
+        if isinstance(listed := schema.get(key), list):
+            found += [((key, index), item) for index, item in enumerate(listed)]
+    for key in (*_NAMED_BELOW, *_NAMED_ASIDE, "dependentSchemas", "dependencies"):
+        if isinstance(named := schema.get(key), dict):
+            found += [((key, name), item) for name, item in named.items()]
+    return ((keys, item) for keys, item in found if isinstance(item, dict))
+
+
 def resolve(root: Any, ref: object, path: str) -> Any:
     """Return the target of a reference. Raises `UnusableError` if it is not in the document."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):

@@ -21,12 +21,13 @@ _COMBINING = frozenset(
     (
         *("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", SILENT),
         *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties"),
+        "unevaluatedItems",
     )
 )
+_UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 _REFUSED = {
     "$dynamicRef": "write '$ref' instead",
     "$recursiveRef": "write '$ref' instead",
-    "unevaluatedItems": "write 'items' beside 'prefixItems' instead",
 }
 
 
@@ -64,7 +65,7 @@ def _expand(
         _note_refused(document, schema)
     if SILENT in schema:
         yield from _silenced(document, schema[SILENT], rest, plain, is_empty)
-    elif schema.get("unevaluatedProperties", True) is not True and not document.wide:
+    elif not document.wide and any(schema.get(key, True) is not True for key in _UNEVALUATED):
         yield from _closed(document, schema, rest, plain, is_empty)
     else:
         options = choices(document, schema, plain, is_empty)
@@ -105,27 +106,46 @@ def _silenced(
 def _closed(
     document: SchemaDocument, schema: Schema, rest: list[Any], plain: Plain, is_empty: IsEmpty
 ) -> Iterator[Plain]:
-    """Yield the alternatives of a schema with `unevaluatedProperties`."""
-    if schema["unevaluatedProperties"] is not False:
-        document.leave_out(
-            schema, "'unevaluatedProperties' may be true or false alone; list the properties"
-        )
-    open_ = {key: value for key, value in schema.items() if key != "unevaluatedProperties"}
-    for own in _expand(document, [open_], [], is_empty):
+    """Yield the alternatives of a schema with `unevaluatedProperties` or `unevaluatedItems`."""
+    inner = {key: value for key, value in schema.items() if key not in _UNEVALUATED}
+    for own in _expand(document, [inner], [], is_empty):
         known = [item for item in own if NEGATIVE not in item]
-        if any("additionalProperties" in item for item in known):
-            lid: Schema = {}
-        else:
-            lid = {
-                "properties": {n: True for item in known for n in item.get("properties", ())},
-                "patternProperties": {
-                    p: True for item in known for p in item.get("patternProperties", ())
-                },
-                "additionalProperties": False,
-            }
-        whole = [*plain, *own, *([lid] if lid else [])]
+        rest_of = (_other_properties, "unevaluatedProperties"), (_other_items, "unevaluatedItems")
+        lids = [
+            find(known, schema[key]) for find, key in rest_of if schema.get(key, True) is not True
+        ]
+        whole = [
+            *plain,
+            *(item for item in own if item not in plain),
+            *(lid for lid in lids if lid),
+        ]
         if not _contradict(whole):
             yield from _expand(document, rest, whole, is_empty)
+
+
+def _other_properties(known: Plain, inner: Any) -> Schema:
+    """Return the schema of objects whose properties that the known ones leave satisfy `inner`."""
+    if any("additionalProperties" in item for item in known):
+        return {}
+    return {
+        "properties": {name: True for item in known for name in item.get("properties", ())},
+        "patternProperties": {
+            pattern: True for item in known for pattern in item.get("patternProperties", ())
+        },
+        "additionalProperties": inner,
+    }
+
+
+def _other_items(known: Plain, inner: Any) -> Schema:
+    """Return the schema of arrays whose items that the known schemas leave satisfy `inner`."""
+    if any("items" in item for item in known):
+        return {}
+    first = max((len(item.get("prefixItems", ())) for item in known), default=0)
+    held = [item["contains"] for item in known if "contains" in item]
+    return {
+        **({"prefixItems": [True] * first} if first else {}),
+        "items": {"anyOf": [*held, inner]} if held else inner,
+    }
 
 
 def _contradict(plain: Plain) -> bool:

@@ -47,7 +47,7 @@ def modern(root: Any) -> Any:
     """Return the schema with the keywords of 2020-12, and without those that its draft lacks.
 
     In drafts up to 7, keywords beside `$ref` are ignored (draft-07 Core, 8.3). `$id` is dropped:
-    `check_refs` refuses references that depend on one.
+    `localized` has replaced the references that depend on one.
     """
     draft = draft_of(root)
     dropped = {*_NAMES, *(keyword for keyword, since in _SINCE.items() if since > draft)}

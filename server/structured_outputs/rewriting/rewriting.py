@@ -11,6 +11,7 @@ from server.structured_outputs.rewriting.drafts import draft_of, modern, newer_k
 from server.structured_outputs.rewriting.nodes import Nodes
 from server.structured_outputs.rewriting.rules import Rules
 from server.structured_outputs.rewriting.shapes import Array, Object, Shape
+from server.structured_outputs.schema_resources import localized
 
 MAX_NODES = 4000
 """Most nodes of a schema."""
@@ -39,6 +40,7 @@ def add_schema(rules: Rules, schema: Any, undeclared: Undeclared) -> tuple[str, 
 
     Raises `UnusableError` as `rewrite` does.
     """
+    schema = localized(schema)
     document = SchemaDocument(modern(schema), draft=draft_of(schema), undeclared=undeclared)
     document.left_out += newer_keywords(schema)
     nodes = Nodes(document)

@@ -101,7 +101,7 @@ async def test_what_takes_too_much_work_is_refused_for_a_while() -> None:
     assert gate.take_counts().results == {"spent": 1, "refused": 1}
     # The next trial finds a process that works.
     with pytest.raises(InvalidSchemaError):
-        await gate.check_job([Constraint(ConstraintKind.JSON, SCHEMAS["dynamic_reference"], "json")])
+        await gate.check_job([Constraint(ConstraintKind.JSON, SCHEMAS["remote_reference"], "json")])
 
 
 async def test_what_a_busy_machine_cannot_try_is_a_503_and_tried_again() -> None:
