@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,15 @@ class Judgement:
     valid_refused: int = 0
     invalid_accepted: int = 0
     compile_s: float = 0.0
-    masks_s: list[float] = field(default_factory=list)
+    masks: int = 0
+    masks_s: float = 0.0
+    worst_mask_s: float = 0.0
+
+    def add_mask(self, seconds: float) -> None:
+        """Count the mask of one token."""
+        self.masks += 1
+        self.masks_s += seconds
+        self.worst_mask_s = max(self.worst_mask_s, seconds)
 
     @property
     def passes(self) -> bool:
@@ -63,7 +71,7 @@ def judge(side: str, case: SchemaCase) -> Judgement:
     for number, test in enumerate(case.tests):
         text = json.dumps(test["data"], ensure_ascii=False)
         tokens = [*tokenizer()(text, add_special_tokens=False).input_ids, end_token()]
-        accepted = _walked(walk if number == 0 else compile_(case.schema), tokens, found.masks_s)
+        accepted = _walked(walk if number == 0 else compile_(case.schema), tokens, found.add_mask)
         if test["valid"] and not accepted:
             found.valid_refused += 1
         elif accepted and not test["valid"]:
@@ -71,11 +79,11 @@ def judge(side: str, case: SchemaCase) -> Judgement:
     return found
 
 
-def _walked(walk: Any, tokens: list[int], masks_s: list[float]) -> bool:
+def _walked(walk: Any, tokens: list[int], add_mask: Callable[[float], None]) -> bool:
     for token in tokens:
         begin = time.process_time()
         walk.mask()
-        masks_s.append(time.process_time() - begin)
+        add_mask(time.process_time() - begin)
         if not walk.allows(token):
             return False
         if token != tokens[-1]:

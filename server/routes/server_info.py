@@ -51,7 +51,7 @@ SERVER_FIELDS: Mapping[str, str] = {
     "`max_stop`, `max_logit_bias`, `max_request_s` and `max_queue_s`.",
     "structured_outputs": "`backend`, vLLM's name of it, and the limits of a grammar: "
     "`schema_max_bytes`, `schema_max_depth`, `schema_max_nodes`, `schema_max_enum`, "
-    "`schema_max_pattern`, `schema_compile_cpu_s`.",
+    "`schema_max_pattern`, `schema_compile_cpu_s`; `undeclared_properties`, the default rule.",
     "tools": "How tools reach the model; null until ready. `prompt`: `template` (the chat template "
     "shows them), `default` (the default tool prompt does) or `none` (requests with tools are "
     "refused); `parser`, which reads calls, or null; `reason`, why it is that prompt.",
@@ -65,9 +65,9 @@ _REQUEST_LIMITS = (
     *("max_text_chars", "max_stop", "max_logit_bias", "max_request_s", "max_queue_s"),
 )
 
-_SCHEMA_LIMITS = (
+_SCHEMA_SETTINGS = (
     *("schema_max_bytes", "schema_max_depth", "schema_max_nodes", "schema_max_enum"),
-    *("schema_max_pattern", "schema_compile_cpu_s"),
+    *("schema_max_pattern", "schema_compile_cpu_s", "undeclared_properties"),
 )
 
 
@@ -104,7 +104,7 @@ def server_info_router(
             "request_limits": {name: ours[name] for name in _REQUEST_LIMITS},
             "structured_outputs": {
                 "backend": BACKEND,
-                **{name: ours[name] for name in _SCHEMA_LIMITS},
+                **{name: ours[name] for name in _SCHEMA_SETTINGS},
             },
             "tools": frontend().tools.to_dict() if lifecycle.started else None,
             "settings": {"server": ours, "rbln": report.get("settings")},

@@ -73,3 +73,25 @@ def test_requests_choose_their_rule(target: Target) -> None:
     assert begins["omit"] == {True}
     assert False in begins["allow"]
     assert wrong.json()["error"]["param"] == "undeclared_properties"
+
+
+def test_tools_follow_the_rule_of_their_request(target: Target) -> None:
+    function = {"name": "plot", "parameters": POINT}
+    body: dict[str, Any] = {
+        "model": target.model,
+        "messages": [{"role": "user", "content": "A point."}],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "max_tokens": 64,
+    }
+    begins = {"omit": set[bool](), "allow": set[bool]()}
+    with target.http() as client:
+        for rule, found in begins.items():
+            for seed in range(4):
+                wish = {**body, "seed": seed, "undeclared_properties": rule}
+                answer = client.post("/v1/chat/completions", json=wish).json()
+                for call in answer["choices"][0]["message"]["tool_calls"]:
+                    arguments = call["function"]["arguments"]
+                    found.add(re.match(r'\{\s*"x"', arguments) is not None)
+    assert begins["omit"] == {True}
+    assert False in begins["allow"]

@@ -38,7 +38,8 @@ def test_instances_are_judged(side: str, valid_refused: int) -> None:
     assert (found.valid_refused, found.invalid_accepted) == (valid_refused, 0)
     assert found.passes is (valid_refused == 0)
     assert found.compile_s > 0
-    assert len(found.masks_s) > 10
+    assert found.masks > 10
+    assert 0 < found.masks_s / found.masks <= found.worst_mask_s
 
 
 def test_a_refused_schema_has_a_reason() -> None:
