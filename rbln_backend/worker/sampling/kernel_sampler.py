@@ -69,9 +69,11 @@ class KernelSampler(GreedySampler):
     ) -> tuple[Tensor, Tensor | None]:
         """Draw from processed logits [rows, V]: int32 [rows], and None for processed logits."""
         metadata = sampling_metadata
-        if args or options or metadata.all_greedy or not self._draws_here(metadata):
+        if args or options or not self._draws_here(metadata):
             drawn: tuple[Tensor, Tensor | None] = super().sample(logits, metadata, *args, **options)
             return drawn
+        if metadata.all_greedy:
+            return torch.ops.rbln_emulator.greedy(logits).view(-1), None
         return _draw(logits, metadata).view(-1), None
 
     def _reports_few(self, metadata: SamplingMetadata) -> bool:
@@ -86,9 +88,7 @@ class KernelSampler(GreedySampler):
     def _sample_and_report(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         silent = replace(metadata, max_num_logprobs=None)
         raw = logits
-        is_kept = self.takes_logits_alone(silent) and (
-            metadata.all_greedy or self._draws_here(silent)
-        )
+        is_kept = self.takes_logits_alone(silent) and self._draws_here(silent)
         if logits.dtype == torch.float32 and not is_kept:
             # Upstream changes logits of this type in place.
             raw = logits.clone()
