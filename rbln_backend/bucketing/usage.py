@@ -33,7 +33,10 @@ class PhaseUsage:
 
     def note(self, size: int, bucket: int, seconds: float, steps: int = 1) -> None:
         """Count `steps` of this size, which took `seconds` in total."""
-        self.add(PhaseUsage({size: steps}, {bucket: steps}, {bucket: seconds}))
+        sizes, buckets, times = self.steps_by_size, self.steps_by_bucket, self.seconds_by_bucket
+        sizes[size] = sizes.get(size, 0) + steps
+        buckets[bucket] = buckets.get(bucket, 0) + steps
+        times[bucket] = times.get(bucket, 0.0) + seconds
 
     def add(self, other: PhaseUsage) -> None:
         """Add the counts of another record."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.config import BACKGROUND_PRIORITY
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.scheduler.constraints import decode_share
-from rbln_backend.scheduler.turns import can_decode, needs_chunk
+from rbln_backend.scheduler.constraints import can_decode, decode_share, needs_chunk
 from rbln_backend.vllm_compat.surface import Request
 
 STEPS_PER_CHUNK = 128

@@ -1,4 +1,4 @@
-"""The device's scheduling rules as pure predicates.
+"""The device's scheduling rules, and a request's next step, as pure predicates.
 
 One step is either one chunk of one request's prefill, or one token of each decoding request.
 """
@@ -6,6 +6,7 @@ One step is either one chunk of one request's prefill, or one token of each deco
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Protocol
 
 AGING = 8
 """Prompt tokens computed since a prompt's arrival, per own token, after which it is first."""
@@ -57,3 +58,27 @@ def prefill_block_reason(
     if num_running >= max_num_seqs:
         return f"all {max_num_seqs} sequence slots are taken"
     return None
+
+
+class Progress(Protocol):
+    """What these rules read of vLLM's ``Request``."""
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def pooling_params(self) -> object: ...
+
+
+def needs_chunk(request: Progress) -> bool:
+    """Return whether ``request`` pools or has more than one token left to compute."""
+    pools = request.pooling_params is not None
+    return is_prefill(request.num_computed_tokens, request.num_tokens, pools=pools)
+
+
+def can_decode(request: Progress) -> bool:
+    """Return whether a decode step can compute its next token, which no running step computes."""
+    return not needs_chunk(request) and request.num_computed_tokens < request.num_tokens

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import is_background
-from rbln_backend.scheduler.turns import needs_chunk
+from rbln_backend.scheduler.constraints import needs_chunk
 from rbln_backend.vllm_compat.surface import Request, SchedulerOutput
 
 _LIMITS = (256, 2048, 16384)

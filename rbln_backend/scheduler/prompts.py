@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.scheduler.background import is_background
-from rbln_backend.scheduler.constraints import adapter_fits
+from rbln_backend.scheduler.constraints import adapter_fits, needs_chunk
 from rbln_backend.scheduler.narrowing import NarrowedScheduler
 from rbln_backend.scheduler.prefill_order import PrefillOrder
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse
 from rbln_backend.scheduler.priority_first import behind_priority
 from rbln_backend.scheduler.sharing import StepBounds, adapter_of, prompts_together
-from rbln_backend.scheduler.turns import needs_chunk
 from rbln_backend.vllm_compat.surface import Request, SchedulerOutput
 
 

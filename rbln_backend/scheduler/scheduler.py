@@ -17,17 +17,22 @@ from rbln_backend.scheduler.background import (
     comes_seldom,
     is_background,
 )
-from rbln_backend.scheduler.constraints import decode_share, is_prefill, prefill_block_reason
+from rbln_backend.scheduler.constraints import (
+    can_decode,
+    decode_share,
+    is_prefill,
+    prefill_block_reason,
+)
 from rbln_backend.scheduler.draft_capacity import DraftCapacity
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.first_tokens import FirstTokens
 from rbln_backend.scheduler.narrowing import StepView
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
+from rbln_backend.scheduler.plain_decode import PlainDecode
 from rbln_backend.scheduler.prefill_order import PrefillOrder
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.scheduler.prompts import PromptScheduler, Turn
 from rbln_backend.scheduler.sharing import will_compute_prefix_of
-from rbln_backend.scheduler.turns import can_decode
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,
@@ -76,6 +81,7 @@ class RblnScheduler(PromptScheduler):
         board = _board(vllm_config)
         self._mask_seconds = board.histogram("rbln_grammar_mask_seconds", part="fill")
         self._reuse = PrefixReuse.install(self, vllm_config, board)
+        self._plain = PlainDecode(self, self._reuse.manager)
         pin_backend(self.structured_output_manager, vllm_config)
         self._decode_steps_per_chunk = configured(vllm_config).decode_steps_per_chunk
         self._decodes_owed = 0
@@ -103,8 +109,13 @@ class RblnScheduler(PromptScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._end_late_requests()
-        output = self._schedule_step(throttle_prefills)
-        forget_known_tokens(output.scheduled_cached_reqs)
+        output = self._plain.schedule()
+        if output is not None:
+            self._decodes_owed = max(0, self._decodes_owed - 1)
+        else:
+            output = self._schedule_step(throttle_prefills)
+            forget_known_tokens(output.scheduled_cached_reqs)
+            self._plain.note(output)
         return self._reuse.finish(output)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
@@ -119,13 +130,18 @@ class RblnScheduler(PromptScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs = self._plain.update(scheduler_output, model_runner_output, self._report)
+        if outputs is None:
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._reuse.report()
         self._first_tokens.report()
         if self._expired:
             report_expired(self._expired, outputs)
             self._expired.clear()
         return outputs
+
+    def _report(self) -> EngineCoreOutputs:
+        return EngineCoreOutputs(scheduler_stats=self.make_stats())
 
     def _end_late_requests(self) -> None:
         """End requests that exceeded the queue limit without ever being scheduled."""

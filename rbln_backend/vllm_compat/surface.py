@@ -92,6 +92,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     make_block_hash_with_group_id,
 )
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import (
     CachedRequestData,
     GrammarOutput,

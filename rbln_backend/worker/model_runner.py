@@ -66,8 +66,10 @@ class RblnModelRunner:
         self._prompt_logprobs = prompt_logprobs
         self._grammar_mask = grammar_mask
         self._pending: _PendingStep | None = None
+        self._names: list[str] = []
+        self._rows: dict[str, int] = {}
+        """Names and rows of the requests of the latest step, as results have them."""
 
-    @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the step's graph; return None if it ran, because ``sample_tokens`` has the result.
 
@@ -75,10 +77,25 @@ class RblnModelRunner:
         """
         started = time.perf_counter()
         self._drafting.start_step(scheduled)
+        result = self.steps.run_plain(scheduled)
+        if result is None:
+            return self._execute_in_full(scheduled, started)
+        # No prompt ends in a plain step.
+        batch, (logits,), seconds = result
+        self._pending = _PendingStep(
+            scheduled, batch, _real_rows(batch, logits), {}, started, seconds
+        )
+        return None
+
+    @torch.inference_mode()
+    def _execute_in_full(
+        self, scheduled: SchedulerOutput, started: float
+    ) -> ModelRunnerOutput | None:
         result = self.steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch, (logits, *rest), seconds = result
+        self._take_names(batch)
         self._pending = _PendingStep(
             scheduled,
             batch,
@@ -97,13 +114,13 @@ class RblnModelRunner:
             return None
         batch, logits = pending.batch, pending.logits
         if not batch.samples:
-            return _without_tokens(batch, pending.prompt_logprobs)
+            return self._reply([[] for _ in range(batch.num_reqs)], None, pending)
         if grammar is not None:
             logits = self._grammar_mask.apply(pending.scheduled, grammar, batch.input_batch, logits)
         token_ids, logprobs = self._sample(batch, logits)
         took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
         self._drafting.end_step(batch, token_ids, took)
-        return _with_tokens(batch, token_ids, logprobs, pending.prompt_logprobs)
+        return self._reply(token_ids, logprobs, pending)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return drafts for the next step; None without speculation or sampled tokens."""
@@ -142,40 +159,29 @@ class RblnModelRunner:
                 collected[request_id] = table
         return collected
 
+    def _take_names(self, batch: StepBatch) -> None:
+        """Set the names and rows of the results of ``batch`` and of plain steps after it."""
+        self._names = list(batch.input_batch.req_ids)
+        self._rows = dict(batch.input_batch.req_id_to_index)
+        for request in batch.decode_prefill:
+            # All of them share the row behind the last, which has no token and no log-probability.
+            self._names.append(request.req_id)
+            self._rows[request.req_id] = batch.num_reqs
+
+    def _reply(
+        self, token_ids: list[list[int]], logprobs: LogprobsLists | None, step: _PendingStep
+    ) -> ModelRunnerOutput:
+        return ModelRunnerOutput(
+            req_ids=self._names,
+            req_id_to_index=self._rows,
+            sampled_token_ids=[*token_ids, []] if step.batch.decode_prefill else token_ids,
+            logprobs=logprobs,
+            prompt_logprobs_dict=step.prompt_logprobs,
+        )
+
 
 def _real_rows(batch: StepBatch, logits: Tensor) -> Tensor:
     """Return logits [bucket, V] or [bucket, length, V] without padding, request by request."""
     if batch.phase is not Phase.VERIFY:
-        return logits[: batch.num_reqs]
+        return logits if logits.shape[0] == batch.num_reqs else logits[: batch.num_reqs]
     return torch.cat([logits[row, : 1 + len(drafts)] for row, drafts in enumerate(batch.drafts)])
-
-
-def _without_tokens(
-    batch: StepBatch, prompt_logprobs: dict[str, LogprobsTensors | None]
-) -> ModelRunnerOutput:
-    return ModelRunnerOutput(
-        req_ids=list(batch.input_batch.req_ids),
-        req_id_to_index=dict(batch.input_batch.req_id_to_index),
-        sampled_token_ids=[[] for _ in range(batch.num_reqs)],
-        prompt_logprobs_dict=prompt_logprobs,
-    )
-
-
-def _with_tokens(
-    batch: StepBatch,
-    token_ids: list[list[int]],
-    logprobs: LogprobsLists | None,
-    prompt_logprobs: dict[str, LogprobsTensors | None],
-) -> ModelRunnerOutput:
-    names, rows = list(batch.input_batch.req_ids), dict(batch.input_batch.req_id_to_index)
-    for request in batch.decode_prefill:
-        # All of them share the row behind the last, which has no token and no log-probability.
-        names.append(request.req_id)
-        rows[request.req_id] = batch.num_reqs
-    return ModelRunnerOutput(
-        req_ids=names,
-        req_id_to_index=rows,
-        sampled_token_ids=[*token_ids, []] if batch.decode_prefill else token_ids,
-        logprobs=logprobs,
-        prompt_logprobs_dict=prompt_logprobs,
-    )

@@ -15,6 +15,7 @@ from rbln_backend.vllm_compat.surface import (
     SchedulerOutput,
 )
 from rbln_backend.worker.sampling.input_batch import IsolatedInputBatch
+from rbln_backend.worker.step.plain_rows import PlainRows
 
 
 class RequestBatches:
@@ -42,9 +43,22 @@ class RequestBatches:
         self._decode: InputBatch = make_batch(max_batch)
         self._decode_prefill: list[CachedRequestState] = []
         self._samples = samples
+        self.plain: PlainRows | None = None
+        """The rows of the latest step, if the next one may be plain."""
 
     def apply(self, scheduled: SchedulerOutput) -> StepBatch | None:
         """Update the states and return the requests of this step, None if there are none."""
+        if self.plain is not None:
+            self.plain.settle()
+            self.plain = None
+        batch = self._apply_changes(scheduled)
+        if batch is None or batch.phase is not Phase.DECODE or batch.decode_prefill:
+            return batch
+        if self._samples:
+            self.plain = PlainRows(batch, scheduled, self.requests)
+        return batch
+
+    def _apply_changes(self, scheduled: SchedulerOutput) -> StepBatch | None:
         for request_id in scheduled.finished_req_ids:
             self.requests.pop(request_id, None)
         for new_request in scheduled.scheduled_new_reqs:
@@ -76,6 +90,9 @@ class RequestBatches:
 
     def record(self, batch: StepBatch, token_ids: Sequence[Sequence[int]]) -> None:
         """Append the tokens sampled for each request to the requests of the step."""
+        if self.plain is not None and batch is self.plain.batch:
+            self.plain.record(token_ids)
+            return
         rows = batch.input_batch
         for row, (request_id, tokens) in enumerate(zip(rows.req_ids, token_ids, strict=True)):
             request = self.requests[request_id]

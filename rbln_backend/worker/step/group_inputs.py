@@ -38,6 +38,14 @@ class GroupInputs(Protocol):
         """
         ...
 
+    def advance(self, starts: IntArray) -> None:
+        """Fill the next token of each of the n requests that a decode step filled last."""
+        ...
+
+    def put_blocks(self, row: int, blocks: IntArray) -> None:
+        """Replace the blocks [...] of one row."""
+        ...
+
 
 @dataclass(frozen=True)
 class KvGroup:
@@ -133,6 +141,12 @@ class PagedInputs:
             self.seq_idx[count:] = 0
             self.block_tables[count:] = 0
 
+    def advance(self, starts: IntArray) -> None:
+        self.seq_idx[: len(starts), 0] = starts
+
+    def put_blocks(self, row: int, blocks: IntArray) -> None:
+        self.block_tables[row] = blocks[: self.block_tables.shape[1]]
+
 
 class WindowInputs:
     """``cache_seq_len``, ``cache_offset`` [B, 1] and the block ids; see ``WindowMetadata``."""
@@ -166,12 +180,22 @@ class WindowInputs:
 
     def fill(self, starts: IntArray, counts: IntArray | int, block_rows: IntArray) -> None:
         count = len(starts)
-        np.minimum(starts, self._most_cached, out=self.cache_seq_len[:count, 0], casting="unsafe")
-        self.cache_offset[:count, 0] = self.cache_seq_len[:count, 0] + counts
+        self._fill_lengths(starts, counts)
         self.block_tables[:count] = block_rows[:, :1]
         if count < len(self.cache_seq_len):
             for padded in (self.cache_seq_len, self.cache_offset, self.block_tables):
                 padded[count:] = 0
+
+    def advance(self, starts: IntArray) -> None:
+        self._fill_lengths(starts, 1)
+
+    def put_blocks(self, row: int, blocks: IntArray) -> None:
+        self.block_tables[row] = blocks[:1]
+
+    def _fill_lengths(self, starts: IntArray, counts: IntArray | int) -> None:
+        lengths = self.cache_seq_len[: len(starts), 0]
+        np.minimum(starts, self._most_cached, out=lengths, casting="unsafe")
+        self.cache_offset[: len(starts), 0] = lengths + counts
 
 
 def by_layer(

@@ -139,6 +139,18 @@ class StepInputs:
         for group, rows in zip(self.groups, block_rows, strict=True):
             group.fill(num_computed, 1, rows)
 
+    def advance_decode(self, token_ids: IntArray) -> None:
+        """Fill the next token ``token_ids`` [n, 1] of each request of the decode step in here.
+
+        Nothing else has changed since, but see ``GroupInputs.put_blocks``.
+        """
+        count = len(token_ids)
+        self.token_ids[:count] = token_ids
+        positions = self.positions[:count, 0]
+        positions += 1
+        for group in self.groups:
+            group.advance(positions)
+
     def fill_verify(
         self,
         token_ids: IntArray,
@@ -213,6 +225,14 @@ class RowOrder(Protocol):
         """Return the rows of a step of ``bucket`` rows in this order."""
         ...
 
+    def rearrange(self, values: IntArray) -> IntArray:
+        """Return values [requests] in the order of the latest arranged step."""
+        ...
+
+    def place(self, row: int) -> int:
+        """Return where the latest arranged step has ``row``."""
+        ...
+
     def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs [bucket, ...] of the latest arranged step in scheduling order."""
         ...
@@ -225,6 +245,14 @@ class AsScheduled:
         """Return ``rows``."""
         return rows
 
+    def rearrange(self, values: IntArray) -> IntArray:
+        """Return ``values`` [requests]."""
+        return values
+
+    def place(self, row: int) -> int:
+        """Return ``row``."""
+        return row
+
     def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return ``outputs`` [bucket, ...]."""
         return outputs
@@ -234,17 +262,31 @@ class LongestFirst:
     """Longest context first: kernels then stop at the last row that reaches a block column."""
 
     def __init__(self) -> None:
+        self._order: IntArray | None = None
         self._rows = torch.zeros(0, dtype=torch.int64)
 
     def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
-        """As ``RowOrder``; a copy."""
+        """As ``RowOrder``; a copy, unless they are in this order."""
         token_ids, num_computed, block_rows = rows
-        order = np.argsort(-num_computed, kind="stable")
+        if (num_computed[:-1] >= num_computed[1:]).all():
+            self._order = None
+            return rows
+        self._order = order = np.argsort(-num_computed, kind="stable")
         rows_of = np.arange(bucket)
         rows_of[order] = np.arange(len(order))
         self._rows = torch.from_numpy(rows_of)
         return DecodeRows(token_ids[order], num_computed[order], [b[order] for b in block_rows])
 
+    def rearrange(self, values: IntArray) -> IntArray:
+        """As ``RowOrder``."""
+        return values if self._order is None else values[self._order]
+
+    def place(self, row: int) -> int:
+        """As ``RowOrder``."""
+        return row if self._order is None else int(self._rows[row])
+
     def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """As ``RowOrder``: copies of the outputs [bucket, ...]."""
+        """As ``RowOrder``: copies of the outputs [bucket, ...], unless the order is the same."""
+        if self._order is None:
+            return outputs
         return tuple(output[self._rows] for output in outputs)

@@ -18,7 +18,8 @@ from rbln_backend.worker.step.batches import RequestBatches
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.step.inputs import DecodeRows, RowOrder, StepInputs
 from rbln_backend.worker.step.metrics import StepMetrics
-from rbln_backend.worker.step.stage import Stage
+from rbln_backend.worker.step.plain_rows import PlainRows
+from rbln_backend.worker.step.stage import SoleStage, Stage
 
 # Row numbers of any decode batch; sliced, so that no step allocates an array.
 _ROWS = np.arange(1 << 16)
@@ -47,6 +48,10 @@ class StepRunner:
         self._stage = stage
         self._agreement = agreement
         self._rows = rows
+        self._filled: tuple[StepInputs, StepBatch] | None = None
+        """The inputs that hold a decode step, and that step."""
+        # Other ranks take part in each step: of experts, or as stages of a pipeline.
+        self._is_sole = agreement.ranks == 1 and isinstance(stage, SoleStage)
 
     def run(self, scheduled: SchedulerOutput) -> StepResult | None:
         """Run the step's graph; return None when nothing is scheduled."""
@@ -61,6 +66,40 @@ class StepRunner:
         seconds = time.perf_counter() - started
         self._kv_caches.store_windows(transfers)
         return StepResult(batch, outputs, seconds)
+
+    def run_plain(self, scheduled: SchedulerOutput) -> StepResult | None:
+        """Run a decode step that differs from the previous step by its tokens alone.
+
+        Returns None, with nothing changed, for any other step. The result has the batch of the
+        previous step, the same object.
+        """
+        plain, filled = self.batches.plain, self._filled
+        if plain is None or filled is None or plain.batch is not filled[1]:
+            return None
+        if not self._is_sole or window_transfers(scheduled) or scheduled.kv_cache_block_copies:
+            return None
+        count = plain.batch.num_reqs
+        step = self._graphs.select(Phase.DECODE, count)
+        if step.inputs is not filled[0] or not plain.follows(scheduled):
+            return None
+        batch = plain.advance(scheduled)
+        started = time.perf_counter()
+        self._advance(step.inputs, plain)
+        self._adapters.fill(step.inputs, batch)
+        # A graph may have operators of PyTorch that write to its tensors.
+        with torch.inference_mode():
+            outputs = self._rows.restore(self._run(step, count, count))
+        return StepResult(batch, outputs, time.perf_counter() - started)
+
+    def _advance(self, inputs: StepInputs, plain: PlainRows) -> None:
+        inputs.advance_decode(self._rows.rearrange(np.array(plain.tokens)))
+        if not plain.grown:
+            return
+        tables = plain.batch.input_batch.block_table.block_tables
+        for row in plain.grown:
+            place = self._rows.place(row)
+            for group, table in zip(inputs.groups, tables, strict=True):
+                group.put_blocks(place, table.get_numpy_array()[row])
 
     @torch.inference_mode()
     def run_idle(self) -> None:
@@ -94,6 +133,7 @@ class StepRunner:
 
     def _run_padding(self, step_round: StepRound) -> None:
         step = self._graphs.select(step_round.phase, step_round.size)
+        self._filled = None
         step.inputs.fill_idle()
         step.inputs.fill_mask(step_round.counts)
         self._run(step, 0, 0)
@@ -127,6 +167,7 @@ class StepRunner:
             _fill_verify(inputs, batch, rows)
             return
         inputs.fill_decode(*self._rows.arrange(rows, inputs.spec.bucket))
+        self._filled = inputs, batch
 
 
 def _fill_verify(inputs: StepInputs, batch: StepBatch, rows: DecodeRows) -> None:
