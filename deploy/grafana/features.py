@@ -88,6 +88,7 @@ _ADAPTERS = (
 )
 
 _MASK_S = "rbln_grammar_mask_seconds"
+_MASKS_HELD = rate(f"{_MASK_S}_sum", OURS + ',part!="fill"')
 _GUIDED = "rbln_structured_output_requests_total"
 
 _STRUCTURED = (
@@ -114,7 +115,8 @@ _STRUCTURED = (
             Query(quantile(share, _MASK_S, by="part"), f"p{share * 100:g} {{{{part}}}}")
             for share in (0.5, 0.99)
         ),
-        "fill: computing the tokens that the grammars allow; apply: masking the logits.",
+        "fill: computing the tokens that the grammars allow, beside the graph; wait: for the rest "
+        "of it; apply: masking the logits.",
         "s",
     ),
     Panel(
@@ -123,8 +125,8 @@ _STRUCTURED = (
         (
             Query(
                 ratio(
-                    rate(f"{_MASK_S}_sum"),
-                    f"{rate(f'{_MASK_S}_sum')} + {rate('rbln_bucket_step_seconds_sum')}",
+                    _MASKS_HELD,
+                    f"{_MASKS_HELD} + {rate('rbln_bucket_step_seconds_sum')}",
                 ),
                 "masks",
             ),

@@ -61,7 +61,7 @@ def prefill_block_reason(
 
 
 class Progress(Protocol):
-    """What these rules read of vLLM's ``Request``."""
+    """The part of vLLM's ``Request`` that these rules read."""
 
     @property
     def num_computed_tokens(self) -> int: ...

@@ -9,6 +9,7 @@ from typing import Any
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.grammar.backend import pin_backend
+from rbln_backend.grammar.masks import MasksBeside
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import (
     Background,
@@ -80,6 +81,8 @@ class RblnScheduler(PromptScheduler):
             self.num_sampled_tokens_per_step = 0
         board = _board(vllm_config)
         self._mask_seconds = board.histogram("rbln_grammar_mask_seconds", part="fill")
+        self._mask_wait = board.histogram("rbln_grammar_mask_seconds", part="wait")
+        self._masks = MasksBeside(self._fill_masks)
         self._reuse = PrefixReuse.install(self, vllm_config, board)
         self._plain = PlainDecode(self, self._reuse.manager)
         pin_backend(self.structured_output_manager, vllm_config)
@@ -116,16 +119,22 @@ class RblnScheduler(PromptScheduler):
             output = self._schedule_step(throttle_prefills)
             forget_known_tokens(output.scheduled_cached_reqs)
             self._plain.note(output)
-        return self._reuse.finish(output)
+        output = self._reuse.finish(output)
+        self._masks.begin(output)
+        return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         if not scheduler_output.has_structured_output_requests:
             return None
         started = time.perf_counter()
-        found = super().get_grammar_bitmask(scheduler_output)
+        found = self._masks.take(scheduler_output)
         if found is not None:
-            self._mask_seconds.observe(time.perf_counter() - started)
+            self._mask_wait.observe(time.perf_counter() - started)
         return found
+
+    def shutdown(self) -> None:
+        self._masks.close()
+        super().shutdown()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -139,6 +148,13 @@ class RblnScheduler(PromptScheduler):
             report_expired(self._expired, outputs)
             self._expired.clear()
         return outputs
+
+    def _fill_masks(self, output: SchedulerOutput) -> GrammarOutput | None:
+        started = time.perf_counter()
+        found = super().get_grammar_bitmask(output)
+        if found is not None:
+            self._mask_seconds.observe(time.perf_counter() - started)
+        return found
 
     def _report(self) -> EngineCoreOutputs:
         return EngineCoreOutputs(scheduler_stats=self.make_stats())

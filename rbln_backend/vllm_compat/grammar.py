@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.mistral import is_mistral_tokenizer
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputGrammar,

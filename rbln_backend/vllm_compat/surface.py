@@ -141,7 +141,6 @@ from vllm.v1.sample.logits_processor.builtin import (
 )
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
-from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
