@@ -252,8 +252,8 @@ METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_grammar_mask_seconds",
         "histogram",
-        "Seconds of a step spent on grammars, by part: fill (compute the allowed tokens, beside the "
-        "forward pass), wait (for the rest of it, after the forward pass) and apply (mask the "
+        "Seconds of a step spent on grammars, by part: fill (compute the allowed tokens, beside "
+        "the forward pass), wait (for the rest of it, after the forward pass) and apply (mask the "
         "logits).",
         ("part",),
         _MASK_BUCKETS,
