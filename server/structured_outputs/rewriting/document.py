@@ -75,7 +75,7 @@ class SchemaDocument:
         self.open = wide or undeclared is Undeclared.ALLOW
         self._draft = draft
         self.left_out: list[str] = []
-        self._places = {id(schema): path for path, schema in every_schema(root)}
+        self._places: dict[int, str] | None = None
         self._validator: Validator = (_Draft4 if draft == 4 else Draft202012Validator)(root)
 
     def widened(self) -> SchemaDocument:
@@ -84,6 +84,8 @@ class SchemaDocument:
 
     def place(self, schema: Any) -> str:
         """Return the place of the schema; the root for one that rewriting made."""
+        if self._places is None:
+            self._places = {id(part): path for path, part in every_schema(self.root)}
         return self._places.get(id(schema), "$")
 
     def leave_out(self, schema: Any, reason: object) -> None:

@@ -53,17 +53,23 @@ class Nodes:
 
     def __init__(self, document: SchemaDocument) -> None:
         self._document = document
-        self._wide = self if document.wide else Nodes(document.widened())
+        self._wide: Nodes | None = self if document.wide else None
         self._shapes: dict[Node, tuple[Shape, ...]] = {}
 
     def shapes(self, node: Node) -> tuple[Shape, ...]:
         """Return the shapes whose union the node is. Raises `UnusableError`."""
         if node not in self._shapes:
             found: list[Shape] = []
-            for plain in alternatives(self._document, node, self._wide.is_empty):
+            for plain in alternatives(self._document, node, self._is_surely_empty):
                 found += [item for item in self._of_plain(plain) if item not in found]
             self._shapes[node] = tuple(found)
         return self._shapes[node]
+
+    def _is_surely_empty(self, node: Node) -> bool:
+        """Return True if no value satisfies the node, proven by a wide document."""
+        if self._wide is None:
+            self._wide = Nodes(self._document.widened())
+        return self._wide.is_empty(node)
 
     def is_empty(self, node: Node, depth: int = _DEPTH) -> bool:
         """Return True if no value satisfies the node; descends `depth` levels.
