@@ -161,7 +161,7 @@ async def test_every_answer_obeys_its_schema_widely(server: RealServer, tmp_path
     print(outcomes, lag_summary(lag))  # noqa: T201
     assert wrong == []
     assert outcomes["stop"] >= 500
-    assert outcomes["refused"] >= 300
+    assert outcomes["refused"] >= 200
 
 
 HIDDEN = {
@@ -294,7 +294,7 @@ def test_tools_required_named_and_strict(client: openai.OpenAI) -> None:
     parts = [d[0].function.arguments or "" for d in deltas if d and d[0].function]
     Draft202012Validator(CALL).validate(json.loads("".join(parts)))
     with pytest.raises(openai.BadRequestError) as caught:
-        bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a(?=b)"}}}
+        bad = {"type": "object", "properties": {"a": {"type": "string", "pattern": r"(a)\1"}}}
         strict = [a_tool("go"), a_tool("no", strict=True, parameters=bad)]
         client.chat.completions.create(**body | {"tools": strict}, tool_choice="auto", stream=True)
     assert caught.value.code == "invalid_json_schema"
