@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,11 +33,33 @@ class GrammarMask:
         for row, masked in _rows(scheduled, grammar, batch):
             if (bits[row] == -1).all():
                 continue
-            allowed = np.unpackbits(bits[row].view(np.uint8), count=width, bitorder="little")
-            forbidden = torch.from_numpy(allowed).logical_not()
-            logits[masked, :width].masked_fill_(forbidden, -torch.inf)
+            _forbid(logits[masked, :width], bits[row])
         self._seconds.observe(time.perf_counter() - started)
         return logits
+
+
+def _forbid(logits: Tensor, bits: npt.NDArray[np.int32]) -> None:
+    """Set ``logits`` [width] to -inf where the bit of ``bits`` is clear.
+
+    A table has eight words for each byte of the mask; the rest are operations on whole vectors. A
+    loop over single elements, as in PyTorch's ``masked_fill_``, takes several times as long.
+    """
+    kept, lowest = _tables(logits.dtype)
+    words = logits.view(torch.int32 if logits.itemsize == 4 else torch.int16).numpy()
+    keep = kept.take(bits.view(np.uint8), axis=0).reshape(-1)[: len(words)]
+    words &= keep
+    np.invert(keep, out=keep)
+    keep &= lowest
+    words |= keep
+
+
+@cache
+def _tables(dtype: torch.dtype) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the words of each byte, [256, 8] of -1 for set bits and 0, and -inf as a word."""
+    lowest = torch.tensor(-torch.inf, dtype=dtype)
+    word = torch.int32 if lowest.itemsize == 4 else torch.int16
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return (-torch.from_numpy(bits).to(word)).numpy(), lowest.view(word).numpy()
 
 
 def _rows(
