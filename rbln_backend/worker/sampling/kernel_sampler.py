@@ -23,8 +23,7 @@ class KernelSampler(GreedySampler):
 
     A draw takes 64 random bits of its request's generator, or of torch's own for requests without a
     seed: the same seed gives the same tokens in any company. vLLM's code draws where processed
-    log-probabilities are returned, or a processor of a plug-in takes part; it makes the
-    log-probabilities of the whole vocabulary and of tokens that a request names.
+    log-probabilities are returned, or a processor of a plug-in takes part.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -38,7 +37,7 @@ class KernelSampler(GreedySampler):
         metadata = sampling_metadata
         if args or options:
             return super().forward(logits, metadata, *args, **options)
-        if self._reports_few(metadata):
+        if self._reports(metadata):
             return self._sample_and_report(logits, metadata)
         if metadata.all_greedy or not (
             self.takes_logits_alone(metadata) and self._draws_here(metadata)
@@ -76,27 +75,28 @@ class KernelSampler(GreedySampler):
             return torch.ops.rbln_emulator.greedy(logits).view(-1), None
         return _draw(logits, metadata).view(-1), None
 
-    def _reports_few(self, metadata: SamplingMetadata) -> bool:
-        """Return True if raw values of sampled and likeliest tokens are all that is returned."""
-        return (
-            metadata.max_num_logprobs is not None
-            and metadata.max_num_logprobs >= 0
-            and not metadata.logprob_token_ids
-            and "raw" in self.logprobs_mode
-        )
+    def _reports(self, metadata: SamplingMetadata) -> bool:
+        """Return True if raw values of logits are returned."""
+        has_any = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
+        return has_any and metadata.max_num_logprobs != -1 and "raw" in self.logprobs_mode
 
     def _sample_and_report(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        silent = replace(metadata, max_num_logprobs=None)
+        silent = replace(metadata, max_num_logprobs=None, logprob_token_ids=None)
         raw = logits
         is_kept = self.takes_logits_alone(silent) and self._draws_here(silent)
         if logits.dtype == torch.float32 and not is_kept:
             # Upstream changes logits of this type in place.
             raw = logits.clone()
         sampled = self.forward(logits, silent).sampled_token_ids
-        reported = torch.ops.rbln_emulator.top_logprobs(
-            raw, sampled.view(-1), metadata.max_num_logprobs, self.logprobs_mode == "raw_logprobs"
+        is_normalized = self.logprobs_mode == "raw_logprobs"
+        reported = LogprobsTensors(
+            *torch.ops.rbln_emulator.top_logprobs(
+                raw, sampled.view(-1), metadata.max_num_logprobs or 0, is_normalized
+            )
         )
-        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=LogprobsTensors(*reported))
+        if metadata.logprob_token_ids:
+            reported = _with_named(reported, raw, metadata.logprob_token_ids, is_normalized)
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=reported)
 
     def _draws_here(self, metadata: SamplingMetadata) -> bool:
         """Return True if the kernel knows everything that takes part in the draw."""
@@ -107,6 +107,28 @@ class KernelSampler(GreedySampler):
             type(processor) is MinPLogitsProcessor
             for processor in metadata.logitsprocs.argmax_invariant
         )
+
+
+def _with_named(
+    reported: LogprobsTensors, logits: Tensor, named: dict[int, list[int]], is_normalized: bool
+) -> LogprobsTensors:
+    """Replace the likeliest tokens of rows of logits [rows, V] by those that requests name.
+
+    The same kernel makes the values, so that no other row's depend on them.
+    """
+    rows, count = reported.logprobs.shape
+    width = max(count, *(1 + len(tokens) for tokens in named.values()))
+    ids = torch.zeros(rows, width, dtype=torch.int32)
+    values = torch.full((rows, width), -torch.inf)
+    ids[:, :count], values[:, :count] = reported.logprob_token_ids, reported.logprobs
+    for row, tokens in named.items():
+        ids[row, 1:], values[row, 1:] = 0, -torch.inf
+        own = torch.tensor(tokens, dtype=torch.int32)
+        _, of_own, _ = torch.ops.rbln_emulator.top_logprobs(
+            logits[row].expand(len(own), -1), own, 0, is_normalized
+        )
+        ids[row, 1 : 1 + len(own)], values[row, 1 : 1 + len(own)] = own, of_own.view(-1)
+    return LogprobsTensors(ids, values, reported.selected_token_ranks)
 
 
 def _draw(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

@@ -171,3 +171,18 @@ def test_reports_are_vllms_of_logits_without_penalties(mode: str, dtype: torch.d
     own, other = ours.logprobs_tensors, theirs.logprobs_tensors
     torch.testing.assert_close(own.logprobs, other.logprobs)
     assert torch.equal(own.selected_token_ranks, other.selected_token_ranks)
+
+
+def test_named_tokens_change_no_other_rows_values() -> None:
+    logits = torch.randn(2, VOCABULARY) * 3
+    greedy = {"temperature": 0.0}
+    metadata = metadata_of(greedy | {"logprobs": 3}, greedy | {"logprob_token_ids": [4, 9]})
+    both = KernelSampler()(logits=logits.clone(), sampling_metadata=metadata).logprobs_tensors
+    alone = metadata_of(greedy | {"logprobs": 3})
+    own = KernelSampler()(logits=logits[:1].clone(), sampling_metadata=alone).logprobs_tensors
+    assert torch.equal(both.logprobs[0], own.logprobs[0])
+    assert torch.equal(both.logprob_token_ids[0], own.logprob_token_ids[0])
+    assert both.logprob_token_ids[1].tolist() == [int(logits[1].argmax()), 4, 9, 0]
+    expected = logits[1].log_softmax(-1)[both.logprob_token_ids[1, :3].long()]
+    torch.testing.assert_close(both.logprobs[1, :3], expected)
+    assert float(both.logprobs[1, 3]) == -torch.inf
