@@ -21,7 +21,7 @@ fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test test-fast lint bench dashboards chart docs docs-site models published names upstream lock sbom image clean
+.PHONY: help install dev serve test test-fast lint bench dashboards chart docs docs-site models published names upstream lock sbom wheel image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -82,6 +82,9 @@ lock: dev ## Resolve requirements/*.in again; ARGS=--upgrade moves versions
 
 sbom: install ## Write the environment's bill of materials (CycloneDX) to build/sbom.cdx.json
 	$(scripts)/write_sbom.sh $(VENV) build/sbom.cdx.json
+
+wheel: $(stamps)/locked ## Build a wheel with the kernels of all CPU levels into dist/
+	$(python) $(scripts)/build_wheel.py dist
 
 image: ## Build the image rbln-serve; SOURCE is the repository's public address, ARGS go to docker build
 	docker build --tag rbln-serve \

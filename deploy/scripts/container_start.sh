@@ -5,6 +5,9 @@ set -eu
 # Files in volumes are group-writable: the next container may have another user id.
 umask 0002
 case "${1:-}" in
-    serve | batch | check | compile | fetch | cache | tune | --help | -h | --version) exec rbln-serve "$@" ;;
+    # The image's HF_HUB_OFFLINE is for servers; without a network: `fetch --offline`.
+    fetch) HF_HUB_OFFLINE=0 exec rbln-serve "$@" ;;
+    serve | batch | check | compile | cache | tune | chat | bench | parity | collect-env | completion | \
+        --help | -h | --version) exec rbln-serve "$@" ;;
     *) exec rbln-serve serve "$@" ;;
 esac

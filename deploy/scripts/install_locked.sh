@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # install_locked.sh VENV FILE...: installs exactly the wheels with the hashes of the requirements
-# files into VENV, from any index.
+# files into VENV, from any index. $INVALIDATION is an invalidation mode of compileall.
 set -euo pipefail
 
 venv=$1
@@ -11,4 +11,5 @@ for file in "$@"; do
     "$venv/bin/python" -m pip install --disable-pip-version-check --quiet --progress-bar off \
         --require-hashes --only-binary :all: --no-deps --no-compile --retries 2 --timeout 30 -r "$file"
 done
-"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null || true # some packages ship templates
+"$venv/bin/python" -m compileall -q -j 0 ${INVALIDATION:+--invalidation-mode "$INVALIDATION"} \
+    "$venv/lib" >/dev/null || true # some packages ship templates

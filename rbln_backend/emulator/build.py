@@ -64,7 +64,8 @@ def build_key(target: Target = NATIVE) -> str:
     words = [
         *_FLAGS,
         *target.compiler_flags(),
-        importlib.metadata.version("torch"),
+        # Without a local label: builds of one release for a CPU and for a GPU have one interface.
+        importlib.metadata.version("torch").partition("+")[0],
         platform.machine(),
     ]
     if target is NATIVE:

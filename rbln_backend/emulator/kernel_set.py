@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 Mode = Literal["auto", "native", "aten"]
 
 _PRIVATE = "rbln-kernels-"
+# Libraries that a wheel of this project brings (deploy/scripts/build_wheel.py).
+_PACKAGED = Path(__file__).parent / "prebuilt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ def _activate_native(roots: Sequence[Path], report: BuildReport) -> KernelSet:
         own, *bundles = [kernel_store(root) for root in roots]
         if has_tiles() and why_no_tiles():
             logger.warning("%s", why_no_tiles())
-        _Active.native = _load([own, *private_stores()], bundles, report)
+        _Active.native = _load([own, *private_stores()], [*bundles, _PACKAGED], report)
     for library in _Active.fallback or ():
         library._destroy()
     _Active.fallback = None
@@ -157,7 +159,7 @@ def _build_for_process(why: str, report: BuildReport = no_op) -> KernelSet:
 def kernel_stores(cache_root: str, bundles: Sequence[str]) -> list[Path]:
     """Where a process with these roots looks for libraries, in that order."""
     first, *others = (kernel_store(Path(root)) for root in (cache_root, *bundles))
-    return [first, *private_stores(), *others]
+    return [first, *private_stores(), *others, _PACKAGED]
 
 
 def find_built(stores: Sequence[Path]) -> tuple[Path, str] | None:

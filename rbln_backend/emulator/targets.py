@@ -24,15 +24,19 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Compiler flags, and the CPU features (names of /proc/cpuinfo) that their code needs."""
+    """Compiler flags, and the CPU features (names of /proc/cpuinfo) that their code needs.
+
+    `machine` is the architecture, as `platform.machine()` names it.
+    """
 
     name: str
     flags: tuple[str, ...]
     features: frozenset[str] = frozenset()
+    machine: str = "x86_64"
 
     def runs_here(self) -> bool:
         """Return True if this host's CPU has all features that the library needs."""
-        has_all = platform.machine() == "x86_64" and self.features <= cpu_features()
+        has_all = platform.machine() == self.machine and self.features <= cpu_features()
         return has_all and not (self.features >= _AMX and why_no_tiles())
 
     def compiler_flags(self) -> tuple[str, ...]:
@@ -51,6 +55,7 @@ LEVELS = (
     Target("avx512_bf16", _BF16_FLAGS, _BF16),
     Target("avx512", ("-march=x86-64-v4",), _AVX512),
     Target("avx2", ("-march=x86-64-v3",), _AVX2),
+    Target("neon", ("-march=armv8-a",), frozenset(("asimd",)), "aarch64"),
     Target("portable", ("-march=x86-64",)),
 )
 
@@ -91,7 +96,9 @@ def cpu_lines() -> tuple[str, ...]:
 @cache
 def cpu_features() -> frozenset[str]:
     """The names that /proc/cpuinfo lists."""
-    lists = (line.partition(":")[2] for line in cpu_lines() if line.startswith("flags"))
+    lists = (
+        line.partition(":")[2] for line in cpu_lines() if line.startswith(("flags", "Features"))
+    )
     return frozenset(word for words in lists for word in words.split())
 
 

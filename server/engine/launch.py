@@ -20,6 +20,7 @@ from rbln_backend import api
 from rbln_backend.api.reports import ProgressReader, ReadyTimes, computed_rows
 from rbln_backend.api.settings import resolve
 from rbln_backend.errors import ConfigError
+from rbln_backend.host.vllm_build import vllm_build
 from server import __version__
 from server.engine.config import engine_config
 from server.engine.launch_errors import launch_error
@@ -128,7 +129,7 @@ class VllmLauncher:
         """Return the versions of the components, without importing them."""
         return {
             "version": __version__,
-            "vllm": importlib.metadata.version("vllm"),
+            "vllm": vllm_build().version,
             "torch": importlib.metadata.version("torch"),
             "python": platform.python_version(),
             "platform": f"{platform.system()}-{platform.machine()}".lower(),

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rbln_backend.api.models import MULTIMODAL
 from rbln_backend.errors import RblnError
+from rbln_backend.host.vllm_build import vllm_build
 from server.engine.model_files import model_config_of
 from server.frontend import LaunchError
 
@@ -91,7 +92,7 @@ def _reason(cause: Exception, model: str) -> str:
 
 
 def _unknown_architecture(name: str, known: list[str]) -> str:
-    version = importlib.metadata.version("vllm")
+    version = vllm_build().version
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "use a model that it has"
     return f"architecture {name!r} of config.json is unknown to vLLM {version}; {hint}"

