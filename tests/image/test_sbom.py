@@ -124,7 +124,5 @@ def test_the_same_environment_has_the_same_bytes(bill: Path, tmp_path: Path) -> 
 
 def test_images_hold_theirs_and_no_tool_that_judges_it() -> None:
     copied = [words for words in words_of("COPY") if "/opt/sbom.cdx.json" in words]
-    assert [words.split()[0] for words in copied] == [
-        *("--from=sbom-npu", "--from=sbom-emulated")
-    ]
+    assert [words.split()[0] for words in copied] == [*("--from=sbom-npu", "--from=sbom-emulated")]
     assert "cyclonedx" not in (ROOT / "requirements/cpu.lock").read_text()

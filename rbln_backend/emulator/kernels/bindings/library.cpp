@@ -9,8 +9,9 @@ RBLN_EXPORT const char* rbln_emulator_isa() {
   if (rbln::kMultipliesPairs) return "avx512_bf16";
 #if defined(RBLN_NEON)
   return "neon";
-#endif
+#else
   return rbln::kLanes == 16 ? "avx512" : rbln::kLanes == 8 ? "avx2" : "portable";
+#endif
 }
 
 RBLN_EXPORT void rbln_emulator_set_threads(int threads) { rbln::set_team_threads(threads); }
