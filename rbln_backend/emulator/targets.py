@@ -60,6 +60,11 @@ LEVELS = (
 )
 
 
+def buildable_levels() -> tuple[Target, ...]:
+    """Return the levels of this machine's architecture, the best first."""
+    return tuple(level for level in LEVELS if level.machine == platform.machine())
+
+
 def has_tiles() -> bool:
     """Return True if the CPU has AMX tiles with bfloat16 and int8 products."""
     return cpu_features() >= _AMX

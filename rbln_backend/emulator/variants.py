@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rbln_backend.emulator.build import build_key, find_or_build
-from rbln_backend.emulator.targets import LEVELS, NATIVE
+from rbln_backend.emulator.targets import NATIVE, buildable_levels
 from rbln_backend.errors import CompileError
 from rbln_backend.host.trusted_files import make_trusted_folder
 from rbln_backend.store.kernel_files import kernel_store
@@ -29,7 +29,7 @@ def build_variants(cache_root: Path, names: Sequence[str]) -> list[Path]:
     except OSError as error:
         raise CompileError(f"kernels cannot be built there: {error}") from error
     entries = []
-    for level in (level for level in (NATIVE, *LEVELS) if level.name in names):
+    for level in (level for level in (NATIVE, *buildable_levels()) if level.name in names):
         entry, how = find_or_build(store / build_key(level), level)
         logger.info("%s: %s, %s", level.name, entry, how)
         entries.append(entry)
@@ -38,7 +38,7 @@ def build_variants(cache_root: Path, names: Sequence[str]) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    known = [level.name for level in LEVELS]
+    known = [level.name for level in buildable_levels()]
     parser = argparse.ArgumentParser(description="Build the kernels ahead of the first start.")
     parser.add_argument("--into", type=Path, required=True, help="cache root to build into")
     parser.add_argument(

@@ -9,7 +9,7 @@ from typing import Any
 from rbln_backend.attention.backend import RblnAttentionBackend
 from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.targets import LEVELS, NATIVE
+from rbln_backend.emulator.targets import NATIVE, buildable_levels
 from rbln_backend.emulator.variants import build_variants
 from rbln_backend.errors import ConfigError
 from rbln_backend.reporting.store_report import CompileReport
@@ -87,7 +87,7 @@ def _build_kernels(rbln: RblnConfig, names: Sequence[str]) -> list[str]:
     """Build the kernels ``names``; without any the worker builds what it lacks, as in a server."""
     if not names:
         return []
-    levels = [level.name for level in LEVELS]
+    levels = [level.name for level in buildable_levels()]
     known = [NATIVE.name, "all", *levels]
     for name in names:
         if name not in known:

@@ -218,7 +218,7 @@ def test_the_key_does_not_say_where_torch_lies(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.wide
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+@pytest.mark.parametrize("level", targets.buildable_levels(), ids=lambda level: level.name)
 def test_no_level_compiles_with_a_warning(level: targets.Target) -> None:
     """Those that other tests run on are built so as well; kept, so that a change alone compiles."""
     target = strict(level)
@@ -240,6 +240,13 @@ def test_the_key_covers_every_file_and_its_place(
     (tmp_path / "README.md").write_text("Not a source.")
     assert build.build_key() == keys[-1]
     assert len(set(keys)) == 3
+
+
+def test_levels_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(targets, "cpu_features", lambda: frozenset(("asimd", "fp")))
+    names = [level.name for level in LEVELS if level.runs_here()]
+    assert names == [level.name for level in targets.buildable_levels()] == ["neon"]
 
 
 def test_levels_need_what_the_cpu_lists(monkeypatch: pytest.MonkeyPatch) -> None:
