@@ -256,8 +256,10 @@ class RblnConfig(BaseModel):
     """
     use_vllm_model: Switch = True
     """Run vLLM's own model code; the optimum path (false) is not part of this backend."""
-    sampler: Switch = True
-    """No effect: sampling is vLLM's, on the host."""
+    sampler: Annotated[Switch, GRAPH, Env("VLLM_RBLN_SAMPLER")] = True
+    """On an NPU: graphs end in the SDK's `argmax`, and steps of greedy requests without processors
+    or log-probabilities take its tokens; all others are sampled on the host.
+    """
     flash_causal_attn: Switch = True
     """No effect: the op follows from whether a sequence fits in one block."""
     use_custom_kernel: Annotated[Switch, GRAPH, Env("RBLN_USE_CUSTOM_KERNEL")] = False

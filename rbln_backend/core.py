@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rbln_backend.bucketing.chunk_plan import room_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -146,11 +146,33 @@ class StepRound(NamedTuple):
     """Tokens of each request, in VERIFY."""
 
 
+class StepOutputs:
+    """The outputs of a graph, each copied from the device when it is read.
+
+    The next run of the graph may overwrite them.
+    """
+
+    def __init__(
+        self, outputs: Sequence[Tensor], arrange: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        """``arrange`` brings an output [rows, ...] in host memory into the scheduler's order."""
+        self._outputs, self._arrange = outputs, arrange
+
+    def __getitem__(self, number: int) -> Tensor:
+        output = self._outputs[number].cpu()
+        return output if self._arrange is None else self._arrange(output)
+
+    def cloned(self) -> StepOutputs:
+        """Return copies, which another run does not overwrite."""
+        return StepOutputs([output.clone() for output in self._outputs], self._arrange)
+
+
 class StepResult(NamedTuple):
     """The outputs of a step's graph. The next run may overwrite them."""
 
     batch: StepBatch
-    outputs: tuple[Tensor, ...]
-    """Logits [bucket, V], or [bucket, length, V] in VERIFY; then hidden states in prefill."""
+    outputs: StepOutputs
+    """Logits [bucket, V], or [bucket, length, V] in VERIFY; then hidden states in prefill; last the
+    tokens int32 [bucket] that a device picked."""
     seconds: float
     """Duration of filling the inputs and running the graph."""

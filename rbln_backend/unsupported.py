@@ -115,9 +115,9 @@ EXPERT_ACTIVATION = Feature(
 )
 QUANTIZED_EXPERTS = Feature(
     "quantised experts in this form",
-    "mixtures whose gate and up projections differ in their format or have no whole groups; any "
-    "on an NPU",
-    "whose emulated device alone multiplies by them, in whole groups",
+    "mixtures whose gate and up projections differ in their format or have no whole groups; on "
+    "an NPU all but FP8 in blocks and MXFP4",
+    "which multiplies by whole groups, on an NPU by the two forms that the SDK has ops for",
     "serve a bfloat16 copy of the checkpoint",
 )
 QUANTIZATION = Feature(
@@ -128,9 +128,10 @@ QUANTIZATION = Feature(
 )
 QUANTIZATION_ON_NPU = Feature(
     "weights in this quantised format on an NPU",
-    "FP8, W8A8, AWQ and other zero points, MXFP4",
-    "which knows of the SDK's forms symmetric integers of 4 and 8 bits alone",
-    "serve a GPTQ or pack-quantized checkpoint, a bfloat16 copy, or run it on the emulated device",
+    "FP8 with one scale per tensor or channel, W8A8 of integers, AWQ and other zero points",
+    "whose SDK has forms for symmetric integers of 4 and 8 bits and for FP8 in blocks",
+    "serve a GPTQ, pack-quantized or block FP8 checkpoint, a bfloat16 copy, or run it on the "
+    "emulated device",
 )
 QUANTIZED_EMBEDDING = Feature(
     "quantised input embeddings",
@@ -243,9 +244,11 @@ PREFILL_PROMPTS = Feature(
 )
 KV_DTYPE = Feature(
     "a KV cache in this dtype",
-    "--kv-cache-dtype other than the model's dtype and fp8 (e4m3); fp8 on an NPU, with "
-    "RBLN_USE_CUSTOM_KERNEL, of latent attention (MLA) and of encoders, which have no cache",
-    "whose ops read keys and values as the model computes them or, on the emulated device, as e4m3",
+    "--kv-cache-dtype other than the model's dtype and fp8 (e4m3); fp8 with "
+    "RBLN_USE_CUSTOM_KERNEL, of latent attention (MLA) and of encoders, which have no cache; "
+    "fp8 on an NPU with sliding windows or with blocks as long as the context",
+    "whose ops read keys and values as the model computes them or, those of causal attention over "
+    "blocks, as e4m3",
     "drop --kv-cache-dtype, or name the model's dtype where the checkpoint asks for fp8",
 )
 KV_TRANSFER = Feature(

@@ -162,7 +162,6 @@ VARIABLES: tuple[Variable, ...] = (
         "Activations of FP8 weights keep the model's dtype (W8A16).",
         accepts=False,
     ),
-    Variable("VLLM_RBLN_SAMPLER", _IDLE, "Sampling always runs on the host.", "sampler"),
     Variable("VLLM_RBLN_FLASH_CAUSAL_ATTN", _IDLE, _ONE_OP, "flash_causal_attn"),
     Variable("VLLM_RBLN_METRICS", _IDLE, "Metrics are always on, at `/metrics`."),
     Variable("VLLM_RBLN_METRICS_FILE", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),

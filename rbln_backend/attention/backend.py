@@ -145,7 +145,10 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
             )
             if capabilities.general_attention
             else SdkAttention(
-                window=sliding_window, appends=capabilities.appends_windows, sinks=sinks
+                window=sliding_window,
+                appends=capabilities.appends_windows,
+                sinks=sinks,
+                cache_dtype=torch.float8_e4m3fn if self._is_e4m3 else None,
             )
         )
 
@@ -158,12 +161,26 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
             raise ALIBI.refusal(f"device {capabilities.device!r}")
         if self.shares_kv and (is_limited or uses_custom_kernel):
             raise KV_SHARING.refusal()
-        if self._is_e4m3 and (is_limited or uses_custom_kernel):
+        if self._is_e4m3 and uses_custom_kernel:
             raise KV_DTYPE.refusal(f"--kv-cache-dtype {self.kv_cache_dtype}")
+        if self._is_e4m3 and is_limited:
+            self._refuse_e4m3()
         if is_limited and self.head_size not in SUPPORTED_HEAD_SIZES:
             raise UnsupportedModelError(
                 f"head size {self.head_size}: the attention kernels of {capabilities.product} have "
                 f"{', '.join(map(str, SUPPORTED_HEAD_SIZES))}"
+            )
+
+    def _refuse_e4m3(self) -> None:
+        """Raise where an NPU's layer would use another op than the one that takes e4m3."""
+        block = get_current_vllm_config().cache_config.block_size
+        window = self._within_context(self.sliding_window)
+        if window is not None:
+            raise KV_DTYPE.refusal(f"--kv-cache-dtype {self.kv_cache_dtype}, a window of {window}")
+        if self.sinks is None and block == self._context:
+            raise KV_DTYPE.refusal(
+                f"--kv-cache-dtype {self.kv_cache_dtype}, --block-size {block} for a context of "
+                f"{self._context} tokens"
             )
 
     def forward(
@@ -185,7 +202,7 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         given = {"q": query} if self.shares_kv else {"q": query, "k": key, "v": value}
         tensors = {name: self._by_head(rows, attn_metadata) for name, rows in given.items()}
         tensors |= {"kv_cache": kv_cache, "scale": self.scale_tensor}
-        if self._is_e4m3:
+        if self._is_e4m3 and isinstance(self._attention, EmulatedAttention):
             tensors |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         result = self._attend(layer, attn_metadata, **tensors)
         output.copy_(result.permute(0, 3, 1, 2, 4).reshape(output.shape))

@@ -23,12 +23,21 @@ from rbln_backend.compiler.programs.sdk_schemas import NAMESPACE, check_ops
 class SdkAttention:
     """The calls of one layer."""
 
-    def __init__(self, *, window: int | None, appends: bool, sinks: Tensor | None) -> None:
-        """``sinks`` [Hq]; ``appends``: the NPU keeps windows in pages.
+    def __init__(
+        self,
+        *,
+        window: int | None,
+        appends: bool,
+        sinks: Tensor | None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        """``sinks`` [Hq]; ``appends``: the NPU keeps windows in pages; ``cache_dtype``: the floats
+        of 8 bits in a cache of bytes, None for a cache of the model's dtype.
 
         Raises ``UnsupportedModelError`` where the installed SDK lacks an op.
         """
         self._sinks_of_heads = sinks
+        self._cache_dtype = cache_dtype
         kinds = ["flash_causal_attention_naive"]
         if window is not None and appends:
             check_ops("sliding_window_attention_v1")
@@ -60,8 +69,8 @@ class SdkAttention:
         """q [B, Hkv, G, L, D]; k, v [B, Hkv, 1, L, D]; seq_idx [B, 1]; scale 0-dim float32.
 
         ``one_block``: a block holds a whole request. ``chunk`` and ``window`` are refused when
-        caches are planned. ``layer`` has the scales of quantised caches;
-        the softmax's stands where nothing is read.
+        caches are planned. ``layer`` has the scales of quantised caches, which are refused
+        where ``one_block``; the softmax's stands where nothing is read.
         """
         assert chunk is None
         assert window is None
@@ -69,8 +78,7 @@ class SdkAttention:
             one = (q, k, v, kv_cache, seq_idx, scale, block_tables, scale, None)
             return _call("causal_attention_naive", is_prefill, *one)
         many = (q, k, v, kv_cache, scale, seq_idx, block_tables, scale, self._sinks)
-        cache_dtype = None  # the caches are not quantised
-        scales = (layer._k_scale, layer._v_scale, cache_dtype)
+        scales = (layer._k_scale, layer._v_scale, self._cache_dtype)
         return _call("flash_causal_attention_naive", is_prefill, *many, *scales)
 
     def appended_window(

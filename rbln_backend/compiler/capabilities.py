@@ -26,6 +26,8 @@ class Capabilities:
     """Ops for soft caps, ALiBi, shared, e4m3 and latent caches, and for every head size."""
     packed_weights: bool
     """Kernels for quantized words as they are; otherwise int8 weights of symmetric formats."""
+    picks_tokens: bool
+    """Graphs can end in an op that picks the token of the largest logit."""
     fused_experts: bool
     """One SDK op computes a layer of experts."""
     adapters: bool
@@ -56,6 +58,7 @@ EMULATED = Capabilities(
     runs_on_host=True,
     general_attention=True,
     packed_weights=True,
+    picks_tokens=False,
     fused_experts=False,
     adapters=True,
     drafts=True,
@@ -71,6 +74,7 @@ def npu_capabilities(npu: Npu) -> Capabilities:
         runs_on_host=False,
         general_attention=False,
         packed_weights=False,
+        picks_tokens=True,
         fused_experts=True,
         adapters=False,
         drafts=False,

@@ -30,7 +30,8 @@ class CompiledGraph(Protocol):
     def run(self) -> tuple[Tensor, ...]:
         """Run once over the bound buffers and return outputs [...] as ``GraphSpec``'s phase says.
 
-        Outputs may be overwritten by the next run.
+        Outputs may be overwritten by the next run. They lie in host memory or on the device, from
+        where a reader copies them (``Tensor.cpu``).
         """
         ...
 

@@ -55,7 +55,7 @@ class RebelGraph:
         self._bound = bound
 
     def run(self) -> tuple[Tensor, ...]:
-        """As ``CompiledGraph.run``: outputs [...] in host memory."""
+        """As ``CompiledGraph.run``; outputs [...]."""
         self._bound.before_run()
         return self._bound.after_run(self._runtime(*self._bound.arguments))
 

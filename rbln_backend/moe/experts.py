@@ -5,7 +5,7 @@ A path needs nothing else of them: experts in another format are one more class 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,7 +55,16 @@ class Experts(Protocol):
         ...
 
 
-class _Stack(NamedTuple):
+@runtime_checkable
+class GluExperts(Experts, Protocol):
+    """Experts that an NPU keeps for one op of the SDK."""
+
+    def glu(self, x: Tensor, by_expert: Tensor, expert_map: Tensor | None) -> Tensor:
+        """x [T, H], weights [E of all ranks, T], map int32 [E of all ranks]; returns [T, H]."""
+        ...
+
+
+class WeightStack(NamedTuple):
     """One matrix of every expert: weight [E, width, inputs] or packed, bias [E, width]."""
 
     weight: Tensor
@@ -92,8 +101,8 @@ class PlainExperts:
 
     def expert(self, x: Tensor, number: int) -> Tensor:
         """As ``Experts``, x [T, H] to [T, H], in standard PyTorch operators."""
-        up = _Stack(self.w13, self.w13_bias, 2 * self.intermediate_size)
-        down = _Stack(self.w2, self.w2_bias, self.hidden_size)
+        up = WeightStack(self.w13, self.w13_bias, 2 * self.intermediate_size)
+        down = WeightStack(self.w2, self.w2_bias, self.hidden_size)
         gate_up = self._linear(x, up, number)
         if self.adapters is not None:
             self.adapters.add_first(gate_up, x, number)
@@ -103,6 +112,21 @@ class PlainExperts:
             self.adapters.add_second(out, inner, number)
         return out
 
+    def glu(self, x: Tensor, by_expert: Tensor, expert_map: Tensor | None) -> Tensor:
+        """As ``GluExperts``: x [T, H] to [T, H]."""
+        inner = self.intermediate_size
+        mixed: Tensor = torch.ops.rbln_custom_ops.custom_moe_glu(
+            *(x, self.w13[:, :inner], self.w13[:, inner:], self.w2),
+            *(by_expert, self.activation, expert_map, *self._split_biases()),
+        )
+        return mixed
+
+    def _split_biases(self) -> tuple[Tensor | None, ...]:
+        if self.w13_bias is None:
+            return None, None, self.w2_bias
+        inner = self.intermediate_size
+        return self.w13_bias[:, :inner], self.w13_bias[:, inner:], self.w2_bias
+
     def _arguments(self) -> tuple[Any, ...]:
         return (
             *(self.w13, self.w13_bias, self.w2, self.w2_bias),
@@ -110,7 +134,7 @@ class PlainExperts:
             *(() if self.adapters is None else self.adapters.arguments()),
         )
 
-    def _linear(self, x: Tensor, stack: _Stack, number: int) -> Tensor:
+    def _linear(self, x: Tensor, stack: WeightStack, number: int) -> Tensor:
         return functional.linear(x, *stack.row(number))
 
     def _silu(self, gate_up: Tensor) -> Tensor:
@@ -127,7 +151,7 @@ class PackedExperts(PlainExperts):
             layer.register_parameter(name, torch.nn.Parameter(packed, requires_grad=False))
         super().__init__(layer)
 
-    def _linear(self, x: Tensor, stack: _Stack, number: int) -> Tensor:
+    def _linear(self, x: Tensor, stack: WeightStack, number: int) -> Tensor:
         product: Tensor = torch.ops.rbln_emulator.linear(x, *stack.row(number), stack.width)
         return product
 

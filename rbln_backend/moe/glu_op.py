@@ -7,30 +7,17 @@ weights [E of all ranks, T] in the dtype of the hidden states, the activation's 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from rbln_backend.moe.experts import Experts, PlainExperts
+from rbln_backend.moe.experts import Experts, GluExperts
 from rbln_backend.moe.paths import RoutedTokens
 from rbln_backend.moe.routing import Routing, local_ids, weights_by_expert
 
 
 def run_glu_op(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """See ``ExpertPath``: tokens [T, H] to [T, H]; experts are halves of w13."""
-    assert isinstance(experts, PlainExperts)  # others are refused where the path is chosen
+    assert isinstance(experts, GluExperts)
     x, weights, ids = routing.route(tokens.x, tokens.logits)
     everywhere = local_ids(ids, None, tokens.tokens_mask)
     by_expert = weights_by_expert(weights, everywhere, tokens.logits.shape[1]).t()
-    inner = experts.intermediate_size
-    mixed: Tensor = torch.ops.rbln_custom_ops.custom_moe_glu(
-        *(x, experts.w13[:, :inner], experts.w13[:, inner:], experts.w2),
-        *(by_expert.to(x.dtype), experts.activation, tokens.expert_map),
-        *_split_biases(experts, inner),
-    )
-    return mixed
-
-
-def _split_biases(experts: PlainExperts, inner: int) -> tuple[Tensor | None, ...]:
-    if experts.w13_bias is None:
-        return None, None, experts.w2_bias
-    return experts.w13_bias[:, :inner], experts.w13_bias[:, inner:], experts.w2_bias
+    return experts.glu(x, by_expert.to(x.dtype), tokens.expert_map)

@@ -107,6 +107,8 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
     routing: Routing
     experts: Experts
     capabilities: Capabilities
+    sdk_op = "custom_moe_glu"
+    """The op of an NPU."""
     tokens_mask: Tensor | None = None
     """An input of the graph that is being captured: float32 [T, 1], 0 in padding."""
 
@@ -134,7 +136,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
             activation=layer.activation.value,
         )
         if self.choice.path == "glu":
-            check_ops("custom_moe_glu")
+            check_ops(self.sdk_op)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Give the experts the layout of the device, one layer at a time."""

@@ -16,6 +16,7 @@ from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.emulator.quantized_packing import pack_bytes, pack_scales, pack_words
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.quantization.schemes import BLOCK_DEPTH
+from rbln_backend.quantization.sdk.forms import dequantized_blocks
 from rbln_backend.quantization.weights import CHANNEL, Weights
 from rbln_backend.unsupported import QUANTIZATION_ON_NPU
 from rbln_backend.vllm_compat.quantization import (
@@ -117,7 +118,9 @@ class RblnByteScheme(CompressedTensorsScheme):
         self._stored, self._name = stored, layer_name
         stored.tell()
         self.weights = stored.weights(stored.block[1])
-        if not device_capabilities(configured(get_current_vllm_config())).packed_weights:
+        rbln = configured(get_current_vllm_config())
+        self._keeps_words = device_capabilities(rbln).packed_weights
+        if not (self._keeps_words or (stored.is_float and stored.scope == "block")):
             raise QUANTIZATION_ON_NPU.refusal(f"{layer_name}: {self.weights}")
 
     @classmethod
@@ -171,8 +174,11 @@ class RblnByteScheme(CompressedTensorsScheme):
                 f"{self._name}: the checkpoint has no {stored.scale_name} for it; if its weight is "
                 "not quantised, quantization_config has to name it among those left alone"
             )
-        scales = stored.pack_scales(loaded, self._columns, self._depth)
-        words = stored.pack_words(layer.weight.data)
+        if self._keeps_words:
+            scales = stored.pack_scales(loaded, self._columns, self._depth)
+            words = stored.pack_words(layer.weight.data)
+        else:
+            scales, words = loaded, layer.weight.data
         for name in (stored.scale_name, *stored.dropped):
             del layer._parameters[name]
         for name, value in (("weight", words), ("weight_scale", scales)):
@@ -180,6 +186,10 @@ class RblnByteScheme(CompressedTensorsScheme):
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K] to [..., N] of its dtype."""
+        if not self._keeps_words:
+            block = self._stored.block
+            weight = dequantized_blocks(layer.weight, layer.weight_scale, block, x.dtype)
+            return torch.nn.functional.linear(x, weight, bias)
         out: Tensor = torch.ops.rbln_emulator.quantized_linear(
             *(x, layer.weight, layer.weight_scale, None, bias),
             *(sum(self._columns), self.weights.format),
@@ -187,7 +197,7 @@ class RblnByteScheme(CompressedTensorsScheme):
         return out
 
     def _check(self, layer: Any, input_size: int, output_size: int) -> None:
-        obstacle = self._stored.obstacle(self._depth)
+        obstacle = self._obstacle()
         if obstacle is None and self._stored.scope == "block":
             sizes = (input_size, output_size, self._depth, self._columns)
             try:
@@ -199,6 +209,14 @@ class RblnByteScheme(CompressedTensorsScheme):
                 f"{self._name}: {obstacle}; use another --tensor-parallel-size, or serve a "
                 "bfloat16 copy of the checkpoint"
             )
+
+    def _obstacle(self) -> str | None:
+        if self._keeps_words:
+            return self._stored.obstacle(self._depth)
+        inputs = self._stored.block[1]
+        return (
+            f"{self._depth} inputs end within a block of {inputs}" if self._depth % inputs else None
+        )
 
     def _scales(self, weight_loader: Callable[..., Any]) -> BasevLLMParameter:
         """NaN, until a tensor fills it."""

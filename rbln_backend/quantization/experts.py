@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rbln_backend.moe.experts import ExpertAdapters, swiglu_oai
 from rbln_backend.moe.layers import RblnMoEMethod
-from rbln_backend.quantization.expert_formats import ExpertFormat, Packed
+from rbln_backend.quantization.expert_formats import ByteRows, ExpertFormat, Packed
+from rbln_backend.quantization.sdk.block_experts import BLOCKS_OP, BlockExperts
 from rbln_backend.unsupported import QUANTIZED_EXPERTS
 from rbln_backend.vllm_compat.quantization import FusedMoEConfig, set_weight_attrs
 
@@ -85,7 +86,9 @@ class QuantizedExperts:
 
 
 class RblnQuantizedMoEMethod(RblnMoEMethod):
-    """Gated experts of any top-k routing over packed weights; on the emulated device alone."""
+    """Gated experts of any top-k routing over quantised weights; on an NPU e4m3 in blocks."""
+
+    sdk_op = BLOCKS_OP
 
     def __init__(self, moe: FusedMoEConfig, w13: ExpertFormat, w2: ExpertFormat) -> None:
         super().__init__(moe)
@@ -124,6 +127,9 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Bring words and scales into the kernels' layout, and drop the rest."""
+        if not self.capabilities.packed_weights:
+            self.keep_stored(layer)
+            return
         for name, written in self._formats.items():
             self._keep_bias(layer, f"{name}_bias")
             prefix = f"{name}_"
@@ -139,11 +145,33 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
         formats = [written.quantized.format for written in self._formats.values()]
         self.hold(layer, QuantizedExperts(layer, *formats))
 
+    def keep_stored(self, layer: Any) -> None:
+        """Hold experts of an NPU: e4m3 and scales as they are stored."""
+        blocks = {}
+        for name, written in self._formats.items():
+            assert isinstance(written, ByteRows)
+            self._keep_bias(layer, f"{name}_bias")
+            scales = layer._parameters.pop(f"{name}_{written.stored.scale_name}").data
+            layer.register_parameter(
+                f"{name}_weight_scale", nn.Parameter(scales, requires_grad=False)
+            )
+            for dropped in written.stored.dropped:
+                del layer._parameters[f"{name}_{dropped}"]
+            blocks[name] = written.stored.block
+        self.hold(layer, BlockExperts(layer, blocks["w13"]))
+
+    def has_sdk_form(self, inner: int) -> bool:
+        """Return True if the SDK's op takes experts of ``inner`` columns in the stored form."""
+        del inner
+        first, second = self._formats.values()
+        if not isinstance(first, ByteRows) or first != second:
+            return False
+        return first.stored.is_float and first.stored.scope == "block"
+
     def _check(self, layer: Any, hidden_size: int, inner: int) -> None:
         units = [written.unit for written in self._formats.values()]
-        if not self.capabilities.packed_weights or any(
-            size % unit for size in (hidden_size, inner) for unit in units
-        ):
+        is_known = self.capabilities.packed_weights or self.has_sdk_form(inner)
+        if not is_known or any(size % unit for size in (hidden_size, inner) for unit in units):
             raise QUANTIZED_EXPERTS.refusal(
                 f"{layer.layer_name}: {self}, sizes {hidden_size} and {inner}"
             )

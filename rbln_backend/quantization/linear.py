@@ -14,13 +14,11 @@ from rbln_backend.emulator.quantized_packing import (
     unpack_fields,
     unpack_numbers,
 )
+from rbln_backend.quantization.sdk.forms import SDK_GROUP, dequantized_integers
 from rbln_backend.quantization.weights import CHANNEL, Weights
 from rbln_backend.unsupported import QUANTIZATION_ON_NPU
 from rbln_backend.vllm_compat.quantization import MPLinearKernel, MPLinearLayerConfig
 from rbln_backend.vllm_compat.surface import configured, get_current_vllm_config
-
-# The columns of a weight that the SDK finds a scale for; larger groups repeat theirs.
-SDK_GROUP = 64
 
 
 class RblnWna16LinearKernel(MPLinearKernel):
@@ -91,7 +89,7 @@ class RblnWna16LinearKernel(MPLinearKernel):
         """x [..., K] to [..., N] of its dtype."""
         words, scales, _ = self._get_weight_params(layer)
         if not self._keeps_words:
-            return torch.nn.functional.linear(x, _dequantised(words, scales, x.dtype), bias)
+            return torch.nn.functional.linear(x, dequantized_integers(words, scales, x.dtype), bias)
         zeros = None if self.weights.symmetric else layer.zeros
         columns, written = self.config.partition_weight_shape[1], self.weights.format
         out: Tensor = torch.ops.rbln_emulator.quantized_linear(
@@ -121,14 +119,6 @@ def _zero_points(zeros: Tensor, weights: Weights) -> Tensor:
         by_group = unpack_numbers(zeros.t().contiguous(), weights.bits)
         return pack_transposed_words(by_group.to(torch.uint8))
     return pack_transposed_words(zeros)
-
-
-def _dequantised(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """int8 [N, K] times its scales, in the words that the SDK's compiler matches."""
-    weight = values.to(dtype)
-    if scales.dim() == 2:
-        return weight * scales
-    return (weight.view(weight.shape[0], -1, SDK_GROUP) * scales).view(weight.shape)
 
 
 def _weights_of(c: MPLinearLayerConfig) -> Weights:

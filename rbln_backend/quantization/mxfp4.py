@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from rbln_backend.compiler.programs.sdk_schemas import check_ops
+from rbln_backend.moe.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertAdapters
+from rbln_backend.moe.paths import Choice
 from rbln_backend.quantization.expert_formats import Mxfp4Rows
 from rbln_backend.quantization.experts import RblnQuantizedMoEMethod
 from rbln_backend.quantization.weights import Weights
@@ -11,6 +17,44 @@ from rbln_backend.vllm_compat.quantization import FusedMoEConfig, GptOssMxfp4Con
 
 # Weights that share an exponent, by the Open Compute Project's MX specification.
 _BLOCK = 32
+# As vllm-rbln 0.12 checks it (quantization/mxfp4.py).
+_SDK_COLUMNS = 64
+_ONE_OP = "experts in MXFP4 are computed by one op on an NPU"
+
+
+class Mxfp4Experts:
+    """Experts of e2m1 as an NPU keeps them: blocks, scales and biases of three projections."""
+
+    adapters: ExpertAdapters | None = None
+
+    def __init__(self, layer: Any) -> None:
+        self._parts = [
+            getattr(layer, f"{part}_proj_{kind}")
+            for part in ("gate", "up", "down")
+            for kind in ("blocks", "scales", "bias")
+        ]
+        self.count: int = self._parts[0].shape[0]
+
+    def glu(self, x: Tensor, by_expert: Tensor, expert_map: Tensor | None) -> Tensor:
+        """As ``GluExperts``: x [T, H] to [T, H]."""
+        alpha = torch.tensor(SWIGLU_ALPHA, dtype=torch.float32)
+        limit = torch.tensor(SWIGLU_LIMIT, dtype=torch.float32)
+        mixed: Tensor = torch.ops.rbln_custom_ops.custom_moe_glu_mxfp4(
+            x, *self._parts, by_expert, alpha, limit, expert_map
+        )
+        return mixed
+
+    def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
+        raise NotImplementedError(_ONE_OP)
+
+    def weighted(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
+        raise NotImplementedError(_ONE_OP)
+
+    def expert(self, x: Tensor, number: int) -> Tensor:
+        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
+        raise NotImplementedError(_ONE_OP)
 
 
 class RblnMxfp4MoEMethod(RblnQuantizedMoEMethod):
@@ -19,9 +63,36 @@ class RblnMxfp4MoEMethod(RblnQuantizedMoEMethod):
     weight_dtype = "gpt_oss_mxfp4"
     """Name that the model's own loader requires."""
 
+    sdk_op = "custom_moe_glu_mxfp4"
+
     def __init__(self, moe: FusedMoEConfig) -> None:
         stored = Mxfp4Rows(Weights(bits=4, group_size=_BLOCK, kind="float"))
         super().__init__(moe, stored, stored)
+
+    def choose(self, layer: Any) -> None:
+        """As ``RblnMoEMethod``; on an NPU the op of this format, which has the activation."""
+        super().choose(layer)
+        if not self.capabilities.packed_weights:
+            check_ops(self.sdk_op)
+            self.choice = Choice("glu", "the SDK has an op for experts in MXFP4")
+
+    def has_sdk_form(self, inner: int) -> bool:
+        """As ``RblnQuantizedMoEMethod``; vllm-rbln 0.12 requires 64 columns and biases."""
+        return inner % _SDK_COLUMNS == 0 and bool(self.moe.has_bias)
+
+    def keep_stored(self, layer: Any) -> None:
+        """Keep fields and exponents; gate and up rows alternate in a checkpoint."""
+        for source, target in (("weight", "blocks"), ("weight_scale", "scales"), ("bias", "bias")):
+            both = layer._parameters.pop(f"w13_{source}").data
+            down = layer._parameters.pop(f"w2_{source}").data
+            rows = {"gate": both[:, ::2], "up": both[:, 1::2], "down": down}
+            for part, value in rows.items():
+                parameter = nn.Parameter(value.contiguous(), requires_grad=False)
+                layer.register_parameter(f"{part}_proj_{target}", parameter)
+        for name in ("w13_bias", "w2_bias"):
+            # vLLM's description of the layer reads them.
+            layer.register_parameter(name, None)
+        self.hold(layer, Mxfp4Experts(layer))
 
 
 class RblnMxfp4Config(GptOssMxfp4Config):

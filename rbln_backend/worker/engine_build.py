@@ -46,7 +46,7 @@ from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.graphs.capture_pool import workers_of
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
-from rbln_backend.worker.graphs.functions import GraphFunction
+from rbln_backend.worker.graphs.functions import GraphFunction, can_pick_tokens
 from rbln_backend.worker.graphs.lm_head import SPEC as LM_HEAD
 from rbln_backend.worker.graphs.lm_head import LmHead
 from rbln_backend.worker.model_runner import RblnModelRunner
@@ -54,9 +54,8 @@ from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
 from rbln_backend.worker.sampling.input_batch import IsolatedInputBatch
-from rbln_backend.worker.sampling.kernel_sampler import KernelSampler
+from rbln_backend.worker.sampling.kernel_sampler import make_sampler
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
-from rbln_backend.worker.sampling.sampler import RowSampler
 from rbln_backend.worker.startup.cache_fields import cache_fields
 from rbln_backend.worker.startup.preflight import bucket_tables
 from rbln_backend.worker.startup.store_metrics import open_store, report_store_size
@@ -137,7 +136,8 @@ class EngineBuild:
         tables = bucket_tables(config)
         # Not the dtype of a parameter: a quantised model's first parameter may hold packed words.
         dtype: Any = config.model_config.dtype
-        self._stage = make_stage(parts.model, dtype)
+        picks = self._generates and rbln.sampler and can_pick_tokens(parts.compiler.capabilities)
+        self._stage = make_stage(parts.model, dtype, picks_tokens=picks)
         self._agreement = make_agreement(config)
         masks_tokens = bool(self._moe) and rbln.use_moe_tokens_mask
         is_first = self._stage.part.is_first
@@ -325,13 +325,13 @@ class EngineBuild:
             pooler = HostPooler(self._parts.model, reuses_prefixes=caching)
             return PoolingRunner(steps, pooler, TokenTypes(self._parts.model))
         runs_on_host = self._parts.compiler.capabilities.runs_on_host
-        sampler_class = KernelSampler if runs_on_host else RowSampler
-        sampler = sampler_class(logprobs_mode=config.model_config.logprobs_mode)
+        sampler = make_sampler(config.model_config.logprobs_mode, runs_on_host=runs_on_host)
         vocab_size = config.model_config.get_vocab_size()
         board = self._parts.board.only_if(self._parts.place.replies)
         return RblnModelRunner(
             steps=steps,
             sampler=sampler,
+            picks_tokens=self._stage.part.picks_tokens,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
             grammar_mask=GrammarMask(board),
             verification=Verification(sampler, batches),

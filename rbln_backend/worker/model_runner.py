@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rbln_backend.core import Phase, StepBatch
+from rbln_backend.core import Phase, StepBatch, StepOutputs
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     DraftTokenIds,
@@ -21,14 +21,13 @@ from rbln_backend.vllm_compat.surface import (
     LogprobsLists,
     LogprobsTensors,
     ModelRunnerOutput,
-    Sampler,
     SchedulerOutput,
 )
 from rbln_backend.worker.drafts.drafting import Drafting, StepSeconds
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
-from rbln_backend.worker.sampling.sampler import with_generators
+from rbln_backend.worker.sampling.sampler import RowSampler, with_generators
 from rbln_backend.worker.step.runner import StepRunner
 
 
@@ -37,9 +36,8 @@ class _PendingStep(NamedTuple):
 
     scheduled: SchedulerOutput
     batch: StepBatch
-    logits: Tensor
-    """[num_reqs, V], or [num_tokens, V] where drafts are checked, without padding. Unused for a
-    chunk that ends no prompt."""
+    outputs: StepOutputs
+    """Not read for a chunk that ends no prompt."""
     prompt_logprobs: dict[str, LogprobsTensors | None]
     started: float
     graph_seconds: float
@@ -52,15 +50,18 @@ class RblnModelRunner:
         self,
         *,
         steps: StepRunner,
-        sampler: Sampler,
+        sampler: RowSampler,
+        picks_tokens: bool,
         prompt_logprobs: PromptLogprobs,
         grammar_mask: GrammarMask,
         verification: Verification,
         drafting: Drafting,
     ) -> None:
+        """``picks_tokens``: the last output of a graph is the tokens of the largest logits."""
         self.steps = steps
         self._batches = steps.batches
         self._sampler = sampler
+        self._picks_tokens = picks_tokens
         self._verification = verification
         self._drafting = drafting
         self._prompt_logprobs = prompt_logprobs
@@ -81,10 +82,8 @@ class RblnModelRunner:
         if result is None:
             return self._execute_in_full(scheduled, started)
         # No prompt ends in a plain step.
-        batch, (logits,), seconds = result
-        self._pending = _PendingStep(
-            scheduled, batch, _real_rows(batch, logits), {}, started, seconds
-        )
+        batch, outputs, seconds = result
+        self._pending = _PendingStep(scheduled, batch, outputs, {}, started, seconds)
         return None
 
     @torch.inference_mode()
@@ -94,13 +93,13 @@ class RblnModelRunner:
         result = self.steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        batch, (logits, *rest), seconds = result
+        batch, outputs, seconds = result
         self._take_names(batch)
         self._pending = _PendingStep(
             scheduled,
             batch,
-            logits=_real_rows(batch, logits),
-            prompt_logprobs=self._collect_prompt_logprobs(batch, rest[0] if rest else None),
+            outputs,
+            prompt_logprobs=self._collect_prompt_logprobs(batch, outputs),
             started=started,
             graph_seconds=seconds,
         )
@@ -112,12 +111,18 @@ class RblnModelRunner:
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        batch, logits = pending.batch, pending.logits
+        batch = pending.batch
         if not batch.samples:
             return self._reply([[] for _ in range(batch.num_reqs)], None, pending)
-        if grammar is not None:
-            logits = self._grammar_mask.apply(pending.scheduled, grammar, batch.input_batch, logits)
-        token_ids, logprobs = self._sample(batch, logits)
+        if self._is_picked(batch, grammar):
+            token_ids, logprobs = self._take_picked(batch, pending.outputs), None
+        else:
+            logits = _real_rows(batch, pending.outputs[0])
+            if grammar is not None:
+                logits = self._grammar_mask.apply(
+                    pending.scheduled, grammar, batch.input_batch, logits
+                )
+            token_ids, logprobs = self._sample(batch, logits)
         took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
         self._drafting.end_step(batch, token_ids, took)
         return self._reply(token_ids, logprobs, pending)
@@ -125,6 +130,18 @@ class RblnModelRunner:
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return drafts for the next step; None without speculation or sampled tokens."""
         return self._drafting.take()
+
+    def _is_picked(self, batch: StepBatch, grammar: GrammarOutput | None) -> bool:
+        """Return True if the step's tokens are those that its graph picked."""
+        if not self._picks_tokens or grammar is not None or batch.phase is Phase.VERIFY:
+            return False
+        return self._sampler.takes_largest(batch.input_batch.sampling_metadata)
+
+    def _take_picked(self, batch: StepBatch, outputs: StepOutputs) -> list[list[int]]:
+        picked = outputs[-1][: batch.num_reqs].tolist()
+        token_ids = [[] if row in batch.unfinished else [x] for row, x in enumerate(picked)]
+        self._batches.record(batch, token_ids)
+        return token_ids
 
     def _sample(
         self, batch: StepBatch, logits: Tensor
@@ -143,7 +160,7 @@ class RblnModelRunner:
         return token_ids, logprobs.tolists() if logprobs is not None else None
 
     def _collect_prompt_logprobs(
-        self, batch: StepBatch, hidden: Tensor | None
+        self, batch: StepBatch, outputs: StepOutputs
     ) -> dict[str, LogprobsTensors | None]:
         collected: dict[str, LogprobsTensors | None] = {}
         counts = batch.counts or [1] * batch.num_reqs
@@ -153,7 +170,7 @@ class RblnModelRunner:
             params = request.sampling_params
             if params is None or params.prompt_logprobs is None:
                 continue
-            own = None if hidden is None else hidden[end - count :]
+            own = outputs[1][end - count :] if batch.phase is Phase.PREFILL else None
             table = self._prompt_logprobs.collect(request, own, count)
             if table is not None:
                 collected[request_id] = table

@@ -33,7 +33,7 @@ class PoolingRunner:
         result = self.steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        batch, (hidden,), _ = result
+        batch, hidden = result.batch, result.outputs[0]
         request = self.steps.batches.requests[batch.input_batch.req_ids[0]]
         self._pooler.add(request, hidden[: batch.num_tokens], is_last=batch.samples)
         pooled: Tensor | None = None

@@ -42,12 +42,19 @@ class Job:
     """The steps after which the first request of each batch is aborted."""
     reference: Path | None = None
     """A checkpoint of the same values that transformers reads; None: the same one."""
+    cache_scales: tuple[tuple[float, float], ...] = ()
+    """Of keys and values by layer, in a cache of e4m3; none in another."""
 
     def expected(self) -> list[list[list[int]]]:
         """Return the answers of transformers."""
         path = self.reference or self.checkpoint
         return [
-            [reference_generate(path, prompt, self.max_tokens).token_ids for prompt in batch]
+            [
+                reference_generate(
+                    path, prompt, self.max_tokens, cache_scales=self.cache_scales
+                ).token_ids
+                for prompt in batch
+            ]
             for batch in self.batches
         ]
 

@@ -106,6 +106,16 @@ def test_a_dropped_copy_is_seen(jobs: list[Job], folder: Path, cold: Ran) -> Non
     assert cold.answers[0] == expected
 
 
+def test_greedy_tokens_are_those_that_the_graph_picked(
+    jobs: list[Job], folder: Path, cold: Ran
+) -> None:
+    job = Job(jobs[0].checkpoint, batches=[[ONE_CHUNK]], max_tokens=2)
+    broken = run([job], folder, **{"break": ["argmax"]})
+    (((expected, *_),),) = job.expected()
+    assert broken.answers[0][0][0][0] != expected
+    assert cold.answers[0][0][0][0] == expected
+
+
 def test_warm_answers_are_transformers(jobs: list[Job], folder: Path, cold: Ran) -> None:
     warm = run(jobs, folder)
     assert_as_transformers(jobs, warm)

@@ -21,6 +21,8 @@ from rbln_backend.quantization.linear import RblnWna16LinearKernel
 from tests.checkpoints import CheckpointCache
 from tests.gguf_files import write_gguf
 from tests.npu.engines import ONE_CHUNK, Job, run
+from tests.npu.test_engines import YARN_OVER_LONG
+from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 
 
 def make_bytes() -> RblnByteScheme:
@@ -41,6 +43,58 @@ def make_words(*, zeros: bool = True) -> RblnWna16LinearKernel:
 
 def on(device: str) -> VllmConfig:
     return VllmConfig(additional_config={"rbln": {"device": device}})
+
+
+def test_blocks_of_fp8_are_taken(sdk: ModuleType) -> None:
+    assert sdk
+    stored = ByteWeights(is_float=True, scope="block", block=(128, 128))
+    with set_current_vllm_config(on("rebel")):
+        RblnByteScheme(stored, "layers.0.o_proj")
+
+
+@pytest.mark.engine
+def test_blocks_of_fp8_answer_as_their_float32_copy(tmp_path: Path) -> None:
+    recipe = Recipe(format="fp8", block=(32, 64))
+    path = make_quantized_checkpoint(
+        "llama", tmp_path / "fp8", recipe, max_position_embeddings=4096
+    )
+    job = Job(path, batches=[[ONE_CHUNK], [ONE_CHUNK]], reference=path / "plain")
+    ran = run([job], tmp_path / "npu")
+    assert ran.answers == [job.expected()]
+    given = {x["dtype"] for call in ran.calls("compile") for x in call["inputs"]}
+    assert "float8_e4m3fn" in given, "weights stay bytes on the device"
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("form", ["op", pytest.param("native", marks=pytest.mark.wide)])
+def test_experts_of_fp8_answer_as_their_float32_copy(tmp_path: Path, form: str) -> None:
+    recipe = Recipe(format="fp8", block=(32, 64), skipped=("mlp.gate",))
+    sizes = {"max_position_embeddings": 4096, "moe_intermediate_size": 128}
+    path = make_quantized_checkpoint("qwen3_moe", tmp_path / "fp8", recipe, **sizes)
+    job = Job(path, batches=[[ONE_CHUNK]], reference=path / "plain")
+    rbln = {} if form == "op" else {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
+    ran = run([job], tmp_path / "npu", rbln=rbln)
+    assert ran.answers == [job.expected()]
+    ops = {name for call in ran.calls("compile") for name, _ in call["sdk_ops"]}
+    name = "rbln_custom_ops::custom_moe_glu_group_dequantize"
+    assert (name in ops) == (form == "op")
+
+
+@pytest.mark.engine
+def test_gpt_oss_as_published_answers_as_its_float32_copy(tmp_path: Path) -> None:
+    sizes = {"max_position_embeddings": 4096, "intermediate_size": 64}
+    path = make_quantized_checkpoint(
+        "gpt_oss",
+        tmp_path / "mxfp4",
+        Recipe(format="mxfp4"),
+        rope_parameters=YARN_OVER_LONG,
+        **sizes,
+    )
+    job = Job(path, batches=[[ONE_CHUNK]], reference=path / "plain")
+    ran = run([job], tmp_path / "npu")
+    assert ran.answers == [job.expected()]
+    ops = {name for call in ran.calls("compile") for name, _ in call["sdk_ops"]}
+    assert "rbln_custom_ops::custom_moe_glu_mxfp4" in ops
 
 
 @pytest.mark.parametrize("make", [make_bytes, make_words])

@@ -150,6 +150,24 @@ def experts_of_one_rank_of_two() -> None:
     assert torch.allclose(found, expected, atol=1e-5)
 
 
+def experts_of_fp8_in_blocks() -> None:
+    x, routing = torch.randn(3, 8), torch.rand(2, 3)
+    stored = [torch.randn(2, *size).to(torch.float8_e4m3fn) for size in ((6, 8), (6, 8), (8, 6))]
+    scales = [torch.rand(2, *size) for size in ((3, 4), (3, 4), (4, 3))]
+    pairs = [part for pair in zip(stored, scales, strict=True) for part in pair]
+    group = torch.tensor(2, dtype=torch.int32)
+    found = OPS.custom_moe_glu_group_dequantize(
+        x, *pairs, routing, group, "silu", None, None, None, None
+    )
+    # Blocks of 2 x 2.
+    plain = [
+        w.float() * torch.kron(scale, torch.ones(1, 2, 2))
+        for w, scale in zip(stored, scales, strict=True)
+    ]
+    wanted = OPS.custom_moe_glu(x, *plain, routing, "silu", None, None, None, None)
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
 def a_weight_written_after_it_was_loaded() -> None:
     weight = nn.Parameter(torch.ones(3))
     graph = Device().compile(lambda x: x + weight)
@@ -236,6 +254,18 @@ def a_graph_that_is_only_compiled() -> None:
 
 def a_cache_of_any_size() -> None:
     Device().prefill(*tokens(CHUNK), 0, 1, 0)
+
+
+def a_weight_that_is_transposed() -> None:
+    weight = torch.ones(2, 3).T
+    torch_compile.rbln_backend(_adder(weight), [torch.zeros(3, 2)], options={})
+
+
+def two_inputs_in_the_same_memory() -> None:
+    both = torch.zeros(4)
+    graph = Device().compile(lambda x, y: x + y)
+    graph(torch.zeros(3), torch.zeros(3))
+    graph(both[:3], both[1:])
 
 
 def _adder(weight: Tensor | None = None) -> fx.GraphModule:

@@ -398,8 +398,8 @@ def test_a_name_without_effect_warns_and_says_what_to_use() -> None:
 
 @pytest.mark.parametrize(("raw", "count"), [("1", 0), ("0", 1)])
 def test_a_field_without_effect_warns_only_if_an_effect_is_missed(raw: str, count: int) -> None:
-    assert len(resolve(None, {"VLLM_RBLN_SAMPLER": raw}).warnings) == count
-    assert len(resolve({"rbln": {"sampler": raw == "1"}}, {}).warnings) == count
+    assert len(resolve(None, {"VLLM_RBLN_FLASH_CAUSAL_ATTN": raw}).warnings) == count
+    assert len(resolve({"rbln": {"flash_causal_attn": raw == "1"}}, {}).warnings) == count
 
 
 def test_a_name_without_effect_is_still_checked() -> None:
@@ -430,7 +430,6 @@ def test_option_names_of_vllm_rbln_are_understood() -> None:
     resolved = resolve({"rbln": {"use_custom_sampler": False, "use_batch_attn_opt": True}}, {})
     assert resolved.config.sampler is False
     assert resolved.warnings == [
-        "use_custom_sampler has no effect: Sampling is vLLM's, on the host.",
         "use_batch_attn_opt has no effect: One attention op serves every batch.",
     ]
 

@@ -45,6 +45,8 @@ class Run:
     double: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     device_tensors: bool = False
+    cache_scales: tuple[tuple[float, float], ...] = ()
+    """Of keys and values by layer, in a cache of e4m3; none in another."""
 
     def checkpoint(self, make: CheckpointCache) -> Path:
         """A tiny member of the family that takes prompts of two blocks."""
@@ -79,6 +81,7 @@ RUNS: Mapping[str, Run] = {
     # Not a CR13: the op that shifts one block.
     "window shift": replace(HOST, family="mistral", fields=_WINDOW, double={"npu": "RBLN-CR03"}),
     "experts": replace(HOST, family="qwen3_moe"),
+    "fp8 cache": replace(HOST, options={"kv_cache_dtype": "fp8"}, cache_scales=((1.0, 1.0),) * 3),
     "two ranks": replace(HOST, options={"tensor_parallel_size": 2}),
     "compile only": WITHOUT_NPU,
     # As many blocks as their estimate of a CR13 says fit; of small heads that would be too many.
@@ -99,8 +102,14 @@ class Answered:
 
     def expected(self) -> list[list[list[int]]]:
         """The same rounds by transformers."""
+        scales = self.run.cache_scales
         return [
-            [reference_generate(self.checkpoint, prompt, NUM_TOKENS).token_ids for prompt in batch]
+            [
+                reference_generate(
+                    self.checkpoint, prompt, NUM_TOKENS, cache_scales=scales
+                ).token_ids
+                for prompt in batch
+            ]
             for batch in self.run.rounds()
         ]
 

@@ -22,7 +22,7 @@ WIDE = [
     pytest.param(name, marks=pytest.mark.wide)
     for name in (
         *("llama device", "one block", "window", "window device", "window shift"),
-        *("experts", "two ranks"),
+        *("experts", "fp8 cache", "two ranks"),
     )
 ]
 
@@ -36,7 +36,13 @@ def test_our_calls_are_theirs_but_for_named_differences(
     # Theirs under ``additional_config`` are their settings.
     options = {k: v for k, v in theirs.options.items() if k != "additional_config"}
     checkpoint = theirs.checkpoint(checkpoints)
-    job = Job(checkpoint, dict(OPTIONS) | options, theirs.rounds(), NUM_TOKENS)
+    job = Job(
+        checkpoint,
+        dict(OPTIONS) | options,
+        theirs.rounds(),
+        NUM_TOKENS,
+        cache_scales=theirs.cache_scales,
+    )
     environment = torch_rbln_variables() if theirs.device_tensors else {}
     ran = run([job], tmp_path, environment=environment, **dict(theirs.double))
     assert ran.answers == [job.expected()]

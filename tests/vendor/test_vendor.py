@@ -96,7 +96,15 @@ def test_every_rule_of_theirs_had_something_to_look_at(
     answered: Callable[[str], Answered], warm_ranks: Answered
 ) -> None:
     """A rule may be called the vendor's only where their runs meet it, and keep it."""
+    weights = [
+        given
+        for line in answered("llama host").calls("compile")
+        for given in line["inputs"]
+        if given["kind"] == "weight"
+    ]
     checks = {
+        "aliases": any(len(line["inputs"]) > 1 for line in answered("llama host").calls("compile")),
+        "contiguous": bool(weights),
         "blocks": bool(_attention_calls(answered("llama host"))),
         "cache": len({line["pid"] for line in warm_ranks.calls("compile") if line["hit"]}) == 2,
         "devices": len({line["pid"] for line in answered("two ranks").calls("runtime")}) == 2,

@@ -30,7 +30,7 @@ _MODULES = {
 }
 _EMULATED = frozenset(("rbln_emulated_ops", "rbln_emulated_kernels", "rbln_emulator"))
 _OP_NAMESPACES = _EMULATED | {sdk_schemas.NAMESPACE, collectives.NAMESPACE}
-_ATEN_OPS = frozenset(("aten::embedding", "aten::linear", "aten::index_select"))
+_SINGLE_OPS = frozenset(("aten::embedding", "aten::linear", "aten::index_select", "rbln::argmax"))
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
     f"{kind}.{name}": getattr(module, name)
@@ -47,7 +47,7 @@ def operator_name(op: str, target: Target) -> str | None:
         return f"method.{target}" if target in BY_KIND["method"] else None
     if isinstance(target, torch._ops.OpOverload):
         qualified = target._schema.name
-        allowed = target.namespace in _OP_NAMESPACES or qualified in _ATEN_OPS
+        allowed = target.namespace in _OP_NAMESPACES or qualified in _SINGLE_OPS
         return f"op.{qualified}.{target._overloadname}" if allowed else None
     if isinstance(target, torch._ops.OpOverloadPacket):
         default = getattr(target, "default", None)
@@ -69,7 +69,8 @@ def signatures_of(name: str) -> Sequence[Signature]:
         return found
     qualified, _, overload = rest.rpartition(".")
     namespace, _, op_name = qualified.partition("::")
-    if namespace == sdk_schemas.NAMESPACE and overload == "default" and op_name in PASSED:
+    is_passed = op_name in PASSED and namespace == sdk_schemas.namespace_of(op_name)
+    if is_passed and overload == "default":
         return (of_schema(passed_schema(op_name)),)
     return (of_schema(_torch_op(name)._schema),)
 
@@ -86,7 +87,7 @@ def target_of(name: str) -> tuple[str, Target]:
 def _torch_op(name: str) -> torch._ops.OpOverload:
     qualified, _, overload = name.partition(".")[2].rpartition(".")
     namespace, _, op_name = qualified.partition("::")
-    if namespace not in _OP_NAMESPACES and qualified not in _ATEN_OPS:
+    if namespace not in _OP_NAMESPACES and qualified not in _SINGLE_OPS:
         raise CompileError(f"operator {name!r} is not allowed in a stored program")
     packet = getattr(getattr(torch.ops, namespace), op_name, None)
     found = getattr(packet, overload, None)

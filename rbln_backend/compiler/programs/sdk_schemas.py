@@ -13,6 +13,7 @@ import torch
 from rbln_backend.errors import UnsupportedModelError
 
 NAMESPACE = "rbln_custom_ops"
+_ARGMAX = "argmax"
 
 _QKV = "Tensor q, Tensor k, Tensor v, Tensor kv_cache"
 _FLASH = (
@@ -42,13 +43,31 @@ PASSED: Mapping[str, str] = {
         " str hidden_act, Tensor? expert_map, Tensor? gate_bias, Tensor? up_bias,"
         " Tensor? down_bias"
     ),
+    "custom_moe_glu_group_dequantize": (
+        "Tensor hidden_states, Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale,"
+        " Tensor down, Tensor down_scale, Tensor masked_routing_weight, Tensor group_size,"
+        " str hidden_act, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias,"
+        " Tensor? expert_map"
+    ),
+    "custom_moe_glu_mxfp4": (
+        "Tensor hidden_states, Tensor gate_blocks, Tensor gate_scales, Tensor gate_bias,"
+        " Tensor up_blocks, Tensor up_scales, Tensor up_bias, Tensor down_blocks,"
+        " Tensor down_scales, Tensor down_bias, Tensor masked_routing_weight, Tensor alpha,"
+        " Tensor limit, Tensor? expert_map"
+    ),
+    _ARGMAX: "Tensor logits",
 }
 """By op: the arguments that are passed, by position."""
 
 
+def namespace_of(name: str) -> str:
+    """Return the namespace that the SDK registers an op in."""
+    return "rbln" if name == _ARGMAX else NAMESPACE
+
+
 def passed_schema(name: str) -> torch._C.FunctionSchema:
     """The schema of an op as this backend calls it."""
-    return torch._C.parse_schema(f"{NAMESPACE}::{name}({PASSED[name]}) -> Tensor")
+    return torch._C.parse_schema(f"{namespace_of(name)}::{name}({PASSED[name]}) -> Tensor")
 
 
 def check_ops(*names: str) -> None:
@@ -57,12 +76,13 @@ def check_ops(*names: str) -> None:
         problem = _problem(name)
         if problem is not None:
             raise UnsupportedModelError(
-                f"the installed RBLN SDK cannot run this model: {NAMESPACE}::{name} {problem}"
+                "the installed RBLN SDK cannot run this model: "
+                f"{namespace_of(name)}::{name} {problem}"
             )
 
 
 def _problem(name: str) -> str | None:
-    packet = getattr(getattr(torch.ops, NAMESPACE), name, None)
+    packet = getattr(getattr(torch.ops, namespace_of(name)), name, None)
     if packet is None:
         return "is missing"
     wanted = packet.default._schema.arguments

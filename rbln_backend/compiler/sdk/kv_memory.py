@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
 
 
+def _held_as(dtype: torch.dtype) -> torch.dtype:
+    """Return uint8 for floats of 8 bits: the ops get their dtype as an argument."""
+    return torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+
+
 class _NpuKvMemory:
     """Prefix-log copies, which NPUs do not have; the scheduler plans no log there."""
 
@@ -38,7 +43,7 @@ class StaticKvMemory(_NpuKvMemory):
 
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a meta tensor of ``shape`` [num_blocks, ...] at a fixed address of the NPU."""
-        cache = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        cache = torch.empty(tuple(shape), dtype=_held_as(dtype), device="meta")
         self._context.mark_static_address(cache, name)
         return cache
 
@@ -59,7 +64,7 @@ class TensorKvMemory(_NpuKvMemory):
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         """Return a cache of ``shape`` [num_blocks, ...]; raises ``DeviceMemoryError``."""
         try:
-            return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+            return torch.empty(tuple(shape), dtype=_held_as(dtype), device=self._device)
         except RuntimeError as error:
             raise self._failure(error) from error
 

@@ -76,7 +76,7 @@ class _TappedGraph:
 
     def run(self) -> tuple[Tensor, ...]:
         """Run the graph and return its outputs [...] without the states."""
-        outputs = self._step.graph.run()
+        outputs = tuple(output.cpu() for output in self._step.graph.run())
         count = len(self._taps.rows)
         for rows, state in zip(self._taps.rows, outputs[-count:], strict=True):
             rows.append(state.reshape(-1, state.shape[-1])[: self._num_real_rows()].clone())

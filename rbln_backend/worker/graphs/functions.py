@@ -10,8 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from rbln_backend.compiler.capabilities import Capabilities
+from rbln_backend.compiler.programs.sdk_schemas import check_ops
 from rbln_backend.core import Phase
 from rbln_backend.vllm_compat.surface import IntermediateTensors
 
@@ -30,6 +33,8 @@ class ModelPart:
     is_last: bool = True
     intermediates: tuple[str, ...] = ()
     """Names of the tensors passed between stages, in order; none in a single stage."""
+    picks_tokens: bool = False
+    """The last output is int32 [rows]: the token of the largest logit, by the SDK's ``argmax``."""
 
     @property
     def received(self) -> tuple[str, ...]:
@@ -38,6 +43,13 @@ class ModelPart:
 
 
 WHOLE = ModelPart()
+
+
+def can_pick_tokens(capabilities: Capabilities) -> bool:
+    """Return True if graphs can end in ``argmax``; raises where the installed SDK lacks it."""
+    if capabilities.picks_tokens:
+        check_ops("argmax")
+    return capabilities.picks_tokens
 
 
 def graph_function(
@@ -52,15 +64,16 @@ def graph_function(
     if phase is Phase.POOLING:
         return _pooling(forward), names
     if phase is Phase.PREFILL:
-        return _prefill(model, forward), ("token_indices", *names)
-    return _decode(model, forward), names
+        return _prefill(model, forward, part), ("token_indices", *names)
+    return _decode(model, forward, part), names
 
 
-def _prefill(model: Any, forward: _Forward) -> GraphFunction:
-    def prefill(token_indices: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _prefill(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
+    def prefill(token_indices: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """[R], then [1, L], [1, L] -> logits [R, V] of the last rows, hidden states [L, H]."""
         hidden = forward(*inputs)
-        return model.compute_logits(hidden.index_select(0, token_indices)), hidden
+        logits = model.compute_logits(hidden.index_select(0, token_indices))
+        return (logits, hidden, *_picked(logits, part))
 
     return prefill
 
@@ -73,12 +86,18 @@ def _pooling(forward: _Forward) -> GraphFunction:
     return pooling
 
 
-def _decode(model: Any, forward: _Forward) -> GraphFunction:
-    def decode(*inputs: Tensor) -> tuple[Tensor]:
+def _decode(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
+    def decode(*inputs: Tensor) -> tuple[Tensor, ...]:
         """[B, L], [B, L] -> logits [B * L, V]; L is 1 where no drafts are checked."""
-        return (model.compute_logits(forward(*inputs)),)
+        logits = model.compute_logits(forward(*inputs))
+        return (logits, *_picked(logits, part))
 
     return decode
+
+
+def _picked(logits: Tensor, part: ModelPart) -> tuple[Tensor, ...]:
+    """Logits [rows, V] to tokens int32 [rows], if the graph picks them."""
+    return (torch.ops.rbln.argmax(logits),) if part.picks_tokens else ()
 
 
 def _logits(model: Any) -> GraphFunction:

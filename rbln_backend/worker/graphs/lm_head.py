@@ -43,7 +43,7 @@ class LmHead:
             rows = len(piece)
             buffer[:rows] = piece
             buffer[rows:] = 0
-            logits = self._dispatch.get(SPEC).run()[0]
+            logits = self._dispatch.get(SPEC).run()[0].cpu()
             # The next run may overwrite the output.
             pieces.append(logits[:rows].clone())
         return torch.cat(pieces)

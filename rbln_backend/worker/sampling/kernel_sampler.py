@@ -15,7 +15,7 @@ from rbln_backend.vllm_compat.surface import (
     SamplingMetadata,
 )
 from rbln_backend.worker.sampling.output_tokens import OutputTokens
-from rbln_backend.worker.sampling.sampler import GreedySampler
+from rbln_backend.worker.sampling.sampler import GreedySampler, RowSampler
 
 
 class KernelSampler(GreedySampler):
@@ -129,6 +129,12 @@ def _with_named(
         )
         ids[row, 1 : 1 + len(own)], values[row, 1 : 1 + len(own)] = own, of_own.view(-1)
     return LogprobsTensors(ids, values, reported.selected_token_ranks)
+
+
+def make_sampler(logprobs_mode: Any, *, runs_on_host: bool) -> RowSampler:
+    """Return the sampler of a device; kernels of ours are there if graphs run on the host."""
+    sampler_class = KernelSampler if runs_on_host else RowSampler
+    return sampler_class(logprobs_mode=logprobs_mode)
 
 
 def _draw(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

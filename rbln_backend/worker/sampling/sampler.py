@@ -29,6 +29,8 @@ class RowSampler(Sampler):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._num_likeliest: int | None = None
+        self._latest: SamplingMetadata | None = None
+        self._has_no_edits = False
 
     def forward(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
@@ -50,27 +52,6 @@ class RowSampler(Sampler):
             named = dict(enumerate(likeliest)) | named
         return super().gather_specific_token_logprobs(logprobs, named, sampled)
 
-
-class GreedySampler(RowSampler):
-    """A ``RowSampler`` that takes the largest logit of each row in a kernel where that is all.
-
-    Upstream copies the logits to float32 first, which does not change their order.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._latest: SamplingMetadata | None = None
-        self._has_no_edits = False
-
-    def forward(
-        self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
-    ) -> SamplerOutput:
-        """Sample from logits [rows, V] as upstream."""
-        if args or options or not self.takes_largest(sampling_metadata):
-            return super().forward(logits, sampling_metadata, *args, **options)
-        sampled = torch.ops.rbln_emulator.greedy(logits)
-        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
-
     def takes_largest(self, metadata: SamplingMetadata) -> bool:
         """Return True if every row's token is that of its largest logit."""
         return metadata.all_greedy and self.takes_logits_alone(metadata)
@@ -82,6 +63,22 @@ class GreedySampler(RowSampler):
             self._latest = metadata
             self._has_no_edits = _has_no_edits(metadata)
         return self._has_no_edits and not _is_biased(metadata)
+
+
+class GreedySampler(RowSampler):
+    """A ``RowSampler`` that takes the largest logit of each row in a kernel where that is all.
+
+    Upstream copies the logits to float32 first, which does not change their order.
+    """
+
+    def forward(
+        self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
+    ) -> SamplerOutput:
+        """Sample from logits [rows, V] as upstream."""
+        if args or options or not self.takes_largest(sampling_metadata):
+            return super().forward(logits, sampling_metadata, *args, **options)
+        sampled = torch.ops.rbln_emulator.greedy(logits)
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=None)
 
 
 def _has_no_edits(metadata: SamplingMetadata) -> bool:

@@ -233,8 +233,8 @@ class RowOrder(Protocol):
         """Return where the latest arranged step has ``row``."""
         ...
 
-    def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the outputs [bucket, ...] of the latest arranged step in scheduling order."""
+    def restore(self, output: Tensor) -> Tensor:
+        """Return an output [bucket, ...] of the latest arranged step in scheduling order."""
         ...
 
 
@@ -253,9 +253,9 @@ class AsScheduled:
         """Return ``row``."""
         return row
 
-    def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return ``outputs`` [bucket, ...]."""
-        return outputs
+    def restore(self, output: Tensor) -> Tensor:
+        """Return ``output`` [bucket, ...]."""
+        return output
 
 
 class LongestFirst:
@@ -285,8 +285,6 @@ class LongestFirst:
         """As ``RowOrder``."""
         return row if self._order is None else int(self._rows[row])
 
-    def restore(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """As ``RowOrder``: copies of the outputs [bucket, ...], unless the order is the same."""
-        if self._order is None:
-            return outputs
-        return tuple(output[self._rows] for output in outputs)
+    def restore(self, output: Tensor) -> Tensor:
+        """As ``RowOrder``: a copy of the output [bucket, ...], unless the order is the same."""
+        return output if self._order is None else output[self._rows]

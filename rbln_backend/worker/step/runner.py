@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rbln_backend.core import Phase, StepBatch, StepResult, StepRound
+from rbln_backend.core import Phase, StepBatch, StepOutputs, StepResult, StepRound
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.scheduler.output import window_transfers
 from rbln_backend.vllm_compat.surface import SchedulerOutput
@@ -88,7 +88,7 @@ class StepRunner:
         self._adapters.fill(step.inputs, batch)
         # A graph may have operators of PyTorch that write to its tensors.
         with torch.inference_mode():
-            outputs = self._rows.restore(self._run(step, count, count))
+            outputs = StepOutputs(self._run(step, count, count), self._rows.restore)
         return StepResult(batch, outputs, time.perf_counter() - started)
 
     def _advance(self, inputs: StepInputs, plain: PlainRows) -> None:
@@ -106,19 +106,19 @@ class StepRunner:
         """Run the graphs of the other data-parallel ranks over padding: their collectives wait."""
         self._run_rounds(None)
 
-    def _run_rounds(self, batch: StepBatch | None) -> tuple[Tensor, ...]:
-        """Return the outputs [...] of the round that runs this rank's own batch."""
-        own: tuple[Tensor, ...] = ()
+    def _run_rounds(self, batch: StepBatch | None) -> StepOutputs:
+        """Return the outputs of the round that runs this rank's own batch."""
+        own = StepOutputs(())
         for step_round in self._agreement.rounds(batch):
             if batch is not None and step_round.phase is batch.phase:
                 own = self._run_own(step_round, batch)
                 continue
             # A run may overwrite the outputs of another.
-            own = tuple(output.clone() for output in own)
+            own = own.cloned()
             self._run_padding(step_round)
         return own
 
-    def _run_own(self, step_round: StepRound, batch: StepBatch) -> tuple[Tensor, ...]:
+    def _run_own(self, step_round: StepRound, batch: StepBatch) -> StepOutputs:
         step = self._graphs.select(step_round.phase, step_round.size, step_round.length)
         self._fill(step.inputs, batch)
         self._adapters.fill(step.inputs, batch)
@@ -128,8 +128,9 @@ class StepRunner:
         # The next stage arranges its rows in the same order.
         self._stage.send(outputs)
         if batch.phase is Phase.VERIFY:
-            return tuple(output.unflatten(0, (-1, step.spec.length)) for output in outputs)
-        return outputs if batch.phase.takes_chunk else self._rows.restore(outputs)
+            length = step.spec.length
+            return StepOutputs(outputs, lambda output: output.unflatten(0, (-1, length)))
+        return StepOutputs(outputs, None if batch.phase.takes_chunk else self._rows.restore)
 
     def _run_padding(self, step_round: StepRound) -> None:
         step = self._graphs.select(step_round.phase, step_round.size)

@@ -6,6 +6,7 @@ Both sides know the shapes from the step's graph, so that only the tensors are s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +36,8 @@ class Stage(Protocol):
 class SoleStage:
     """The only stage: the whole model, on one rank or split by tensor parallelism."""
 
-    part = WHOLE
+    def __init__(self, part: ModelPart = WHOLE) -> None:
+        self.part = part
 
     def receive(self, inputs: StepInputs) -> None:
         """Do nothing."""
@@ -70,19 +72,23 @@ class PipelineStage:
         target = self._group.ranks[self._group.rank + 1]
         self._sent = []
         for output in outputs:
-            copy = output.contiguous().clone()
+            copy = output.cpu().contiguous().clone()
             work = dist.isend(copy, dst=target, group=self._group.host_group)
             assert work is not None
             self._sent.append((work, copy))
 
 
-def make_stage(model: nn.Module, dtype: torch.dtype) -> Stage:
-    """Return this rank's stage; needs vLLM's process groups. ``dtype``: of hidden states."""
+def make_stage(model: nn.Module, dtype: torch.dtype, *, picks_tokens: bool) -> Stage:
+    """Return this rank's stage; needs vLLM's process groups. ``dtype``: of hidden states.
+
+    ``picks_tokens``: graphs of the last stage end in ``argmax``.
+    """
     group = get_pp_group()
     if group.world_size == 1:
-        return SoleStage()
+        return SoleStage(replace(WHOLE, picks_tokens=picks_tokens))
     intermediates = tuple(_intermediates_like(model, dtype, 1))
-    part = ModelPart(bool(group.is_first_rank), bool(group.is_last_rank), intermediates)
+    is_first, is_last = bool(group.is_first_rank), bool(group.is_last_rank)
+    part = ModelPart(is_first, is_last, intermediates, picks_tokens=picks_tokens and is_last)
     return PipelineStage(part, groups()["pp"])
 
 

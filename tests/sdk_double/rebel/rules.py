@@ -22,11 +22,13 @@ class Rule:
 
 
 RULES = {
+    "aliases": Rule("two inputs of a step are not in the same memory", "vendor"),
     "blocks": Rule(
         "a block is 512 to 16384, a power of two; a chunk divides it; 16 bits number it",
         "vendor",
     ),
     "cache": Rule("a binary is loaded by the rank that compiled it", "vendor"),
+    "contiguous": Rule("weights are contiguous", "vendor"),
     "devices": Rule(
         "a rank opens devices that its environment names, and no other rank's", "vendor"
     ),

@@ -150,7 +150,7 @@ def test_rows_go_longest_first_and_come_back() -> None:
     assert inputs.token_ids[:, 0].tolist() == [12, 11, 13, 0]
     assert paged.seq_idx[:, 0].tolist() == [20, 5, 5, 0]
     assert paged.block_tables[:3, 0].tolist() == [2, 1, 4]
-    (restored,) = order.restore((torch.tensor([120.0, 110.0, 130.0, 0.0]),))
+    restored = order.restore(torch.tensor([120.0, 110.0, 130.0, 0.0]))
     assert restored.tolist() == [110.0, 120.0, 130.0, 0.0]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rebel.compile_context import CompileContext
-from rebel.device import check_reachable, is_device_tensor
+from rebel.device import check_reachable, is_device_tensor, storage_id
 from rebel.rules import require
 from torch import Tensor, fx, nn
 
@@ -83,6 +83,31 @@ def check_weights(
     for given in inputs:
         if given.kind == "weight":
             context.name_weight(given.name, given.value)
+
+
+def check_contiguous(module: fx.GraphModule, inputs: Sequence[Input]) -> None:
+    """Rule ``contiguous``; as ``_make_weights_contiguous`` of vllm_rbln's runner states it."""
+    owned = list(attributes(module))
+    given = [(x.name, x.value) for x in inputs if x.kind == "weight"]
+    for name, weight in (*owned, *given):
+        strides = f"{name} has the strides {list(weight.stride())}"
+        require("contiguous", weight.is_contiguous(), strides)
+
+
+def check_aliases(inputs: Sequence[Input], values: Sequence[Any]) -> None:
+    """Rule ``aliases``; as vllm_rbln/v1/sample/rbln_rejection_sampler.py states it of inputs."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for given, value in zip(inputs, values, strict=True):
+        if given.kind not in ("host", "device") or value.numel() == 0:
+            continue
+        size = value.element_size()
+        start = value.storage_offset() * size
+        reach = sum((n - 1) * step for n, step in zip(value.size(), value.stride(), strict=True))
+        end = start + (reach + 1) * size
+        for other_start, other_end, name in spans.setdefault(storage_id(value), []):
+            apart = end <= other_start or other_end <= start
+            require("aliases", apart, f"{name} and {given.name} share memory")
+        spans[storage_id(value)].append((start, end, given.name))
 
 
 def check_kv(module: fx.GraphModule, inputs: Sequence[Input]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rebel import log
 from rebel.compile_context import CompileContext
-from rebel.core.inputs import Input, attributes
+from rebel.core.inputs import Input, attributes, check_aliases
 from rebel.device import (
     MEMORY,
     NPUS,
@@ -92,6 +92,7 @@ class Runtime:
 
     def __call__(self, *values: Any) -> list[Any]:
         """The graph's outputs, in order; a dummy runtime's mean nothing."""
+        check_aliases(self._inputs, values)
         with torch.no_grad():
             on_device = [
                 self._on_device(given, value)

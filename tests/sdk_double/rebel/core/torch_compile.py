@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from rebel import log
 from rebel.core import binaries
-from rebel.core.inputs import attributes, check_kv, check_weights, classify
+from rebel.core.inputs import (
+    attributes,
+    check_contiguous,
+    check_kv,
+    check_weights,
+    classify,
+)
 from rebel.core.options import check_options, describe_options
 from rebel.core.runtime import Runtime
 from rebel.core.trace import Trace, check_metadata, describe, on_host
@@ -39,6 +45,7 @@ def rbln_backend(
     inputs = classify(graph_module, example_inputs, context)
     check_kv(graph_module, inputs)
     check_weights(graph_module, inputs, context)
+    check_contiguous(graph_module, inputs)
     if target_name() is None:
         raise RuntimeError("no NPU is here to compile for; RBLN_FORCE_NPU_NAME may name one")
     module = on_host(graph_module)

@@ -1,4 +1,7 @@
-"""``custom_moe_glu``: the experts of a layer, given what each token wants of each expert."""
+"""The experts of a layer, given what each token wants of each expert.
+
+``custom_moe_glu`` takes plain weights, ``custom_moe_glu_group_dequantize`` e4m3 in blocks.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,14 @@ _ARGUMENTS = (
     "Tensor hidden_states, Tensor gate_proj_weight, Tensor up_proj_weight, Tensor down_proj_weight,"
     " Tensor masked_routing_weight, str hidden_act, Tensor? expert_map, Tensor? gate_proj_bias,"
     " Tensor? up_proj_bias, Tensor? down_proj_bias"
+)
+_BLOCKS = (
+    "Tensor hidden_states, Tensor gate_proj_weight, Tensor gate_proj_scale, Tensor up_proj_weight,"
+    " Tensor up_proj_scale, Tensor down_proj_weight, Tensor down_proj_scale,"
+    " Tensor masked_routing_weight, Tensor group_size, str hidden_act, Tensor? gate_proj_bias,"
+    " Tensor? up_proj_bias, Tensor? down_proj_bias, Tensor? expert_map, *,"
+    " Tensor? gate_proj_scale_2=None, Tensor? up_proj_scale_2=None,"
+    " Tensor? down_proj_scale_2=None, str? weight_dtype=None"
 )
 _ACTIVATIONS = {
     "silu": functional.silu,
@@ -52,6 +63,55 @@ def moe_glu(
     return total.to(x.dtype)
 
 
+def moe_glu_blocks(
+    x: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    routing: Tensor,
+    group_size: Tensor,
+    hidden_act: str,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    expert_map: Tensor | None,
+) -> Tensor:
+    """As ``moe_glu`` with e4m3 weights [E, N, K] and float32 scales [E, rows, K / group_size]."""
+    pairs = ((gate, gate_scale), (up, up_scale), (down, down_scale))
+    plain = [_from_blocks(weight, scale, int(group_size)) for weight, scale in pairs]
+    return moe_glu(x, *plain, routing, hidden_act, expert_map, gate_bias, up_bias, down_bias)
+
+
+def _from_blocks(weight: Tensor, scale: Tensor, group: int) -> Tensor:
+    _, columns, depth = weight.shape
+    rows = -(-columns // scale.shape[1])
+    spread = scale.float().repeat_interleave(rows, 1)[:, :columns].repeat_interleave(group, 2)
+    return weight.float() * spread[:, :, :depth]
+
+
+def _fake_blocks(
+    x: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    routing: Tensor,
+    group_size: Tensor,
+    hidden_act: str,
+    *rest: object,
+) -> Tensor:
+    dtypes = {gate.dtype, up.dtype, down.dtype}
+    require("schema", dtypes == {torch.float8_e4m3fn}, f"weights are {dtypes}, not e4m3")
+    one_number = group_size.dim() == 0 and group_size.dtype == torch.int32
+    require("schema", one_number, f"group_size is {describe(group_size)}, not int32[]")
+    return _fake(x, gate, up, down, routing, hidden_act)
+
+
 def _fake(
     x: Tensor,
     gate: Tensor,
@@ -70,3 +130,4 @@ def _fake(
 
 
 define(CUSTOM, "custom_moe_glu", _ARGUMENTS, moe_glu, _fake)
+define(CUSTOM, "custom_moe_glu_group_dequantize", _BLOCKS, moe_glu_blocks, _fake_blocks)

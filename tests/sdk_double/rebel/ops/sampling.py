@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from rebel.ops.library import RBLN, define
+from rebel.settings import SETTINGS
 from torch import Tensor
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """logits [B, V] to int32 [B]."""
-    return logits.argmax(-1).to(torch.int32)
+    """logits [B, V] to int32 [B]; with ``argmax`` broken the smallest instead."""
+    chosen = logits.argmin(-1) if "argmax" in SETTINGS.broken else logits.argmax(-1)
+    return chosen.to(torch.int32)
 
 
 def top_k_top_p(probs: Tensor, k: Tensor | None = None, p: Tensor | None = None) -> Tensor:

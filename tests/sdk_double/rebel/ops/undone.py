@@ -14,11 +14,6 @@ _SCALED = (
     "Tensor gate_proj_weight, Tensor gate_proj_scale, Tensor up_proj_weight, Tensor up_proj_scale,"
     " Tensor down_proj_weight, Tensor down_proj_scale, Tensor masked_routing_weight"
 )
-_MXFP4 = ", ".join(
-    f"Tensor {part}_proj_{kind}"
-    for part in ("gate", "up", "down")
-    for kind in ("blocks", "scales", "bias")
-)
 _MLA = (
     "Tensor q, Tensor kv_c_normed, Tensor k_pe, Tensor(a!) kv_cache, Tensor seq_idx,"
     " Tensor block_tables, Tensor scale"
@@ -29,15 +24,6 @@ UNDONE = {
         f"Tensor hidden_states, Tensor hidden_scale, {_SCALED}, Tensor group_size, str hidden_act,"
         f" ScalarType compute_dtype, {_BIASES}, {_EXPERT_MAP}"
     ),
-    "custom_moe_glu_group_dequantize": (
-        f"Tensor hidden_states, {_SCALED}, Tensor group_size, str hidden_act, {_BIASES},"
-        f" {_EXPERT_MAP}, *, Tensor? gate_proj_scale_2=None, Tensor? up_proj_scale_2=None,"
-        " Tensor? down_proj_scale_2=None, str? weight_dtype=None"
-    ),
-    "custom_moe_glu_mxfp4": (
-        f"Tensor hidden_states, {_MXFP4}, Tensor masked_routing_weight, Any alpha, Any limit,"
-        f" {_EXPERT_MAP}"
-    ).replace("Any", "Tensor"),
     "paged_flash_causal_mla_naive_prefill": _MLA,
     "paged_flash_causal_mla_naive_decode": _MLA,
 }

@@ -1,0 +1,1 @@
+"""Forms of quantised weights that the RBLN SDK's compiler takes."""

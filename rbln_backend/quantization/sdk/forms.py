@@ -1,0 +1,32 @@
+"""Quantised weights as an NPU's graph holds them: plain operators that the SDK's compiler matches.
+
+The SDK has no op for a quantised linear layer. The vendor's vllm-rbln 0.12 writes these operators
+before ``linear``, and its compiler is said to keep the weights as they are stored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The columns of an integer weight that the SDK finds a scale for; larger groups repeat theirs.
+SDK_GROUP = 64
+
+
+def dequantized_integers(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """int8 [N, K] times scales [N, K / 64, 1] or [N, 1], in ``dtype``."""
+    weight = values.to(dtype)
+    if scales.dim() == 2:
+        return weight * scales
+    return (weight.view(weight.shape[0], -1, SDK_GROUP) * scales).view(weight.shape)
+
+
+def dequantized_blocks(
+    values: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """e4m3 [N, K] times scales [ceil(N / rows), K / inputs], one per ``block`` (rows, inputs)."""
+    rows, inputs = block
+    columns, depth = values.shape
+    by_row = scales.repeat_interleave(rows, dim=0)[:columns, :]
+    weight = values.view(columns, depth // inputs, inputs).to(dtype)
+    return (weight * by_row[:, :, None].to(dtype)).view(columns, depth)
