@@ -226,6 +226,7 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
         "moe_use_opt_kernel",
         "moe_custom_kernel",
         "use_moe_tokens_mask",
+        "sampler",
     }
 
 
@@ -236,7 +237,6 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
         {"decode_batch_bucket_limit": 4},
         {"cache_root": "/elsewhere"},
         {"run_dir": "/run/rbln"},
-        {"sampler": False},
         {"strict_mode": True},
         {"num_threads": 3},
         {"thread_affinity": "0", "huge_pages": "off", "allocator": "system"},
