@@ -263,7 +263,8 @@ class RblnScheduler(PromptScheduler):
             hidden = [request for request in self.running if request not in turn.running]
             whole = sum(together.values())
             view = StepView(
-                running=turn.running,
+                # A copy: a preempted prompt leaves the list, but stays in the turn.
+                running=list(turn.running),
                 hidden=hidden,
                 max_running=max(1, len(together)),
                 max_tokens=whole or self._chunk_tokens(turn.running, hidden),

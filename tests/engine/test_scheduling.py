@@ -186,7 +186,14 @@ def _add(llm_engine: Any, request_id: str, prompt: list[int], params: SamplingPa
 
 
 # Window blocks of "mistral" are vLLM's own pool: three requests' worth make the fourth wait.
-MIXES = [("llama", 40, 0), ("llama", 40, 1), ("mistral", 4, 2), ("gemma3_text", 40, 3)]
+MIXES = [
+    ("llama", 40, 0),
+    ("llama", 40, 1),
+    ("llama", 40, 3),
+    ("llama", 40, 4),
+    ("mistral", 4, 2),
+    ("gemma3_text", 40, 3),
+]
 
 
 @pytest.mark.parametrize(("arch", "num_blocks", "seed"), MIXES)
