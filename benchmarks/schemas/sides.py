@@ -83,12 +83,17 @@ class _BitmaskWalk:
         self._grammar.accept_tokens("benchmark", [token])
 
 
+@cache
+def _limits() -> SchemaLimits:
+    return SchemaLimits.of(ServerSettings())
+
+
 def grammar_of(schema: Any, undeclared: Undeclared) -> LarkGrammar:
     """Return our grammar of a schema, by the server's checks and the engine's limits."""
     constraint = Constraint(
         ConstraintKind.JSON, json.dumps(schema), "schema", undeclared=undeclared
     )
-    job = job_bytes([constraint], SchemaLimits.of(ServerSettings()))
+    job = job_bytes([constraint], _limits())
     verdict = do_job(job, lambda _kind, _text: [], compact=False)
     if verdict.grammar is None:
         raise RefusedSchemaError(verdict.reason)
