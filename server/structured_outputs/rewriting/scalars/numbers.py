@@ -105,8 +105,7 @@ class NumberRange:
     @property
     def is_decimal(self) -> bool:
         """True if the unit is 1 or a negative power of ten."""
-        scale = self.unit.denominator
-        return self.unit.numerator == 1 and str(scale).strip("0") == "1"
+        return self.unit.numerator == 1 and _is_power_of_ten(self.unit)
 
     def any_pattern(self) -> str | None:
         """Return a regular expression, with the sign, of a range without bounds; else None."""
@@ -168,8 +167,7 @@ def _without_multiples(
     for schema in plain:
         for value in schema.get(NOT_MULTIPLES, ()):
             step = exact(value)
-            power = step if step >= 1 else 1 / step
-            if set(str(power)) - {"0"} != {"1"} or not str(power).startswith("1"):
+            if not _is_power_of_ten(step):
                 document.leave_out(
                     schema, f"'not' of 'multipleOf' is supported for powers of ten, not for {value}"
                 )
@@ -180,6 +178,10 @@ def _without_multiples(
             else:
                 ranges = [replace(item, apart=(*item.apart, step)) for item in ranges]
     return ranges
+
+
+def _is_power_of_ten(step: Fraction) -> bool:
+    return str(step if step >= 1 else 1 / step).strip("0") == "1"
 
 
 def _multiples(step: Fraction) -> str:

@@ -34,6 +34,8 @@ from server.structured_outputs.rewriting.scalars.languages import (
 _MAX_UNROLLED = 8
 """Most repetitions of a part with a look-around, which are written out."""
 _MAX_CASES = 64
+_MAX_POINTS = 2000
+"""Most characters of a class before a word boundary, which are looked at one by one."""
 _REPEATS = (code.MAX_REPEAT, code.MIN_REPEAT)
 _LOOKS = (code.ASSERT, code.ASSERT_NOT)
 _AHEAD = 1
@@ -370,19 +372,18 @@ def _is_word(item: Any, wide: bool) -> bool | None:
     flags = re.UNICODE if wide else re.ASCII
     if kind is code.LITERAL:
         return bool(re.match(r"\w", chr(value), flags))
-    if any(part[0] in (code.NEGATE, code.CATEGORY) for part in value):
-        names = {part[1] for part in value if part[0] is code.CATEGORY}
-        inside = {code.CATEGORY_WORD, code.CATEGORY_DIGIT}
-        if any(part[0] is code.NEGATE for part in value) or not names <= inside:
-            return None
-    points = [
-        point
+    names = {part for one, part in value if one is code.CATEGORY}
+    if value[0][0] is code.NEGATE or not names <= {code.CATEGORY_WORD, code.CATEGORY_DIGIT}:
+        return None
+    ranges = [
+        range(part[0], part[1] + 1) if one is code.RANGE else range(part, part + 1)
         for one, part in value
         if one is not code.CATEGORY
-        for point in (range(part[0], part[1] + 1) if one is code.RANGE else (part,))
     ]
-    found = {bool(re.match(r"\w", chr(point), flags)) for point in points[:2000]}
-    found |= {True for one, _ in value if one is code.CATEGORY}
+    if sum(map(len, ranges)) > _MAX_POINTS:
+        return None
+    found = {bool(re.match(r"\w", chr(p), flags)) for points in ranges for p in points}
+    found |= {True for _ in names}
     return found.pop() if len(found) == 1 else None
 
 
