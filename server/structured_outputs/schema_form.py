@@ -6,7 +6,6 @@ import functools
 import json
 from typing import Any
 
-from jsonschema.exceptions import SchemaError
 from jsonschema.protocols import Validator
 from jsonschema.validators import Draft202012Validator, validator_for
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
@@ -22,15 +21,13 @@ def check_form(schema: Any) -> None:
             "$.$schema: draft 3 is not supported; name draft-04, draft-06, draft-07, 2019-09 or "
             "2020-12"
         )
-    try:
-        judge = validator_for(schema, Draft202012Validator)
-        if judge is Draft202012Validator:
-            for error in _latest().iter_errors(schema):
-                raise SchemaError.create_from(error)
-        else:
-            judge.check_schema(schema)
-    except SchemaError as error:
-        raise UnusableError(f"{error.json_path}: {error.message}") from None
+    kind = validator_for(schema, Draft202012Validator)
+    if kind is Draft202012Validator:
+        judge = _latest()
+    else:
+        judge = kind(kind.META_SCHEMA, format_checker=kind.FORMAT_CHECKER)
+    for error in judge.iter_errors(schema):
+        raise UnusableError(f"{error.json_path}: {error.message}")
 
 
 @functools.cache

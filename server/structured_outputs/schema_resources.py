@@ -13,11 +13,11 @@ from typing import Any
 from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.schema_walk import Schema, children
+from server.structured_outputs.rewriting.drafts import REFERENCE_ALONE, draft_of
+from server.structured_outputs.schema_walk import Schema, children, followed
 
 _NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")
 _REFERENCES = ("$ref", "$dynamicRef")
-_DRAFTS_WITH_REFERENCE_ALONE = ("draft-04", "draft-06", "draft-07")
 
 Pointer = tuple[str | int, ...]
 """Keys and indices from the root to a part of a schema."""
@@ -63,8 +63,7 @@ class _Resources:
     @classmethod
     def of(cls, root: Schema) -> _Resources:
         """Find the resources of a schema."""
-        named = root.get("$schema")
-        draft = named if isinstance(named, str) else ""
+        draft = draft_of(root)
         found = cls(root)
         found.places[""] = ()
         stack: list[tuple[Pointer, Schema, str]] = [((), root, "")]
@@ -79,14 +78,13 @@ class _Resources:
         """True if a part of the schema has a name to which references may lead."""
         return any(self.named) or len(self.anchors) > 0
 
-    def _note(self, pointer: Pointer, schema: Schema, base: str, draft: str) -> str:
+    def _note(self, pointer: Pointer, schema: Schema, base: str, draft: int) -> str:
         """Note the names and references of a schema; return the base URI of its parts."""
-        alone = any(part in draft for part in _DRAFTS_WITH_REFERENCE_ALONE)
-        if "$ref" in schema and alone:
+        if "$ref" in schema and draft in REFERENCE_ALONE:
             self.bases[pointer] = base
             self._refer(pointer, schema)
             return base
-        name = schema.get("id" if "draft-04" in draft else "$id")
+        name = schema.get("id" if draft == 4 else "$id")
         if isinstance(name, str):
             self.named.append(pointer)
             if name.startswith("#"):
@@ -138,15 +136,11 @@ class _Resources:
             return self.anchors[uri, fragment]
         if fragment and not fragment.startswith("/"):
             raise UnusableError(f"{_path(pointer)}: $ref {ref!r} leads nowhere")
-        steps = [step.replace("~1", "/").replace("~0", "~") for step in fragment.split("/")[1:]]
-        here, found = _at(self.root, self.places[uri]), self.places[uri]
-        for step in steps:
-            key: str | int = int(step) if isinstance(here, list) and step.isdecimal() else step
-            inside = key in here if isinstance(here, dict) else isinstance(key, int)
-            if not inside or (isinstance(here, list) and int(key) >= len(here)):
-                raise UnusableError(f"{_path(pointer)}: $ref {ref!r} leads nowhere")
-            here, found = here[key], (*found, key)
-        return found
+        place = self.places[uri]
+        found = followed(_at(self.root, place), fragment.split("/")[1:])
+        if found is None:
+            raise UnusableError(f"{_path(pointer)}: $ref {ref!r} leads nowhere")
+        return (*place, *found[0])
 
 
 def _is_local(reference: tuple[Pointer, str, str]) -> bool:

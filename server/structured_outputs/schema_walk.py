@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -60,6 +60,23 @@ def children(schema: Schema) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
     return ((keys, item) for keys, item in found if isinstance(item, dict))
 
 
+def followed(here: Any, steps: Iterable[str]) -> tuple[tuple[str | int, ...], Any] | None:
+    """Return the keys along the steps of a JSON pointer (RFC 6901), and the value there.
+
+    None if there is no value.
+    """
+    keys: list[str | int] = []
+    for step in steps:
+        key: str | int = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(here, list) and step.isdecimal() and int(step) < len(here):
+            key = int(step)
+        elif not isinstance(here, dict) or key not in here:
+            return None
+        keys.append(key)
+        here = here[key]
+    return tuple(keys), here
+
+
 def resolve(root: Any, ref: object, path: str) -> Any:
     """Return the target of a reference. Raises `UnusableError` if it is not in the document."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
@@ -67,15 +84,10 @@ def resolve(root: Any, ref: object, path: str) -> Any:
             f"{path}: $ref must be '#' or start with '#/', because only references into the schema "
             f"itself are followed, got {ref!r}"
         )
-    here = root
-    for step in ref.split("/")[1:]:
-        step = unquote(step).replace("~1", "/").replace("~0", "~")
-        if isinstance(here, dict) and step in here:
-            here = here[step]
-        elif isinstance(here, list) and step.isdecimal() and int(step) < len(here):
-            here = here[int(step)]
-        else:
-            raise UnusableError(f"{path}: $ref {ref!r} leads nowhere")
+    found = followed(root, map(unquote, ref.split("/")[1:]))
+    if found is None:
+        raise UnusableError(f"{path}: $ref {ref!r} leads nowhere")
+    here = found[1]
     if not isinstance(here, dict | bool):
         raise UnusableError(f"{path}: $ref {ref!r} leads to something that is no schema")
     return here

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from server.structured_outputs.constraint import (
     Constraint,
@@ -68,6 +69,15 @@ def job_bytes(constraints: Sequence[Constraint], limits: SchemaLimits) -> bytes:
     return json.dumps({**head, "parts": parts}).encode()
 
 
+def constraint_of(part: Sequence[Any]) -> Constraint:
+    """Return the constraint of a part that `job_bytes` has written, without its place."""
+    kind, text, exact, derived, tagged, undeclared = part
+    return Constraint(
+        *(ConstraintKind(kind), text, "", exact, derived, tagged),
+        undeclared=Undeclared(undeclared),
+    )
+
+
 def shares_of(constraints: Sequence[Constraint]) -> int:
     """Return how many times the processor time of one constraint a job may take."""
     return max(constraint.shares for constraint in constraints)
@@ -92,24 +102,16 @@ def do_job(
     limits = SchemaLimits(**job["limits"])
     started = time.perf_counter()
     grammar = None
-    for part, (kind, text, exact, derived, tagged, undeclared) in enumerate(job["parts"]):
-        constraint = Constraint(
-            ConstraintKind(kind),
-            text,
-            "",
-            exact,
-            derived,
-            tagged,
-            undeclared=Undeclared(undeclared),
-        )
+    for part, given in enumerate(job["parts"]):
+        constraint = constraint_of(given)
         try:
-            if not derived:
+            if not constraint.derived:
                 inspect(constraint, limits)
             grammar = _rewritten(constraint, specials or {}, compact=compact)
             if grammar is None:
-                if exact and not derived:
+                if constraint.exact and not constraint.derived:
                     check_unrewritten(constraint)
-                _try(constraint, kind, text, trial)
+                _try(constraint, constraint.kind.value, constraint.text, trial)
             else:
                 _try(constraint, ConstraintKind.GRAMMAR.value, grammar, trial)
         except UnusableError as error:

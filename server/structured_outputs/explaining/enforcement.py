@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from server.structured_outputs.constraint import Undeclared
+from server.structured_outputs.rewriting.scalars.formats import FORMATS
 from server.structured_outputs.schema_walk import Schema, every_schema
 
 MAX_PLACES = 200
@@ -26,15 +27,8 @@ _KEYWORDS = frozenset(
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     )
 )
-_FORMATS = frozenset(
-    (
-        *("date", "time", "date-time", "duration", "uuid", "ipv4", "ipv6", "hostname", "email"),
-        *("uri", "uri-reference", "idn-hostname", "idn-email", "iri", "iri-reference"),
-        *("uri-template", "json-pointer", "relative-json-pointer"),
-    )
-)
-"""Formats that are asserted; docs/structured_outputs.md has the form of each."""
-_NARROWED_FORMATS = _FORMATS - {"uuid", "ipv4"}
+_NARROWED_FORMATS = FORMATS.keys() - {"uuid", "ipv4"}
+"""Formats of which a part is generated; docs/structured_outputs.md has the form of each."""
 _QUOTED = re.compile(r"'(\$?\w+)'")
 _OPENING = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _TYPED = frozenset(("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not", "if"))
@@ -115,7 +109,7 @@ def _sorted(root: Any) -> list[tuple[str, Schema]]:
 
 
 def _is_annotation(schema: Schema, name: str) -> bool:
-    return name == "format" and schema[name] not in _FORMATS
+    return name == "format" and schema[name] not in FORMATS
 
 
 def _properties(schema: Schema) -> list[str]:

@@ -14,7 +14,6 @@ from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,
     SchemaLimits,
-    Undeclared,
     UnusableError,
 )
 from server.structured_outputs.explaining.enforcement import (
@@ -27,7 +26,7 @@ from server.structured_outputs.explaining.enforcement import (
 )
 from server.structured_outputs.inspection import parsed
 from server.structured_outputs.rewriting.rewriting import rewrite
-from server.structured_outputs.trial_job import TrialVerdict, do_job, job_bytes
+from server.structured_outputs.trial_job import TrialVerdict, constraint_of, do_job, job_bytes
 
 SAMPLES = 5
 SAMPLE_TOKENS = 200
@@ -133,10 +132,8 @@ def answer_job(
     if not data.startswith(_EXPLAIN):
         return verdict.to_bytes()
     job = json.loads(data)
-    kind, text, exact, _, _, undeclared = job["parts"][0]
-    constraint = Constraint(
-        ConstraintKind(kind), text, "", exact, undeclared=Undeclared(undeclared)
-    )
+    constraint = constraint_of(job["parts"][0])
+    kind, text = constraint.kind.value, constraint.text
     found = _nothing_known()
     if constraint.kind is ConstraintKind.JSON:
         found |= _of_schema(constraint, verdict, compact=compact)

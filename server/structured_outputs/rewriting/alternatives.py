@@ -57,6 +57,9 @@ def _expand(
     schema, rest = waiting[0], waiting[1:]
     if schema is False:
         return
+    if not document.wide and any(schema.get(key, True) is not True for key in _UNEVALUATED):
+        yield from _closed(document, schema, rest, plain, is_empty)
+        return
     own = {key: value for key, value in schema.items() if key not in _COMBINING}
     if own:
         plain = [*plain, own]
@@ -65,8 +68,6 @@ def _expand(
         _note_refused(document, schema)
     if SILENT in schema:
         yield from _silenced(document, schema[SILENT], rest, plain, is_empty)
-    elif not document.wide and any(schema.get(key, True) is not True for key in _UNEVALUATED):
-        yield from _closed(document, schema, rest, plain, is_empty)
     else:
         options = choices(document, schema, plain, is_empty)
         yield from _choose(document, options, rest, plain, is_empty)
@@ -116,7 +117,7 @@ def _closed(
         ]
         whole = [
             *plain,
-            *(item for item in own if item not in plain),
+            *own,
             *(lid for lid in lids if lid),
         ]
         if not _contradict(whole):

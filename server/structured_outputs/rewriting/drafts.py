@@ -10,7 +10,8 @@ from server.structured_outputs.schema_walk import Schema, every_schema, rebuilt
 _OLDER = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019}
 """Drafts by a part of `$schema`; any other is 2020-12."""
 _LATEST = 2020
-_REFERENCE_ALONE = (4, 6, 7)
+REFERENCE_ALONE = (4, 6, 7)
+"""Drafts that ignore keywords beside `$ref`."""
 _SINCE = {
     **dict.fromkeys(("const", "contains", "propertyNames"), 6),
     "if": 7,
@@ -33,7 +34,7 @@ def newer_keywords(root: Any) -> Iterator[str]:
     """Yield a line for each keyword that the schema's draft does not have."""
     draft = draft_of(root)
     for path, schema in every_schema(root):
-        if draft in _REFERENCE_ALONE and "$ref" in schema:
+        if draft in REFERENCE_ALONE and "$ref" in schema:
             continue
         for keyword, since in _SINCE.items():
             if since > draft and keyword in schema:
@@ -53,7 +54,7 @@ def modern(root: Any) -> Any:
     dropped = {*_NAMES, *(keyword for keyword, since in _SINCE.items() if since > draft)}
 
     def change(schema: Schema) -> Schema:
-        if "$ref" in schema and draft in _REFERENCE_ALONE:
+        if "$ref" in schema and draft in REFERENCE_ALONE:
             return {key: value for key, value in schema.items() if key in _KEPT}
         known = {key: value for key, value in schema.items() if key not in dropped}
         return _translated(known, draft)

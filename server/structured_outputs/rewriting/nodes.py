@@ -35,14 +35,8 @@ from server.structured_outputs.rewriting.values import same, satisfies
 
 _SAYING = frozenset(
     (
-        "type",
-        "enum",
-        "const",
-        NOT_ONE_OF,
-        NOT_TYPES,
-        NOT_PATTERNS,
-        NOT_FORMATS,
-        *(NOT_MULTIPLES, HAS),
+        *("type", "enum", "const"),
+        *(NOT_ONE_OF, NOT_TYPES, NOT_PATTERNS, NOT_FORMATS, NOT_MULTIPLES, HAS),
     )
 ).union(*OF_TYPE.values())
 _DEPTH = 4

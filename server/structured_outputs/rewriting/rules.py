@@ -1,7 +1,7 @@
 """Text of the grammar: a rule for each node, in the Lark dialect of llguidance 1.7.
 
-Strings and numbers are written as `%json`, for which llguidance counts lengths and intersects
-patterns and ranges without unrolling them. All other rules are written here.
+Strings are terminals (`scalars/languages.py`). Multiples that are no decimals are written as
+`%json`, whose ranges llguidance does not unroll. All other rules are written here.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def quoted(text: str) -> str:
 
 
 def scalar(schema: Schema) -> str:
-    """Return the rule of the strings or numbers of a schema."""
+    """Return the rule of the numbers of a schema."""
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
 
 

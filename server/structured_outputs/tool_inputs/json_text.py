@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from server.structured_outputs.constraint import UnusableError
+from server.structured_outputs.rewriting.scalars.characters import escaped, literal
 
 _ESCAPED = dict(zip('"\\\b\f\n\r\t', '"\\bfnrt', strict=True))
 """Characters with a short escape in JSON, and the letter of it."""
@@ -56,14 +57,9 @@ def json_regex(pattern: str, *, dot_all: bool = False) -> str:
     return "".join(_Translator(pattern, dot_all).parts())
 
 
-def literal_regex(text: str) -> str:
-    """Return the expression that matches a text."""
-    return "".join(_source(ord(character)) for character in text)
-
-
 def class_regex(first: str, last: str) -> str:
     """Return the expression of one character between two, both included."""
-    return f"[{_source(ord(first))}-{_source(ord(last))}]"
+    return f"[{literal(ord(first))}-{literal(ord(last))}]"
 
 
 class _Translator:
@@ -194,7 +190,7 @@ class _Translator:
 def _one(point: int) -> _Atom:
     if point > 0x10FFFF or 0xD800 <= point < 0xE000:
         return _fail(f"a pattern has the code {point:x}, which is no character")
-    return _Atom(_source(point), lambda c: ord(c) == point, point)
+    return _Atom(literal(point), lambda c: ord(c) == point, point)
 
 
 def _fail(problem: str) -> _Atom:
@@ -212,16 +208,11 @@ def _one_of(plain: str, escaped: list[str]) -> str:
     """Return the expression of one of the `plain` characters or of the escaped ones."""
     if not escaped:
         return plain
-    letters = "".join(_source(ord(_ESCAPED[character])) for character in escaped)
+    letters = "".join(literal(ord(_ESCAPED[character])) for character in escaped)
     return rf"(?:{plain}|(?-i:\\[{letters}]))"
 
 
 def _character(point: int) -> str:
     text = json.dumps(chr(point), ensure_ascii=False)[1:-1]
     # Letters of an escape have one case.
-    return _source(point) if len(text) == 1 else f"(?-i:{literal_regex(text)})"
-
-
-def _source(point: int) -> str:
-    """Return a character as it is written inside and outside of a class."""
-    return chr(point) if chr(point).isalnum() and point < 128 else f"\\x{{{point:x}}}"
+    return literal(point) if len(text) == 1 else f"(?-i:{escaped(text)})"

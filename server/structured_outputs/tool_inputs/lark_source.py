@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterator
 
 from server.structured_outputs.constraint import UnusableError
+from server.structured_outputs.rewriting.scalars.characters import escaped
 from server.structured_outputs.tool_inputs.common_terminals import COMMON_TERMINALS
-from server.structured_outputs.tool_inputs.json_text import class_regex, json_regex, literal_regex
+from server.structured_outputs.tool_inputs.json_text import class_regex, json_regex
 
 _TOKEN = re.compile(
     r"""
@@ -89,7 +90,7 @@ def _token(kind: str, text: str) -> str:
 def _string(source: str) -> str:
     text = _unescaped(source.removesuffix("i")[1:-1])
     if source.endswith("i"):
-        return f"/(?i:{json_regex(literal_regex(text))})/"
+        return f"/(?i:{json_regex(escaped(text))})/"
     return json.dumps(json.dumps(text, ensure_ascii=False)[1:-1], ensure_ascii=False)
 
 
