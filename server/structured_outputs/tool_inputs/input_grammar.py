@@ -1,4 +1,4 @@
-"""The grammar of a custom tool's input, and the schema that stands for it in a function.
+"""The grammar of a custom tool's input, and its place in the schema of a function.
 
 vLLM knows functions only. A custom tool is a function with one argument, `input`, whose schema has
 the grammar under a keyword of this server; the model reads it there. When vLLM has made one
@@ -19,7 +19,7 @@ from server.structured_outputs.tool_inputs.json_text import json_regex
 from server.structured_outputs.tool_inputs.lark_source import json_lark
 
 INPUT = "input"
-"""The only argument of the function that stands for a custom tool."""
+"""The only argument of the function that replaces a custom tool."""
 KEYWORD = "x-input-grammar"
 _ANCHORS = re.compile(r"\^?((?:[^\\]|\\.)*?\\?)\$?", re.DOTALL)
 """Any pattern, with its anchors outside of the group."""
@@ -52,7 +52,7 @@ class InputGrammar:
 
 
 def input_schema(grammar: InputGrammar | None) -> dict[str, Any]:
-    """Return the parameters of the function that stands for a custom tool."""
+    """Return the parameters of the function that replaces a custom tool."""
     schema: dict[str, Any] = {"type": "string"}
     if grammar is not None:
         schema[KEYWORD] = {"syntax": grammar.syntax, "definition": grammar.definition}

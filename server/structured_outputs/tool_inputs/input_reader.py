@@ -1,4 +1,4 @@
-"""The input of a custom tool's call, read from the arguments of the function that stands for it."""
+"""The input of a custom tool's call, read from the arguments of its function."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _escape(text: str, at: int) -> re.Match[str] | None:
 
 
 def _character(escape: str) -> str:
-    """Return what an escape stands for; the replacement character for half of a pair."""
+    """Return the character of an escape; the replacement character for half of a pair."""
     if escape[1] != "u":
         return _LETTERS.get(escape[1], escape[1])
     found: str = json.loads(f'"{escape}"')

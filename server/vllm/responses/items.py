@@ -39,7 +39,7 @@ class OutputItem(Protocol):
 def output_item(added: Any, custom_tools: Collection[str]) -> OutputItem:
     """Return the item that vLLM's `response.output_item.added` announces.
 
-    Calls of the functions that stand for `custom_tools` are calls of those.
+    Calls of the functions that replace `custom_tools` are calls of those.
     """
     if added.type == "function_call" and added.name in custom_tools:
         return CustomToolCall(added)

@@ -9,18 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import LogitsProcessors
-from vllm.v1.sample.logits_processor.builtin import (
-    LogitBiasLogitsProcessor,
-    MinPLogitsProcessor,
-)
+from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
-from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from rbln_backend.emulator.kernel_set import load_kernels
 from rbln_backend.worker.sampling.kernel_sampler import KernelSampler
 from tests.kernel_cache import share_kernels
+from tests.unit.worker.sampling_batches import sampling_batch
 
 VOCABULARY, ROWS = 30, 256
 
@@ -52,36 +48,13 @@ def native_kernels(tmp_path: Path) -> None:
 def metadata_of(
     *requests: dict[str, Any], min_p: MinPLogitsProcessor | None = None
 ) -> SamplingMetadata:
-    device = torch.device("cpu")
-    batch = InputBatch(
-        max_num_reqs=ROWS,
-        max_model_len=32,
-        max_num_batched_tokens=32,
-        device=device,
-        vocab_size=VOCABULARY,
-        block_sizes=[16],
-        kernel_block_sizes=[16],
-        max_num_blocks_per_req=[2],
-        logitsprocs=LogitsProcessors(
-            [LogitBiasLogitsProcessor(None, device, False), min_p or known_min_p()]
-        ),
+    batch = sampling_batch(
+        [SamplingParams(**options) for options in requests],
+        min_p or known_min_p(),
+        vocabulary=VOCABULARY,
+        rows=ROWS,
+        tokens=[5, 5, 6],
     )
-    for number, options in enumerate(requests):
-        params = SamplingParams(**options)
-        seeded = None if params.seed is None else torch.Generator().manual_seed(params.seed)
-        batch.add_request(
-            CachedRequestState(
-                req_id=str(number),
-                prompt_token_ids=[1, 2, 3],
-                mm_features=[],
-                sampling_params=params,
-                generator=seeded,
-                block_ids=([number + 1],),
-                num_computed_tokens=2,
-                output_token_ids=[5, 5, 6],
-            )
-        )
-    batch.refresh_metadata()
     return batch.sampling_metadata
 
 

@@ -11,17 +11,14 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import LogitsProcessors
-from vllm.v1.sample.logits_processor.builtin import (
-    LogitBiasLogitsProcessor,
-    MinTokensLogitsProcessor,
-)
+from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
-from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
+from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from rbln_backend.emulator.kernel_set import load_kernels
 from rbln_backend.worker.sampling.sampler import GreedySampler
 from tests.kernel_cache import share_kernels
+from tests.unit.worker.sampling_batches import sampling_batch
 
 VOCABULARY = 97
 
@@ -43,36 +40,13 @@ def native_kernels(tmp_path: Path) -> None:
 
 
 def batch_of(*requests: dict[str, Any]) -> InputBatch:
-    device = torch.device("cpu")
-    batch = InputBatch(
-        max_num_reqs=4,
-        max_model_len=32,
-        max_num_batched_tokens=32,
-        device=device,
-        vocab_size=VOCABULARY,
-        block_sizes=[16],
-        kernel_block_sizes=[16],
-        max_num_blocks_per_req=[2],
-        logitsprocs=LogitsProcessors(
-            [LogitBiasLogitsProcessor(None, device, False), NoMinTokens()]
-        ),
+    return sampling_batch(
+        [SamplingParams(**({"temperature": 0.0} | options)) for options in requests],
+        NoMinTokens(),
+        vocabulary=VOCABULARY,
+        rows=4,
+        tokens=[5, 5],
     )
-    for number, options in enumerate(requests):
-        params = SamplingParams(**({"temperature": 0.0} | options))
-        batch.add_request(
-            CachedRequestState(
-                req_id=str(number),
-                prompt_token_ids=[1, 2, 3],
-                mm_features=[],
-                sampling_params=params,
-                generator=None,
-                block_ids=([number + 1],),
-                num_computed_tokens=2,
-                output_token_ids=[5, 5],
-            )
-        )
-    batch.refresh_metadata()
-    return batch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
