@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from server.structured_outputs.tool_inputs.custom_tools import CALL
 from server.structured_outputs.tool_inputs.input_reader import InputReader, input_of
@@ -119,69 +119,28 @@ class TextItem:
         return part | ({"annotations": [], "logprobs": self._logprobs} if self._is_message else {})
 
 
-class FunctionCall:
-    """A call of a client's function."""
+_ARGUMENTS = "response.function_call_arguments"
+"""What the types of vLLM's events about arguments begin with."""
+
+
+class _ClientCall:
+    """A call that the client runs; its text, in one field of the item, grows with the arguments."""
+
+    _kind: ClassVar[str]
+    _field: ClassVar[str]
+    _events: ClassVar[str]
+    """What the types of the text's events begin with."""
 
     def __init__(self, added: Any) -> None:
         """`added` is the item as vLLM announces it."""
         self._item: JsonObject = {
-            "id": _new_id("function_call"),
-            "type": "function_call",
+            "id": _new_id(self._kind),
+            "type": self._kind,
             "status": "in_progress",
             "call_id": added.call_id,
             "name": added.name,
-            "arguments": "",
+            self._field: "",
         }
-        if (namespace := getattr(added, "namespace", None)) is not None:
-            self._item["namespace"] = namespace
-        self._pieces: list[str] = []
-
-    def opening(self) -> Events:
-        """Announce the call by its name."""
-        yield {"type": "response.output_item.added", "item": self._item}
-
-    def grow(self, event: Any) -> Events:
-        """Yield a piece of the arguments."""
-        if event.type != "response.function_call_arguments.delta":
-            return
-        self._pieces.append(event.delta)
-        yield {"type": event.type, "item_id": self._item["id"], "delta": event.delta}
-
-    def closing(self, *, cut: bool) -> Events:
-        """End the arguments and the call."""
-        arguments = "".join(self._pieces)
-        cut = cut and not is_whole(arguments)
-        if not cut:
-            # Clients run calls at this event.
-            yield {
-                "type": "response.function_call_arguments.done",
-                "item_id": self._item["id"],
-                "name": self._item["name"],
-                "arguments": arguments,
-            }
-        status = "incomplete" if cut else "completed"
-        self._item = {**self._item, "status": status, "arguments": arguments}
-        yield {"type": "response.output_item.done", "item": self._item}
-
-    def final(self) -> JsonObject:
-        """Return the call with its arguments."""
-        return self._item
-
-
-class CustomToolCall:
-    """A call of a client's custom tool, with the input that the arguments hold."""
-
-    def __init__(self, added: Any) -> None:
-        """`added` is the item as vLLM announces it."""
-        self._item: JsonObject = {
-            "id": _new_id(CALL),
-            "type": CALL,
-            "status": "in_progress",
-            "call_id": added.call_id,
-            "name": added.name,
-            "input": "",
-        }
-        self._reader = InputReader()
         self._arguments: list[str] = []
         self._pieces: list[str] = []
 
@@ -190,36 +149,78 @@ class CustomToolCall:
         yield {"type": "response.output_item.added", "item": self._item}
 
     def grow(self, event: Any) -> Events:
-        """Yield a piece of the input."""
-        if event.type == "response.function_call_arguments.delta":
+        """Yield a piece of the text."""
+        if event.type == f"{_ARGUMENTS}.delta":
             self._arguments.append(event.delta)
-            yield from self._delta(self._reader.read(event.delta))
+            yield from self._grow(event.delta)
 
     def closing(self, *, cut: bool) -> Events:
-        """End the input and the call."""
-        yield from self._delta(self._reader.end())
+        """End the text and the call."""
+        yield from self._rest()
         text = "".join(self._pieces)
         cut = cut and not is_whole("".join(self._arguments))
         if not cut:
             # Clients run calls at this event.
-            yield {
-                "type": "response.custom_tool_call_input.done",
-                "item_id": self._item["id"],
-                "input": text,
-            }
+            done = {"type": f"{self._events}.done", "item_id": self._item["id"]}
+            yield {**done, **self._named(), self._field: text}
         status = "incomplete" if cut else "completed"
-        self._item = {**self._item, "status": status, "input": text}
+        self._item = {**self._item, "status": status, self._field: text}
         yield {"type": "response.output_item.done", "item": self._item}
 
     def final(self) -> JsonObject:
-        """Return the call with its input."""
+        """Return the call with its text."""
         return self._item
 
-    def _delta(self, text: str) -> Events:
+    def _grow(self, arguments: str) -> Events:
+        yield self._piece(arguments)
+
+    def _rest(self) -> Events:
+        """Yield the text that was held back."""
+        yield from ()
+
+    def _named(self) -> JsonObject:
+        """Return what the last event of the text repeats of the item."""
+        return {}
+
+    def _piece(self, text: str) -> JsonObject:
+        self._pieces.append(text)
+        return {"type": f"{self._events}.delta", "item_id": self._item["id"], "delta": text}
+
+
+class FunctionCall(_ClientCall):
+    """A call of a client's function."""
+
+    _kind, _field = "function_call", "arguments"
+    _events = _ARGUMENTS
+
+    def __init__(self, added: Any) -> None:
+        super().__init__(added)
+        if (namespace := getattr(added, "namespace", None)) is not None:
+            self._item["namespace"] = namespace
+
+    def _named(self) -> JsonObject:
+        return {"name": self._item["name"]}
+
+
+class CustomToolCall(_ClientCall):
+    """A call of a client's custom tool, with the input that the arguments hold."""
+
+    _kind, _field = CALL, "input"
+    _events = "response.custom_tool_call_input"
+
+    def __init__(self, added: Any) -> None:
+        super().__init__(added)
+        self._reader = InputReader()
+
+    def _grow(self, arguments: str) -> Events:
+        yield from self._known(self._reader.read(arguments))
+
+    def _rest(self) -> Events:
+        yield from self._known(self._reader.end())
+
+    def _known(self, text: str) -> Events:
         if text:
-            self._pieces.append(text)
-            kind = "response.custom_tool_call_input.delta"
-            yield {"type": kind, "item_id": self._item["id"], "delta": text}
+            yield self._piece(text)
 
 
 def custom_call(item: JsonObject) -> JsonObject:
