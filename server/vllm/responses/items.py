@@ -120,7 +120,7 @@ class TextItem:
 
 
 _ARGUMENTS = "response.function_call_arguments"
-"""What the types of vLLM's events about arguments begin with."""
+"""Prefix of the types of vLLM's events about arguments."""
 
 
 class _ClientCall:
@@ -129,7 +129,7 @@ class _ClientCall:
     _kind: ClassVar[str]
     _field: ClassVar[str]
     _events: ClassVar[str]
-    """What the types of the text's events begin with."""
+    """Prefix of the types of the text's events."""
 
     def __init__(self, added: Any) -> None:
         """`added` is the item as vLLM announces it."""

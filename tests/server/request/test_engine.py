@@ -243,7 +243,8 @@ def test_several_echoed_answers_are_streamed(server: RealServer) -> None:
     for frame in frames:
         for choice in frame["choices"]:
             texts[choice["index"]] += choice["text"]
-    assert all(text.startswith("word word") and len(text) > 300 for text in texts)
+    # The sampled end may be a special token, which has no text.
+    assert all(text.startswith("word " * 59) for text in texts), texts
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, "/v1/messages"])

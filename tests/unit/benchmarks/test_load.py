@@ -97,7 +97,8 @@ def test_requests_of_an_open_loop_are_sent_at_their_times() -> None:
     outcome = _send(answer, requests=3, concurrency=3, budget=30.0, starts=[0.0, 0.1, 0.2])
     sent = [request.sent for request in outcome.requests]
     assert sent == sorted(sent)
-    assert sent[1] >= 0.1 and sent[2] >= 0.2
+    # A timer of the loop may fire early by the clock's resolution.
+    assert sent[1] >= 0.09 and sent[2] >= 0.19
     # None of them waited for another one's answer.
     assert outcome.seconds < 0.9
     cut = _send(answer, requests=2, concurrency=2, budget=0.1, starts=[0.0, 5.0])
