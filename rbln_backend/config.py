@@ -161,6 +161,7 @@ Strategy: TypeAlias = Annotated[
 ]
 HugePages: TypeAlias = Annotated[Literal["auto", "off"], WORD]
 Allocator: TypeAlias = Annotated[Literal["auto", "system"], WORD]
+KvCachePages: TypeAlias = Annotated[Literal["on_demand", "reserved"], WORD]
 PrefillPolicy: TypeAlias = Annotated[Literal["shortest", "fcfs"], WORD]
 
 
@@ -314,6 +315,10 @@ class RblnConfig(BaseModel):
     """Put weights and KV caches on huge pages where the system offers them."""
     allocator: Allocator = "auto"
     """`auto` keeps the memory of a step's large tensors for the next step; `system` is torch's own.
+    """
+    kv_cache_pages: KvCachePages = "on_demand"
+    """When KV caches take their memory: at first use of each page, or, `reserved`, at the start, so
+    that more streams never need more memory for KV. An NPU's caches are always reserved.
     """
     max_queue_ms: Count = 0
     """Longest wait of a request for its first scheduling, in milliseconds; 0 is unlimited. The HTTP

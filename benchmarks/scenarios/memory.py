@@ -17,17 +17,20 @@ _STREAMS = (8, 16, 32, 64, 128, 256)
 _LENGTH, _PROMPT_TOKENS, _OUTPUT_TOKENS = 1024, 32, 128
 _MIXED_MINUTES = ("two", 2), ("ten", 10)
 _MIB = 1 / 2**20
+# On demand, the pages of the KV pool that more streams touch would hide what else they take.
+_RESERVED = ("--additional-config", '{"rbln": {"kv_cache_pages": "reserved"}}')
 
 
 def run(bench: Bench) -> None:
     """Fill the figures; each model has one round, because memory does not shrink between two."""
     minute = 1.0 if bench.quick else 60.0
+    seats = ("--max-num-seqs", str(max(_STREAMS)))
     for model in bench.models:
-        with bench.serving(model, _LENGTH, "--max-num-seqs", str(max(_STREAMS))) as servers:
+        with bench.serving(model, _LENGTH, *_RESERVED, *seats) as servers:
             for server in servers:
                 for count in _STREAMS:
                     bench.measure(model, 0, server, partial(_streams, server, count))
-        with bench.serving(model, _LENGTH) as servers:
+        with bench.serving(model, _LENGTH, *_RESERVED) as servers:
             for server in servers:
                 _mixed(bench, model, server, minute)
 

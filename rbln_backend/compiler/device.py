@@ -149,7 +149,12 @@ def make_emulated_compiler(
     )
     # A profile shows operators, which recorded calls are not.
     record = None if kernels.name == "aten" or config.profiler else start_recording
-    compiler = EmulatedCompiler(kernels.name, hardware=kernels.isa, record=record)
+    compiler = EmulatedCompiler(
+        kernels.name,
+        hardware=kernels.isa,
+        record=record,
+        reserves_kv=config.kv_cache_pages == "reserved",
+    )
     return compiler, kernels
 
 

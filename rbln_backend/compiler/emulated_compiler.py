@@ -89,14 +89,16 @@ class EmulatedCompiler:
         *,
         hardware: str = "",
         record: StartRecording | None = None,
+        reserves_kv: bool = False,
     ) -> None:
         """With native ``kernels`` linear weights are repacked, and whatever has a kernel calls it.
 
         ``hardware`` is their instruction set; all of them run the same programs. ``record`` starts
-        a recording of native calls; without it, every run is interpreted.
+        a recording of native calls; without it, every run is interpreted. ``reserves_kv`` takes the
+        memory of KV caches when they are allocated.
         """
         self.hardware = hardware
-        self.kv_memory = HostKvMemory()
+        self.kv_memory = HostKvMemory(reserved=reserves_kv)
         self._kernels = kernels
         self._packed = kernels == "native"
         self._record = record

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.memory import zeros_on_demand
+from rbln_backend.emulator.memory import reserve_pages, zeros_on_demand
+from rbln_backend.errors import DeviceMemoryError
 
 if TYPE_CHECKING:
     from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
@@ -17,9 +18,26 @@ if TYPE_CHECKING:
 class HostKvMemory:
     """See ``KvMemory``: graphs share caches by being given the tensors."""
 
-    def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # noqa: ARG002
-        """Return zeros of ``shape`` [...]; the operating system maps their memory on first use."""
-        return zeros_on_demand(tuple(shape), dtype)
+    def __init__(self, *, reserved: bool = False) -> None:
+        """Pages of caches are mapped on first use, or, if ``reserved``, by ``allocate``."""
+        self._reserved = reserved
+
+    def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros of ``shape`` [...].
+
+        Raises ``DeviceMemoryError`` if the system has too little memory.
+        """
+        try:
+            cache = zeros_on_demand(tuple(shape), dtype)
+            if self._reserved and cache.nbytes:
+                reserve_pages(cache)
+        except DeviceMemoryError as error:
+            pages = "reserved" if self._reserved else "on_demand"
+            raise DeviceMemoryError(
+                f"kv_cache_pages={pages}: KV cache of {name}: {error}; lower "
+                "--kv-cache-memory-bytes or --max-num-seqs"
+            ) from error
+        return cache
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
         """As ``KvMemory``: caches [num_blocks, ...]."""

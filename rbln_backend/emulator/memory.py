@@ -8,8 +8,10 @@ library; without them everything here leaves memory as it is.
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,14 @@ import torch
 from torch import Tensor
 
 from rbln_backend.emulator.kernel_set import native_library
+from rbln_backend.errors import DeviceMemoryError
 
 # More than the float32 logits of 256 rows over a vocabulary of 128k, and what sorting them takes.
 _KEPT_BYTES = 1 << 30
 _SYSTEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ROLLUP = Path("/proc/self/smaps_rollup")
+# MADV_POPULATE_WRITE of linux/mman.h, which Python's mmap does not name.
+_POPULATE_WRITE = 23
 _NOT_NATIVE = "needs the native kernels"
 
 
@@ -73,12 +78,35 @@ def keep_freed_memory(most_bytes: int = _KEPT_BYTES) -> None:
         library.rbln_emulator_keep_freed_mappings(ctypes.c_size_t(most_bytes))
 
 
+def reserve_pages(tensor: Tensor) -> None:
+    """Map every page of ``tensor`` [...] now, its content unchanged.
+
+    Raises ``DeviceMemoryError`` if the system does not have as many pages.
+    """
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - start
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _POPULATE_WRITE) == 0:
+        return
+    reason = ctypes.get_errno()
+    if reason != errno.EINVAL:
+        raise DeviceMemoryError(f"cannot reserve {size} bytes: {os.strerror(reason)}")
+    # Kernels before Linux 5.14 map pages by their first write only.
+    tensor.view(torch.uint8).flatten()[:: mmap.PAGESIZE] = 0
+
+
 def zeros_on_demand(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros of ``shape`` [...], on huge pages if chosen; pages are mapped on first use."""
+    """Return zeros of ``shape`` [...], on huge pages if chosen; pages are mapped on first use.
+
+    Raises ``DeviceMemoryError`` if the system refuses the address range.
+    """
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.zeros(tuple(shape), dtype=dtype)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise DeviceMemoryError(f"cannot map {size} bytes: {error.strerror}") from error
     zeros = torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
     advise_huge_pages(zeros)
     return zeros

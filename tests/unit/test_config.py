@@ -63,6 +63,7 @@ FIELDS = [
     "thread_affinity",
     "huge_pages",
     "allocator",
+    "kv_cache_pages",
     "max_queue_ms",
     "run_dir",
 ]
@@ -240,6 +241,7 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
         {"strict_mode": True},
         {"num_threads": 3},
         {"thread_affinity": "0", "huge_pages": "off", "allocator": "system"},
+        {"kv_cache_pages": "reserved"},
     ],
 )
 def test_settings_beside_the_graph_share_its_artifacts(options: dict[str, object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rbln_backend.emulator.memory import choose_memory, keep_freed_memory, zeros_on_demand
+from rbln_backend.emulator.kv_memory import HostKvMemory
+from rbln_backend.emulator.memory import (
+    choose_memory,
+    keep_freed_memory,
+    reserve_pages,
+    zeros_on_demand,
+)
+from rbln_backend.errors import DeviceMemoryError
 
 HUGE_PAGE = 2 << 20
 # More than malloc ever keeps.
@@ -91,6 +99,31 @@ def test_zeros_are_lent_when_they_are_used() -> None:
     zeros[5] = 1
     assert float(zeros[4:7].sum()) == 3 << 20
     assert zeros_on_demand((0, 4), torch.float32).shape == (0, 4)
+
+
+def test_reserved_pages_are_mapped_at_once_and_keep_their_content() -> None:
+    before = resident_bytes()
+    cache = HostKvMemory(reserved=True).allocate("k", (64, 1 << 20), torch.bfloat16)
+    assert resident_bytes() - before > 0.99 * cache.nbytes
+    assert not cache.any()
+    assert HostKvMemory(reserved=True).allocate("k", (0, 4), torch.bfloat16).shape == (0, 4)
+    cache.fill_(1)
+    reserve_pages(cache)
+    assert bool((cache == 1).all())
+
+
+def test_memory_that_the_system_does_not_have_is_an_error(tmp_path: Path) -> None:
+    # Pages behind the end of a file cannot be mapped, as those beyond a limit of memory.
+    with (tmp_path / "cut").open("w+b") as file:
+        file.truncate(4 * mmap.PAGESIZE)
+        pages = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        file.truncate(0)
+        with pytest.raises(DeviceMemoryError, match="cannot reserve 16384 bytes: Bad address"):
+            reserve_pages(pages)
+    with pytest.raises(
+        DeviceMemoryError, match=r"reserved: KV cache of layer\.3: cannot map .* lower --kv-cache"
+    ):
+        HostKvMemory(reserved=True).allocate("layer.3", (1 << 47,), torch.uint8)
 
 
 def test_huge_pages_are_advised_where_the_system_has_them() -> None:
