@@ -12,6 +12,7 @@ from typing import Any
 
 from server.structured_outputs.rewriting.document import (
     HAS,
+    LATER,
     NEGATIVE,
     NOT_FORMATS,
     NOT_MULTIPLES,
@@ -21,7 +22,7 @@ from server.structured_outputs.rewriting.document import (
     SchemaDocument,
 )
 from server.structured_outputs.rewriting.scalars.formats import FORMATS, WIDE_FORMATS
-from server.structured_outputs.schema_walk import Schema
+from server.structured_outputs.schema_walk import Schema, applied_here
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 """Types of JSON Schema; integers are numbers."""
@@ -159,7 +160,7 @@ def _items(_document: SchemaDocument, schema: Schema) -> list[Any]:
     if inner is False:
         return [{"type": "array", "minItems": first + 1}]
     if first:
-        raise InexactError("'not' of 'items' beside 'prefixItems' has no rewriting")
+        return [{"type": "array", "items": True, LATER: [[first, {"not": inner}]]}]
     return [{"type": "array", "contains": {"not": inner}}]
 
 
@@ -210,6 +211,61 @@ def _additional(_document: SchemaDocument, schema: Schema) -> list[Any]:
         NOT_PATTERNS: list(schema.get("patternProperties", ())),
     }
     return [_object(**{HAS: [[names, {"not": inner}]]})]
+
+
+def _unevaluated_properties(document: SchemaDocument, schema: Schema) -> list[Any]:
+    inner = schema["unevaluatedProperties"]
+    if inner in (True, {}):
+        return []
+    applied = applied_with(document, schema)
+    if any("additionalProperties" in item for item in applied):
+        raise _inexact_beside("unevaluatedProperties", "additionalProperties")
+    if any("unevaluatedProperties" in item for item in applied[1:]):
+        raise _inexact_beside("unevaluatedProperties", "unevaluatedProperties")
+    names = {
+        "type": "string",
+        NOT_ONE_OF: sorted({name for item in applied for name in item.get("properties", ())}),
+        NOT_PATTERNS: sorted({p for item in applied for p in item.get("patternProperties", ())}),
+    }
+    return [_object(**{HAS: [[names, {"not": inner}]]})]
+
+
+def _unevaluated_items(document: SchemaDocument, schema: Schema) -> list[Any]:
+    inner = schema["unevaluatedItems"]
+    if inner in (True, {}):
+        return []
+    applied = applied_with(document, schema)
+    if any("items" in item for item in applied):
+        raise _inexact_beside("unevaluatedItems", "items")
+    if any("unevaluatedItems" in item for item in applied[1:]):
+        raise _inexact_beside("unevaluatedItems", "unevaluatedItems")
+    first = max(len(item.get("prefixItems", ())) for item in applied)
+    fails = [{"not": item["contains"]} for item in applied if "contains" in item]
+    found = {"allOf": [{"not": inner}, *fails]}
+    return [{"type": "array", "items": True, LATER: [[first, found]]}]
+
+
+def _inexact_beside(keyword: str, other: str) -> InexactError:
+    return InexactError(f"'not' of {keyword!r} together with {other!r} has no rewriting")
+
+
+def applied_with(document: SchemaDocument, schema: Schema) -> list[Schema]:
+    """Return a schema and those that may apply to the same value, through references, too.
+
+    All that they evaluate counts as evaluated, so that a negation excludes more than it must.
+    """
+    found: list[Schema] = []
+    waiting: list[Any] = [schema]
+    while waiting:
+        item = waiting.pop(0)
+        if not isinstance(item, dict) or any(item is other for other in found):
+            continue
+        if "$dynamicRef" in item:
+            raise InexactError("'not' of an unevaluated part beside '$dynamicRef' has no rewriting")
+        found.append(item)
+        waiting += [inner for _, inner in applied_here(item, "")]
+        waiting += [document.target(item)] if "$ref" in item else []
+    return found
 
 
 def _pattern_properties(_document: SchemaDocument, schema: Schema) -> list[Any]:
@@ -295,6 +351,8 @@ _RULES: dict[str, Callable[[SchemaDocument, Schema], list[Any]]] = {
     "contains": _contains,
     "dependentRequired": _dependent,
     "$ref": _ref,
+    "unevaluatedProperties": _unevaluated_properties,
+    "unevaluatedItems": _unevaluated_items,
     "not": _not,
     "allOf": _all_of,
     "anyOf": _any_of,
@@ -311,12 +369,7 @@ _RULES: dict[str, Callable[[SchemaDocument, Schema], list[Any]]] = {
     "minProperties": _bound("object", "minProperties", "maxProperties", -1),
     "maxProperties": _bound("object", "maxProperties", "minProperties", 1),
 }
-_INEXACT = frozenset(
-    (
-        *("uniqueItems", "dependencies", "unevaluatedProperties", "unevaluatedItems"),
-        "$dynamicRef",
-    )
-)
+_INEXACT = frozenset((*("uniqueItems", "dependencies", "$dynamicRef"),))
 
 
 _DEPENDING = {

@@ -6,10 +6,12 @@ from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.rewriting.alternatives import alternatives
-from server.structured_outputs.rewriting.arrays import MAX_CHOSEN, array_shape
 from server.structured_outputs.rewriting.choices import Plain
+from server.structured_outputs.rewriting.containers.arrays import MAX_CHOSEN, array_shapes
+from server.structured_outputs.rewriting.containers.objects import object_shapes
 from server.structured_outputs.rewriting.document import (
     HAS,
+    LATER,
     NOT_FORMATS,
     NOT_MULTIPLES,
     NOT_ONE_OF,
@@ -19,12 +21,12 @@ from server.structured_outputs.rewriting.document import (
     SchemaDocument,
 )
 from server.structured_outputs.rewriting.negation import OF_TYPE, TYPES
-from server.structured_outputs.rewriting.objects import object_shapes
 from server.structured_outputs.rewriting.scalars.numbers import number_ranges
 from server.structured_outputs.rewriting.scalars.texts import text_language
 from server.structured_outputs.rewriting.shapes import (
     AnyValue,
     Array,
+    CountedArray,
     FixedValue,
     Number,
     Object,
@@ -36,7 +38,7 @@ from server.structured_outputs.rewriting.values import same, satisfies
 _SAYING = frozenset(
     (
         *("type", "enum", "const"),
-        *(NOT_ONE_OF, NOT_TYPES, NOT_PATTERNS, NOT_FORMATS, NOT_MULTIPLES, HAS),
+        *(NOT_ONE_OF, NOT_TYPES, NOT_PATTERNS, NOT_FORMATS, NOT_MULTIPLES, HAS, LATER),
     )
 ).union(*OF_TYPE.values())
 _DEPTH = 4
@@ -86,9 +88,21 @@ class Nodes:
             needed = list(shape.first[: shape.least])
             if shape.rest is not None and shape.least > len(shape.first):
                 needed.append(shape.rest)
+        elif isinstance(shape, CountedArray):
+            return self._lacks_items(shape, depth)
         else:
             return False
         return any(self.is_empty(node, depth - 1) for node in needed)
+
+    def _lacks_items(self, shape: CountedArray, depth: int) -> bool:
+        """Return True if no item can count for a `contains` that needs some."""
+        every = [option for options in (*shape.first, shape.rest) for option in options]
+        needed = [
+            [option.node for option in every if index in option.counts]
+            for index, (least, _) in enumerate(shape.contained)
+            if least
+        ]
+        return any(all(self.is_empty(node, depth - 1) for node in nodes) for nodes in needed)
 
     def _of_plain(self, plain: Plain) -> list[Shape]:
         plain = [item for item in plain if _SAYING & item.keys()]
@@ -123,8 +137,7 @@ class Nodes:
     def _containers(self, plain: Plain, types: set[str]) -> list[Shape]:
         found: list[Shape] = []
         if "array" in types:
-            array = array_shape(self._document, plain, self._values_of)
-            found += [array] if array is not None else []
+            found += array_shapes(self._document, plain, self._values_of)
         if "object" in types:
             found += object_shapes(self._document, plain)
         return found

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from server.structured_outputs.constraint import Undeclared, UnusableError
+from server.structured_outputs.rewriting.containers.array_counts import count_steps
 from server.structured_outputs.rewriting.document import Node, SchemaDocument
 from server.structured_outputs.rewriting.drafts import draft_of, modern, newer_keywords
 from server.structured_outputs.rewriting.nodes import Nodes
 from server.structured_outputs.rewriting.rules import Rules
-from server.structured_outputs.rewriting.shapes import Array, Object, Shape
+from server.structured_outputs.rewriting.shapes import Array, CountedArray, Object, Shape
 from server.structured_outputs.schema_resources import localized
 
 MAX_NODES = 4000
@@ -46,15 +48,23 @@ def add_schema(rules: Rules, schema: Any, undeclared: Undeclared) -> tuple[str, 
     nodes = Nodes(document)
     root = Node.of(document.root)
     found = _reached(nodes, root)
-    possible = _possible(found)
-    if root not in possible:
-        raise UnusableError("$: no value satisfies it")
-    stem = rules.new_name("node")
-    names = {node: f"{stem}_{index}" for index, node in enumerate(found) if node in possible}
-    for node, name in names.items():
-        options = [option for shape in found[node] for option in rules.of_shape(shape, names.get)]
-        rules.define(name, *dict.fromkeys(options))
-    return names[root], tuple(document.left_out)
+    while root in (possible := _possible(found)):
+        stem = rules.new_name("node")
+        names = {node: f"{stem}_{index}" for index, node in enumerate(found) if node in possible}
+        empty = [node for node in names if not _define(rules, found[node], node, names)]
+        if not empty:
+            return names[root], tuple(document.left_out)
+        # A rule without options would be of the empty text.
+        found |= dict.fromkeys(empty, ())
+    raise UnusableError("$: no value satisfies it")
+
+
+def _define(rules: Rules, shapes: tuple[Shape, ...], node: Node, names: Mapping[Node, str]) -> bool:
+    """Add the rule of a node; return False if it has no options."""
+    options = [option for shape in shapes for option in rules.of_shape(shape, names.get)]
+    if options:
+        rules.define(names[node], *dict.fromkeys(options))
+    return bool(options)
 
 
 def _reached(nodes: Nodes, root: Node) -> dict[Node, tuple[Shape, ...]]:
@@ -80,8 +90,9 @@ def _parts(shape: Shape) -> list[Node]:
         return [*(item.node for item in shape.properties), *pairs, *(shape.last or ())]
     if isinstance(shape, Array):
         rest = [shape.rest] if shape.rest is not None else []
-        held = [shape.contained.node, shape.contained.other] if shape.contained else []
-        return [*shape.first, *rest, *held]
+        return [*shape.first, *rest]
+    if isinstance(shape, CountedArray):
+        return [option.node for options in (*shape.first, shape.rest) for option in options]
     return []
 
 
@@ -103,6 +114,9 @@ def _is_possible(shape: Shape, possible: set[Node]) -> bool:
         return _is_possible_object(shape, possible)
     if isinstance(shape, Array):
         return _is_possible_array(shape, possible)
+    if isinstance(shape, CountedArray):
+        steps = count_steps(shape, possible.__contains__)
+        return (0,) * (1 + len(shape.contained)) in steps
     return True
 
 
@@ -114,20 +128,15 @@ def _is_possible_object(shape: Object, possible: set[Node]) -> bool:
     if shape.last is not None and not possible.issuperset(shape.last):
         return False
     others = any(name in possible and value in possible for name, value in shape.others)
-    return shape.least <= len(have) + others and (shape.most is None or needed <= shape.most)
+    most = len(have) + others
+    return shape.least <= (most if shape.most is None else min(most, shape.most)) and (
+        shape.most is None or needed <= shape.most
+    )
 
 
 def _is_possible_array(shape: Array, possible: set[Node]) -> bool:
     if shape.chosen is not None:
         return shape.least <= len(shape.chosen)
-    if shape.contained is not None:
-        wanted = shape.contained
-        if wanted.least and wanted.node not in possible:
-            return False
-        if shape.most is not None and wanted.least > shape.most:
-            return False
-        enough = wanted.most is None or wanted.most >= shape.least
-        return (enough and wanted.node in possible) or shape.least == 0 or wanted.other in possible
     needed = list(shape.first[: shape.least])
     if shape.least > len(shape.first):
         if shape.rest is None:

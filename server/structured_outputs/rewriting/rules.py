@@ -11,16 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.rewriting.counts import MAX_STATES, CountRange, several
+from server.structured_outputs.rewriting.containers.array_counts import count_steps
+from server.structured_outputs.rewriting.containers.counts import CountRange, several
+from server.structured_outputs.rewriting.containers.object_rules import Member, ObjectRules
 from server.structured_outputs.rewriting.document import Node
-from server.structured_outputs.rewriting.object_rules import Member, ObjectRules
 from server.structured_outputs.rewriting.scalars.languages import ALL, Language
 from server.structured_outputs.rewriting.scalars.numbers import NumberRange, signed_parts
 from server.structured_outputs.rewriting.scalars.texts import in_quotes
 from server.structured_outputs.rewriting.shapes import (
     AnyValue,
     Array,
-    Contained,
+    CountedArray,
     FixedValue,
     Number,
     Object,
@@ -111,6 +112,8 @@ class Rules:
                 return self._number(range)
             case Array():
                 return self._array(shape, name_of)
+            case CountedArray():
+                return self._counted(shape, name_of)
             case Object():
                 return self._object(shape, name_of)
 
@@ -150,14 +153,14 @@ class Rules:
     def _array(self, shape: Array, name_of: NameOf) -> list[str]:
         if shape.chosen is not None:
             return self._chosen(shape, shape.chosen)
-        if shape.contained is not None:
-            return self._contained(shape, shape.contained, name_of)
         first = [name_of(node) for node in shape.first]
         rest = None if shape.rest is None else name_of(shape.rest)
         if None in first:
             # The array ends before an item that cannot exist.
             first, rest = first[: first.index(None)], None
-        most = shape.most if rest is not None else min(shape.most or len(first), len(first))
+        most = shape.most
+        if rest is None:
+            most = len(first) if most is None else min(most, len(first))
         if most is not None and shape.least > most:
             return []
         return [f"BEGIN {self._items(first, rest, shape.least, most)} END"]
@@ -182,6 +185,8 @@ class Rules:
         most = len(values) if shape.most is None else min(shape.most, len(values))
         if shape.least > most:
             return []
+        if not values:
+            return ["BEGIN END"]
         stem = f"unique_{len(self._lines)}"
         bits = f"[0:{len(values)}]"
         self.define(
@@ -199,23 +204,19 @@ class Rules:
         found = [f"BEGIN {stem}i::0 END"] if most else []
         return found if shape.least else [*found, "BEGIN END"]
 
-    def _contained(self, shape: Array, wanted: Contained, name_of: NameOf) -> list[str]:
-        """Return the rule of `contains`: one for each valid pair of counts."""
-        node, other = name_of(wanted.node), name_of(wanted.other)
-        items = CountRange(shape.least, shape.most), CountRange(wanted.least, wanted.most)
-        states = items[0].size * items[1].size
-        if states > MAX_STATES:
-            raise UnusableError(
-                f"counting the items of 'contains' takes {states} rules; the limit is {MAX_STATES}"
-            )
+    def _counted(self, shape: CountedArray, name_of: NameOf) -> list[str]:
+        """Return the rule of `contains`: one for each valid combination of counts."""
+        steps = count_steps(shape, lambda node: name_of(node) is not None)
+        start = (0,) * (1 + len(shape.contained))
+        if start not in steps:
+            return []
         stem = f"contains_{len(self._lines)}"
-        live = _ways(items, node, other)
-        for (count, held), steps in live.items():
-            comma = "COMMA " if count else ""
-            options = [f"{comma}{item} {stem}_{to[0]}_{to[1]}" for item, to in steps]
-            ends = items[0].is_enough(count) and items[1].is_enough(held)
-            self.define(f"{stem}_{count}_{held}", *options, *([""] if ends else []))
-        return [f"BEGIN {stem}_0_0 END"] if (0, 0) in live else []
+        names = {counts: "_".join(map(str, (stem, *counts))) for counts in steps}
+        for counts, (items, ends) in steps.items():
+            comma = "COMMA " if counts[0] else ""
+            options = [f"{comma}{name_of(node)} {names[after]}" for node, after in items]
+            self.define(names[counts], *options, *([""] if ends else []))
+        return [f"BEGIN {names[start]} END"]
 
     def _object(self, shape: Object, name_of: NameOf) -> list[str]:
         listed = []
@@ -236,27 +237,6 @@ class Rules:
             last = f"{name} COLON {value}"
         bounds = CountRange(shape.least, shape.most)
         return ObjectRules(self, listed, other, bounds, last).options(any_order=shape.any_order)
-
-
-def _ways(
-    items: tuple[CountRange, CountRange], node: str | None, other: str | None
-) -> dict[tuple[int, int], list[tuple[str, tuple[int, int]]]]:
-    """Return the pairs of counts that can be completed, with the steps from each."""
-    pairs = [(n, held) for n in range(items[0].size) for held in range(items[1].size)]
-    live = {pair for pair in pairs if all(map(CountRange.is_enough, items, pair))}
-    steps: dict[tuple[int, int], list[tuple[str, tuple[int, int]]]] = {pair: [] for pair in pairs}
-    for count, held in pairs:
-        more, also = items[0].after(count), items[1].after(held)
-        if more is not None and other is not None:
-            steps[count, held].append((other, (more, held)))
-        if more is not None and also is not None and node is not None:
-            steps[count, held].append((node, (more, also)))
-    grown = True
-    while grown:
-        reach = {pair for pair in pairs if any(to in live for _, to in steps[pair])}
-        grown = not reach <= live
-        live |= reach
-    return {p: [(item, to) for item, to in steps[p] if to in live] for p in pairs if p in live}
 
 
 def _json(value: Any, *, compact: bool = False) -> str:

@@ -48,17 +48,33 @@ class Array:
     least: int
     most: int | None
     chosen: tuple[Any, ...] | None = None
-    contained: Contained | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Contained:
-    """`contains`: an array has `least` to `most` items of `node`; the others are of `other`."""
+class CountedItem:
+    """An option for one item: its node, and the indices of the `contains` that count it."""
 
     node: Node
-    other: Node
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CountedArray:
+    """Arrays in which `contains` counts items: `least` to `most` of each in `contained`.
+
+    `first` has the options of the first items, `rest` those of further ones; an array ends where
+    an item has no option.
+    """
+
+    first: tuple[tuple[CountedItem, ...], ...]
+    rest: tuple[CountedItem, ...]
     least: int
     most: int | None
+    contained: tuple[tuple[int, int | None], ...]
+
+    def options(self, index: int) -> tuple[CountedItem, ...]:
+        """Return the options of the item at an index."""
+        return self.first[index] if index < len(self.first) else self.rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,4 +102,4 @@ class Object:
     last: tuple[Node, Node] | None = None
 
 
-Shape = AnyValue | FixedValue | Text | Number | Array | Object
+Shape = AnyValue | FixedValue | Text | Number | Array | CountedArray | Object

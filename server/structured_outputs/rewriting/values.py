@@ -9,6 +9,7 @@ from typing import Any
 from server.structured_outputs.rewriting.choices import Plain
 from server.structured_outputs.rewriting.document import (
     HAS,
+    LATER,
     NOT_FORMATS,
     NOT_MULTIPLES,
     NOT_ONE_OF,
@@ -55,6 +56,11 @@ def _passes(document: SchemaDocument, value: Any, schema: Schema) -> bool:
         )
     if kind == "number":
         return all(exact(value) % exact(step) for step in schema.get(NOT_MULTIPLES, ()))
+    if kind == "array":
+        return all(
+            any(fits(document, item, inner) for item in value[first:])
+            for first, inner in schema.get(LATER, ())
+        )
     if kind == "object":
         return all(_has(document, value, pair) for pair in schema.get(HAS, ()))
     return True

@@ -33,6 +33,8 @@ ALLOWED: tuple[tuple[Any, tuple[str, ...], tuple[str, ...]], ...] = (
     ({"type": "object", **_AB, "additionalProperties": False, "minProperties": 2,
       "maxProperties": 2}, ('{"c": 3, "b": 2}', '{"b": 2, "a": 1}'),
      ('{"b": 2}', '{"a": 1, "c": 3}', '{"a": 1, "b": 2, "c": 3}')),
+    ({"type": "object", **_AB, "additionalProperties": False, "maxProperties": 1},
+     ('{"b": 2}',), ('{"a": 1', '{"b": 2, "a": 1}')),
     ({"type": "object", **_AB, "maxProperties": 2}, ('{"b": 2, "x": 1}',),
      ('{"b": 2, "x": 1, "y": 1}',)),
     ({"type": "object", **_AB, "additionalProperties": {"type": "null"}},
@@ -68,6 +70,15 @@ def test_every_text_is_valid(schema: dict[str, Any]) -> None:
     assert found.left_out == ()
     for text in documents(found.grammar, 4, must_end=False):
         assert faults(schema, text) == []
+
+
+def test_an_optional_property_leaves_room_for_required_ones() -> None:
+    schema = {"type": "object", "properties": {name: {"const": 1} for name in "abcdef"},
+              "required": ["a"], "additionalProperties": False, "maxProperties": 2}  # fmt: skip
+    grammar = rewrite(schema, compact=False, undeclared=ALLOW).grammar
+    # A walk fails where no token can follow.
+    texts = documents(grammar, 30, must_end=False)
+    assert any('"f"' in text for text in texts)
 
 
 def test_omit_is_the_default_and_keeps_the_order() -> None:

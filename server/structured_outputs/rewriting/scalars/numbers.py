@@ -2,8 +2,8 @@
 
 Without a bound, a model may write digits until its answer is cut off. A number has at most
 `INTEGER_DIGITS` before and `FRACTION_DIGITS` after its point, and no exponent. With an exclusive
-bound both together are 15, so that the number is in the range as a double too (IEEE 754: a double
-preserves 15 decimal digits).
+bound, or multiples that are excluded, both together are 15, so that the number satisfies the schema
+as a double too (IEEE 754: a double preserves 15 decimal digits).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from server.structured_outputs.schema_walk import Schema
 
 INTEGER_DIGITS = 15
 FRACTION_DIGITS = 9
+_LONG = rf"[0-9.]{{{INTEGER_DIGITS + 2},}}"
 _MOST = Fraction(10**INTEGER_DIGITS - 1)
 _LEAST = Fraction(1, 10**FRACTION_DIGITS)
 
@@ -130,8 +131,11 @@ class NumberRange:
         return decimals(first, last, len(str(scale)) - 1)
 
     def excluded(self) -> str | None:
-        """Return a regular expression of the multiples of `apart`; None without any."""
-        return "|".join(map(_multiples, self.apart)) or None
+        """Return a regular expression of the multiples of `apart`; None without any.
+
+        It has all numbers of more digits than a double preserves, since they may round to one.
+        """
+        return "|".join((*map(_multiples, self.apart), _LONG)) if self.apart else None
 
     def only(self) -> str | None:
         """Return the only number of the range, or None if it has several."""

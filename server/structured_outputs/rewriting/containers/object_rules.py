@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.rewriting.counts import MAX_STATES, CountRange, several
+from server.structured_outputs.rewriting.containers.counts import MAX_STATES, CountRange, several
 
 MAX_TRACKED = 64
 """Most members that a rule tracks: llguidance has 64 bits."""
@@ -72,19 +72,26 @@ class ObjectRules:
 
         Beyond `MAX_TRACKED`, an optional member may be repeated, which JSON permits.
         """
-        listed = sorted(self.listed, key=lambda item: not item.required)
-        needed = sum(item.required for item in listed)
+        required = [item for item in self.listed if item.required]
+        needed = len(required)
+        free = None if self.bounds.most is None else self.bounds.most - needed
+        if free is not None and (free < 0 or self.bounds.most == 0):
+            return [] if free < 0 or self.bounds.least else ["OPEN CLOSE"]
+        optional = [item for item in self.listed if not item.required and free != 0]
+        listed = required + optional
         tracked = min(len(listed), MAX_TRACKED)
         stem = self.rules.new_name("mixed")
         item, more = f"{stem}i", f"{stem}n"
         others = f"(COMMA {self.other})*" if self.other else '""'
         bits = f"[0:{tracked}]"
-        members = [
-            f"{member.text} {more}::set_bit({index}) %if bit_clear({index})"
-            if index < tracked
-            else f"{member.text} {more}::_"
-            for index, member in enumerate(listed)
-        ]
+        # Optional members leave room for the required ones.
+        limited = free is not None and free < len(optional)
+        limit = [f"bit_count_lt([{needed}:{tracked}], {free})"] if limited else []
+        members = []
+        for index, member in enumerate(listed):
+            conditions = [f"bit_clear({index})", *(limit if index >= needed else ())]
+            after = f"set_bit({index}){_if(conditions)}" if index < tracked else "_"
+            members.append(f"{member.text} {more}::{after}")
         ends = [f"is_ones([0:{needed}])"] if needed else []
         if self.bounds.least > needed:
             ends.append(f"bit_count_ge({bits}, {self.bounds.least})")
@@ -98,7 +105,7 @@ class ObjectRules:
             f"{others} COMMA {item}::_{room}",
             counts=True,
         )
-        found = [f"OPEN {item}::0 CLOSE"] if self.bounds.most != 0 else []
+        found = [f"OPEN {item}::0 CLOSE"]
         found += [f"OPEN {self.other} {more}::0 CLOSE"] if self.other else []
         if needed or self.bounds.least:
             return found

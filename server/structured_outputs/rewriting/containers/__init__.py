@@ -1,0 +1,1 @@
+"""Arrays and objects: their shapes, counts and rules."""
