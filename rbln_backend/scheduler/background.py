@@ -9,7 +9,7 @@ where the foreground lacks capacity.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from rbln_backend.bucketing.table import BucketTable
@@ -59,6 +59,21 @@ class Rows:
     hidden: list[Request] = field(default_factory=list)
     spare: int = 0
     """Rows that are still padding."""
+
+    @property
+    def visible(self) -> list[Request]:
+        """The requests of the step."""
+        return self.decoding + self.decode_prefill if self.decode_prefill else self.decoding
+
+    def without(self, names: Set[str]) -> Rows:
+        """Return these rows with the requests of ``names`` hidden."""
+        hidden = [r for r in (*self.decoding, *self.decode_prefill) if r.request_id in names]
+        return Rows(
+            [request for request in self.decoding if request not in hidden],
+            [request for request in self.decode_prefill if request not in hidden],
+            [*self.hidden, *hidden],
+            self.spare,
+        )
 
 
 class Background:

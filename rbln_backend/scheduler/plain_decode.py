@@ -67,6 +67,10 @@ class PlainDecode:
         self._stops = {token for request in running for token in _stop_tokens(request)}
         self._left = min(map(self._room_of, running)) - 1
 
+    def forget(self) -> None:
+        """Schedule the next step in full."""
+        self._requests = []
+
     def schedule(self) -> SchedulerOutput | None:
         """Return the output of the next step if it is plain, else None, with nothing changed."""
         running = self._requests

@@ -9,7 +9,8 @@ from typing import Any
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.grammar.backend import pin_backend
-from rbln_backend.grammar.masks import MasksBeside
+from rbln_backend.grammar.late import can_repeat_steps
+from rbln_backend.grammar.masks import StepMasks
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import (
     Background,
@@ -80,12 +81,16 @@ class RblnScheduler(PromptScheduler):
             # context would wait for it forever (vllm-project/vllm#47971).
             self.num_sampled_tokens_per_step = 0
         board = _board(vllm_config)
-        self._mask_seconds = board.histogram("rbln_grammar_mask_seconds", part="fill")
-        self._mask_wait = board.histogram("rbln_grammar_mask_seconds", part="wait")
-        self._masks = MasksBeside(self._fill_masks)
         self._reuse = PrefixReuse.install(self, vllm_config, board)
         self._plain = PlainDecode(self, self._reuse.manager)
         pin_backend(self.structured_output_manager, vllm_config)
+        self._masks = StepMasks(
+            self.structured_output_manager,
+            self.requests,
+            super().get_grammar_bitmask,
+            board,
+            may_be_late=can_repeat_steps(vllm_config, self.kv_cache_config),
+        )
         self._decode_steps_per_chunk = configured(vllm_config).decode_steps_per_chunk
         self._decodes_owed = 0
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
@@ -126,11 +131,7 @@ class RblnScheduler(PromptScheduler):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         if not scheduler_output.has_structured_output_requests:
             return None
-        started = time.perf_counter()
-        found = self._masks.take(scheduler_output)
-        if found is not None:
-            self._mask_wait.observe(time.perf_counter() - started)
-        return found
+        return self._masks.take(scheduler_output)
 
     def shutdown(self) -> None:
         self._masks.close()
@@ -139,6 +140,8 @@ class RblnScheduler(PromptScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        if self._masks.roll_back(scheduler_output):
+            self._plain.forget()
         outputs = self._plain.update(scheduler_output, model_runner_output, self._report)
         if outputs is None:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -148,13 +151,6 @@ class RblnScheduler(PromptScheduler):
             report_expired(self._expired, outputs)
             self._expired.clear()
         return outputs
-
-    def _fill_masks(self, output: SchedulerOutput) -> GrammarOutput | None:
-        started = time.perf_counter()
-        found = super().get_grammar_bitmask(output)
-        if found is not None:
-            self._mask_seconds.observe(time.perf_counter() - started)
-        return found
 
     def _report(self) -> EngineCoreOutputs:
         return EngineCoreOutputs(scheduler_stats=self.make_stats())
@@ -300,7 +296,13 @@ class RblnScheduler(PromptScheduler):
         self, rows: Rows, beginners: int, throttle_prefills: bool
     ) -> SchedulerOutput:
         """Schedule a decode step of ``rows`` and of ``beginners`` waiting background prompts."""
-        visible = rows.decoding + rows.decode_prefill if rows.decode_prefill else rows.decoding
+        if unready := self._masks.unready():
+            if not beginners and unready.issuperset(r.request_id for r in rows.visible):
+                # Nothing else can run.
+                self._masks.wait_for_one(unready)
+                unready = self._masks.unready()
+            rows = rows.without(unready)
+        visible = rows.visible
         count = len(visible) + beginners
         share = None
         if self._stages > 1:

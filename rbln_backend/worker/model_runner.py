@@ -7,6 +7,7 @@ this one calls. ``rbln_backend.core`` describes a step. No configuration is read
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rbln_backend.core import Phase, StepBatch, StepOutputs
+from rbln_backend.grammar.late import MasksInTime
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     DraftTokenIds,
@@ -122,7 +124,7 @@ class RblnModelRunner:
                 logits = self._grammar_mask.apply(
                     pending.scheduled, grammar, batch.input_batch, logits
                 )
-            token_ids, logprobs = self._sample(batch, logits)
+            token_ids, logprobs = self._sample(batch, logits, _late_rows(batch, grammar))
         took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
         self._drafting.end_step(batch, token_ids, took)
         return self._reply(token_ids, logprobs, pending)
@@ -144,16 +146,18 @@ class RblnModelRunner:
         return token_ids
 
     def _sample(
-        self, batch: StepBatch, logits: Tensor
+        self, batch: StepBatch, logits: Tensor, late: Sequence[int]
     ) -> tuple[list[list[int]], LogprobsLists | None]:
+        """Return the tokens of each request, none for prompts that continue and ``late`` rows."""
         if batch.phase is Phase.VERIFY:
             return self._verification.sample(batch, logits)
         metadata = batch.input_batch.sampling_metadata
-        if batch.unfinished:
-            metadata = with_generators(metadata, [*{*range(batch.num_reqs)} - {*batch.unfinished}])
+        skipped = {*batch.unfinished, *late}
+        if skipped:
+            metadata = with_generators(metadata, [*{*range(batch.num_reqs)} - skipped])
         sampled = self._sampler(logits=logits, sampling_metadata=metadata)
         token_ids: list[list[int]] = sampled.sampled_token_ids.tolist()
-        for row in batch.unfinished:
+        for row in skipped:
             token_ids[row] = []
         self._batches.record(batch, token_ids)
         logprobs = sampled.logprobs_tensors
@@ -195,6 +199,14 @@ class RblnModelRunner:
             logprobs=logprobs,
             prompt_logprobs_dict=step.prompt_logprobs,
         )
+
+
+def _late_rows(batch: StepBatch, grammar: GrammarOutput | None) -> Sequence[int]:
+    """Return the rows of requests whose grammar masks are late; they compute the token again."""
+    if not isinstance(grammar, MasksInTime):
+        return ()
+    places = batch.input_batch.req_id_to_index
+    return [places[name] for name in grammar.late if name in places]
 
 
 def _real_rows(batch: StepBatch, logits: Tensor) -> Tensor:

@@ -91,8 +91,12 @@ class RequestBatches:
     def record(self, batch: StepBatch, token_ids: Sequence[Sequence[int]]) -> None:
         """Append the tokens sampled for each request to the requests of the step."""
         if self.plain is not None and batch is self.plain.batch:
-            self.plain.record(token_ids)
-            return
+            if all(token_ids):
+                self.plain.record(token_ids)
+                return
+            # The next step differs by more than its tokens.
+            self.plain.settle()
+            self.plain = None
         rows = batch.input_batch
         for row, (request_id, tokens) in enumerate(zip(rows.req_ids, token_ids, strict=True)):
             request = self.requests[request_id]
