@@ -9,7 +9,6 @@ from typing import Any
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.grammar.backend import pin_backend
-from rbln_backend.grammar.late import can_repeat_steps
 from rbln_backend.grammar.masks import StepMasks
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import (
@@ -30,7 +29,7 @@ from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_e
 from rbln_backend.scheduler.first_tokens import FirstTokens
 from rbln_backend.scheduler.narrowing import StepView
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
-from rbln_backend.scheduler.plain_decode import PlainDecode
+from rbln_backend.scheduler.plain_decode import PlainDecode, can_repeat_steps
 from rbln_backend.scheduler.prefill_order import PrefillOrder
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.scheduler.prompts import PromptScheduler, Turn
