@@ -207,7 +207,9 @@ class VllmLauncher:
         )
         assert isinstance(engine, EngineClient)
         socket = receive_directly(engine)
-        install_output_processor(engine, self._settings.max_queue_s)
+        install_output_processor(
+            engine, self._settings.max_queue_s, logs_deltas=args.enable_log_outputs
+        )
         serving.result()
         return args, engine, socket
 

@@ -15,6 +15,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.output_processor import OutputProcessorOutput
 
 from rbln_backend.api.requests import QUEUE_TIMEOUT
+from server.engine.direct_outputs import push_to
 from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError
 from server.request.record import RequestRecord, record_var
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 class QueueAwareOutputs(TracedOutputs):
     """vLLM's output processor, which maps output queues to request records."""
 
-    def __init__(self, engine: AsyncLLM, max_queue_s: float) -> None:
+    def __init__(self, engine: AsyncLLM, max_queue_s: float, *, logs_deltas: bool) -> None:
         super().__init__(
             engine.renderer.tokenizer,
             log_stats=engine.log_stats,
@@ -40,6 +41,7 @@ class QueueAwareOutputs(TracedOutputs):
             tracing_enabled=engine.output_processor.tracing_enabled,
         )
         self._max_queue_s = max_queue_s
+        self._logs_deltas = logs_deltas
         self._records: WeakKeyDictionary[RequestOutputCollector, RequestRecord]
         self._records = WeakKeyDictionary()
 
@@ -59,6 +61,9 @@ class QueueAwareOutputs(TracedOutputs):
         parts, processor = late_var.get(), state.logprobs_processor
         if parts is not None and processor is not None and processor.prompt_logprobs is not None:
             state.logprobs_processor = LateLogprobs.of(processor, parts)
+        # vLLM's generators write the log of outputs.
+        if record is not None and record.direct.claim() and not self._logs_deltas:
+            push_to(state, record.direct)
 
     def process_outputs(
         self,
@@ -97,7 +102,10 @@ def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
     )
 
 
-def install_output_processor(engine: AsyncLLM, max_queue_s: float) -> None:
-    """Replace a new engine's output processor before its first request."""
+def install_output_processor(engine: AsyncLLM, max_queue_s: float, *, logs_deltas: bool) -> None:
+    """Replace a new engine's output processor before its first request.
+
+    ``logs_deltas``: vLLM logs the text of each answer.
+    """
     assert engine.output_handler is None, "outputs are processed already"
-    engine.output_processor = QueueAwareOutputs(engine, max_queue_s)
+    engine.output_processor = QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas)

@@ -25,6 +25,7 @@ from server.errors import (
     ServerError,
     WebSocketError,
 )
+from server.http.chunk_writer import chunk_extension
 from server.http.connections import Connections, ConnectionSlot
 from server.http.error_responses import raw_error_response
 from server.http.http10 import Http10Connection
@@ -179,6 +180,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._served = cycle
+        cycle.scope["extensions"] = chunk_extension(cycle, self._wire)
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.http.chunk_writer import ChunkWriter, chunk_writer
 from server.request.body import ClientGoneError
 from server.request.deadline import Deadline
 from server.request.record import RequestRecord
@@ -168,18 +169,24 @@ class SseResponse(Response):
         """Send the stream; a disconnect closes its source."""
         async with aclosing(self._frames):
             try:
-                await until_disconnect(receive, self._pump(send), self._record.deadline)
+                pump = self._pump(send, _CountedWriter.of(scope, self._record))
+                await until_disconnect(receive, pump, self._record.deadline)
             except ClientGoneError:
                 self._record.outcome = "aborted"
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, send: Send, writer: _CountedWriter | None) -> None:
+        direct = self._record.direct
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         comments = asyncio.ensure_future(self._keep_alive(send)) if self._keep_alive_s else None
         try:
             async for frame in self._frames:
+                direct.pause()
                 self._record.sent_frames += 1
                 await send(_chunk(frame))
+                if writer is not None:
+                    direct.resume(frame, writer)
         finally:
+            direct.pause()
             if comments is not None:
                 comments.cancel()
                 await asyncio.wait({comments})
@@ -192,6 +199,31 @@ class SseResponse(Response):
             await asyncio.sleep(self._keep_alive_s / 2)
             if self._record.sent_frames == before:
                 await send(_chunk(self._beat))
+
+
+class _CountedWriter:
+    """Writes frames of a stream to its connection and counts them in the request's record."""
+
+    def __init__(self, chunks: ChunkWriter, record: RequestRecord) -> None:
+        self._chunks = chunks
+        self._record = record
+
+    @classmethod
+    def of(cls, scope: Scope, record: RequestRecord) -> _CountedWriter | None:
+        """Return the writer of a request; None where its connection has none."""
+        chunks = chunk_writer(scope)
+        return None if chunks is None else cls(chunks, record)
+
+    @property
+    def is_ready(self) -> bool:
+        """True while the client reads."""
+        return self._chunks.is_ready
+
+    def write(self, frame: bytes) -> None:
+        """Send a frame."""
+        self._record.sent_frames += 1
+        self._record.sent_bytes += len(frame)
+        self._chunks.write(frame)
 
 
 def _chunk(frame: str) -> dict[str, Any]:

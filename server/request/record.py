@@ -15,6 +15,7 @@ from server.request.options.draft_options import DraftOptions
 from server.request.options.tier import EVERY_TIER, Tier, Tiers
 from server.request.route_table import Route
 from server.structured_outputs.constraint import Undeclared
+from server.wire.direct_frames import DirectFrames
 from server.wire.endpoint import JsonObject
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class RequestRecord:
     parts that they do not declare. `failure_frames` makes the frames that end a stream with an
     error, where they depend on the frames sent. `error` is the error that ended the request. `span`
     is the request's, None where none is recorded or it has ended; `trace_headers` name it to the
-    engine.
+    engine. `direct` sends the frames of a stream that differ in their text alone.
     """
 
     route: Route
@@ -132,6 +133,7 @@ class RequestRecord:
     complete: bool = False
     drafts: DraftOptions = field(default_factory=DraftOptions)
     tokens: EngineTokens = field(default_factory=EngineTokens)
+    direct: DirectFrames = field(default_factory=DirectFrames)
 
     def guided_by(self, kind: str) -> None:
         """Set how the answer is guided, unless the request's own constraint has set it."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 
+from server.request.record import record_var
 from server.vllm.streams.stamps import add_prediction_counts
 
 _CHUNK = {"id", "object", "created", "choices", "model"}
@@ -73,10 +74,14 @@ class TextChoice:
 
 
 class ChatMakers:
-    """Replaces vLLM's chat models; called with the same keywords."""
+    """Replaces vLLM's chat models; called with the same keywords.
+
+    ``around``: the JSON of a choice before and after its text.
+    """
 
     def __init__(self, delta: Any, choice: Any, chunk: Any) -> None:
         self._delta, self._choice, self._chunk = delta, choice, chunk
+        self.around = '"delta":{"content":', "}," + _tail(_CHAT_IDLE)
 
     def delta(self, **fields: Any) -> Any:
         """Make a DeltaMessage."""
@@ -103,10 +108,6 @@ class ChatMakers:
         """Make vLLM's own chunk of fields that may hold choices of ours."""
         return self._chunk(**{**fields, "choices": [self._own(c) for c in fields["choices"]]})
 
-    def piece(self, text: str) -> str:
-        """Return the JSON of a choice behind its index."""
-        return f'"delta":{{"content":{text}}},{_CHAT_TAIL}'
-
     def _own(self, choice: Any) -> Any:
         if type(choice) is not TextChoice:
             return choice
@@ -115,10 +116,14 @@ class ChatMakers:
 
 
 class CompletionMakers:
-    """Replaces vLLM's completion models; called with the same keywords."""
+    """Replaces vLLM's completion models; called with the same keywords.
+
+    ``around``: the JSON of a choice before and after its text.
+    """
 
     def __init__(self, choice: Any, chunk: Any) -> None:
         self._choice, self._chunk = choice, chunk
+        self.around = '"text":', "," + _tail(_COMPLETION_IDLE)
 
     def choice(self, **fields: Any) -> Any:
         """Make a CompletionResponseStreamChoice."""
@@ -133,10 +138,6 @@ class CompletionMakers:
     def whole(self, fields: dict[str, Any]) -> Any:
         """Make vLLM's own chunk of fields that may hold choices of ours."""
         return self._chunk(**{**fields, "choices": [self._own(c) for c in fields["choices"]]})
-
-    def piece(self, text: str) -> str:
-        """Return the JSON of a choice behind its index."""
-        return f'"text":{text},{_COMPLETION_TAIL}'
 
     def _own(self, choice: Any) -> Any:
         if type(choice) is not TextChoice:
@@ -157,8 +158,9 @@ def _is_text(fields: dict[str, Any], idle: tuple[str, ...]) -> bool:
 
 
 class _Makers(Protocol):
+    around: tuple[str, str]
+
     def whole(self, fields: dict[str, Any]) -> Any: ...
-    def piece(self, text: str) -> str: ...
 
 
 def _chunk(makers: _Makers, fields: dict[str, Any]) -> Any:
@@ -185,7 +187,10 @@ class TextChunk:
         choice: TextChoice = fields["choices"][0]
         head = _head(fields["id"], fields["object"], fields["created"], fields["model"])
         text = to_json(choice.text).decode()
-        return f"{head}{choice.index},{self._makers.piece(text)}"
+        before, after = self._makers.around
+        if (record := record_var.get()) is not None:
+            record.direct.note_text(text, after)
+        return f"{head}{choice.index},{before}{text}{after}"
 
     def _whole_json(self, options: dict[str, Any]) -> str:
         whole = self._makers.whole(self._fields)
@@ -198,10 +203,6 @@ class TextChunk:
 def _tail(names: tuple[str, ...]) -> str:
     """Return the end of a chunk whose choice is only text: nulls, in the order of vLLM's fields."""
     return ",".join(f'"{name}":null' for name in names) + "}]}"
-
-
-_CHAT_TAIL = _tail(_CHAT_IDLE)
-_COMPLETION_TAIL = _tail(_COMPLETION_IDLE)
 
 
 @lru_cache(maxsize=1024)

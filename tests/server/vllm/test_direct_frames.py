@@ -1,0 +1,358 @@
+"""Pushed frames are the bytes that vLLM's generators make, in their order, with the same usage."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion import serving as chat_serving
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion import serving as completion_serving
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.parser import ParserManager
+from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.metrics.stats import IterationStats
+
+from server.engine.direct_outputs import DirectState
+from server.engine.outputs import QueueAwareOutputs
+from server.http.streaming import HeldStream, SseResponse
+from server.request.record import RequestRecord, record_var
+from server.request.route_table import route_of
+from server.vllm.serving import adapted
+from server.vllm.streams import text_chunks
+from server.vllm.streams.stamps import stamped_frames
+from server.vllm.tools.parser import object_call_parser
+from server.wire.direct_frames import DirectFrames
+from server.wire.endpoint import Endpoint
+from tests.checkpoints import CheckpointCache
+
+pytestmark = pytest.mark.engine
+
+TIMEOUT_S = 20
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+STAMP = {"service_tier": "flex"}
+
+
+@pytest.fixture(autouse=True)
+def _makers() -> None:
+    text_chunks.install_chat()
+    text_chunks.install_completion()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoints: CheckpointCache) -> Any:
+    return get_tokenizer(str(checkpoints("llama", dtype="float32")))
+
+
+class Writer:
+    """The connection: bytes of both ways in the order in which they were sent."""
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+        self.sent = b""
+        self.pushed = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready()
+
+    def write(self, frame: bytes) -> None:
+        self.sent += frame
+        self.pushed += 1
+
+    async def send(self, message: Any) -> None:
+        await asyncio.sleep(0)
+        self.sent += message.get("body", b"")
+
+
+class Played:
+    """One stream of an engine whose tokens are given."""
+
+    def __init__(self, tokenizer: Any, ready: Callable[[], bool]) -> None:
+        engine = SimpleNamespace(
+            renderer=SimpleNamespace(tokenizer=tokenizer),
+            log_stats=True,
+            scheduler_config=SimpleNamespace(stream_interval=1),
+            output_processor=SimpleNamespace(tracing_enabled=False),
+        )
+        made: Any = engine
+        self.outputs = QueueAwareOutputs(made, 0.0, logs_deltas=False)
+        self.writer = Writer(ready)
+        self.record = RequestRecord(route_of("/v1/completions"), "POST", time.perf_counter())
+        self._tokenizer = tokenizer
+
+    def add(self, name: str = "1", **sampling: Any) -> RequestOutputCollector:
+        params = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling)
+        request = EngineCoreRequest(
+            request_id=name,
+            external_req_id=name,
+            prompt_token_ids=[5, 6, 7],
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        queue = RequestOutputCollector(RequestOutputKind.DELTA, name)
+        self.outputs.add_request(request, "a prompt", queue=queue)
+        return queue
+
+    async def play(
+        self, frames: AsyncGenerator[str, None], steps: list[list[int]], pauses: Callable[[], int]
+    ) -> str:
+        """Return all that was sent; `pauses` gives turns of the event loop after each step."""
+        whole = stamped_frames(Endpoint.CHAT, frames, STAMP, self.record)
+        response = SseResponse(HeldStream([], None, whole), self.record)
+        scope: Any = {"extensions": {"rbln_serve.chunks": {"writer": self.writer}}}
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        answer = asyncio.ensure_future(response(scope, receive, self.writer.send))
+        for number, tokens in enumerate(steps):
+            last = number == len(steps) - 1
+            self.step(tokens, FinishReason.LENGTH if last else None)
+            for _ in range(pauses()):
+                await asyncio.sleep(0)
+        await asyncio.wait_for(answer, TIMEOUT_S)
+        return self.writer.sent.decode()
+
+    def step(self, tokens: list[int], reason: FinishReason | None = None) -> None:
+        output = EngineCoreOutput(request_id="1", new_token_ids=tokens, finish_reason=reason)
+        self.outputs.process_outputs([output], time.time(), IterationStats())
+
+
+async def outputs_of(queue: RequestOutputCollector) -> AsyncGenerator[Any, None]:
+    finished = False
+    while not finished:
+        output: Any = queue.get_nowait() or await queue.get()
+        finished = output.finished
+        yield output
+
+
+async def numbered(outputs: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async with aclosing(outputs):
+        async for output in outputs:
+            yield 0, output
+
+
+def bare(serving: Any) -> Any:
+    made = serving.__new__(serving)
+    made.parser_cls = made.parser = made.request_logger = made.system_fingerprint = None
+    made.enable_force_include_usage = made.use_harmony = made.enable_log_outputs = False
+    made.enable_prompt_tokens_details = made.enable_per_request_metrics = False
+    made.response_role = "assistant"
+    made._include_reasoning_tokens_details = False
+    return adapted(made)
+
+
+def chat(queue: RequestOutputCollector, tokenizer: Any, **fields: Any) -> Any:
+    request = ChatCompletionRequest(messages=HI, model="m", stream=True, **fields)
+    return bare(chat_serving.OpenAIServingChat).chat_completion_stream_generator(
+        request, outputs_of(queue), "chatcmpl-é", "m", [], tokenizer, SimpleNamespace()
+    )
+
+
+def parsed_chat(queue: RequestOutputCollector, tokenizer: Any, **fields: Any) -> Any:
+    """The default server's chat, whose parser has work where there are tools alone."""
+    request = ChatCompletionRequest(messages=HI, model="m", stream=True, **fields)
+    serving = bare(chat_serving.OpenAIServingChat)
+    parser: Any = ParserManager.get_parser("hermes", None, enable_auto_tools=True)
+    serving.parser_cls, serving.model_config = object_call_parser(parser), None
+    return serving.chat_completion_stream_generator(
+        *(request, outputs_of(queue), "chatcmpl-é", "m", request.messages, tokenizer),
+        SimpleNamespace(),
+    )
+
+
+def completion(queue: RequestOutputCollector, tokenizer: Any, **fields: Any) -> Any:
+    request = CompletionRequest(prompt="hi", model="m", stream=True, **fields)
+    return bare(completion_serving.OpenAIServingCompletion).completion_stream_generator(
+        *(request, [], numbered(outputs_of(queue)), "cmpl-é", 1, "m", 1, tokenizer),
+        SimpleNamespace(),
+    )
+
+
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+@pytest.fixture(autouse=True)
+def _one_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000)
+
+
+async def frames_of(
+    tokenizer: Any,
+    make: Callable[..., Any],
+    steps: list[list[int]],
+    fields: dict[str, Any],
+    sampling: dict[str, Any],
+    ready: Callable[[], bool],
+    pauses: Callable[[], int] = lambda: 60,
+) -> tuple[str, Played]:
+    played = Played(tokenizer, ready)
+    token = record_var.set(played.record)
+    try:
+        frames = make(played.add(**sampling), tokenizer, **fields)
+        return await played.play(frames, steps, pauses), played
+    finally:
+        record_var.reset(token)
+
+
+def random_steps(tokenizer: Any, rng: random.Random) -> list[list[int]]:
+    """One token per step, now and then several or an empty text: bytes of characters among them."""
+    size = len(tokenizer)
+    texts = ['"quoted" \\ back', "漢字🙂é", "\u2028</script>\x00\x1f", "word " * 3]
+    tokens = [token for text in texts for token in tokenizer.encode(text)]
+    tokens += [rng.randrange(size) for _ in range(200)]
+    rng.shuffle(tokens)
+    steps = []
+    while tokens:
+        count = 3 if rng.random() < 0.1 else 1
+        steps.append(tokens[:count])
+        tokens = tokens[count:]
+    return steps
+
+
+@pytest.mark.parametrize("make", [chat, parsed_chat, completion])
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [({}, {}), (USAGE, {}), (USAGE, {"stop": ["never in it", "zq"]})],
+    ids=["plain", "usage", "stop"],
+)
+async def test_pushed_frames_are_those_of_the_generators(
+    tokenizer: Any, make: Any, fields: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    steps = random_steps(tokenizer, random.Random(make.__name__))
+    args = (tokenizer, make, steps, fields, {"max_tokens": 1000, **sampling})
+    theirs, none = await frames_of(*args, lambda: False)
+    ours, pushed = await frames_of(*args, lambda: True)
+    assert ours == theirs
+    assert none.writer.pushed == 0
+    # All but the first text, from which the others are learned, the end and empty texts.
+    assert pushed.writer.pushed >= sum(map(bool, texts_of(ours))) - 3
+    assert pushed.record.sent_frames == none.record.sent_frames
+    if fields:
+        usage = json.loads(ours.split("data: ")[-2])["usage"]
+        assert usage["completion_tokens"] == sum(map(len, steps))
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+async def test_a_slow_client_gets_the_same_text_and_usage(tokenizer: Any, make: Any) -> None:
+    rng = random.Random(7)
+    steps = random_steps(tokenizer, rng)
+    args = (tokenizer, make, steps, USAGE, {"max_tokens": 1000})
+    theirs, _ = await frames_of(*args, lambda: False)
+    ours, played = await frames_of(
+        *args, lambda: rng.random() < 0.5, lambda: rng.choice((0, 0, 1, 3, 60))
+    )
+    assert 20 < played.writer.pushed < sum(map(bool, texts_of(theirs))) - 3
+    # Frames that waited are merged, as vLLM merges them.
+    assert "".join(texts_of(ours)) == "".join(texts_of(theirs))
+    assert ours.split("data: ")[-2:] == theirs.split("data: ")[-2:]
+
+
+def texts_of(sent: str) -> list[str]:
+    return [
+        choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        for choice in _choices(sent)
+    ]
+
+
+def _choices(sent: str) -> Iterator[dict[str, Any]]:
+    for frame in sent.split("\n\n"):
+        data = frame.removeprefix("data: ")
+        if data not in ("", "[DONE]"):
+            yield from json.loads(data)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "sampling"),
+    [
+        (chat, {}, {"logprobs": 1}),
+        (chat, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, {}),
+        (chat, {"return_token_ids": True}, {}),
+        (completion, {"return_token_ids": True}, {}),
+        (completion, {}, {"stream_interval": 2}),
+        (parsed_chat, {"tools": [TOOL]}, {}),
+        (parsed_chat, {"tools": [TOOL], "echo": True, "add_generation_prompt": False}, {}),
+    ],
+    ids=["logprobs", "usages", "chat's ids", "completion's ids", "interval", "tools", "echo"],
+)
+async def test_streams_with_more_than_text_are_not_pushed(
+    tokenizer: Any, make: Any, fields: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    steps = [[10 + number] for number in range(12)]
+    _, played = await frames_of(
+        *(tokenizer, make, steps, fields, {"max_tokens": 100, **sampling}), lambda: True
+    )
+    assert played.writer.pushed == 0
+
+
+async def test_two_requests_of_one_stream_are_not_pushed(tokenizer: Any) -> None:
+    played = Played(tokenizer, lambda: True)
+    token = record_var.set(played.record)
+    try:
+        frames = completion(played.add(max_tokens=100), tokenizer)
+        played.add("2", max_tokens=100)
+        await played.play(frames, [[10 + n] for n in range(12)], lambda: 60)
+    finally:
+        record_var.reset(token)
+    assert played.writer.pushed == 0
+
+
+async def test_nothing_is_pushed_after_the_client_has_gone(tokenizer: Any) -> None:
+    played = Played(tokenizer, lambda: True)
+    token = record_var.set(played.record)
+    try:
+        frames = completion(played.add(max_tokens=100), tokenizer)
+    finally:
+        record_var.reset(token)
+    gone = asyncio.Event()
+
+    async def receive() -> Any:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    response = SseResponse(HeldStream([], None, frames), played.record)
+    scope: Any = {"extensions": {"rbln_serve.chunks": {"writer": played.writer}}}
+    record_var.set(played.record)
+    answer = asyncio.ensure_future(response(scope, receive, played.writer.send))
+    for number in range(8):
+        played.step([10 + number])
+        await asyncio.sleep(0.001)
+    assert played.writer.pushed
+    gone.set()
+    await asyncio.wait_for(answer, TIMEOUT_S)
+    sent = played.writer.sent
+    assert isinstance(played.outputs.request_states["1"], DirectState)
+    played.step([30])
+    assert played.writer.sent == sent
+    assert played.record.outcome == "aborted"
+
+
+def test_frames_of_other_forms_are_not_learned() -> None:
+    for frame, is_learned in (
+        ('data: {"text":"a","end":1}\n\n', True),
+        ('data: {"text":"a","end":1,"more":2}\n\n', False),
+        ('event: delta\ndata: {"delta":"a"}\n\n', False),
+    ):
+        direct = DirectFrames()
+        assert direct.claim()
+        direct.note_text('"a"', ',"end":1}')
+        direct.resume(frame, Writer(lambda: True))
+        assert direct.is_open is is_learned
