@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
+import upstream_page
 from errors_page import ERROR_HEADER, ERRORS_BEGIN, between, error_rows
 from fields_page import FIELD_HEADER, field_tables
 from models_page import HEADER, conditions, family_rows, load_results, refusal_rows
@@ -36,7 +37,6 @@ from pydantic import SecretStr
 from results_page import RESULT_BLOCKS, RESULT_HEADER, result_rows
 from routes_page import ROUTE_LIST_HEADER, ROUTES_LIST_BEGIN, route_list_rows
 from targets_page import README_BEGIN, curves_blocks, readme_blocks, targets_blocks
-from upstream_page import FLAG_HEADER, ROUTE_HEADER, absent_route_rows, refused_flag_rows
 
 from rbln_backend.config import GRAPH, RblnConfig
 from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
@@ -288,9 +288,11 @@ def vllm_serve_page() -> str:
         "A refused flag ends the start with exit code 2, an absent route answers 404 "
         "`route_not_found`.",
         "## Absent routes",
-        _table(ROUTE_HEADER, absent_route_rows()),
+        _table(upstream_page.ROUTE_HEADER, upstream_page.absent_route_rows()),
+        "## Flags with another name or nothing to do",
+        _table(upstream_page.ACCEPTED_HEADER, upstream_page.accepted_flag_rows()),
         "## Refused flags",
-        _table(FLAG_HEADER, refused_flag_rows()),
+        _table(upstream_page.FLAG_HEADER, upstream_page.refused_flag_rows()),
         "Settings of the same name in both (`--host`, `--api-key`, `--ssl-keyfile` and others) are "
         "in [configuration.md](configuration.md#server). What the engine refuses, such as "
         "`--enforce-eager`, is in [documents.md](documents.md) and "

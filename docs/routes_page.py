@@ -36,8 +36,9 @@ _PURPOSES: dict[str, tuple[str, ...]] = {
     ),
     "takes the server out of service, and back": ("/admin",),
     "profile of the engine's steps, as in vLLM": ("/start_profile", "/stop_profile"),
-    "probes": ("/livez", "/readyz", "/startupz", "/health"),
-    "operation": ("/metrics", "/version", "/v1/server_info", "/openapi.json"),
+    "[empties the prefix cache](#the-prefix-cache), as in vLLM": ("/reset_prefix_cache",),
+    "probes": ("/livez", "/readyz", "/startupz", "/health", "/ping"),
+    "operation": ("/metrics", "/version", "/load", "/v1/server_info", "/openapi.json"),
     "[the console](console.md), at `GET /`": ("/console",),
 }
 _CONSOLE = "/"

@@ -11,10 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from server.request.route_table import ROUTES
-from server.vllm.refused_flags import REFUSED_FLAGS
+from server.vllm.refused_flags import FULFILLED_FLAGS, REFUSED_FLAGS, RENAMED_FLAGS
 
 ROUTE_HEADER = ("Routes of `vllm serve`", "vLLM offers them", "Here")
 FLAG_HEADER = ("Flags", "Why they are refused")
+ACCEPTED_HEADER = ("Flag", "Here")
 
 _METHODS = {"get", "post", "put", "delete", "websocket"}
 # Folder or file below vllm/entrypoints: when vLLM offers its routes, and what to use here.
@@ -29,16 +30,15 @@ _FAMILIES: dict[str, tuple[str, str]] = {
         "`/tokenize` returns the token ids of a chat",
     ),
     "scale_out/token_in_token_out": ("with `--enable-scale-out`", "none"),
-    "serve/dev/cache": ("with `VLLM_SERVER_DEV_MODE=1`", "none; a restart empties the cache"),
+    "serve/dev/cache": ("with `VLLM_SERVER_DEV_MODE=1`", "none; models take no images"),
     "serve/dev/rlhf": ("with `VLLM_SERVER_DEV_MODE=1`", "none; weights are loaded at start"),
     "serve/dev/rpc": ("with `VLLM_SERVER_DEV_MODE=1`", "none"),
     "serve/dev/server_info": ("with `VLLM_SERVER_DEV_MODE=1`", "`/v1/server_info`"),
     "serve/dev/sleep": ("with `VLLM_SERVER_DEV_MODE=1`", "none; see `/admin/drain`"),
     "serve/elastic_ep": ("always", "none; ranks are set at start"),
     "serve/fault_tolerance": ("with `--enable-fault-tolerance`", "none"),
-    "serve/instrumentator/basic": ("always", "`rbln_admission_in_flight` in `/metrics`"),
     "serve/instrumentator/offline_docs": ("with `--enable-offline-docs`", "`/openapi.json`"),
-    "serve/sagemaker": ("always", "`/health`, and the route of each API"),
+    "serve/sagemaker": ("always", "the route of each API"),
     "serve/tokenize": ("with `--enable-tokenizer-info-endpoint`", "none"),
     "speech_to_text": ("for models of speech", "none; such models are refused"),
 }
@@ -67,9 +67,22 @@ def refused_flag_rows() -> Iterable[tuple[str, ...]]:
     """Yield the refused flags of each reason."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in REFUSED_FLAGS.items():
-        by_reason.setdefault(reason, []).append("`--" + name.replace("_", "-") + "`")
+        by_reason.setdefault(reason, []).append(_flag(name))
     for reason, flags in by_reason.items():
         yield ", ".join(flags), reason
+
+
+def accepted_flag_rows() -> Iterable[tuple[str, ...]]:
+    """Yield the flags that are renamed or need no setting here."""
+    for name, own in RENAMED_FLAGS.items():
+        yield _flag(name), _flag(own)
+    for name, effect in FULFILLED_FLAGS.items():
+        yield _flag(name), effect
+    yield "`--api-server-count 1`", "one HTTP process, as always; other numbers are refused"
+
+
+def _flag(name: str) -> str:
+    return "`--" + name.replace("_", "-") + "`"
 
 
 def _upstream_routes() -> Iterable[tuple[str, str]]:

@@ -37,7 +37,7 @@ from server.observability.traffic import read_traffic
 from server.request.body import CLIENT_GONE, ClientGoneError
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
-from server.routes.admin import admin_router, profile_router
+from server.routes.admin import admin_router, cache_router, profile_router
 from server.routes.batches import batches_router
 from server.routes.console import console_router
 from server.routes.files import files_router
@@ -130,8 +130,9 @@ def _add_stored_work(app: FastAPI, storage: StorageServices, settings: ServerSet
 def _add_operation(
     app: FastAPI, settings: ServerSettings, lifecycle: Lifecycle, frontend: Callable[[], Frontend]
 ) -> None:
-    """Add the routes of administration, of profiles and of the console."""
+    """Add the routes of administration, of the prefix cache, of profiles and of the console."""
     app.include_router(admin_router(settings, lifecycle))
+    app.include_router(cache_router(frontend))
     app.include_router(profile_router(frontend))
     if settings.console:
         app.include_router(console_router())

@@ -148,6 +148,13 @@ class Frontend(Protocol):
         """
         ...
 
+    async def reset_prefix_cache(self, *, preempt: bool) -> bool:
+        """Forget the KV of all prompts; return False if requests hold blocks.
+
+        With `preempt` these requests are preempted, and compute their prompts again.
+        """
+        ...
+
     async def models(self) -> list[JsonObject]:
         """Return the served models as OpenAI's model objects."""
         ...

@@ -76,10 +76,10 @@ _RESPONSES = "/v1/responses/"
 _MESSAGES = "/v1/messages/batches/"
 
 ROUTES: tuple[Route, ...] = (
-    *(Route(p, Scope.PROBE, False) for p in ("/livez", "/readyz", "/startupz", "/health")),
+    *(Route(p, Scope.PROBE, False) for p in ("/livez", "/readyz", "/startupz", "/health", "/ping")),
     Route("/", Scope.PAGE, gated=False),
     Route("/console/{file}", Scope.PAGE, gated=False, prefix="/console/"),
-    *(Route(path, Scope.METRICS, gated=False) for path in ("/metrics", "/version")),
+    *(Route(path, Scope.METRICS, gated=False) for path in ("/metrics", "/version", "/load")),
     *(Route(path, Scope.API, gated=False) for path in ("/v1/server_info", "/openapi.json")),
     Route("/v1/server_info/history", Scope.API, gated=False),
     *(Route(endpoint.value, Scope.API, admitted=True) for endpoint in Endpoint),
@@ -112,6 +112,7 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/unload_lora_adapter", Scope.ADAPTERS),
     Route("/admin/drain", Scope.ADMIN, gated=False),
     Route("/admin/undrain", Scope.ADMIN, gated=False),
+    Route("/reset_prefix_cache", Scope.ADMIN),
     Route("/start_profile", Scope.ADMIN),
     Route("/stop_profile", Scope.ADMIN),
 )

@@ -1,10 +1,11 @@
-"""Operators' controls: `/admin` drains and resumes the server; profiles of the engine."""
+"""Operators' controls: `/admin` drains and resumes the server; prefix cache and profiles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,6 +25,15 @@ from server.wire.endpoint import JsonObject
 
 _REASON = "POST /admin/drain"
 _MAX_WAIT_S = 3600.0
+_SWITCHES = ("true", "false")
+_PREEMPTS = Query(
+    description="`true` preempts the running requests; they compute their prompts again.",
+    json_schema_extra={"enum": list(_SWITCHES)},
+)
+_EXTERNAL = Query(
+    description="vLLM's parameter; only `false`, as there is no external KV cache.",
+    json_schema_extra={"enum": ["false"]},
+)
 
 
 class DrainBody(BaseModel):
@@ -66,6 +76,36 @@ def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
         """Accept requests again after /admin/drain."""
         lifecycle.take_drain_back()
         return JSONResponse(lifecycle.status())
+
+    return router
+
+
+def cache_router(frontend: Callable[[], Frontend]) -> APIRouter:
+    """Return vLLM's route that empties the prefix cache."""
+    router = APIRouter(route_class=DescribedRoute)
+
+    @router.post("/reset_prefix_cache", responses=failing(InvalidValueError))
+    async def reset_prefix_cache(
+        reset_running_requests: Annotated[str, _PREEMPTS] = "false",
+        reset_external: Annotated[str, _EXTERNAL] = "false",
+    ) -> dict[str, bool]:
+        """Forget the KV of all prompts; `success` is false while requests hold blocks."""
+        given = {
+            "reset_running_requests": reset_running_requests,
+            "reset_external": reset_external,
+        }
+        for name, value in given.items():
+            if value not in _SWITCHES:
+                raise InvalidValueError(
+                    f"{name!r} must be true or false, got {describe(value)}.", param=name
+                )
+        if reset_external == "true":
+            raise InvalidValueError(
+                "'reset_external' must be false: this server has no external KV cache.",
+                param="reset_external",
+            )
+        preempts = reset_running_requests == "true"
+        return {"success": await frontend().reset_prefix_cache(preempt=preempts)}
 
     return router
 

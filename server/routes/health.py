@@ -2,7 +2,7 @@
 
 `/livez` fails only if a restart would help; `/readyz` is 200 while new requests are accepted;
 `/startupz` is 200 once the service has been ready; `/health` is vLLM's probe: 200 while the engine
-can answer, 503 during start-up and after an engine failure.
+can answer, 503 during start-up and after an engine failure; `/ping` is the same.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ def health_router(lifecycle: Lifecycle, versions: Mapping[str, str]) -> APIRoute
     async def health() -> Response:
         """vLLM's health check: 200 while the engine can answer."""
         return Response(status_code=200 if lifecycle.phase is ServicePhase.READY else 503)
+
+    @router.get("/ping", response_class=Response, responses={503: {}})
+    @router.post("/ping", response_class=Response, responses={503: {}})
+    async def ping() -> Response:
+        """The health check of SageMaker and of other hosts of containers: as `/health`."""
+        return await health()
 
     @router.get("/version", response_model=Mapping[str, str])
     async def version() -> JSONResponse:

@@ -1,4 +1,4 @@
-"""`/metrics`: the server's, vLLM's and the engine processes' metrics on one page."""
+"""`/metrics`: the server's, vLLM's and the engine processes' metrics on one page; `/load`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def metrics_router(
     advice: BucketAdvice,
     storage: StorageServices,
 ) -> APIRouter:
-    """Return the route of the metrics page."""
+    """Return the routes of the metrics page and of the load."""
     router = APIRouter(route_class=DescribedRoute)
     one_at_a_time = asyncio.Lock()
 
@@ -53,5 +53,10 @@ def metrics_router(
             # Takes many milliseconds, so it runs in a thread.
             text = await asyncio.to_thread(metrics.render)
         return Response(text, media_type=CONTENT_TYPE)
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        """Return the number of requests in flight, as vLLM's `server_load`."""
+        return {"server_load": lifecycle.in_flight}
 
     return router

@@ -31,7 +31,7 @@ from rbln_backend.api.settings import hub_settings, resolve
 from rbln_backend.errors import CheckpointError, ConfigError
 from server.frontend import LaunchError
 from server.settings import ServerSettings
-from server.vllm.refused_flags import REFUSED_FLAGS
+from server.vllm.refused_flags import FULFILLED_FLAGS, FULFILLED_VALUES, REFUSED_FLAGS
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,9 @@ _SHARED = (
 _COMPILATION_FLAGS = ("--compilation-config", "-cc", "-O")
 _COMPILATION_KEYS = {"level": "mode", "candidate_compile_sizes": "compile_sizes"}
 """Compilation fields of early vLLM documents, and their current names."""
+
+_UVICORN_LEVELS = {"trace": 5}
+"""Levels of uvicorn that `logging` does not have."""
 
 _KEEP_ALIVE_S = 15
 """Proxies close silent connections after 30 seconds at the earliest."""
@@ -76,7 +79,8 @@ def parse_arguments(
     _check_chat_template(args.chat_template)
     _check_adapter_flags(args, settings)
     for name, reason in REFUSED_FLAGS.items():
-        if getattr(args, name, None) != parser.get_default(name):
+        given = getattr(args, name, None)
+        if given != parser.get_default(name) and given not in FULFILLED_VALUES.get(name, ()):
             flag = "--" + name.replace("_", "-")
             raise LaunchError(f"{flag} cannot be used: {reason}", exit_code=2)
     _refuse_abbreviations(args, parser, settings)
@@ -86,6 +90,7 @@ def parse_arguments(
             "opentelemetry-exporter-otlp, which are not installed",
             exit_code=2,
         )
+    _fulfil(args, parser)
     args.host, args.port = settings.host, settings.port
     return args
 
@@ -241,6 +246,17 @@ def _refuse_abbreviations(
         if untouched and getattr(args, name, None) != parser.get_default(name):
             flag = "--" + name.replace("_", "-")
             raise LaunchError(f"{flag} must be written in full", exit_code=2)
+
+
+def _fulfil(args: Namespace, parser: FlexibleArgumentParser) -> None:
+    """Log the flags that need no setting here, and set the level of uvicorn's log."""
+    for name, effect in FULFILLED_FLAGS.items():
+        given = getattr(args, name)
+        if given == parser.get_default(name):
+            continue
+        logger.info("--%s: %s", name.replace("_", "-"), effect)
+        if name == "uvicorn_log_level":
+            logging.getLogger("uvicorn").setLevel(_UVICORN_LEVELS.get(given, given.upper()))
 
 
 def print_help(topic: str) -> None:

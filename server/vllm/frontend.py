@@ -215,6 +215,10 @@ class VllmFrontend:
             closed=self._policy == "reject",
         )
 
+    async def reset_prefix_cache(self, *, preempt: bool) -> bool:
+        """Forget the KV of all prompts; see `server.frontend.Frontend`."""
+        return await self._engine.reset_prefix_cache(reset_running_requests=preempt)
+
     async def models(self) -> list[JsonObject]:
         """Return the served models and adapters as OpenAI's model objects."""
         served = await self._models.show_available_models()

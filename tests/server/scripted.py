@@ -64,6 +64,7 @@ class ScriptedFrontend:
     keep_alive_s: float = 0.0
     tracing: Tracing | None = None
     profiler: ScriptedProfiler | None = None
+    resets: list[bool] = field(default_factory=list)
     max_json_depth: int = 64
     tools: ToolSupport = SHOWN
 
@@ -74,6 +75,10 @@ class ScriptedFrontend:
     def schemas(self) -> WireSchemas:
         schema = {Endpoint.CHAT: {"type": "object"}}
         return WireSchemas(requests=schema, answers=schema, definitions={}, streaming=set(schema))
+
+    async def reset_prefix_cache(self, *, preempt: bool) -> bool:
+        self.resets.append(preempt)
+        return preempt
 
     async def models(self) -> list[JsonObject]:
         return [{"id": "scripted", "object": "model"}]

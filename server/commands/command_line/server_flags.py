@@ -15,6 +15,7 @@ from server.commands.command_line.flag_names import (
 from server.commands.command_line.setting_flags import add_setting_flags
 from server.observability.logging import configure
 from server.settings import ServerSettings, SettingsError, load_settings
+from server.vllm.refused_flags import RENAMED_FLAGS
 
 PROG = "rbln-serve"
 _ABOUT = {
@@ -35,6 +36,12 @@ _SHARED_WITH_VLLM = (
     "enable_ssl_refresh",
     *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
 )
+
+
+_BY_THEIR_NAME = {
+    f"--{theirs}".replace("_", "-"): f"--{own}".replace("_", "-")
+    for theirs, own in RENAMED_FLAGS.items()
+}
 
 
 def server_parser(command: str) -> argparse.ArgumentParser:
@@ -125,13 +132,14 @@ def config_file(argv: Sequence[str]) -> dict[str, object]:
 
     content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     named = {str(key).replace("-", "_"): value for key, value in content.items()}
-    return {name: named[name] for name in _SHARED_WITH_VLLM if name in named}
+    ours = {name: named[name] for name in _SHARED_WITH_VLLM if name in named}
+    return ours | {own: named[name] for name, own in RENAMED_FLAGS.items() if name in named}
 
 
 def _dashed(word: str) -> str:
-    """Return one of our flags with dashes; vLLM also accepts `--api_key`."""
+    """Return one of our flags with dashes and by our name; vLLM also accepts `--api_key`."""
     flag, equals, value = word.partition("=")
-    spelt = flag.replace("_", "-")
+    spelt = _BY_THEIR_NAME.get(flag.replace("_", "-"), flag.replace("_", "-"))
     name = spelt.removeprefix("--no-").removeprefix("--").replace("-", "_")
     known = flag.startswith("--") and name in ServerSettings.model_fields
     return f"{spelt}{equals}{value}" if known else word

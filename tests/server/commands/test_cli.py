@@ -210,3 +210,18 @@ def test_the_config_file_of_vllm_may_hold_the_address(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("port: 1234\nssl-keyfile: k\nmax-model-len: 5\n")
     assert config_file(["m", "--config", str(path)]) == {"port": 1234, "ssl_keyfile": "k"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--shutdown-timeout", "90"], ["--shutdown_timeout=90"], ["--config", "{}"]],
+    ids=["flag", "underscores", "file"],
+)
+def test_vllms_names_of_our_settings_are_read(words: list[str], tmp_path: Path) -> None:
+    from server.commands.command_line.server_flags import model_flags
+
+    path = tmp_path / "serve.yaml"
+    path.write_text("shutdown-timeout: 90\nh11-max-incomplete-event-size: 2048\n")
+    _, settings = model_flags(["m", *(word.format(path) for word in words)])
+    assert settings.drain_timeout_s == 90
+    assert settings.max_header_bytes == (2048 if "--config" in words else 65536)

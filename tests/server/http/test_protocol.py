@@ -18,7 +18,7 @@ from tests.server.scripted import Running, ScriptedLauncher, running
 CHAT = "/v1/chat/completions"
 STREAM = {"do": "wait", "stream": True}
 COMMENT = ": keep-alive"
-PROBES = ("/livez", "/readyz", "/startupz", "/health")
+PROBES = ("/livez", "/readyz", "/startupz", "/health", "/ping")
 
 
 async def lines_of(service: Running, seconds: float) -> list[str]:

@@ -361,3 +361,16 @@ def test_an_answer_can_be_sent_back_as_it_is(server: RealServer) -> None:
     response = client.responses.create(model="tiny", input="hi", max_output_tokens=3)
     items: list[Any] = [USER, *response.output, USER]
     assert client.responses.create(model="tiny", input=items, max_output_tokens=3).output
+
+
+def test_a_real_engine_forgets_its_prompts(server: RealServer) -> None:
+    body = {"model": "tiny", "prompt": "one two three four " * 20, "max_tokens": 2}
+
+    def cached() -> int:
+        usage = server.client.post("/v1/completions", json=body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    cached()
+    assert cached() > 0
+    assert server.client.post("/reset_prefix_cache").json() == {"success": True}
+    assert cached() == 0

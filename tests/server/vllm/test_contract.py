@@ -6,12 +6,15 @@ A failure here means that the vLLM pin moved: read what changed before adapting 
 from __future__ import annotations
 
 import inspect
+import logging
 import multiprocessing
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+
+from tests.checkpoints import CheckpointCache
 
 pytestmark = pytest.mark.engine
 
@@ -144,10 +147,18 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from server.settings import ServerSettings
-    from server.vllm.refused_flags import REFUSED_FLAGS
+    from server.vllm.refused_flags import (
+        FULFILLED_FLAGS,
+        FULFILLED_VALUES,
+        REFUSED_FLAGS,
+        RENAMED_FLAGS,
+    )
 
     theirs = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
-    assert set(REFUSED_FLAGS) <= theirs
+    assert {*REFUSED_FLAGS, *RENAMED_FLAGS, *FULFILLED_FLAGS} <= theirs
+    assert not REFUSED_FLAGS.keys() & {*RENAMED_FLAGS, *FULFILLED_FLAGS}
+    assert FULFILLED_VALUES.keys() <= REFUSED_FLAGS.keys()
+    assert set(RENAMED_FLAGS.values()) <= set(ServerSettings.model_fields)
     assert {"numa_bind", "lora_modules", "otlp_traces_endpoint", "load_format"} <= theirs
     ours = set(ServerSettings.model_fields)
     assert not ours & set(AsyncEngineArgs.__dataclass_fields__)
@@ -162,7 +173,7 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["m", "--uvicorn-log-level", "debug"], "--uvicorn-log-level cannot be used"),
+        (["m", "--h11-max-header-count", "9"], "cannot be used: --max-header-bytes bounds"),
         (["m", "--enable-prompt-embeds"], "--enable-prompt-embeds cannot be used: prompts are"),
         (["m", "--api-server-count", "2"], "--api-server-count cannot be used"),
         (["m", "--no-such-flag"], "command line is wrong"),
@@ -182,6 +193,26 @@ def test_flags_that_cannot_be_honoured_are_refused(argv: list[str], words: str) 
         parse_arguments(argv, ServerSettings())
     assert caught.value.exit_code == 2
     assert words in str(caught.value)
+
+
+def test_flags_of_manifests_for_vllm_are_accepted(
+    checkpoints: CheckpointCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    from server.settings import ServerSettings
+    from server.vllm.flags import parse_arguments
+
+    level = logging.getLogger("uvicorn").level
+    words = (
+        "--disable-uvicorn-access-log --disable-access-log-for-endpoints /health,/metrics "
+        "--uvicorn-log-level error --enable-server-load-tracking --api-server-count 1"
+    )
+    try:
+        with caplog.at_level(logging.INFO):
+            parse_arguments([str(checkpoints("llama")), *words.split()], ServerSettings())
+        assert logging.getLogger("uvicorn").level == logging.ERROR
+    finally:
+        logging.getLogger("uvicorn").setLevel(level)
+    assert "--disable-access-log-for-endpoints: there is no access log" in caplog.text
 
 
 def test_vllm_starts_engines_the_way_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
