@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.schemas.sides import SIDES, RefusedSchemaError, end_token, tokenizer, warm_up
+from benchmarks.schemas.undeclared import without_undeclared
 
 COMPILE_LIMIT_S = 30.0
 """Seconds for a schema and its instances; one that takes longer counts as refused."""
@@ -28,11 +29,16 @@ class SchemaCase:
 
 @dataclass(slots=True)
 class Judgement:
-    """Result of one side on one schema; processor times in seconds, `refused` is the reason."""
+    """Result of one side on one schema; processor times in seconds, `refused` is the reason.
+
+    `undeclared_refused` of the `valid_refused` instances are accepted without their undeclared
+    properties.
+    """
 
     name: str
     refused: str | None = None
     valid_refused: int = 0
+    undeclared_refused: int = 0
     invalid_accepted: int = 0
     compile_s: float = 0.0
     masks: int = 0
@@ -44,6 +50,11 @@ class Judgement:
         self.masks += 1
         self.masks_s += seconds
         self.worst_mask_s = max(self.worst_mask_s, seconds)
+
+    @property
+    def only_undeclared(self) -> bool:
+        """True if instances are refused for their undeclared properties only."""
+        return 0 < self.valid_refused == self.undeclared_refused
 
     @property
     def passes(self) -> bool:
@@ -69,14 +80,22 @@ def judge(side: str, case: SchemaCase) -> Judgement:
         return found
     found.compile_s = time.process_time() - begin
     for number, test in enumerate(case.tests):
-        text = json.dumps(test["data"], ensure_ascii=False)
-        tokens = [*tokenizer()(text, add_special_tokens=False).input_ids, end_token()]
-        accepted = _walked(walk if number == 0 else compile_(case.schema), tokens, found.add_mask)
+        first = walk if number == 0 else compile_(case.schema)
+        accepted = _walked(first, _tokens(test["data"]), found.add_mask)
         if test["valid"] and not accepted:
             found.valid_refused += 1
+            less = without_undeclared(case.schema, test["data"])
+            if less != test["data"]:
+                walk = compile_(case.schema)
+                found.undeclared_refused += _walked(walk, _tokens(less), lambda _: None)
         elif accepted and not test["valid"]:
             found.invalid_accepted += 1
     return found
+
+
+def _tokens(value: Any) -> list[int]:
+    text = json.dumps(value, ensure_ascii=False)
+    return [*tokenizer()(text, add_special_tokens=False).input_ids, end_token()]
 
 
 def _walked(walk: Any, tokens: list[int], add_mask: Callable[[float], None]) -> bool:

@@ -72,6 +72,11 @@ class Generator:
         return found
 
 
+def soundness_of(cases: Sequence[SchemaCase], undeclared: Undeclared, texts: int) -> Soundness:
+    """Return the counts of a new generator."""
+    return Generator().soundness(cases, undeclared, texts)
+
+
 def _validators(schema: Any) -> Iterator[Any]:
     """Yield functions that raise for an invalid value; formats are asserted."""
     kind = validator_for(schema, default=Draft202012Validator)

@@ -14,7 +14,6 @@ from typing import Any
 import llguidance
 import llguidance.hf
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from rbln_backend.vllm_compat.grammar import StructuredOutputGrammar, is_mistral_tokenizer
@@ -22,14 +21,14 @@ from rbln_backend.vllm_compat.grammar import StructuredOutputGrammar, is_mistral
 logger = logging.getLogger(__name__)
 
 _ENGINE_LIMITS = llguidance.LLParserLimits(
-    step_lexer_fuel=200_000,
+    step_lexer_fuel=60_000,
     step_max_items=50_000,
     max_items_in_row=2_000,
     max_lexer_states=250_000,
     verbose_errors=False,
 )
 _TRIAL_LIMITS = llguidance.LLParserLimits(
-    step_lexer_fuel=100_000,
+    step_lexer_fuel=30_000,
     step_max_items=20_000,
     max_items_in_row=1_000,
     max_lexer_states=50_000,
@@ -58,6 +57,8 @@ class LarkGrammar(StructuredOutputGrammar):
         self._matcher, self._again = matcher, again
         self._vocabulary, self._stop = vocabulary, stop
         self._row = np.zeros((vocabulary.tokenizer.vocab_size + 31) // 32, dtype=np.int32)
+        self._address = self._row.ctypes.data
+        self._stop_bits = _bits(stop)
         self._taken: list[int] = []
         self._restarted_at: int | None = None
         self._ended = False
@@ -110,25 +111,30 @@ class LarkGrammar(StructuredOutputGrammar):
         """Write the mask of the next token into that row of ``bitmask`` ([rows, V/32] int32)."""
         row = self._row
         if not self.by_bytes:
-            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            self._restart()
+            self._matcher.unsafe_compute_mask_ptr(self._address, row.nbytes)
+            if self._matcher.is_error():
+                self._restart()
         if self.by_bytes:
             self._fill_by_bytes()
-        _set(row, self._vocabulary.tokenizer.eos_tokens, on=False)
-        if self._matcher.is_accepting() or self._matcher.is_error():
+        for word, bit in self._vocabulary.end_bits:
+            row[word] &= ~bit
+        failed = self._matcher.is_error()
+        if failed or self._matcher.is_accepting():
             # After an error, which is logged, an answer ends rather than runs on.
-            _set(row, self._stop, on=True)
+            for word, bit in self._stop_bits:
+                row[word] |= bit
         width = min(bitmask.shape[1], row.size)
         target = bitmask[batch_index].numpy()
         target[:width] = row[:width]
         target[width:] = 0
-        if problem := self.problem():
-            logger.error("a grammar cannot be followed further: %s", problem)
+        if failed:
+            logger.error("a grammar cannot be followed further: %s", self.problem())
 
     def _fill_by_bytes(self) -> None:
         self._row.fill(0)
         allowed = [token for token in self._vocabulary.of_one_byte if self._allows(token)]
-        _set(self._row, allowed, on=True)
+        for word, bit in _bits(allowed):
+            self._row[word] |= bit
 
     def _allows(self, token: int) -> bool:
         if self._matcher.validate_tokens([token]):
@@ -179,11 +185,15 @@ class LarkGrammar(StructuredOutputGrammar):
 
 
 class Vocabulary:
-    """A tokenizer of `vocab_size` tokens, and those of its tokens that are a single byte."""
+    """A tokenizer of `vocab_size` tokens, and those of its tokens that are a single byte.
+
+    `end_bits` are those of its end tokens in a mask.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = _wrapped(tokenizer, vocab_size)
         self.size = min(len(tokenizer), self.tokenizer.vocab_size)
+        self.end_bits = _bits(self.tokenizer.eos_tokens)
         self.of_one_byte = [
             token
             for token in range(self.tokenizer.vocab_size)
@@ -238,12 +248,8 @@ def _wrapped(tokenizer: Any, vocab_size: int) -> llguidance.LLTokenizer:
     return llguidance.hf.from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
 
 
-def _set(row: npt.NDArray[np.int32], tokens: Collection[int], *, on: bool) -> None:
-    """Set or clear the bits of some tokens in a mask."""
-    bits = row.view(np.uint32)
-    for token in tokens:
-        bit = np.uint32(1 << (token & 31))
-        if on:
-            bits[token >> 5] |= bit
-        else:
-            bits[token >> 5] &= ~bit
+def _bits(tokens: Collection[int]) -> list[tuple[int, np.int32]]:
+    """Return the index and the bit of each token in a mask."""
+    bits = np.uint32(1) << (np.array(list(tokens), dtype=np.uint32) & 31)
+    words = [token >> 5 for token in tokens]
+    return list(zip(words, bits.view(np.int32), strict=True))

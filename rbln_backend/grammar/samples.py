@@ -66,7 +66,7 @@ class SampleWalker:
         while len(taken) < most_tokens and time.thread_time() < until:
             grammar.fill_bitmask(self._mask, 0)
             bits = np.unpackbits(self._mask[0].numpy().view(np.uint8), bitorder="little")
-            allowed = bits[: self._size].astype(np.bool_)
+            allowed = bits[: self._size].view(np.bool_)
             may_stop = any(allowed[token] for token in self._stop)
             allowed[self._stop] = False
             eager = len(taken) > most_tokens * _EAGER

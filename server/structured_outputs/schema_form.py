@@ -7,10 +7,26 @@ import json
 from typing import Any
 
 from jsonschema.protocols import Validator
-from jsonschema.validators import Draft202012Validator, validator_for
+from jsonschema.validators import (
+    Draft4Validator,
+    Draft6Validator,
+    Draft7Validator,
+    Draft201909Validator,
+    Draft202012Validator,
+    validator_for,
+)
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from server.structured_outputs.constraint import UnusableError
+from server.structured_outputs.well_formed import is_well_formed
+
+_DRAFTS = {
+    Draft4Validator: 4,
+    Draft6Validator: 6,
+    Draft7Validator: 7,
+    Draft201909Validator: 2019,
+    Draft202012Validator: 2020,
+}
 
 
 def check_form(schema: Any) -> None:
@@ -21,7 +37,11 @@ def check_form(schema: Any) -> None:
             "$.$schema: draft 3 is not supported; name draft-04, draft-06, draft-07, 2019-09 or "
             "2020-12"
         )
-    kind = validator_for(schema, Draft202012Validator)
+    # It takes no other types of `$schema`.
+    known = schema if isinstance(named, str) else True
+    kind = validator_for(known, Draft202012Validator)
+    if kind in _DRAFTS and is_well_formed(schema, _DRAFTS[kind]):
+        return
     if kind is Draft202012Validator:
         judge = _latest()
     else:

@@ -10,29 +10,32 @@ from server.structured_outputs.constraint import UnusableError
 
 Schema = dict[str, Any]
 
-_ONE_HERE = ("not", "if", "then", "else")
-_MANY_HERE = ("allOf", "anyOf", "oneOf")
-_ONE_BELOW = (
-    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
-    *("items", "additionalItems", "unevaluatedItems", "contains"),
-)
-_MANY_BELOW = ("prefixItems", "items")
-_NAMED_BELOW = ("properties", "patternProperties")
-_NAMED_ASIDE = ("$defs", "definitions")
+Steps = tuple[str | int, ...]
+"""Keys from a schema to a part of it."""
+
+_HERE, _BELOW, _ASIDE = 0, 1, 2
+# Keywords by the value to which their schemas apply: the same one, a part of it, or none.
+_ONE = {
+    **dict.fromkeys(("not", "if", "then", "else"), _HERE),
+    **dict.fromkeys(("additionalProperties", "unevaluatedProperties", "propertyNames"), _BELOW),
+    **dict.fromkeys(("items", "additionalItems", "unevaluatedItems", "contains"), _BELOW),
+}
+_MANY = {
+    **dict.fromkeys(("allOf", "anyOf", "oneOf"), _HERE),
+    **dict.fromkeys(("prefixItems", "items"), _BELOW),
+}
+_NAMED = {
+    **dict.fromkeys(("dependentSchemas", "dependencies"), _HERE),
+    **dict.fromkeys(("properties", "patternProperties"), _BELOW),
+    **dict.fromkeys(("$defs", "definitions"), _ASIDE),
+}
 
 
 def applied_here(schema: Schema, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the schemas that apply to the same value as `schema`, without references."""
-    yield from _single(schema, path, _ONE_HERE)
-    yield from _listed(schema, path, _MANY_HERE)
-    yield from _named(schema, path, ("dependentSchemas", "dependencies"))
-
-
-def applied_below(schema: Schema, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas that apply to a part of the value."""
-    yield from _single(schema, path, _ONE_BELOW)
-    yield from _listed(schema, path, _MANY_BELOW)
-    yield from _named(schema, path, _NAMED_BELOW)
+    for where, steps, item in _parts(schema):
+        if where == _HERE:
+            yield _joined(path, steps), item
 
 
 def every_schema(root: Any) -> Iterator[tuple[str, Schema]]:
@@ -42,25 +45,41 @@ def every_schema(root: Any) -> Iterator[tuple[str, Schema]]:
         path, schema = stack.pop()
         if isinstance(schema, dict):
             yield path, schema
-            stack += applied_here(schema, path)
-            stack += applied_below(schema, path)
-            stack += _named(schema, path, _NAMED_ASIDE)
+            stack += [(_joined(path, steps), item) for steps, item in children(schema)]
 
 
-def children(schema: Schema) -> Iterator[tuple[tuple[str | int, ...], Schema]]:
+def children(schema: Schema) -> Iterator[tuple[Steps, Schema]]:
     """Yield the schemas directly in a schema that are objects, each with its keys."""
-    found: list[tuple[tuple[str | int, ...], Any]] = []
-    found += [((key,), schema.get(key)) for key in (*_ONE_HERE, *_ONE_BELOW)]
-    for key in (*_MANY_HERE, *_MANY_BELOW):
-        if isinstance(listed := schema.get(key), list):
-            found += [((key, index), item) for index, item in enumerate(listed)]
-    for key in (*_NAMED_BELOW, *_NAMED_ASIDE, "dependentSchemas", "dependencies"):
-        if isinstance(named := schema.get(key), dict):
-            found += [((key, name), item) for name, item in named.items()]
-    return ((keys, item) for keys, item in found if isinstance(item, dict))
+    for _, steps, item in _parts(schema):
+        if isinstance(item, dict):
+            yield steps, item
 
 
-def followed(here: Any, steps: Iterable[str]) -> tuple[tuple[str | int, ...], Any] | None:
+def _parts(schema: Schema) -> Iterator[tuple[int, Steps, Any]]:
+    """Yield the schemas directly in a schema: the value that each is of, its keys, and itself."""
+    for key, value in schema.items():
+        if isinstance(value, dict):
+            if (where := _NAMED.get(key)) is not None:
+                for name, item in value.items():
+                    yield where, (key, name), item
+            elif (where := _ONE.get(key)) is not None:
+                yield where, (key,), value
+        elif isinstance(value, list):
+            if (where := _MANY.get(key)) is not None:
+                for index, item in enumerate(value):
+                    yield where, (key, index), item
+        elif isinstance(value, bool) and (where := _ONE.get(key)) is not None:
+            yield where, (key,), value
+
+
+def _joined(path: str, steps: Steps) -> str:
+    if len(steps) == 1:
+        return f"{path}.{steps[0]}"
+    key, inner = steps
+    return f"{path}.{key}[{inner}]" if isinstance(inner, int) else f"{path}.{key}.{inner}"
+
+
+def followed(here: Any, steps: Iterable[str]) -> tuple[Steps, Any] | None:
     """Return the keys along the steps of a JSON pointer (RFC 6901), and the value there.
 
     None if there is no value.
@@ -93,38 +112,17 @@ def resolve(root: Any, ref: object, path: str) -> Any:
     return here
 
 
-def _single(schema: Schema, path: str, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for key in keys:
-        if isinstance(schema.get(key), dict | bool):
-            yield f"{path}.{key}", schema[key]
-
-
-def _listed(schema: Schema, path: str, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for key in keys:
-        if isinstance(schema.get(key), list):
-            for index, item in enumerate(schema[key]):
-                yield f"{path}.{key}[{index}]", item
-
-
-def _named(schema: Schema, path: str, keys: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    for key in keys:
-        if isinstance(schema.get(key), dict):
-            for name, item in schema[key].items():
-                yield f"{path}.{key}.{name}", item
-
-
 def rebuilt(schema: Any, change: Callable[[Schema], Schema]) -> Any:
     """Return the schema with `change` applied to every schema in it, innermost first."""
     if not isinstance(schema, dict):
         return schema
     copy = dict(schema)
-    for key in (*_ONE_HERE, *_ONE_BELOW):
-        if isinstance(copy.get(key), dict):
-            copy[key] = rebuilt(copy[key], change)
-    for key in (*_MANY_HERE, *_MANY_BELOW):
-        if isinstance(copy.get(key), list):
-            copy[key] = [rebuilt(item, change) for item in copy[key]]
-    for key in (*_NAMED_BELOW, *_NAMED_ASIDE, "dependentSchemas", "dependencies"):
-        if isinstance(copy.get(key), dict):
-            copy[key] = {name: rebuilt(item, change) for name, item in copy[key].items()}
+    for key, value in schema.items():
+        if isinstance(value, dict):
+            if key in _NAMED:
+                copy[key] = {name: rebuilt(item, change) for name, item in value.items()}
+            elif key in _ONE:
+                copy[key] = rebuilt(value, change)
+        elif isinstance(value, list) and key in _MANY:
+            copy[key] = [rebuilt(item, change) for item in value]
     return change(copy)

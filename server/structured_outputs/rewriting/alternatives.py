@@ -33,6 +33,8 @@ _REFUSED = {
 
 def alternatives(document: SchemaDocument, node: Node, is_empty: IsEmpty) -> list[Plain]:
     """Return the plain schemas whose union the node is; `UnusableError` if there are too many."""
+    if all(isinstance(item, dict) and _COMBINING.isdisjoint(item) for item in node.schemas):
+        return _uncombined(document, list(node.schemas))
     found: list[Plain] = []
     for plain in _expand(document, list(node.schemas), [], is_empty):
         found.append(plain)
@@ -43,6 +45,15 @@ def alternatives(document: SchemaDocument, node: Node, is_empty: IsEmpty) -> lis
                 "the limit of this server"
             )
     return found
+
+
+def _uncombined(document: SchemaDocument, plain: Plain) -> list[Plain]:
+    """Return the only alternative of schemas without combinations, if there is one."""
+    if _contradict(plain):
+        return []
+    for schema in plain:
+        _note_refused(document, schema)
+    return [plain]
 
 
 def _expand(

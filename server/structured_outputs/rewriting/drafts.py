@@ -33,11 +33,12 @@ def draft_of(root: Any) -> int:
 def newer_keywords(root: Any) -> Iterator[str]:
     """Yield a line for each keyword that the schema's draft does not have."""
     draft = draft_of(root)
-    for path, schema in every_schema(root):
+    newer = [keyword for keyword, since in _SINCE.items() if since > draft]
+    for path, schema in every_schema(root) if newer else ():
         if draft in REFERENCE_ALONE and "$ref" in schema:
             continue
-        for keyword, since in _SINCE.items():
-            if since > draft and keyword in schema:
+        for keyword in newer:
+            if keyword in schema:
                 yield (
                     f"{path}: {keyword!r} is no keyword of the draft that '$schema' names, "
                     f"{root['$schema']}; name a newer one or leave '$schema' out"

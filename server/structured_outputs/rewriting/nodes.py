@@ -12,6 +12,7 @@ from server.structured_outputs.rewriting.containers.objects import object_shapes
 from server.structured_outputs.rewriting.document import (
     HAS,
     LATER,
+    NEGATIVE,
     NOT_FORMATS,
     NOT_MULTIPLES,
     NOT_ONE_OF,
@@ -41,6 +42,8 @@ _SAYING = frozenset(
         *(NOT_ONE_OF, NOT_TYPES, NOT_PATTERNS, NOT_FORMATS, NOT_MULTIPLES, HAS, LATER),
     )
 ).union(*OF_TYPE.values())
+_TYPED_ONLY = frozenset(("type", "title", "description", "default", NEGATIVE))
+"""Keywords that exclude no value of the types."""
 _DEPTH = 4
 
 
@@ -115,12 +118,13 @@ class Nodes:
                 FixedValue(value) for value in values if satisfies(self._document, value, plain)
             ]
         types = _types(plain, open_=self._document.open)
+        constrained = any(not _TYPED_ONLY.issuperset(item) for item in plain)
         found: list[Shape] = [
             FixedValue(value)
             for kind, values in (("null", (None,)), ("boolean", (True, False)))
             if kind in types
             for value in values
-            if satisfies(self._document, value, plain)
+            if not constrained or satisfies(self._document, value, plain)
         ]
         found += self._scalars(plain, types)
         return found + self._containers(plain, types)

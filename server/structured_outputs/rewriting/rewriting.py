@@ -102,7 +102,8 @@ def _possible(found: dict[Node, tuple[Shape, ...]]) -> set[Node]:
     grown = True
     while grown:
         grown = False
-        for node, shapes in found.items():
+        # Parts were found after the values that they are of.
+        for node, shapes in reversed(found.items()):
             if node not in possible and any(_is_possible(shape, possible) for shape in shapes):
                 possible.add(node)
                 grown = True

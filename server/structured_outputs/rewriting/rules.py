@@ -241,14 +241,13 @@ class Rules:
 
 def _json(value: Any, *, compact: bool = False) -> str:
     """Return the only spelling of a value; DEL is escaped, as in llguidance's strings."""
-    separators = (",", ":") if compact else (", ", ": ")
-    text = json.dumps(value, ensure_ascii=False, separators=separators)
+    text = (_COMPACT if compact else _SPACED).encode(value)
     return text.replace("\x7f", "\\u007f")
 
 
 def quoted(text: str) -> str:
     """Return a literal of the grammar."""
-    return json.dumps(text, ensure_ascii=False)
+    return _SPACED.encode(text)
 
 
 def scalar(schema: Schema) -> str:
@@ -256,4 +255,6 @@ def scalar(schema: Schema) -> str:
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})
 
 
+_SPACED = json.JSONEncoder(ensure_ascii=False)
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _ANY_NUMBER = NumberRange.any()

@@ -6,10 +6,12 @@ import copy
 import random
 from typing import Any
 
+import pytest
 from jsonschema.validators import Draft202012Validator
 
 from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.schema_form import check_form
+from server.structured_outputs.well_formed import is_well_formed
 from tests.schema_corpus import BAD, GOOD
 
 VALUES: tuple[Any, ...] = (5, -1, "x", None, [], [1], ["a", "a"], {}, True, {"a": 3}, "(")
@@ -43,14 +45,60 @@ def test_it_takes_what_the_vocabularies_take() -> None:
             if "$schema" in case:
                 continue
             wanted = judge.is_valid(case)
-            assert is_well_formed(case) is wanted, case
+            assert passes(case) is wanted, case
             seen.add(wanted)
     assert seen == {True, False}
 
 
-def is_well_formed(schema: Any) -> bool:
+def passes(schema: Any) -> bool:
     try:
         check_form(schema)
     except UnusableError:
         return False
     return True
+
+
+_MALFORMED: tuple[dict[str, Any], ...] = (
+    {"type": "text"},
+    {"type": []},
+    {"type": ["null", "null"]},
+    {"required": ["a", "a"]},
+    {"required": [1]},
+    {"properties": {"a": 1}},
+    {"properties": []},
+    {"items": [], "type": "array"},
+    {"allOf": []},
+    {"allOf": {"a": {}}},
+    {"not": 1},
+    {"minLength": -1},
+    {"maxItems": True},
+    {"multipleOf": 0},
+    {"minimum": "1"},
+    {"exclusiveMinimum": True},
+    {"pattern": "("},
+    {"patternProperties": {"(": {}}},
+    {"enum": 1},
+    {"uniqueItems": 1},
+    {"$ref": 1},
+    {"$id": "#a#b"},
+    {"$schema": {}},
+    {"description": None},
+)
+
+
+@pytest.mark.parametrize("schema", _MALFORMED, ids=str)
+def test_a_malformed_schema_is_not_taken_for_a_well_formed_one(schema: dict[str, Any]) -> None:
+    assert not is_well_formed(schema, 2020)
+    assert not is_well_formed({"properties": {"a": {"anyOf": [schema]}}}, 2020)
+    with pytest.raises(UnusableError, match=r"\$"):
+        check_form(schema)
+
+
+def test_usual_schemas_need_no_meta_schema() -> None:
+    usual = [schema for schema in GOOD if is_well_formed(schema, 2020)]
+    assert len(usual) > 0.9 * len(GOOD)
+    assert not is_well_formed({"not": True}, 4)
+    assert not is_well_formed({"required": []}, 4)
+    assert not is_well_formed({"exclusiveMinimum": 1}, 4)
+    assert is_well_formed({"items": [{}, {}]}, 7)
+    assert not is_well_formed({"items": [{}, {}]}, 2020)

@@ -78,7 +78,20 @@ def escaped(text: str) -> str:
 
 def spelled(text: str) -> str:
     """Return a regular expression that matches the JSON spelling of this text."""
-    return "".join(_escape(ord(one)) if ord(one) in _ESCAPED else literal(ord(one)) for one in text)
+    return text.translate(_SPELLINGS)
+
+
+class _Spellings(dict[int, str]):
+    """Regular expressions of the JSON spellings of code points; those of ASCII are kept."""
+
+    def __missing__(self, point: int) -> str:
+        found = _escape(point) if point in _ESCAPED else literal(point)
+        if point < 128:
+            self[point] = found
+        return found
+
+
+_SPELLINGS = _Spellings()
 
 
 def class_of(items: Iterable[Any], *, wide: bool = False) -> str:

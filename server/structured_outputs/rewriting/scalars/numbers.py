@@ -148,6 +148,8 @@ class NumberRange:
 
 def number_ranges(document: SchemaDocument, plain: Plain, *, whole: bool) -> list[NumberRange]:
     """Return the ranges of the numbers that satisfy all schemas; `whole` for integers."""
+    if all(_NUMERIC.isdisjoint(schema) for schema in plain):
+        return [_EVERY_INTEGER if whole else _EVERY_NUMBER]
     try:
         unit = _unit(plain, whole=whole)
     except InexactError as error:
@@ -162,6 +164,15 @@ def number_ranges(document: SchemaDocument, plain: Plain, *, whole: bool) -> lis
         ranges = [_fewer_digits(item) for item in ranges]
     ranges = _without_multiples(document, plain, ranges)
     return [item for item in ranges if not item.is_empty()]
+
+
+_NUMERIC = frozenset(
+    (
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *(NOT_ONE_OF, NOT_MULTIPLES),
+    )
+)
+_EVERY_NUMBER, _EVERY_INTEGER = NumberRange(_LEAST), NumberRange(Fraction(1), whole=True)
 
 
 def _without_multiples(
