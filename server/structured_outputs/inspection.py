@@ -17,8 +17,8 @@ from server.structured_outputs.constraint import (
     SchemaLimits,
     UnusableError,
 )
+from server.structured_outputs.form.meta_schema import check_form
 from server.structured_outputs.schema_exactness import check_exact
-from server.structured_outputs.schema_form import check_form
 from server.structured_outputs.schema_limits import check_pattern_length, check_size
 from server.structured_outputs.schema_refs import check_refs
 from server.structured_outputs.schema_resources import localized

@@ -12,7 +12,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.schema_form import check_form
+from server.structured_outputs.form.meta_schema import check_form
 from server.structured_outputs.schema_walk import Schema, every_schema, resolve
 
 _ABSENT = (

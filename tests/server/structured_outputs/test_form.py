@@ -10,8 +10,8 @@ import pytest
 from jsonschema.validators import Draft202012Validator
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.schema_form import check_form
-from server.structured_outputs.well_formed import is_well_formed
+from server.structured_outputs.form.meta_schema import check_form
+from server.structured_outputs.form.well_formed import is_well_formed
 from tests.schema_corpus import BAD, GOOD
 
 VALUES: tuple[Any, ...] = (5, -1, "x", None, [], [1], ["a", "a"], {}, True, {"a": 3}, "(")

@@ -18,7 +18,7 @@ from jsonschema.validators import (
 from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.well_formed import is_well_formed
+from server.structured_outputs.form.well_formed import is_well_formed
 
 _DRAFTS = {
     Draft4Validator: 4,

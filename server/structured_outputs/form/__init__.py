@@ -1,0 +1,1 @@
+"""Checks that a schema has the form of its draft."""
