@@ -29,6 +29,7 @@ from server.request.fields.limits import (
     refuse_media,
 )
 from server.request.fields.lookup import error_field, plain_fields
+from server.request.fields.ranges import check_ranges
 from server.request.fields.rules import (
     accepted_fields,
     apply_field_rules,
@@ -174,6 +175,7 @@ class BodyReader:
             # In this API an upper bound, which may exceed the context.
             bound_tokens(endpoint, fields, rules.limits)
         check_limits(endpoint, fields, rules.limits)
+        check_ranges(fields)
         if rules.text_only:
             refuse_media(endpoint, fields)
         rules.tools.check(endpoint, fields)

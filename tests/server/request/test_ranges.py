@@ -1,0 +1,46 @@
+"""Numbers of sampling parameters outside of their ranges, compared with vLLM's own check."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from server.errors import InvalidValueError
+from server.request.fields.ranges import check_ranges
+
+CASES = [
+    *(("presence_penalty", value) for value in (-2.1, -2, 0, 2, 2.1)),
+    *(("frequency_penalty", value) for value in (-3, -2.0, 2.0, 3)),
+    *(("repetition_penalty", value) for value in (-1, 0, 1e-9, 1, 50, math.inf)),
+    *(("min_p", value) for value in (-0.1, 0, 0.5, 1, 1.1)),
+    *(("min_tokens", value) for value in (-1, 0, 5)),
+    *(("top_k", value) for value in (-2, -1, 0, 1, 7)),
+]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("name", "value"), CASES)
+def test_the_ranges_are_vllms(name: str, value: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        SamplingParams(max_tokens=9, **{name: value})
+    except VLLMValidationError:
+        with pytest.raises(InvalidValueError) as caught:
+            check_ranges({name: value})
+        assert caught.value.param == name
+        assert caught.value.code == "invalid_value"
+        assert str(value) in caught.value.message
+    else:
+        check_ranges({name: value})
+
+
+def test_a_message_has_the_range_and_other_types_pass() -> None:
+    with pytest.raises(InvalidValueError, match="'min_p' must be between 0 and 1, got 2"):
+        check_ranges({"min_p": 2})
+    with pytest.raises(InvalidValueError, match="'min_tokens' must be at least 0, got -1"):
+        check_ranges({"min_tokens": -1})
+    check_ranges({"min_p": None, "top_k": "many", "min_tokens": True})
