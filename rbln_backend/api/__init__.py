@@ -13,6 +13,7 @@ from rbln_backend.errors import PlatformError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from vllm.config import ModelConfig, VllmConfig
 
@@ -52,6 +53,16 @@ def refuse_twins() -> None:
 def is_active() -> bool:
     """Return whether vLLM runs on this platform; the first call makes vLLM choose one."""
     return _other_platform() is None
+
+
+def start_imports(*, engine: bool) -> AbstractContextManager[None]:
+    """Return a block in which vLLM's imports leave out what a start does not need.
+
+    ``engine``: for the process that runs graphs, not for the one that answers. Imports torch.
+    """
+    from rbln_backend.vllm_compat.start_imports import start_imports
+
+    return start_imports(engine=engine)
 
 
 def load_worker() -> None:

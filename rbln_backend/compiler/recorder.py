@@ -32,6 +32,11 @@ class Recorder(TorchDispatchMode):
         self._recording = recording
         self._steps: list[Step | tuple[int, int]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would import Dynamo, 0.7 s, to keep it out of `__torch_dispatch__`.
+        return False
+
     def __torch_dispatch__(
         self,
         func: OpOverload,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from rbln_backend.emulator.memory import zeros_on_demand
-from rbln_backend.vllm_compat.quantization import ParallelLMHead
+from rbln_backend.vllm_compat.heads import ParallelLMHead
 from rbln_backend.vllm_compat.surface import get_current_vllm_config
 
 

@@ -42,6 +42,7 @@ from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.vllm_compat.log import share_logging
 from rbln_backend.vllm_compat.patches import apply_patches
+from rbln_backend.vllm_compat.start_imports import start_imports
 from rbln_backend.vllm_compat.surface import (
     BaseModelLoader,
     CompilationTimes,
@@ -101,11 +102,11 @@ _STEP_FAILED = 70
 def _reports_failure(
     step: Callable[Concatenate[RblnWorker, P], R],
 ) -> Callable[Concatenate[RblnWorker, P], R]:
-    """Wrap a step of the start-up so that the API process learns why it failed."""
+    """Wrap a step of the start-up: few imports, and the API process learns why it failed."""
 
     @functools.wraps(step)
     def run(worker: RblnWorker, /, *args: P.args, **options: P.kwargs) -> R:
-        with worker._progress.reporting_failure():
+        with worker._progress.reporting_failure(), start_imports(engine=True):
             return step(worker, *args, **options)
 
     return run

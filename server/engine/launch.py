@@ -12,12 +12,18 @@ import logging
 import platform
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rbln_backend import api
-from rbln_backend.api.reports import ProgressReader, ReadyTimes, computed_rows
+from rbln_backend.api.reports import (
+    ProgressReader,
+    ReadyTimes,
+    computed_rows,
+    read_descriptions,
+)
 from rbln_backend.api.settings import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.host.vllm_build import vllm_build
@@ -31,6 +37,7 @@ from server.engine.process import (
 )
 from server.engine.self_test import self_test
 from server.engine.socket import EngineSocket, receive_directly
+from server.engine.start_parts import StartParts
 from server.engine.watch import HangWatch, IdleWatch
 from server.engine.weight_files import refuse_damaged_weights
 from server.frontend import Frontend
@@ -47,6 +54,8 @@ if TYPE_CHECKING:
     from server.vllm.frontend import VllmFrontend
 
 logger = logging.getLogger(__name__)
+
+_ENGINE = "engine"
 
 
 class VllmEngine:
@@ -119,6 +128,8 @@ class VllmLauncher:
         self._model = ""
         self._ready_times = _ready_times(argv)
         self._built: Future[tuple[Namespace, EngineClient, EngineSocket]] | None = None
+        self._imports = ExitStack()
+        self._parts = StartParts()
 
     @property
     def building(self) -> bool:
@@ -146,8 +157,9 @@ class VllmLauncher:
 
     async def launch(self) -> VllmEngine:
         """Build the engine and test it with one request. Raises `LaunchError`."""
+        self._parts = StartParts()
         # Modules and the engine's objects are never freed.
-        with without_garbage_collection():
+        with self._imports, without_garbage_collection():
             try:
                 self._built = in_daemon_thread(self._build)
                 args, engine, socket = await asyncio.wrap_future(self._built)
@@ -155,7 +167,10 @@ class VllmLauncher:
                 from server.vllm.frontend import build_frontend
 
                 frontend = await build_frontend(engine, args, tasks, self._settings)
+                self._parts.end("front end")
                 await self_test(engine, tasks)
+                self._parts.end("self-test")
+                logger.info("start-up: %s", self._parts.line({_ENGINE: self._engine_phases()}))
                 bound_vllm_log()
                 limit_s = self._settings.step_timeout_s
                 engines = engine.vllm_config.parallel_config.data_parallel_size
@@ -179,6 +194,8 @@ class VllmLauncher:
         await in_thread(end_engine_processes)
 
     def _build(self) -> tuple[Namespace, EngineClient, EngineSocket]:
+        # Left when the engine has been tested. It imports torch, so it is entered in this thread.
+        self._imports.enter_context(api.start_imports(engine=False))
         import_vllm()
         # Before vLLM parses the flags, whose defaults come from the platform.
         api.refuse_twins()
@@ -186,6 +203,7 @@ class VllmLauncher:
         from server.vllm.flags import parse_arguments
         from server.vllm.frontend import import_serving
 
+        self._parts.end("imports")
         args = parse_arguments(self._argv, self._settings, may_fetch=True)
         self._model = args.model
         refuse_damaged_weights(args.model, args.load_format)
@@ -195,6 +213,7 @@ class VllmLauncher:
         from server.engine.outputs import install_output_processor
         from server.vllm.engine_client import EngineClient
 
+        self._parts.end("configuration")
         choose_start_method("spawn" if args.numa_bind else self._settings.engine_start)
         # The engine process loads the model while this one imports vLLM's serving modules.
         serving = in_daemon_thread(import_serving)
@@ -210,8 +229,17 @@ class VllmLauncher:
         install_output_processor(
             engine, self._settings.max_queue_s, logs_deltas=args.enable_log_outputs
         )
+        self._parts.end(_ENGINE)
         serving.result()
         return args, engine, socket
+
+    def _engine_phases(self) -> dict[str, float]:
+        """Return the seconds of the engine's phases on the slowest rank, in order."""
+        phases: dict[str, float] = {}
+        for rank in read_descriptions(self._run_dir):
+            for phase, seconds in rank.get("phases", {}).items():
+                phases[phase] = max(seconds, phases.get(phase, 0.0))
+        return phases
 
 
 def _ready_times(argv: Sequence[str]) -> ReadyTimes | None:

@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=_in_child)
 # because it must finish in-flight requests.
 os.setpgid(0, 0)
 
-with without_garbage_collection():
+with without_garbage_collection(), api.start_imports(engine=True):
     import_vllm()
     import vllm.model_executor.model_loader
     import vllm.model_executor.models.llama  # its layers are used by most models

@@ -53,6 +53,7 @@ from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader
 from server.vllm.reading_process import serve_reading
 from server.vllm.rendering.counting import count_whole_prompts
+from server.vllm.rendering.processor import skip_processor
 from server.vllm.rendering.tokenizer import RemoteTemplates, large_var, render_elsewhere
 from server.vllm.rendering.variables import templates_of
 from server.vllm.rules import make_request_rules
@@ -118,6 +119,7 @@ async def build_frontend(
     if "generate" in tasks:
         model_config = engine.vllm_config.model_config
         tokenizer = template_tokenizer(model_config, engine.renderer.tokenizer)
+        skip_processor(model_config, tokenizer)
         tools = settle_tools(args, tokenizer, model_config, settings)
         logger.info("tools are %s", tools)
     await init_app_state(engine, state, args, tasks)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from rbln_backend import api
 from server.errors import BodyTooLargeError, InternalError, ServerError
 from server.frontend import ParsedRequest
 from server.host.job_pool import MEMORY_BYTES, limit_growth
@@ -64,9 +65,11 @@ def serve_reading(pipe: Connection, rules: RequestRules, settings: ServerSetting
     from server.vllm.importing import allow_stop_strings
 
     allow_stop_strings(settings.max_stop)
-    from server.vllm.handlers import request_models
+    with api.start_imports(engine=False):
+        from server.vllm.handlers import request_models
 
-    reader = BodyReader(rules, request_models())
+        models = request_models()
+    reader = BodyReader(rules, models)
     before = _resident_bytes()
     limit_growth()
     pipe.send_bytes(b"ready")

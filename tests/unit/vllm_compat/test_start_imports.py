@@ -1,0 +1,90 @@
+"""A start imports less than vLLM asks for, and what it leaves out works when it is used."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rbln_backend.vllm_compat.start_imports import _COMMON, _ENGINE, DynamoMarks
+
+LEFT_OUT = ("torch._dynamo", "sympy", "openai", "compressed_tensors", "aiohttp", "fastapi")
+ENGINE_IMPORTS = f"""
+import os, sys
+os.setpgid = lambda *_: None
+import server.engine.preload
+print([name for name in {LEFT_OUT!r} if name in sys.modules], "torch" in sys.modules)
+"""
+
+
+def test_an_engine_process_is_preloaded_without_what_few_starts_need() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE_IMPORTS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[] True"
+
+
+@pytest.mark.parametrize("name", [*_COMMON, *_ENGINE])
+def test_every_deferred_module_exists(name: str) -> None:
+    assert importlib.util.find_spec(name) is not None
+
+
+def test_functions_are_compiled_by_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def compile_(function: object, **options: object) -> object:
+        compiled.append((function, options))
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    with DynamoMarks().postponed():
+
+        @torch.compile(dynamic=True)
+        def double(value: int) -> int:
+            return 2 * value
+
+    assert compiled == []
+    assert [double(2), double(3)] == [4, 6]
+    assert [options for _, options in compiled] == [{"dynamic": True}]
+    assert torch.compile is compile_
+
+
+def test_a_function_is_inlined_where_it_is_captured() -> None:
+    with DynamoMarks().postponed():
+
+        @torch.compile(dynamic=True)
+        def double(value: torch.Tensor) -> torch.Tensor:
+            return 2 * value
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def take(module: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(module)
+        return module.forward
+
+    caller = torch.compile(lambda value: double(value) + 1, backend=take, fullgraph=True)
+    assert caller(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert [node.op for node in graphs[0].graph.nodes].count("call_function") == 2
+
+
+def test_marks_are_made_when_they_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[object] = []
+    monkeypatch.setattr(torch.compiler, "allow_in_graph", marked.append)
+    marks = DynamoMarks()
+
+    def function() -> None: ...
+
+    with marks.postponed():
+        assert torch.compiler.allow_in_graph(function) is function
+    assert marked == []
+    marks.apply()
+    marks.apply()
+    assert marked == [function]
+
+
+def test_checks_still_fail() -> None:
+    with DynamoMarks().postponed(), pytest.raises(ValueError, match="too long"):
+        torch._check_with(ValueError, False, lambda: "too long")
