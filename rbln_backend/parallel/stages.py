@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rbln_backend.vllm_compat.surface import VllmConfig
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rbln_backend.vllm_compat.surface import VllmConfig
 
 
 def largest_decode(config: VllmConfig) -> int:

@@ -24,6 +24,7 @@ _COMMON = (
     "torch._dynamo",
     "torch._dynamo.symbolic_convert",
     "torch._inductor.standalone_compile",
+    "torch.export",
     # Models of transformers and its attention kernels. Its configurations import the names of
     # activations, and those the kernels.
     "transformers.conversion_mapping",
@@ -34,6 +35,13 @@ _COMMON = (
     # HTTP clients that fetch images and models.
     "vllm.connections",
     "vllm.multimodal.media.connector",
+    "openai._vendor.httpx_aiohttp.transport",
+    # Types of evaluations, which take longest of the OpenAI client's.
+    "openai.types.eval_create_params",
+    "openai.types.eval_create_response",
+    "openai.types.eval_list_response",
+    "openai.types.eval_retrieve_response",
+    "openai.types.eval_update_response",
     # Exporters of traces, with gRPC and protobuf.
     "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",

@@ -14,11 +14,8 @@ import psutil
 import torch
 from torch import nn
 
-from rbln_backend.compiler.device import (
-    device_capabilities,
-    installed_sdk,
-    make_rebel_compiler,
-)
+from rbln_backend.compiler.compilers import make_rebel_compiler
+from rbln_backend.compiler.device import device_capabilities, installed_sdk
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
 from rbln_backend.compiler.sdk.limits import check_num_blocks

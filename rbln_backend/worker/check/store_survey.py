@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rbln_backend.compiler.capabilities import Capabilities
-from rbln_backend.compiler.device import expected_fingerprint
+from rbln_backend.compiler.compilers import expected_fingerprint
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.build import build_key, can_build
 from rbln_backend.emulator.kernel_set import find_built, kernel_stores, why_refused

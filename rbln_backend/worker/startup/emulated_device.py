@@ -6,7 +6,7 @@ import os
 import time
 from functools import partial
 
-from rbln_backend.compiler.device import builds_kernels, make_emulated_compiler
+from rbln_backend.compiler.compilers import builds_kernels, make_emulated_compiler
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import KernelSet, set_threads

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.compiler.device import device_capabilities, make_rebel_compiler
+from rbln_backend.compiler.compilers import make_rebel_compiler
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 
