@@ -16,25 +16,22 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import BackgroundResources
 
-_NO_WAIT = int(zmq.DONTWAIT)
+_NO_WAIT, _EVENTS, _INPUT = int(zmq.DONTWAIT), int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class EngineSocket(zmq.asyncio.Socket):
     """Replaces the socket on which vLLM's client awaits `recv_multipart(copy=False)`.
 
     One task receives on one event loop. A ZeroMQ descriptor is edge-triggered: it becomes readable
-    once and is reset by a receive that finds nothing. So messages are received until none is left
+    once and is reset by a query that finds no message. So messages are received until none is left
     before waiting on the descriptor.
     """
 
     # pyzmq treats undeclared attributes as socket options.
     _source: zmq.asyncio.Socket
     _plain: zmq.Socket[Any]
-    _descriptor = -1
-    num_messages = 0
-    """Number of messages received."""
-    _loop: asyncio.AbstractEventLoop | None = None
-    _waiter: asyncio.Future[None] | None = None
+    _descriptor: int
+    _state: _Readiness
 
     def __init__(self, source: zmq.asyncio.Socket) -> None:
         """Receive the messages of `source`; no other receiver may use it."""
@@ -42,39 +39,57 @@ class EngineSocket(zmq.asyncio.Socket):
         self._source = source
         self._plain = zmq.Socket.shadow(source.underlying)
         self._descriptor = int(source.FD)
+        self._state = _Readiness(self._descriptor)
+
+    @property
+    def num_messages(self) -> int:
+        """Number of messages received."""
+        return self._state.num_messages
 
     async def recv_multipart(  # type: ignore[override]  # upstream's returns a future
         self, flags: int = 0, copy: bool = True, track: bool = False
     ) -> list[Any]:
         """Return the parts of the next message: `zmq.Frame` without `copy`, else bytes."""
-        while True:
-            try:
-                frames = [self._plain.recv(flags | _NO_WAIT, False, track)]
-            except zmq.Again:
-                await self._readable()
-                continue
-            # The parts of a message arrive together.
-            while frames[-1].more:
-                frames.append(self._plain.recv(flags | _NO_WAIT, False, track))
-            self.num_messages += 1
-            return [frame.bytes for frame in frames] if copy else frames
+        # Queried, because a receive without a message raises a costly exception.
+        while not int(self._plain.get(_EVENTS)) & _INPUT:
+            await self._state.readable()
+        frames = [self._plain.recv(flags | _NO_WAIT, False, track)]
+        # The parts of a message arrive together.
+        while frames[-1].more:
+            frames.append(self._plain.recv(flags | _NO_WAIT, False, track))
+        self._state.num_messages += 1
+        return [frame.bytes for frame in frames] if copy else frames
 
     def close(self, linger: int | None = None) -> None:
         """Close the socket; a pending receive ends with its task."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._descriptor)
-        self._loop = None
+        self._state.close()
         self._source.close(linger)
 
-    async def _readable(self) -> None:
+
+class _Readiness:
+    """Waits for a socket's descriptor. Separate, because pyzmq's sockets set attributes slowly."""
+
+    __slots__ = ("_descriptor", "_loop", "_waiter", "num_messages")
+
+    def __init__(self, descriptor: int) -> None:
+        self.num_messages = 0
+        self._descriptor = descriptor
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def readable(self) -> None:
+        """Return once the descriptor becomes readable."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._descriptor, self._wake)
         self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        await self._waiter
+
+    def close(self) -> None:
+        """Stop waiting."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._descriptor)
+        self._loop = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
