@@ -211,6 +211,7 @@ class VllmLauncher:
         from vllm.usage.usage_lib import UsageContext
 
         from server.engine.outputs import install_output_processor
+        from server.engine.step_stats import defer_stats
         from server.vllm.engine_client import EngineClient
 
         self._parts.end("configuration")
@@ -225,6 +226,7 @@ class VllmLauncher:
             disable_log_stats=engine_args.disable_log_stats,
         )
         assert isinstance(engine, EngineClient)
+        defer_stats(engine)
         socket = receive_directly(engine)
         install_output_processor(
             engine, self._settings.max_queue_s, logs_deltas=args.enable_log_outputs
