@@ -35,6 +35,7 @@ from server.engine.process import (
     end_engine_processes,
     engine_processes,
 )
+from server.engine.read_ahead import read_ahead
 from server.engine.self_test import self_test
 from server.engine.socket import EngineSocket, receive_directly
 from server.engine.start_parts import StartParts
@@ -194,6 +195,7 @@ class VllmLauncher:
         await in_thread(end_engine_processes)
 
     def _build(self) -> tuple[Namespace, EngineClient, EngineSocket]:
+        in_daemon_thread(partial(read_ahead, self._argv))
         # Left when the engine has been tested. It imports torch, so it is entered in this thread.
         self._imports.enter_context(api.start_imports(engine=False))
         import_vllm()
