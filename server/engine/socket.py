@@ -1,5 +1,7 @@
 """Receives the engine's messages on the event loop without pyzmq's asyncio support.
 
+The queue between vLLM's two tasks, which receive and process a message, is one for one reader.
+
 pyzmq needs a future, several queries of the socket's state and a second iteration of the event loop
 for every message: under a profiler, about 30 % of this process's time per token of a single stream.
 """
@@ -7,6 +9,7 @@ for every message: under a profiler, about 30 % of this process's time per token
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -14,7 +17,7 @@ import zmq.asyncio
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core_client import BackgroundResources
+    from vllm.v1.engine.core_client import AsyncMPClient, BackgroundResources
 
 _NO_WAIT, _EVENTS, _INPUT = int(zmq.DONTWAIT), int(zmq.EVENTS), int(zmq.POLLIN)
 
@@ -96,11 +99,39 @@ class _Readiness:
             self._waiter.set_result(None)
 
 
+class OutputQueue(asyncio.Queue[Any]):
+    """Unbounded queue of one reader: a dozen calls fewer per message than asyncio's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._items: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put_nowait(self, item: Any) -> None:
+        """Append an item."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Any:
+        """Remove and return the first item; waits for it."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+    def qsize(self) -> int:
+        """Return the number of items."""
+        return len(self._items)
+
+
 def receive_directly(engine: AsyncLLM) -> EngineSocket:
-    """Replace the output socket of a new engine's client before its first request."""
+    """Replace the output socket and queue of a new engine's client before its first request."""
     resources: BackgroundResources = engine.engine_core.resources
     assert resources.output_queue_task is None, "the client receives already"
     assert isinstance(resources.output_socket, zmq.asyncio.Socket)
     socket = EngineSocket(resources.output_socket)
     resources.output_socket = socket
+    client: AsyncMPClient = engine.engine_core
+    client.outputs_queue = OutputQueue()
     return socket

@@ -11,7 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from server.engine.socket import EngineSocket
+from server.engine.socket import EngineSocket, OutputQueue
 
 TIMEOUT_S = 20
 
@@ -77,3 +77,20 @@ def test_closing_leaves_nothing_on_the_loop(context: zmq.asyncio.Context, tmp_pa
 
     assert asyncio.run(run()) is False
     sender.close(linger=0)
+
+
+async def test_the_queue_keeps_order_and_survives_a_cancelled_wait() -> None:
+    queue = OutputQueue()
+    waiting = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    for number in range(3):
+        queue.put_nowait(number)
+    assert queue.qsize() == 3
+    assert [await queue.get() for _ in range(3)] == [0, 1, 2]
+    waiting = asyncio.create_task(queue.get())
+    await asyncio.sleep(0)
+    queue.put_nowait(3)
+    assert await asyncio.wait_for(waiting, TIMEOUT_S) == 3
+    assert queue.empty()
