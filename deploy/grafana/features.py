@@ -165,6 +165,13 @@ _STRUCTURED = (
         "Trials by seconds.",
     ),
     Panel(
+        "Memory of grammars",
+        "timeseries",
+        quantiles("rbln_grammar_memory_bytes"),
+        "Bytes of a new grammar after its check. The engine holds one for each request with it.",
+        "bytes",
+    ),
+    Panel(
         "Answers cut at their length",
         "timeseries",
         (

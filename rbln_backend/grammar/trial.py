@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rbln_backend.grammar.backend import MARK, pinned_backend
+from rbln_backend.grammar.heap import heap_bytes
 from rbln_backend.grammar.lark import LarkGrammar
 from rbln_backend.grammar.samples import SampleWalker
 from rbln_backend.vllm_compat.grammar import (
@@ -34,6 +35,9 @@ _KNOWN_WALKS = 4096
 _MAX_WALK_S = 0.5
 _MAX_MASK_S = 0.05
 _MAX_LAST_MASK_S = 0.02
+_MAX_BYTES = 64 << 20
+"""Most memory of a compiled grammar and the states of its walk; the engine holds one per request.
+"""
 _WALKS = 3
 """Walks of a grammar that seems slow: the processor time of one on a busy machine varies."""
 _PATTERN = re.compile(r"^TEXT_\d+: (.+)$", re.MULTILINE)
@@ -50,6 +54,7 @@ class GrammarTrial:
         self._mask = self._backend.allocate_token_bitmask(1)
         self._sampler: SampleWalker | None = None
         self._walked: set[tuple[int, str]] = set()
+        self._most_bytes: int | None = None
         stop = getattr(self._backend.tokenizer, "eos_token_id", None)
         self._stop = None if stop is None else {int(stop)}
 
@@ -66,8 +71,10 @@ class GrammarTrial:
         """
         with _native_stderr() as warnings:
             option = StructuredOutputOptions[kind.upper()]
+            before = heap_bytes()
             grammar = self._backend.compile_grammar(option, text, self._stop)
             self._walk_in_time(grammar)
+            self._note_bytes(before)
             if isinstance(grammar, LarkGrammar):
                 self._walk_patterns(text)
         if warnings:
@@ -75,6 +82,27 @@ class GrammarTrial:
             # most schemas share parts.
             self._backend.forget()
         return warnings
+
+    def take_bytes(self) -> int | None:
+        """Return the most memory that a grammar took since the last call, in bytes.
+
+        None if no grammar was walked, or if the C library does not report its heap.
+        """
+        found, self._most_bytes = self._most_bytes, None
+        return found
+
+    def _note_bytes(self, before: int | None) -> None:
+        """Note the memory of the grammar just walked. Raises ValueError above `_MAX_BYTES`."""
+        after = heap_bytes()
+        if before is None or after is None:
+            return
+        taken = max(0, after - before)
+        self._most_bytes = max(taken, self._most_bytes or 0)
+        if taken > _MAX_BYTES:
+            raise ValueError(
+                f"it takes {taken >> 20} MiB of memory after {_STEPS} tokens; the limit is "
+                f"{_MAX_BYTES >> 20} MiB"
+            )
 
     def samples(
         self,

@@ -20,9 +20,12 @@ class JobCounts:
         self.results: Counter[str] = Counter()
         # Bounded, in case /metrics is never scraped.
         self.seconds: deque[float] = deque(maxlen=_MAX_DURATIONS)
+        self.sizes: deque[int] = deque(maxlen=_MAX_DURATIONS)
 
-    def note(self, result: str, seconds: float | None = None) -> None:
-        """Count a job's result, and its duration if it ran."""
+    def note(self, result: str, seconds: float | None = None, size: int | None = None) -> None:
+        """Count a job's result, its duration if it ran, and the bytes of what it made."""
         self.results[result] += 1
         if seconds is not None:
             self.seconds.append(seconds)
+        if size is not None:
+            self.sizes.append(size)

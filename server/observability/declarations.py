@@ -140,6 +140,11 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         "Seconds for compiling a new grammar.",
         (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
     ),
+    _histogram(
+        "rbln_grammar_memory_bytes",
+        "Memory of a new grammar after its check, in bytes; more than 64 MiB are refused.",
+        tuple(float(1 << power) for power in range(16, 27, 2)),
+    ),
     _counter(
         "rbln_structured_output_requests_total",
         f"Finished requests with a constrained answer; kind is one of {', '.join(GUIDES)} (tool "

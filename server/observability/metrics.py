@@ -222,6 +222,8 @@ class ServerMetrics:
     def observe_grammars(self, counts: JobCounts) -> None:
         """Add the grammar checks since the last call."""
         self._add_jobs(counts, "rbln_grammar_checks_total", "rbln_grammar_compile_seconds")
+        for size in counts.sizes:
+            self._histograms["rbln_grammar_memory_bytes"].observe(size)
 
     def _add_jobs(self, counts: JobCounts, total: str, duration: str) -> None:
         for result, count in counts.results.items():

@@ -165,7 +165,8 @@ class GrammarGate:
         return self._remember(job, verdict)
 
     def _note(self, verdict: TrialVerdict) -> None:
-        self._counts.note("ok" if verdict.reason is None else "refused", verdict.seconds)
+        result = "ok" if verdict.reason is None else "refused"
+        self._counts.note(result, verdict.seconds, verdict.memory_bytes)
 
     async def _run(
         self, job: Sequence[Constraint], data: bytes, shares: int

@@ -39,8 +39,8 @@ class TrialVerdict:
     """Result of a trial; `reason` is None if the constraints can be used.
 
     `part` is the index of the constraint that cannot be used, `seconds` the time of the trial.
-    `grammar` replaces a schema that was tried alone. `measured`: the reason is a timing, so that
-    another trial may end differently.
+    `grammar` replaces a schema that was tried alone. `memory_bytes` is the most that a grammar
+    took. `measured`: the reason is a timing, so that another trial may end differently.
     """
 
     reason: str | None = None
@@ -48,6 +48,7 @@ class TrialVerdict:
     seconds: float | None = None
     grammar: str | None = None
     measured: bool = False
+    memory_bytes: int | None = None
 
     def to_bytes(self) -> bytes:
         """Return the verdict as JSON."""

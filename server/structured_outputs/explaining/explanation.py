@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -44,10 +45,11 @@ class SampleText(TypedDict):
 
 
 class GrammarSize(TypedDict):
-    """Size of a grammar as the backend gets it."""
+    """Size of a grammar as the backend gets it, and of its memory after a check."""
 
     bytes: int
     rules: int | None
+    memory_bytes: int | None
 
 
 class Explained(TypedDict):
@@ -98,6 +100,10 @@ class SamplingTrial(Protocol):
         """Try one grammar."""
         ...
 
+    def take_bytes(self) -> int | None:
+        """Return the most memory of a grammar since the last call, in bytes; None if unknown."""
+        ...
+
     def samples(
         self,
         kind: str,
@@ -129,6 +135,7 @@ def answer_job(
 ) -> bytes:
     """Return the verdict on a job or its explanation; see `do_job`."""
     verdict = do_job(data, trial, compact=compact, specials=specials, on_shares=on_shares)
+    verdict = dataclasses.replace(verdict, memory_bytes=trial.take_bytes())
     if not data.startswith(_EXPLAIN):
         return verdict.to_bytes()
     job = json.loads(data)
@@ -143,7 +150,11 @@ def answer_job(
         text = verdict.grammar or text
         kind = ConstraintKind.GRAMMAR.value if rewritten else kind
         rules = len(_RULE.findall(text)) if kind == ConstraintKind.GRAMMAR.value else None
-        found["grammar"] = {"bytes": len(text.encode()), "rules": rules}
+        found["grammar"] = {
+            "bytes": len(text.encode()),
+            "rules": rules,
+            "memory_bytes": verdict.memory_bytes,
+        }
         texts = trial.samples(
             kind,
             text,

@@ -46,6 +46,9 @@ class LarkTrial:
         assert kind == "grammar" and text
         return []
 
+    def take_bytes(self) -> int | None:
+        return 5
+
     def samples(
         self,
         kind: str,
@@ -139,7 +142,7 @@ def test_a_best_effort_lists_what_it_ignores() -> None:
 def test_a_grammar() -> None:
     text = "%llguidance {}\nstart: A B?\nA: /[0-9]{3}/\nB: /[a-z]/\n"
     found = explained(text, ConstraintKind.GRAMMAR).explained
-    assert found["grammar"] == {"bytes": len(text), "rules": 3}
+    assert found["grammar"] == {"bytes": len(text), "rules": 3, "memory_bytes": 5}
     assert all(re.fullmatch("[0-9]{3}[a-z]?", one["text"]) for one in found["samples"])
     endless = explained("%llguidance {}\nstart: /a{300,}/\n", ConstraintKind.GRAMMAR).explained
     assert [one["complete"] for one in endless["samples"]] == [False] * SAMPLES
