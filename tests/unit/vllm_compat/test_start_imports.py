@@ -14,8 +14,22 @@ from rbln_backend.vllm_compat.start_imports import _COMMON, _ENGINE, DynamoMarks
 LEFT_OUT = ("torch._dynamo", "sympy", "openai", "compressed_tensors", "aiohttp", "fastapi")
 ENGINE_IMPORTS = f"""
 import os, sys
+class Recording:
+    def take_new(self):
+        return None
+def recorder():
+    from rbln_backend.compiler.recorder import Recorder
+    return Recorder(Recording())
 os.setpgid = lambda *_: None
 import server.engine.preload
+import torch
+from rbln_backend import api
+# What a warm start does: the check of a graph's shapes, and a run that is recorded.
+with api.start_imports(engine=True):
+    numbers = torch.zeros(2, dtype=torch.int64, device="meta")
+    torch.nn.functional.embedding(numbers, torch.empty(4, 4, device="meta"))
+    with recorder():
+        torch.ones(2) + 1
 print([name for name in {LEFT_OUT!r} if name in sys.modules], "torch" in sys.modules)
 """
 
