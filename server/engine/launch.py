@@ -35,12 +35,11 @@ from server.engine.process import (
     end_engine_processes,
     engine_processes,
 )
-from server.engine.read_ahead import read_ahead
 from server.engine.self_test import self_test
 from server.engine.socket import EngineSocket, receive_directly
 from server.engine.start_parts import StartParts
 from server.engine.watch import HangWatch, IdleWatch
-from server.engine.weight_files import refuse_damaged_weights
+from server.engine.weight_files import read_ahead, refuse_damaged_weights
 from server.frontend import Frontend
 from server.host.importing import without_garbage_collection
 from server.host.tasks import in_daemon_thread, in_thread

@@ -1,4 +1,4 @@
-"""Checks that a folder's safetensors files are complete, by their headers only.
+"""Checks that a folder's safetensors files are complete, by their headers only; their read-ahead.
 
 Otherwise a truncated download causes a library's error after minutes.
 """
@@ -6,13 +6,16 @@ Otherwise a truncated download causes a library's error after minutes.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from rbln_backend.host.memory import host_memory
 from server.frontend import LaunchError
 
 _INDEX = "model.safetensors.index.json"
@@ -22,6 +25,9 @@ _MOST_HEADER_BYTES = 100 << 20
 # Names in safetensors files, and of --dtype.
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
+_MOST_OF_MEMORY = 0.5
+"""Share of the free memory up to which files are read ahead; more could displace one another."""
+
 
 @dataclass
 class WeightFiles:
@@ -30,6 +36,28 @@ class WeightFiles:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     dtype: str | None = None
+
+
+def read_ahead(argv: Sequence[str]) -> list[Path]:
+    """Ask the kernel to read the safetensors files of the folder that `argv` begins with.
+
+    Returns these files: none for a model of the hub, dummy weights or too large a checkpoint. Files
+    that are in the page cache cost nothing. May take as long as the disk's queue is full.
+    """
+    if not argv or argv[0].startswith("-") or "dummy" in argv:
+        return []
+    files = sorted(Path(argv[0]).expanduser().glob("*.safetensors"))
+    try:
+        size = sum(path.stat().st_size for path in files)
+        if size > _MOST_OF_MEMORY * host_memory().available_bytes:
+            return []
+        for path in files:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    except OSError:
+        # The check of the weights reports files that cannot be read.
+        return []
+    return files
 
 
 def refuse_damaged_weights(model: str, load_format: str) -> None:

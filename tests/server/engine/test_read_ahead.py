@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.host.memory import HostMemory
-from server.engine import read_ahead as module
-from server.engine.read_ahead import read_ahead
+from server.engine import weight_files as module
+from server.engine.weight_files import read_ahead
 
 
 @pytest.fixture
