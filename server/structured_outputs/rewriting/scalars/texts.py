@@ -25,6 +25,8 @@ from server.structured_outputs.rewriting.scalars.languages import ALL, Language
 from server.structured_outputs.rewriting.scalars.patterns import matching, whole
 from server.structured_outputs.schema_walk import Schema
 
+_EXPRESSED = frozenset(("pattern", "format", NOT_PATTERNS, NOT_FORMATS))
+"""Keywords of strings whose languages may exclude each other."""
 _FUEL = 500_000
 """Most steps of the lexer to decide whether a language is empty."""
 _LIMITS = llguidance.LLParserLimits(
@@ -48,6 +50,9 @@ def text_language(document: SchemaDocument, plain: Plain) -> Language | None:
         except InexactError as error:
             document.leave_out(schema, error)
     if parts == 0 or (parts == 1 and found.is_regex):
+        return found
+    if longest is None and all(_EXPRESSED.isdisjoint(schema) for schema in plain):
+        # Finitely many texts are excluded, so that some are left.
         return found
     try:
         return None if _is_empty(found) else found
