@@ -96,9 +96,13 @@ def decode_buckets(config: VllmConfig) -> tuple[int, ...]:
     Raises ``PlatformError``.
     """
     _require_platform()
-    from rbln_backend.vllm_compat.surface import compiled_sizes
+    # Not through ``surface``, which imports the engine's layers.
+    from rbln_backend.vllm_compat.settled import Settled
 
-    return tuple(compiled_sizes(config).decode or ())
+    settled = config.additional_config
+    assert isinstance(settled, Settled)
+    assert settled.buckets is not None, "an engine has a model"
+    return tuple(settled.buckets.decode or ())
 
 
 def inspect_model(config: VllmConfig) -> ModelReport:
