@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _NOT_HERMES = ("<arg_key>", "<function=", "<parameter=")
 """Marks of GLM's and Qwen3-Coder's calls, which are between the same tags."""
 _HERMES = "hermes"
+_HARMONY, _HARMONY_MODEL = "openai", "gpt_oss"
+"""vLLM's parser of Harmony, and the model type whose prompts have this form."""
 _MARK = "rbln_serve_probe"
 _TOOL = {
     "type": "function",
@@ -61,6 +63,10 @@ def settle_tools(
     Sets `chat_template` where the model's own shows no tools. `tokenizer` None: vLLM renders
     prompts without a template.
     """
+    if model_config.hf_config.model_type == _HARMONY_MODEL:
+        # vLLM renders its prompts and parses its answers itself, and refuses other parsers.
+        _settle_parser(args, _HARMONY)
+        return ToolSupport("template", args.tool_call_parser, "rendered by vLLM in Harmony's form")
     template = _template_of(args, tokenizer, model_config)
     if template is None:
         return ToolSupport(

@@ -124,7 +124,9 @@ def test_contents_may_be_lists_of_parts() -> None:
     assert text.count(CALL) == text.count(RESULT) == 3
 
 
-def settle(template: str, parser: str | None = None, **settings: Any) -> tuple[Any, Namespace]:
+def settle(
+    template: str, parser: str | None = None, model_type: str = "llama", **settings: Any
+) -> tuple[Any, Namespace]:
     args = Namespace(
         chat_template=template,
         chat_template_content_format="auto",
@@ -132,8 +134,23 @@ def settle(template: str, parser: str | None = None, **settings: Any) -> tuple[A
         tool_call_parser=parser,
         enable_auto_tool_choice=parser is not None,
     )
-    model: Any = SimpleNamespace(revision=None, code_revision=None, trust_remote_code=False)
+    model: Any = SimpleNamespace(
+        revision=None,
+        code_revision=None,
+        trust_remote_code=False,
+        hf_config=SimpleNamespace(model_type=model_type),
+    )
     return settle_tools(args, TOKENIZER, model, ServerSettings(**settings)), args
+
+
+@pytest.mark.parametrize("template", [OWN, SMOLLM2])
+def test_gpt_oss_gets_the_parser_of_harmony(template: str) -> None:
+    from vllm.parser.harmony import GptOssToolParser
+    from vllm.tool_parsers import ToolParserManager
+
+    support, args = settle(template, model_type="gpt_oss")
+    assert (support.prompt, args.chat_template) == ("template", template)
+    assert ToolParserManager.get_tool_parser(args.tool_call_parser) is GptOssToolParser
 
 
 def test_a_template_that_shows_tools_is_left_alone() -> None:
