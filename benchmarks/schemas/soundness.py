@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import jsonschema_rs
@@ -78,22 +79,32 @@ def soundness_of(cases: Sequence[SchemaCase], undeclared: Undeclared, texts: int
 
 
 def _validators(schema: Any) -> Iterator[Any]:
-    """Yield functions that raise for an invalid value; formats are asserted."""
-    kind = validator_for(schema, default=Draft202012Validator)
-    yield "jsonschema", kind(schema, format_checker=kind.FORMAT_CHECKER).validate
+    """Yield names, functions that read a text, and functions that raise for an invalid value.
+
+    Formats are asserted.
+    """
+    exact = _exact(json.dumps(schema))
+    kind = validator_for(exact, default=Draft202012Validator)
+    yield "jsonschema", _exact, kind(exact, format_checker=kind.FORMAT_CHECKER).validate
     # It reads drafts by `$schema`, too.
-    yield "jsonschema_rs", jsonschema_rs.validator_for(schema, validate_formats=True).validate
+    judge = jsonschema_rs.validator_for(schema, validate_formats=True)
+    yield "jsonschema_rs", json.loads, judge.validate
+
+
+def _exact(text: str) -> Any:
+    """Return a JSON text's value; as doubles, 4.47 is no multiple of 0.01."""
+    return json.loads(text, parse_float=Decimal)
 
 
 def _fault(text: str, judges: Sequence[Any]) -> str:
     """Return the reason of the first validator that refuses a text; nothing if none does."""
     try:
-        value = json.loads(text)
+        json.loads(text)
     except ValueError as error:
         return f"json: {error}"
-    for name, validate in judges:
+    for name, read, validate in judges:
         try:
-            validate(value)
+            validate(read(text))
         except Exception as error:  # noqa: BLE001 (those of regular expressions, too)
             return f"{name}: {str(error).splitlines()[0]}"
     return ""

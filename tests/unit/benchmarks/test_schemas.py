@@ -93,3 +93,10 @@ def test_an_invalid_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     name, text, reason = found.faults[0]
     assert (name, text) == ("person", "1")
     assert reason.startswith("jsonschema: 1 is not of type")
+
+
+def test_decimals_are_judged_exactly() -> None:
+    judges = list(soundness._validators({"items": {"multipleOf": 0.01}}))
+    # As doubles, 4.47 / 0.01 is not an integer.
+    assert soundness._fault("[4.47, 0.03, 7]", judges) == ""
+    assert soundness._fault("[4.475]", judges).startswith("jsonschema: ")
