@@ -140,7 +140,7 @@ _STRUCTURED = (
         (Query(rate("rbln_grammar_masks_late_total"), "late masks"),),
         "Masks that were not ready 20 ms after a forward pass: their requests got no token in that "
         "step, others did.",
-        "cps",
+        "ops",
     ),
     Panel(
         "Grammar checks",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Union
 
@@ -35,6 +36,10 @@ class DeferredName:
         try:
             return getattr(module, self._name)
         except AttributeError:
+            # `from package import module` imports the module, which may be no attribute yet.
+            place = f"{self._module}.{self._name}"
+            if hasattr(module, "__path__") and find_spec(place) is not None:
+                return _import(place)
             text = f"cannot import name {self._name!r} from {self._module!r}"
             raise ImportError(text) from None
 

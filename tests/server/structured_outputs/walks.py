@@ -46,7 +46,7 @@ def _marks() -> dict[str, list[int]]:
 @functools.lru_cache(4)
 def _grammar(text: str) -> LarkGrammar:
     compiler, tokenizer, _ = vocabulary()
-    return compiler.compile(text, {int(tokenizer.eos_token_id)}, in_trial=True)
+    return compiler.compile(text, {int(tokenizer.eos_token_id)}, in_trial=False)
 
 
 def documents(grammar: str, count: int, seed: int = 0, *, must_end: bool = True) -> list[str]:

@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from rbln_backend.host.deferred_imports import DeferredModule, deferred_imports, followed_import
+from rbln_backend.host.deferred_imports import (
+    DeferredModule,
+    DeferredName,
+    deferred_imports,
+    followed_import,
+)
 
 PACKAGE = "deferred_example"
 BODY = """
@@ -24,7 +29,7 @@ TABLE = {"a": 1}
 """
 USER = f"""
 from {PACKAGE} import part
-from {PACKAGE}.part import Base, TABLE, double
+from {PACKAGE}.part import Base, TABLE, below, double
 from {PACKAGE}.part.below import deep
 
 def annotated(value: Base | None = None) -> "int": ...
@@ -58,6 +63,13 @@ def test_importers_run_without_the_module(package: str) -> None:
     user = user_of(package)
     assert isinstance(user.part, DeferredModule)
     assert f"{package}.part" not in sys.modules
+
+
+def test_a_name_may_be_a_module_of_the_package(package: str) -> None:
+    user: Any = user_of(package)
+    assert user.below.deep == 1
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        DeferredName(f"{package}.part", "nothing")()
 
 
 def test_a_name_works_as_the_real_one(package: str) -> None:
