@@ -21,7 +21,7 @@ from server.http.auth import Access
 from server.http.error_responses import send_error
 from server.http.spans import METHODS, begin_span, end_span
 from server.lifecycle import Lifecycle
-from server.observability.logging import FIELDS, request_id_var
+from server.observability.logging import FIELDS, REQUEST_LOGGER, request_id_var
 from server.observability.metrics import ServerMetrics
 from server.request.body import CLIENT_GONE
 from server.request.record import INTERNAL, Caller, RequestRecord, record_of, record_var
@@ -32,7 +32,7 @@ from server.request.route_table import is_anthropic, route_of, route_path
 if TYPE_CHECKING:
     from server.observability.tracing import Tracing
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(REQUEST_LOGGER)
 
 # Polled routes, logged at debug level.
 _QUIET = (KeyScope.PROBE, KeyScope.PAGE, KeyScope.METRICS)

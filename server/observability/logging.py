@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Collection
 from contextvars import ContextVar
 
 from server.observability.log_text import MAX_CHARS, clipped, exception_text, shown
@@ -19,6 +20,8 @@ request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 FIELDS = "fields"
+REQUEST_LOGGER = "server.http.middleware"
+"""Logger of finished requests."""
 """The key of `extra` under which a log call passes further fields."""
 
 
@@ -76,3 +79,23 @@ def configure(level: str, form: str) -> None:
         logger.handlers = [handler]
         logger.setLevel(logging.WARNING)
         logger.propagate = False
+
+
+def drop_request_lines(routes: Collection[str] | None) -> None:
+    """Log no line for finished requests of `routes` (templates), or of any route if None."""
+    logging.getLogger(REQUEST_LOGGER).addFilter(_RouteFilter(routes))
+
+
+class _RouteFilter(logging.Filter):
+    """Drops the lines of finished requests; errors are other lines, which pass."""
+
+    def __init__(self, routes: Collection[str] | None) -> None:
+        super().__init__()
+        self._routes = routes
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged."""
+        fields = getattr(record, FIELDS, None)
+        if fields is None or "route" not in fields:
+            return True
+        return self._routes is not None and fields["route"] not in self._routes

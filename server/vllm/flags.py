@@ -30,6 +30,7 @@ from rbln_backend.api.models import (
 from rbln_backend.api.settings import hub_settings, resolve
 from rbln_backend.errors import CheckpointError, ConfigError
 from server.frontend import LaunchError
+from server.observability.logging import drop_request_lines
 from server.settings import ServerSettings
 from server.vllm.refused_flags import FULFILLED_FLAGS, FULFILLED_VALUES, REFUSED_FLAGS
 
@@ -249,13 +250,17 @@ def _refuse_abbreviations(
 
 
 def _fulfil(args: Namespace, parser: FlexibleArgumentParser) -> None:
-    """Log the flags that need no setting here, and set the level of uvicorn's log."""
+    """Apply the flags that are no settings of this server, and log what they lead to."""
     for name, effect in FULFILLED_FLAGS.items():
         given = getattr(args, name)
         if given == parser.get_default(name):
             continue
         logger.info("--%s: %s", name.replace("_", "-"), effect)
-        if name == "uvicorn_log_level":
+        if name == "disable_uvicorn_access_log":
+            drop_request_lines(None)
+        elif name == "disable_access_log_for_endpoints":
+            drop_request_lines([path.strip() for path in given.split(",")])
+        elif name == "uvicorn_log_level":
             logging.getLogger("uvicorn").setLevel(_UVICORN_LEVELS.get(given, given.upper()))
 
 

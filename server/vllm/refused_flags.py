@@ -44,9 +44,9 @@ RENAMED_FLAGS: Mapping[str, str] = {
 """vLLM flags that are settings of this server, with its names."""
 
 FULFILLED_FLAGS: Mapping[str, str] = {
-    "disable_uvicorn_access_log": "there is no access log; `/metrics` counts requests",
-    "disable_access_log_for_endpoints": "there is no access log; `/metrics` counts requests",
+    "disable_uvicorn_access_log": "finished requests are not logged",
+    "disable_access_log_for_endpoints": "finished requests of these routes are not logged",
     "enable_server_load_tracking": "`/load` is always there",
-    "uvicorn_log_level": "level of the HTTP server's own messages; unset, that of `--log-level`",
+    "uvicorn_log_level": "level of the HTTP server's own messages; unset, `warning`",
 }
 """vLLM flags that are accepted, with what they lead to."""

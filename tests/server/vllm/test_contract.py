@@ -195,24 +195,38 @@ def test_flags_that_cannot_be_honoured_are_refused(argv: list[str], words: str) 
     assert words in str(caught.value)
 
 
-def test_flags_of_manifests_for_vllm_are_accepted(
+def test_flags_of_manifests_for_vllm_are_honoured(
     checkpoints: CheckpointCache, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from server.observability.logging import FIELDS, REQUEST_LOGGER
     from server.settings import ServerSettings
     from server.vllm.flags import parse_arguments
 
     level = logging.getLogger("uvicorn").level
-    words = (
-        "--disable-uvicorn-access-log --disable-access-log-for-endpoints /health,/metrics "
-        "--uvicorn-log-level error --enable-server-load-tracking --api-server-count 1"
-    )
+    requests = logging.getLogger(REQUEST_LOGGER)
+    words = "--uvicorn-log-level error --enable-server-load-tracking --api-server-count 1"
+    some = ("--disable-access-log-for-endpoints", "/health, /tokenize")
+
+    def logged(route: str) -> bool:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            requests.info("GET", extra={FIELDS: {"route": route}})
+            requests.error("failed")
+        assert "failed" in caplog.text
+        return "GET" in caplog.text
+
     try:
         with caplog.at_level(logging.INFO):
-            parse_arguments([str(checkpoints("llama")), *words.split()], ServerSettings())
+            parse_arguments([str(checkpoints("llama")), *words.split(), *some], ServerSettings())
+        assert "--disable-access-log-for-endpoints: finished requests" in caplog.text
         assert logging.getLogger("uvicorn").level == logging.ERROR
+        assert [logged(route) for route in ("/tokenize", "/health", "/v1/models")] == [0, 0, 1]
+        flags = [str(checkpoints("llama")), "--disable-uvicorn-access-log"]
+        parse_arguments(flags, ServerSettings())
+        assert not logged("/v1/models")
     finally:
         logging.getLogger("uvicorn").setLevel(level)
-    assert "--disable-access-log-for-endpoints: there is no access log" in caplog.text
+        requests.filters.clear()
 
 
 def test_vllm_starts_engines_the_way_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
