@@ -97,12 +97,9 @@ def decode_buckets(config: VllmConfig) -> tuple[int, ...]:
     """
     _require_platform()
     # Not through ``surface``, which imports the engine's layers.
-    from rbln_backend.vllm_compat.settled import Settled
+    from rbln_backend.vllm_compat.settled import compiled_sizes
 
-    settled = config.additional_config
-    assert isinstance(settled, Settled)
-    assert settled.buckets is not None, "an engine has a model"
-    return tuple(settled.buckets.decode or ())
+    return tuple(compiled_sizes(config).decode or ())
 
 
 def inspect_model(config: VllmConfig) -> ModelReport:

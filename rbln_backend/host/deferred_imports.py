@@ -84,7 +84,7 @@ class DeferredName:
 
 
 class DeferredModule(ModuleType):
-    """Stands for a module that has not run; its names are references."""
+    """Placeholder of a module that has not run; its names are references."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

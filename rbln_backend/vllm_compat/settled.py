@@ -6,10 +6,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.config import RblnConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +34,17 @@ class Settled:
         """Return the digest by which vLLM compares configurations."""
         content = [self.rbln.to_dict(), self.local_engines, dict(self.others)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def settled(config: VllmConfig) -> Settled:
+    """Return what the platform stored in vLLM's configuration."""
+    found = config.additional_config
+    assert isinstance(found, Settled), "RblnPlatform.check_and_update_config ran first"
+    return found
+
+
+def compiled_sizes(config: VllmConfig) -> EngineBuckets:
+    """Return the compiled sizes of an engine."""
+    found = settled(config).buckets
+    assert found is not None, "an engine has a model"
+    return found

@@ -144,9 +144,8 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.config import RblnConfig
-from rbln_backend.vllm_compat.settled import Settled
+from rbln_backend.vllm_compat.settled import compiled_sizes, settled
 
 VLLM_VERSION = str(vllm.__version__)
 
@@ -170,20 +169,6 @@ def init_process_groups(config: VllmConfig, rank: int, init_method: str, local_r
     )
 
 
-def settled(config: VllmConfig) -> Settled:
-    """Return what the platform stored in vLLM's configuration."""
-    found = config.additional_config
-    assert isinstance(found, Settled), "RblnPlatform.check_and_update_config ran first"
-    return found
-
-
 def configured(config: VllmConfig) -> RblnConfig:
     """Return the settings of this backend."""
     return settled(config).rbln
-
-
-def compiled_sizes(config: VllmConfig) -> EngineBuckets:
-    """Return the compiled sizes of an engine."""
-    found = settled(config).buckets
-    assert found is not None, "an engine has a model"
-    return found

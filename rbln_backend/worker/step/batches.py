@@ -48,15 +48,19 @@ class RequestBatches:
 
     def apply(self, scheduled: SchedulerOutput) -> StepBatch | None:
         """Update the states and return the requests of this step, None if there are none."""
-        if self.plain is not None:
-            self.plain.settle()
-            self.plain = None
+        self._end_plain()
         batch = self._apply_changes(scheduled)
         if batch is None or batch.phase is not Phase.DECODE or batch.decode_prefill:
             return batch
         if self._samples:
             self.plain = PlainRows(batch, scheduled, self.requests)
         return batch
+
+    def _end_plain(self) -> None:
+        """Bring the tables of the latest plain steps up to date; the next step is not plain."""
+        if self.plain is not None:
+            self.plain.settle()
+            self.plain = None
 
     def _apply_changes(self, scheduled: SchedulerOutput) -> StepBatch | None:
         for request_id in scheduled.finished_req_ids:
@@ -95,8 +99,7 @@ class RequestBatches:
                 self.plain.record(token_ids)
                 return
             # The next step differs by more than its tokens.
-            self.plain.settle()
-            self.plain = None
+            self._end_plain()
         rows = batch.input_batch
         for row, (request_id, tokens) in enumerate(zip(rows.req_ids, token_ids, strict=True)):
             request = self.requests[request_id]

@@ -6,7 +6,7 @@ so that each part of the negation names its type.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -205,12 +205,7 @@ def _additional(_document: SchemaDocument, schema: Schema) -> list[Any]:
     inner = schema["additionalProperties"]
     if inner in (True, {}):
         return []
-    names = {
-        "type": "string",
-        NOT_ONE_OF: sorted(schema.get("properties", ())),
-        NOT_PATTERNS: list(schema.get("patternProperties", ())),
-    }
-    return [_object(**{HAS: [[names, {"not": inner}]]})]
+    return [_with_other_name([schema], {"not": inner})]
 
 
 def _unevaluated_properties(document: SchemaDocument, schema: Schema) -> list[Any]:
@@ -222,12 +217,17 @@ def _unevaluated_properties(document: SchemaDocument, schema: Schema) -> list[An
         raise _inexact_beside("unevaluatedProperties", "additionalProperties")
     if any("unevaluatedProperties" in item for item in applied[1:]):
         raise _inexact_beside("unevaluatedProperties", "unevaluatedProperties")
+    return [_with_other_name(applied, {"not": inner})]
+
+
+def _with_other_name(schemas: Sequence[Schema], value: Schema) -> Schema:
+    """Return a schema of objects with a property of `value` that none of `schemas` names."""
     names = {
         "type": "string",
-        NOT_ONE_OF: sorted({name for item in applied for name in item.get("properties", ())}),
-        NOT_PATTERNS: sorted({p for item in applied for p in item.get("patternProperties", ())}),
+        NOT_ONE_OF: sorted({name for item in schemas for name in item.get("properties", ())}),
+        NOT_PATTERNS: sorted({p for item in schemas for p in item.get("patternProperties", ())}),
     }
-    return [_object(**{HAS: [[names, {"not": inner}]]})]
+    return _object(**{HAS: [[names, value]]})
 
 
 def _unevaluated_items(document: SchemaDocument, schema: Schema) -> list[Any]:

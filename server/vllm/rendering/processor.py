@@ -1,4 +1,4 @@
-"""Tell vLLM that a text model has no processor, whose chat template it would prefer.
+"""Record in vLLM that a text model has no processor, whose chat template it would prefer.
 
 To find that out, vLLM imports transformers' models and loads the tokenizer again: a second of each
 start.

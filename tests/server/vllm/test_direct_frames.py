@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +92,15 @@ class Played:
         self.writer = Writer(ready)
         self.record = RequestRecord(route_of("/v1/completions"), "POST", time.perf_counter())
         self._tokenizer = tokenizer
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make its record that of the request in the block."""
+        token = record_var.set(self.record)
+        try:
+            yield
+        finally:
+            record_var.reset(token)
 
     def add(self, name: str = "1", **sampling: Any) -> RequestOutputCollector:
         params = SamplingParams(output_kind=RequestOutputKind.DELTA, **sampling)
@@ -205,12 +214,9 @@ async def frames_of(
     pauses: Callable[[], int] = lambda: 60,
 ) -> tuple[str, Played]:
     played = Played(tokenizer, ready)
-    token = record_var.set(played.record)
-    try:
+    with played.current():
         frames = make(played.add(**sampling), tokenizer, **fields)
         return await played.play(frames, steps, pauses), played
-    finally:
-        record_var.reset(token)
 
 
 def random_steps(tokenizer: Any, rng: random.Random) -> list[list[int]]:
@@ -305,23 +311,17 @@ async def test_streams_with_more_than_text_are_not_pushed(
 
 async def test_two_requests_of_one_stream_are_not_pushed(tokenizer: Any) -> None:
     played = Played(tokenizer, lambda: True)
-    token = record_var.set(played.record)
-    try:
+    with played.current():
         frames = completion(played.add(max_tokens=100), tokenizer)
         played.add("2", max_tokens=100)
         await played.play(frames, [[10 + n] for n in range(12)], lambda: 60)
-    finally:
-        record_var.reset(token)
     assert played.writer.pushed == 0
 
 
 async def test_nothing_is_pushed_after_the_client_has_gone(tokenizer: Any) -> None:
     played = Played(tokenizer, lambda: True)
-    token = record_var.set(played.record)
-    try:
+    with played.current():
         frames = completion(played.add(max_tokens=100), tokenizer)
-    finally:
-        record_var.reset(token)
     gone = asyncio.Event()
 
     async def receive() -> Any:

@@ -1,4 +1,4 @@
-"""A start imports less than vLLM asks for, and what it leaves out works when it is used."""
+"""A start imports less than vLLM does, and what it leaves out works when it is used."""
 
 from __future__ import annotations
 
