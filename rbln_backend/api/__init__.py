@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rbln_backend.errors import PlatformError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from vllm.config import ModelConfig, VllmConfig
@@ -161,12 +161,17 @@ def describe_cpu() -> dict[str, str]:
     return {"cpu": cpu_name(), "kernels": levels, "tiles": why_no_tiles() or "usable"}
 
 
-def grammar_trial(config: VllmConfig) -> GrammarTrial:
-    """Return a trial that compiles grammars as the engine does. Raises ``PlatformError``."""
+def grammar_trial(
+    config: VllmConfig, making: Callable[[], AbstractContextManager[None]]
+) -> GrammarTrial:
+    """Return a trial that compiles grammars as the engine does. Raises ``PlatformError``.
+
+    ``making`` is entered while it makes what no single grammar needs.
+    """
     _require_platform()
     from rbln_backend.grammar.trial import GrammarTrial
 
-    return GrammarTrial(config)
+    return GrammarTrial(config, making)
 
 
 def _require_platform() -> None:

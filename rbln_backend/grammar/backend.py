@@ -82,10 +82,16 @@ class PinnedXgrammar(XgrammarBackend):
             super().__post_init__()  # type: ignore[no-untyped-call]
             info = self.compiler.compile_grammar('root ::= "a"').tokenizer_info
             self.compiler = bounded_compiler(info, self.compiler.cache_limit_bytes)
+            tokens = [*info.decoded_vocab[: self.vocab_size]]
             for allowed in set(_CONTROLS.values()):
-                bits = tokens_without_controls(info, self.vocab_size, allowed)
-                self._legal[allowed] = torch.from_numpy(bits)
+                self._legal[allowed] = torch.from_numpy(tokens_without_controls(tokens, allowed))
             self._made = True
+
+    def reads_vocabulary(self, request_type: StructuredOutputOptions, grammar_spec: str) -> bool:
+        """Return whether a compile of this grammar calls ``make`` first: it is xgrammar's."""
+        return not (
+            request_type is StructuredOutputOptions.GRAMMAR and grammar_spec.startswith(MARK)
+        )
 
     def compile_grammar(
         self,
@@ -95,7 +101,7 @@ class PinnedXgrammar(XgrammarBackend):
     ) -> StructuredOutputGrammar:
         """Compile one grammar; called in a compile thread, whose priority it lowers."""
         _lower_priority()
-        if request_type is StructuredOutputOptions.GRAMMAR and grammar_spec.startswith(MARK):
+        if not self.reads_vocabulary(request_type, grammar_spec):
             return self.lark_compiler().compile(
                 grammar_spec, stop_token_ids, in_trial=self.in_trial
             )
@@ -159,13 +165,19 @@ def pinned_backend(vllm_config: VllmConfig) -> PinnedXgrammar:
     return PinnedXgrammar(vllm_config, tokenizer=tokenizer, vocab_size=model.get_vocab_size())
 
 
-def pin_backend(manager: StructuredOutputManager, vllm_config: VllmConfig) -> None:
-    """Set this backend on the engine's manager, before its first request chooses one."""
+def pin_backend(manager: StructuredOutputManager, vllm_config: VllmConfig) -> PinnedXgrammar | None:
+    """Set this backend on the engine's manager, before its first request chooses one.
+
+    Returns it; None for an engine without a tokenizer.
+    """
     model = vllm_config.model_config
-    if not model.skip_tokenizer_init:
-        manager.backend = PinnedXgrammar(
-            vllm_config, tokenizer=manager.tokenizer, vocab_size=model.get_vocab_size()
-        )
+    if model.skip_tokenizer_init:
+        return None
+    backend = PinnedXgrammar(
+        vllm_config, tokenizer=manager.tokenizer, vocab_size=model.get_vocab_size()
+    )
+    manager.backend = backend
+    return backend
 
 
 def _lower_priority() -> None:

@@ -5,6 +5,7 @@ Imported at the first compile."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,15 +52,13 @@ def bounded_compiler(info: xgrammar.TokenizerInfo, cache_bytes: int) -> BoundedC
     return BoundedCompiler(info, max_threads=1, cache_limit_bytes=cache_bytes)
 
 
-def tokens_without_controls(
-    info: xgrammar.TokenizerInfo, vocab_size: int, allowed: bytes
-) -> npt.NDArray[np.int32]:
+def tokens_without_controls(tokens: Sequence[bytes], allowed: bytes) -> npt.NDArray[np.int32]:
     """Return a bit per token, set unless the token has a control character that is not `allowed`.
 
     xgrammar 0.2.8 lets control characters into strings of a bounded length, where JSON forbids
     them. Tabs go with them: xgrammar keeps nothing but line ends out of such strings.
     """
-    legal = np.zeros((vocab_size + 31) // 32 * 32, dtype=np.uint8)
-    for index, token in enumerate(info.decoded_vocab[:vocab_size]):
-        legal[index] = all(byte >= ord(" ") or byte in allowed for byte in bytes(token))
+    legal = np.zeros((len(tokens) + 31) // 32 * 32, dtype=np.uint8)
+    controls = bytes(set(range(ord(" "))) - set(allowed))
+    legal[: len(tokens)] = [len(token.translate(None, controls)) == len(token) for token in tokens]
     return np.packbits(legal, bitorder="little").view(np.int32)

@@ -11,8 +11,8 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +47,15 @@ _PATTERN = re.compile(r"^TEXT_\d+: (.+)$", re.MULTILINE)
 class GrammarTrial:
     """Tries grammars for one model; not thread-safe."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        making: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`making()` is entered while xgrammar reads the vocabulary, which is no grammar's work."""
         self._backend = pinned_backend(vllm_config)
         self._backend.in_trial = True
-        self._backend.make()
+        self._making = making
         self._mask = self._backend.allocate_token_bitmask(1)
         self._sampler: SampleWalker | None = None
         self._walked: set[tuple[int, str]] = set()
@@ -71,6 +76,9 @@ class GrammarTrial:
         """
         with _native_stderr() as warnings:
             option = StructuredOutputOptions[kind.upper()]
+            if self._backend.reads_vocabulary(option, text):
+                with self._making():
+                    self._backend.make()
             before = heap_bytes()
             grammar = self._backend.compile_grammar(option, text, self._stop)
             self._walk_in_time(grammar)

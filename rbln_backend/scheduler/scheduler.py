@@ -9,6 +9,7 @@ from typing import Any
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.grammar.backend import pin_backend
+from rbln_backend.grammar.early import EarlyVocabulary
 from rbln_backend.grammar.masks import StepMasks
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import (
@@ -82,7 +83,10 @@ class RblnScheduler(PromptScheduler):
         board = _board(vllm_config)
         self._reuse = PrefixReuse.install(self, vllm_config, board)
         self._plain = PlainDecode(self, self._reuse.manager)
-        pin_backend(self.structured_output_manager, vllm_config)
+        backend = pin_backend(self.structured_output_manager, vllm_config)
+        self._vocabulary = None
+        if backend is not None and vllm_config.model_config.runner_type != "pooling":
+            self._vocabulary = EarlyVocabulary(backend, lambda: bool(self.requests))
         self._masks = StepMasks(
             self.structured_output_manager,
             self.requests,
@@ -134,6 +138,8 @@ class RblnScheduler(PromptScheduler):
 
     def shutdown(self) -> None:
         self._masks.close()
+        if self._vocabulary is not None:
+            self._vocabulary.close()
         super().shutdown()
 
     def update_from_output(

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess, SpawnProcess
@@ -234,6 +234,16 @@ def limit_processor_time(seconds: float) -> None:
     User and kernel time count, waiting for a busy processor does not.
     """
     signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+@contextmanager
+def uncounted_processor_time() -> Iterator[None]:
+    """Stop the clock of `limit_processor_time` in the block."""
+    left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, left)
 
 
 def limit_growth() -> None:

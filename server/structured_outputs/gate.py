@@ -54,6 +54,10 @@ class TrialPool(Protocol):
         """Return the answer to a job of `shares`; raises the pool's errors."""
         ...
 
+    async def start_one(self) -> None:
+        """Start a process before the first job. Raises `WorkerStartError`."""
+        ...
+
 
 class GrammarGate:
     """Checks and compiles constraints; used from one event loop."""
@@ -78,6 +82,10 @@ class GrammarGate:
         # With the time at which the verdict expires.
         self._verdicts: LRUCache[bytes, tuple[TrialVerdict, float]] = LRUCache(cache_entries)
         self._running: dict[bytes, asyncio.Task[TrialVerdict]] = {}
+
+    async def warm_up(self) -> None:
+        """Start a trial process before the first grammar. Raises `WorkerStartError`."""
+        await self._pool.start_one()
 
     async def check(
         self, jobs: list[list[Constraint]], on_kind: Callable[[str], None] | None = None

@@ -8,7 +8,11 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from rbln_backend import api
-from server.host.job_pool import limit_growth, limit_processor_time
+from server.host.job_pool import (
+    limit_growth,
+    limit_processor_time,
+    uncounted_processor_time,
+)
 from server.structured_outputs.explaining.explanation import answer_job
 
 if TYPE_CHECKING:
@@ -26,7 +30,7 @@ def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> Non
 
     setproctitle.setproctitle("rbln-serve: grammar trials")
     os.nice(_NICENESS)
-    trial = api.grammar_trial(vllm_config)
+    trial = api.grammar_trial(vllm_config, uncounted_processor_time)
     limit_growth()
     specials = trial.special_tokens()
     compact = vllm_config.structured_outputs_config.disable_any_whitespace

@@ -177,9 +177,12 @@ class VllmFrontend:
         render_elsewhere(online.renderer, templates, settings.read_workers)
 
     async def warm_up(self) -> None:
-        """Start a process for large bodies; otherwise the first large body starts it."""
+        """Start a process for large bodies and one for grammars; otherwise their first would."""
+        grammars = self._engine.grammars
         try:
             await self._reading.start_one()
+            if grammars is not None:
+                await grammars.warm_up()
         except WorkerStartError as error:
             logger.warning("%s", error)
 

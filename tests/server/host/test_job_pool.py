@@ -16,9 +16,12 @@ import pytest
 from server.host.job_pool import (
     JobCrashedError,
     JobPool,
+    JobSpentError,
     JobTimeoutError,
     PoolFullError,
     WorkerStartError,
+    limit_processor_time,
+    uncounted_processor_time,
 )
 
 
@@ -31,7 +34,19 @@ def answer_jobs(pipe: Connection) -> None:
             time.sleep(600)
         if job == b"crash":
             os._exit(11)
+        if job == b"prepare":
+            limit_processor_time(0.1)
+            with uncounted_processor_time():
+                burn(0.2)
+        if job == b"spend":
+            burn(0.2)
         pipe.send_bytes(str(os.getpid()).encode() + b" " + job)
+
+
+def burn(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
 
 
 def start_process(pipe: Connection) -> BaseProcess:
@@ -84,6 +99,12 @@ async def test_a_process_can_be_there_before_its_first_job(pool: JobPool) -> Non
     await pool.start_one()
     (process,) = started()
     assert await pool.run(b"one") == b"%d one" % process.pid
+
+
+async def test_what_a_process_prepares_does_not_count_as_its_job(pool: JobPool) -> None:
+    assert (await pool.run(b"prepare")).endswith(b"prepare")
+    with pytest.raises(JobSpentError):
+        await pool.run(b"spend")
 
 
 async def test_who_leaves_while_a_process_starts_leaves_a_pool_that_works(pool: JobPool) -> None:

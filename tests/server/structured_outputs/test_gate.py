@@ -258,6 +258,7 @@ class ScriptedPool:
     timeout_s = 5.0
 
     def __init__(self) -> None:
+        self.starts = 0
         self.jobs: list[list[Any]] = []
         self.shares: list[int] = []
         self.go_on = asyncio.Event()
@@ -273,6 +274,9 @@ class ScriptedPool:
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome.to_bytes()
+
+    async def start_one(self) -> None:
+        self.starts += 1
 
 
 def jobs_of(body: dict[str, Any]) -> list[list[Constraint]]:
@@ -302,6 +306,12 @@ async def test_verdicts_are_remembered_and_forgotten_in_turn() -> None:
     assert pool.jobs[-1][0][1] == "a"
     assert gate.take_counts().results == {"ok": 7, "known": 3}
     assert not gate.take_counts().results
+
+
+async def test_a_process_is_there_before_the_first_grammar() -> None:
+    pool = ScriptedPool()
+    await gate_over(pool).warm_up()
+    assert (pool.starts, pool.jobs) == (1, [])
 
 
 async def test_plain_json_needs_no_trial() -> None:

@@ -1,0 +1,1 @@
+"""Grammar backends of the engine."""
