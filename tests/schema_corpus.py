@@ -150,20 +150,6 @@ BAD: tuple[tuple[Schema, str], ...] = (
     ({"$ref": "#"}, "refers to itself"),
     ({"$dynamicRef": "#node", "type": "object"}, "leads nowhere"),
     (
-        {
-            "$ref": "#/$defs/list",
-            "$defs": {
-                "list": {
-                    "$id": "list",
-                    "items": {"$dynamicRef": "#node"},
-                    "$defs": {"node": {"$dynamicAnchor": "node"}},
-                },
-                "words": {"$id": "words", "$dynamicAnchor": "node", "type": "string"},
-            },
-        },
-        "write '$ref' instead",
-    ),
-    (
         {"not": {"allOf": [{"additionalProperties": True}], "unevaluatedProperties": False}},
         "'not' of 'unevaluatedProperties' together with",
     ),

@@ -2,8 +2,9 @@
 
     python -m benchmarks schemas FILE [--side NAME ...] [--first N] [--texts N] [--save]
 
-FILE has a schema with its instances in each line. All sides run one after the other, each in a
-process of its own with one core. `--texts` generates texts of our grammars and validates them with
+FILE has a schema with its instances in each line, or is a folder of the JSON-Schema-Test-Suite,
+such as tests/draft2020-12. All sides run one after the other, each in a process of its own with one
+core. `--texts` generates texts of our grammars and validates them with
 jsonschema and jsonschema_rs (100000 for a whole run).
 """
 
@@ -112,7 +113,7 @@ def _at(values: Sequence[float], share: float) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks schemas", description=__doc__)
-    parser.add_argument("file", type=Path, help="lines of JSON: name, schema, tests")
+    parser.add_argument("file", type=Path, help="lines of JSON, or a folder of the suite")
     parser.add_argument("--side", nargs="+", choices=SIDES, help="default: all")
     parser.add_argument("--first", type=positive, help="only the first N schemas")
     parser.add_argument("--texts", type=positive, help="generate N texts for each of our rules")

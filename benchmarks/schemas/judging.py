@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.schemas.sides import SIDES, RefusedSchemaError, end_token, tokenizer, warm_up
+from benchmarks.schemas.suite import suite_cases
 from benchmarks.schemas.undeclared import without_undeclared
 
 COMPILE_LIMIT_S = 30.0
@@ -63,7 +64,12 @@ class Judgement:
 
 
 def cases_of(path: Path, most: int | None = None) -> list[SchemaCase]:
-    """Read lines of JSON with `name`, `schema` and `tests` (`data`, `valid`), the first `most`."""
+    """Read lines of JSON with `name`, `schema` and `tests` (`data`, `valid`), the first `most`.
+
+    Or a folder of the JSON-Schema-Test-Suite; see `suite_cases`.
+    """
+    if path.is_dir():
+        return [SchemaCase(*case) for case in suite_cases(path)][:most]
     lines = path.read_text(encoding="utf-8").splitlines()[:most]
     return [SchemaCase(**json.loads(line)) for line in lines]
 

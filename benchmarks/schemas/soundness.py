@@ -87,7 +87,11 @@ def _validators(schema: Any) -> Iterator[Any]:
     kind = validator_for(exact, default=Draft202012Validator)
     yield "jsonschema", _exact, kind(exact, format_checker=kind.FORMAT_CHECKER).validate
     # It reads drafts by `$schema`, too.
-    judge = jsonschema_rs.validator_for(schema, validate_formats=True)
+    try:
+        judge = jsonschema_rs.validator_for(schema, validate_formats=True)
+    except ValueError:
+        # It knows no meta-schema but those of the drafts.
+        return
     yield "jsonschema_rs", json.loads, judge.validate
 
 

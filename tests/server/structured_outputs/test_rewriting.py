@@ -196,6 +196,33 @@ YES_AND_NO: tuple[tuple[Any, tuple[str, ...], tuple[str, ...]], ...] = (
     ({"$ref": "sub", "$defs": {"s": {"$id": "sub", "items": {"$ref": "#/$defs/v"},
                                      "$defs": {"v": {"const": 1}}}, "v": {"const": 2}}},
      ("[1]",), ("[2]",)),
+    ({"$ref": "#/$defs/a", "$dynamicRef": "#node", "$defs": {
+        "a": {"minimum": 3}, "n": {"$dynamicAnchor": "node", "type": "integer"}}},
+     ("3",), ("2", '"x"')),
+    # A dynamic reference leads to the outermost anchor of those on the way to it.
+    ({"properties": {"i": {"$ref": "ints"}, "s": {"$ref": "texts"}, "any": {"$ref": "list"}},
+      "additionalProperties": False, "$defs": {
+        "l": {"$id": "list", "items": {"$dynamicRef": "#node"},
+              "$defs": {"n": {"$dynamicAnchor": "node"}}},
+        "i": {"$id": "ints", "$ref": "list",
+              "$defs": {"n": {"$dynamicAnchor": "node", "const": 1}}},
+        "s": {"$id": "texts", "allOf": [{"$ref": "list"}],
+              "$defs": {"n": {"$dynamicAnchor": "node", "enum": ["a", "b"]}}}}},
+     ('{"i": [1, 1], "s": ["b"], "any": [null]}',), ('{"i": ["b"]}', '{"s": [1]}')),
+    ({"items": {"$ref": "strict"}, "$defs": {
+        "t": {"$id": "tree", "$dynamicAnchor": "node", "type": "object", "properties": {
+            "v": {"const": 1}, "next": {"$dynamicRef": "#node"}}, "additionalProperties": True},
+        "s": {"$id": "strict", "$dynamicAnchor": "node", "$ref": "tree",
+              "unevaluatedProperties": False, "required": ["v"]}}},
+     ('[{"v": 1, "next": {"v": 1}}]',), ('[{"v": 1, "next": {}}]',)),
+    # The meta-schemas are known.
+    ({"items": {"$ref": "http://json-schema.org/draft-07/schema#/definitions/nonNegativeInteger"}},
+     ("[0, 3]",), ("[-1]", '["a"]')),
+    ({"$schema": "http://json-schema.org/draft-04/schema#", "items": {
+        "$ref": "http://json-schema.org/draft-04/schema#/definitions/simpleTypes"}},
+     ('["array"]',), ('["text"]', "[1]")),
+    ({"$ref": "https://json-schema.org/draft/2020-12/meta/validation#/$defs/simpleTypes"},
+     ('"null"',), ('"text"', "1")),
     # Names that match no pattern are judged by `additionalProperties` alone.
     ({"type": "object", "patternProperties": {"^i": {"type": "integer"}},
       "additionalProperties": {"type": "null"}}, ('{"i": 1, "b": null}',),
