@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -21,8 +22,9 @@ from rbln_backend.store.artifact_files import BINARIES, PROGRAM
 from rbln_backend.store.artifacts import ArtifactStore
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.vllm_compat.surface import init_logger
-from rbln_backend.worker.graphs.capture_pool import capture_in_children
+from rbln_backend.worker.graphs.capture_pool import CaptureQueue, capture_in_children
 from rbln_backend.worker.graphs.functions import WHOLE, GraphFunction, ModelPart, graph_function
+from rbln_backend.worker.graphs.trace_plan import TracePlan
 
 logger = init_logger(__name__)
 
@@ -103,6 +105,8 @@ class GraphFactory:
         self._key_fields = dict(key_fields)
         self._forward_context = forward_context
         self.capture_workers = capture_workers
+        # Only this device's check calls every operator of a program on the shapes of its inputs.
+        self._derives = compiler.capabilities.runs_on_host
         self.compiles_when_loading = compiler.compiles_when_loading
 
     def key(self, spec: GraphSpec) -> CacheKey:
@@ -202,17 +206,34 @@ class GraphFactory:
     def _capture_all(
         self, missing: Mapping[GraphSpec, GraphRequest], listener: GraphListener
     ) -> Iterator[tuple[GraphSpec, Program, float]]:
-        delivered = set()
-        if self.capture_workers > 1 and len(missing) > 1:
+        plan = TracePlan(
+            list(missing), partial(self._check_spec, missing) if self._derives else None
+        )
+        for spec, program, seconds in self._trace(plan, missing, listener):
+            yield spec, program, seconds
+            began = time.perf_counter()
+            for other, derived in plan.add(spec, program):
+                listener.graph_started(other)
+                yield other, derived, time.perf_counter() - began
+                began = time.perf_counter()
+
+    def _trace(
+        self, plan: TracePlan, missing: Mapping[GraphSpec, GraphRequest], listener: GraphListener
+    ) -> Iterator[tuple[GraphSpec, Program, float]]:
+        """Yield the program of every graph that ``plan`` wants; the caller adds it to the plan."""
+        if self.capture_workers > 1 and len(plan.wanted) > 1:
+            queue = CaptureQueue(list(missing))
+            queue.add(plan.wanted)
             for captured in capture_in_children(
-                list(missing),
+                queue,
                 lambda spec: self._capture(missing[spec]).to_bytes(),
                 workers=self.capture_workers,
                 on_start=listener.graph_started,
             ):
-                delivered.add(captured.spec)
                 yield captured.spec, Program.from_bytes(captured.data), captured.seconds
-        for spec in (spec for spec in missing if spec not in delivered):
+                queue.add(plan.wanted)
+        while plan.wanted:
+            spec = plan.wanted[0]
             listener.graph_started(spec)
             started = time.perf_counter()
             program = self._capture(missing[spec])
@@ -239,6 +260,11 @@ class GraphFactory:
     def _check(self, program: Program, request: GraphRequest) -> None:
         """Raise if ``program`` does not fit the model's tensors and the request's buffers."""
         self._compiler.check(program, self._table.shapes_of(program.bindings, request.inputs))
+
+    def _check_spec(
+        self, requests: Mapping[GraphSpec, GraphRequest], spec: GraphSpec, program: Program
+    ) -> None:
+        self._check(program, requests[spec])
 
     def _load(self, store: ArtifactStore, request: GraphRequest) -> Program | None:
         key = self.key(request.spec)
