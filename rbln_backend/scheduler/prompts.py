@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.scheduler.background import is_background
 from rbln_backend.scheduler.constraints import adapter_fits, needs_chunk
+from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from rbln_backend.scheduler.narrowing import NarrowedScheduler
-from rbln_backend.scheduler.prefill_order import PrefillOrder
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse
 from rbln_backend.scheduler.priority_first import behind_priority
 from rbln_backend.scheduler.sharing import StepBounds, adapter_of, prompts_together
@@ -34,8 +34,9 @@ class PromptScheduler(NarrowedScheduler):
 
     _chunks: ChunkPlan | None
     _reuse: PrefixReuse
-    _order: PrefillOrder | None
-    """None for ``prefill_policy="fcfs"`` and for models that pool."""
+    _prompts: FairPrompts
+    _shortest_first: bool
+    """False for ``prefill_policy="fcfs"`` and for models that pool."""
     _most_partial: int
     """Prompts that may be partly computed at the same time."""
 
@@ -47,17 +48,14 @@ class PromptScheduler(NarrowedScheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        if self._order is not None:
-            self._order.add(request)
+        self._prompts.add(request)
 
     def _preempt_request(self, request: Request, *positional: Any, **options: Any) -> None:
         super()._preempt_request(request, *positional, **options)
-        if self._order is not None:
-            self._order.add(request)
+        self._prompts.add(request)
 
     def _free_request(self, request: Request, *positional: Any, **options: Any) -> Any:
-        if self._order is not None:
-            self._order.ended(request.request_id)
+        self._prompts.ended(request)
         return super()._free_request(request, *positional, **options)
 
     def _prompts_in_front(self, running: Sequence[Request]) -> list[Request]:
@@ -66,8 +64,8 @@ class PromptScheduler(NarrowedScheduler):
         The first one is computed next.
         """
         requests = list(chain(self._waiting(), running))
-        if self._order is not None and len(requests) > 1:
-            able = self._order.first(filter(needs_chunk, running), 1, self._can_begin)
+        if self._shortest_first and len(requests) > 1:
+            able = self._prompts.first(filter(needs_chunk, running), 1, self._can_begin)
             requests = able + requests
         return [r for r in requests if needs_chunk(r) and not is_background(r)]
 
@@ -75,8 +73,8 @@ class PromptScheduler(NarrowedScheduler):
         """Return the requests of the next prefill step; ``prefilling`` are partly computed."""
         refused = self._over_adapter_limit()
         ordered: list[Request] = []
-        if self._order is not None and not any(map(is_background, prefilling)):
-            ordered = self._fewest_left(self._order, prefilling, refused)
+        if self._shortest_first and not any(map(is_background, prefilling)):
+            ordered = self._in_order(prefilling, refused)
         if not ordered:
             return self._first_come(prefilling, refused)
         together = self._together([], ordered, len(ordered)) if len(ordered) > 1 else {}
@@ -89,17 +87,20 @@ class PromptScheduler(NarrowedScheduler):
 
     def _count(self, turn: Turn, prefilling: Sequence[Request], output: SchedulerOutput) -> None:
         """Count a prefill step of ``turn`` for the order of prompts."""
-        if self._order is None or not output.num_scheduled_tokens:
-            return
-        computed = [self.requests[request_id] for request_id in output.num_scheduled_tokens]
-        if not any(map(is_background, computed)):
+        tokens = output.num_scheduled_tokens
+        computed = [(self.requests[request_id], number) for request_id, number in tokens.items()]
+        if computed and not any(is_background(request) for request, _ in computed):
             unread = [r for r in (*prefilling, *turn.held_back) if not is_background(r)]
-            self._order.computed(computed, output.total_num_scheduled_tokens, unread)
+            self._prompts.computed(computed, unread)
 
     def _first_come(self, prefilling: list[Request], refused: list[Request]) -> Turn:
         """Return the first partly computed prompt or waiting request, and those that join it."""
         others = [request for request in self._waiting() if request not in refused]
-        held_back = [*refused, *behind_priority(others)]
+        other_keys = self._prompts.behind_first_key(others, self._can_begin)
+        if other_keys:
+            hidden = {id(request) for request in other_keys}
+            others = [request for request in others if id(request) not in hidden]
+        held_back = [*refused, *other_keys, *behind_priority(others)]
         together: dict[str, int] = {}
         if len(prefilling) + len(self.waiting) + len(self.skipped_waiting) > 1:
             hidden = {id(request) for request in held_back}
@@ -109,10 +110,8 @@ class PromptScheduler(NarrowedScheduler):
         running = [r for r in prefilling if r.request_id in together] or prefilling[:1]
         return Turn(running, held_back, together)
 
-    def _fewest_left(
-        self, order: PrefillOrder, partial: list[Request], refused: list[Request]
-    ) -> list[Request]:
-        """Return the next prompts in ``order``; none if none can be computed now."""
+    def _in_order(self, partial: list[Request], refused: list[Request]) -> list[Request]:
+        """Return the next prompts in order; none if none can be computed now."""
         free = self.max_num_running_reqs - len(self.running)
         most = min(free, 1 if self._chunks is None else self._chunks.prompts)
         banned = {id(request) for request in refused}
@@ -120,7 +119,7 @@ class PromptScheduler(NarrowedScheduler):
         def can_begin(request: Request) -> bool:
             return id(request) not in banned and self._can_begin(request)
 
-        able = order.first(partial, most, can_begin)
+        able = self._prompts.first(partial, most, can_begin)
         return [r for r in able if r in partial or self._may_overtake(r, partial)]
 
     def _may_overtake(self, request: Request, partial: Sequence[Request]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rbln_backend.scheduler.constraints import (
 )
 from rbln_backend.scheduler.draft_capacity import DraftCapacity
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
+from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from rbln_backend.scheduler.first_tokens import FirstTokens
 from rbln_backend.scheduler.narrowing import StepView
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
@@ -53,6 +55,8 @@ from rbln_backend.vllm_compat.surface import (
 class RblnScheduler(PromptScheduler):
     """Each step is one prefill chunk or one decode batch, by these rules in order:
 
+    * the API key that was served least is first (``fairness/fair_prompts.py``), and each of the
+      following rules on the order of waiting requests applies within a key;
     * the prompt with the fewest tokens left is read first (``prefill_order.py``), chunk by chunk;
       with ``prefill_policy="fcfs"`` a prompt is read to its end before another is admitted;
     * ``decode_steps_per_chunk`` decode steps follow a prefill step while both have work;
@@ -106,10 +110,13 @@ class RblnScheduler(PromptScheduler):
         groups = len(self.kv_cache_config.kv_cache_groups)
         self._drafts = DraftCapacity(sizes.verify, self.block_size, groups)
         self._most_partial = configured(vllm_config).max_num_partial_prefills
-        self._order = None
-        if configured(vllm_config).prefill_policy == "shortest" and self._chunks is not None:
-            by_priority = self.policy.value == "priority"
-            self._order = PrefillOrder(self._reuse.manager.peek_hit, board, by_priority=by_priority)
+        self._shortest_first = (
+            configured(vllm_config).prefill_policy == "shortest" and self._chunks is not None
+        )
+        by_priority = self.policy.value == "priority"
+        hit = self._reuse.manager.peek_hit
+        make_order = partial(PrefillOrder, hit, board, by_priority=by_priority)
+        self._prompts = FairPrompts(make_order if self._shortest_first else None)
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)

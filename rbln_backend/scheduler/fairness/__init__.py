@@ -1,0 +1,1 @@
+"""Weighted fair queueing between API keys."""
