@@ -4,6 +4,7 @@ A request acquires a permit before its body is parsed. The permit grows to the n
 answers and is released after the last byte. Permits of the tier flex are counted apart. Used from
 the event loop only. Invariant: `in_flight` is the sum of the weights of all permits but those of
 flex, `flex_in_flight` of those, and neither exceeds `limit`.
+The permits of API keys are divided between them (`key_limits/permit_shares.py`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from server.errors import OverloadedError
+from server.key_limits.ledger import KeyLedger
+from server.key_limits.permit_shares import PermitShares
 
 MIN_WAITING = 32
 """Least number of waiting answers where `max_in_flight` is derived."""
@@ -51,6 +54,9 @@ class Admission:
         self.limit = 0
         self.max_queued_tokens: int | None = None
         self.rows: tuple[int, ...] = ()
+        self.keys = KeyLedger()
+        """Use of the API keys' own limits."""
+        self._shares = PermitShares(dict)
         self._wanted = max_in_flight
         self._clock = clock
         self._held_s: float | None = None
@@ -64,41 +70,45 @@ class Admission:
         self.max_queued_tokens = capacity.max_queued_tokens
         self.rows = capacity.decode_buckets or (runs,)
 
-    def check(self) -> None:
-        """Raise `OverloadedError` if no permit is free; cheaper than `acquire`."""
-        if self.in_flight >= self.limit:
-            raise self._refusal(1)
+    def divide(self, weights: Callable[[], Mapping[str, float]]) -> None:
+        """Divide the permits between API keys by their `weights` (by owner)."""
+        self._shares = PermitShares(weights)
 
-    def acquire(self) -> Permit:
-        """Return a permit for one answer. Raises `OverloadedError`."""
-        self.check()
-        self.in_flight += 1
-        permit = Permit(self)
+    def check(self, owner: str = "") -> None:
+        """Raise `OverloadedError` if no permit is free for `owner`; cheaper than `acquire`."""
+        self._check(owner, 1, 1)
+
+    def acquire(self, owner: str = "") -> Permit:
+        """Return a permit for one answer to the owner of a key. Raises `OverloadedError`."""
+        self.check(owner)
+        self._count(owner, 1)
+        permit = Permit(self, owner)
         self._since[permit] = self._clock()
         return permit
 
-    def resize(self, held: int, weight: int) -> int:
+    def resize(self, owner: str, held: int, weight: int) -> int:
         """Return the new weight of a permit of weight `held`. Raises `OverloadedError`.
 
         A request for more answers than the limit counts as the limit: it is served alone.
         """
         weight = min(weight, self.limit)
-        if self.in_flight - held + weight > self.limit:
-            raise self._refusal(weight)
-        self.in_flight += weight - held
+        # It needs all permits, so those that are kept for other keys are not kept from it.
+        if weight < self.limit or self.in_flight > held:
+            self._check(owner, weight - held, weight)
+        self._count(owner, weight - held)
         return weight
 
     def step_back(self, permit: Permit) -> None:
         """Count a permit among those of flex. Raises `OverloadedError`."""
         if self.flex_in_flight + permit.weight > self.limit:
             raise self._refusal(permit.weight, self.flex_in_flight, " of the tier flex")
-        self.in_flight -= permit.weight
+        self._count(permit.owner, -permit.weight)
         self.flex_in_flight += permit.weight
         del self._since[permit]
 
     def give_back(self, permit: Permit) -> None:
         """Free the weight of a permit that has not stepped back."""
-        self.in_flight -= permit.weight
+        self._count(permit.owner, -permit.weight)
         held_s = self._clock() - self._since.pop(permit)
         if self._held_s is None:
             self._held_s = held_s
@@ -120,13 +130,26 @@ class Admission:
         # Spread, so that those who were refused together do not come back together.
         return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S / _SPREAD) * random.uniform(1, _SPREAD)
 
-    def _refusal(self, weight: int, taken: int | None = None, of: str = "") -> OverloadedError:
+    def _check(self, owner: str, more: int, weight: int) -> None:
+        """Raise `OverloadedError` unless `more` permits are free for a request of `weight`."""
+        if self.in_flight + more > self.limit:
+            raise self._refusal(weight)
+        if not self._shares.fits(owner, more, self.limit):
+            raise self._refusal(weight, kept="; the free permits are kept for other API keys")
+
+    def _count(self, owner: str, more: int) -> None:
+        self.in_flight += more
+        self._shares.add(owner, more)
+
+    def _refusal(
+        self, weight: int, taken: int | None = None, of: str = "", kept: str = ""
+    ) -> OverloadedError:
         self._refused.add(weight, self._clock())
         more = "" if weight == 1 else f" and {weight} more are requested"
         taken = self.in_flight if taken is None else taken
         return OverloadedError(
             f"The server is busy: {taken} answers{of} run or wait{more}, and at most "
-            f"{self.limit} may (--max-in-flight).",
+            f"{self.limit} may (--max-in-flight){kept}.",
             rejection="in_flight",
             retry_after_s=self.retry_after_s(),
         )
@@ -135,17 +158,18 @@ class Admission:
 class Permit:
     """A permit for `weight` answers at once; `release` is idempotent."""
 
-    __slots__ = ("_admission", "_is_flex", "weight")
+    __slots__ = ("_admission", "_is_flex", "owner", "weight")
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, owner: str) -> None:
         self._admission = admission
         self._is_flex = False
+        self.owner = owner
         self.weight = 1
 
     def grow(self, weight: int) -> None:
         """Set the number of answers. Raises `OverloadedError`."""
         if weight != self.weight:
-            self.weight = self._admission.resize(self.weight, weight)
+            self.weight = self._admission.resize(self.owner, self.weight, weight)
 
     def step_back(self) -> None:
         """Count the permit among those of the tier flex. Raises `OverloadedError`."""

@@ -86,6 +86,7 @@ def create_app(
     storage = StorageServices(settings, lifecycle, admission, metrics.decode_times)
     access = Access(settings, storage.owner_salt)
     storage.settle_owners(access.owners(), adopt=settings.adopt_unnamed_key_data)
+    admission.divide(access.weights)
     advice = BucketAdvice(run_dir)
     history = History(partial(read_traffic, run_dir / "metrics"))
     shown = ShownPaths(settings.lora_root)

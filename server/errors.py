@@ -98,7 +98,7 @@ class ServerError(Exception):
         """Add the seconds after which to retry to the message and to two headers."""
         self.message = f"{self.message} Retry after {math.ceil(seconds)} s."
         self.headers["retry-after"] = str(math.ceil(seconds))
-        self.headers["retry-after-ms"] = str(round(seconds * 1000))
+        self.headers["retry-after-ms"] = str(math.ceil(round(seconds * 1000, 3)))
 
     def envelope(self) -> ErrorEnvelope:
         """Return OpenAI's error object; `code` is always a string."""
@@ -276,6 +276,16 @@ class OverloadedError(
         self.rejection = rejection
 
 
+class RateLimitError(
+    ServerError, status=429, error_type=_LIMIT, code="rate_limit_exceeded", outcome="rejected"
+):
+    """A limit of the request's API key is reached; `rejection` is one of `REJECTIONS`."""
+
+    def __init__(self, message: str, *, rejection: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.rejection = rejection
+
+
 class ClientConnectionsError(
     ServerError,
     status=429,
@@ -343,6 +353,7 @@ class InternalError(ServerError, code="internal_error"):
 REJECTIONS = (
     *("in_flight", "queued_tokens", "queued_requests", "grammars", "reading", "engine"),
     *("queue_timeout", "background", "conversations"),
+    *("key_in_flight", "key_requests", "key_tokens"),
 )
 """Limits that reject work: admission permits, vLLM's two queue limits, the queues of grammars and
-of large bodies, an unnamed limit of vLLM, time in queue, background responses."""
+of large bodies, an unnamed limit of vLLM, time in queue, background responses, limits of a key."""

@@ -210,6 +210,30 @@ _KEYS = (
         width=12,
         stack=True,
     ),
+    Panel(
+        "In flight by key",
+        "timeseries",
+        (Query(f"topk(10, {total('rbln_key_in_flight', by='key')})", "{{key}}"),),
+        "Requests in flight of the ten busiest keys.",
+        "short",
+        width=12,
+        stack=True,
+    ),
+    Panel(
+        "Refused by limits of a key",
+        "timeseries",
+        (
+            Query(
+                f"topk(10, {rate('rbln_key_rejections_total', by='key, limit')})",
+                "{{key}} {{limit}}",
+            ),
+        ),
+        "Requests that a limit of their key refused: requests in flight, requests or tokens per "
+        "minute.",
+        "reqps",
+        width=12,
+        stack=True,
+    ),
 )
 
 _SATURATION = (

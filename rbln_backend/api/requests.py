@@ -1,4 +1,4 @@
-"""Rules of single requests that server and engine share: priorities, drafts, adapters and steps."""
+"""Rules of single requests that server and engine share: priorities, shares, drafts, steps."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY, QUEUE_TIMEO
 from rbln_backend.lora.adapter_files import TensorName, check_config, check_tensors
 from rbln_backend.lora.target import Target
 from rbln_backend.scheduler.constraints import AGING, is_prefill, prefill_block_reason
+from rbln_backend.scheduler.fairness.key_share import KeyShare
 from rbln_backend.speculation.drafter import EXTRA_ARGS
 from rbln_backend.speculation.prediction import Prediction

@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from server.errors import AuthenticationError, PermissionDeniedError
 from server.host.file_watch import FileWatch
 from server.host.regular_files import read_regular
 from server.host.tasks import background_task, in_thread
+from server.key_limits.limits import NO_LIMITS, KeyLimits
 from server.request.options.tier import EVERY_TIER, Tier, Tiers, tiers_of
 from server.request.record import Caller
 from server.request.route_table import NEVER_GUARDED, Route, Scope, scope_of
@@ -32,8 +33,8 @@ from server.storage.owners import NO_KEY, owner_of_digest
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
-_LIMITED = re.compile(rf"({_NAME.pattern})\[([a-z+]+)\]")
-"""A name and the service tiers that its key may use, such as `nightly[flex]`."""
+_WITH_OPTIONS = re.compile(rf"({_NAME.pattern})\[([a-z0-9.:+-]+)\]")
+"""A name and the tiers and limits of its key, such as `nightly[flex+rpm:60]`."""
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{23,}=")
 _DIGEST = "sha256:"
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -55,11 +56,15 @@ _PROXY_HEADERS = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"origin"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: its name in metrics and logs, its SHA-256, its tiers and the owner of its data."""
+    """One key: its name in metrics and logs, its SHA-256 and the owner of its data.
+
+    `tiers` are those that it may use; `limits` are those of all keys of its owner.
+    """
 
     name: str
     digest: bytes
     owner: str
+    limits: KeyLimits
     tiers: Tiers = EVERY_TIER
 
 
@@ -67,17 +72,23 @@ class KeyRing:
     """The keys of one kind: those of the settings, and those of a file that is reloaded."""
 
     def __init__(
-        self, kind: str, secrets: Sequence[SecretStr], file: Path | None, salt: bytes
+        self,
+        kind: str,
+        secrets: Sequence[SecretStr],
+        file: Path | None,
+        salt: bytes,
+        limits: KeyLimits,
     ) -> None:
         """Parse keys; unnamed ones are called `kind-N`, and `salt` hashes their owners.
 
-        Raises `SettingsError` when the file is invalid.
+        `limits` apply to keys that name no others. Raises `SettingsError` when the file is invalid.
         """
         self._given = [
-            _key(secret.get_secret_value(), kind, number, salt)
+            _key(secret.get_secret_value(), kind, number, salt, limits)
             for number, secret in enumerate(secrets, 1)
         ]
         self._file = file
+        self._limits = limits
         self._watch = FileWatch([file] if file is not None else [])
         self._keys = [*self._given, *self._read_file()]
 
@@ -101,6 +112,10 @@ class KeyRing:
         """Return owners by key name; the first key wins where two have one name."""
         return {key.name: key.owner for key in reversed(self._keys)}
 
+    def limits(self) -> dict[str, KeyLimits]:
+        """Return the limits by owner; the first key wins where two have one owner."""
+        return {key.owner: key.limits for key in reversed(self._keys)}
+
     async def follow(self) -> None:
         """Reload the key file whenever it changes; never returns."""
         if self._file is not None:
@@ -123,7 +138,7 @@ class KeyRing:
             raise SettingsError(f"key file {self._file} cannot be read: {error}") from None
         lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
         keys = [
-            _key_of_line(self._file, number, line)
+            _key_of_line(self._file, number, line, self._limits)
             for number, line in lines
             if line and not line.startswith("#")
         ]
@@ -137,8 +152,14 @@ class Access:
 
     def __init__(self, settings: ServerSettings, salt: bytes = b"") -> None:
         """Load the keys; `salt` hashes owners. Raises `SettingsError` for an invalid key file."""
-        self._api = KeyRing("api", settings.api_key, settings.api_key_file, salt)
-        self._admin = KeyRing("admin", settings.admin_key, settings.admin_key_file, salt)
+        limits = KeyLimits(
+            settings.key_max_in_flight,
+            settings.key_requests_per_minute,
+            settings.key_tokens_per_minute,
+        )
+        self._api = KeyRing("api", settings.api_key, settings.api_key_file, salt, limits)
+        # Operators' keys have the limits that they name.
+        self._admin = KeyRing("admin", settings.admin_key, settings.admin_key_file, salt, NO_LIMITS)
         self._open_metrics = settings.open_metrics
         self._unguarded = settings.allow_unguarded_changes
         self._listens_locally = settings.listens_locally
@@ -160,12 +181,12 @@ class Access:
             return Caller(None, is_admin=False)
         digests = [hashlib.sha256(key).digest() for key in _sent_keys(scope["headers"])]
         if (admin := self._admin.find(digests)) is not None:
-            return Caller(admin.name, is_admin=True, tiers=admin.tiers, owner=admin.owner)
+            return Caller(admin.name, True, admin.tiers, admin.owner, admin.limits)
         api, local = self._api.find(digests), _is_local(scope)
         trusted = not self._admin and self._listens_locally and local
         caller = Caller(None, trusted)
         if api is not None:
-            caller = Caller(api.name, trusted, api.tiers, api.owner)
+            caller = Caller(api.name, trusted, api.tiers, api.owner, api.limits)
         if api is None and self._requires_key(needed):
             raise _unauthenticated(bool(digests))
         if needed in _CHANGES and not caller.is_admin:
@@ -182,6 +203,14 @@ class Access:
         found = self._api.name_of(owner) or self._admin.name_of(owner)
         # The owner of a named key is its name, which contains no colon.
         return found or ("removed" if ":" in owner else owner)
+
+    def weights(self) -> Mapping[str, float]:
+        """Return the weights of the API keys by owner."""
+        return {owner: limits.weight for owner, limits in self._api.limits().items()}
+
+    def limits_of(self, owner: str) -> KeyLimits:
+        """Return the limits of an owner's keys; none for an owner without a key."""
+        return (self._admin.limits() | self._api.limits()).get(owner, NO_LIMITS)
 
     def owners(self) -> dict[str, str]:
         """Return the owners of all keys by name; unnamed keys are `api-1`, `admin-2`, ...."""
@@ -204,7 +233,7 @@ def _unauthenticated(sent: bool) -> AuthenticationError:
     return AuthenticationError(message, headers={"www-authenticate": "Bearer"})
 
 
-def _key(text: str, kind: str, number: int, salt: bytes) -> Key:
+def _key(text: str, kind: str, number: int, salt: bytes, limits: KeyLimits) -> Key:
     """Parse `KEY` or `name=KEY`; base64 that ends in `=` is a key without a name."""
     text = text.strip()
     name, equals, rest = text.partition("=")
@@ -213,9 +242,9 @@ def _key(text: str, kind: str, number: int, salt: bytes) -> Key:
         where = f"--{kind}-key (RBLN_SERVE_{kind.upper()}_KEY)"
         if not rest:
             raise SettingsError(f"{where}: the key of the name {name!r} is empty")
-        return _named_key(where, named, _digest(rest))
+        return _named_key(where, named, _digest(rest), limits)
     digest = _digest(text)
-    return Key(f"{kind}-{number}", digest, owner_of_digest(salt, digest))
+    return Key(f"{kind}-{number}", digest, owner_of_digest(salt, digest), limits)
 
 
 def _is_base64(text: str) -> bool:
@@ -223,35 +252,45 @@ def _is_base64(text: str) -> bool:
     return len(text) % 4 == 0 and bool(_BASE64.fullmatch(text)) and text != text.lower()
 
 
-def _key_of_line(file: Path, number: int, line: str) -> Key:
+def _key_of_line(file: Path, number: int, line: str, limits: KeyLimits) -> Key:
     name, _, rest = line.partition("=")
     named = _named(name)
     if not rest or named is None:
         raise SettingsError(
             f"key file {file}, line {number}: write `name=key` or `name=sha256:<64 hex digits>`, "
-            "the name of letters, digits and `._-`, optionally followed by tiers such as `[flex]`"
+            "the name of letters, digits and `._-`, optionally followed by tiers and limits such "
+            "as `[flex+rpm:60]`"
         )
     if rest.startswith(_DIGEST) and not _HEX.fullmatch(rest.removeprefix(_DIGEST).lower()):
         raise SettingsError(f"key file {file}, line {number}: sha256: must have 64 hex digits")
-    return _named_key(f"key file {file}, line {number}", named, _digest(rest))
+    return _named_key(f"key file {file}, line {number}", named, _digest(rest), limits)
 
 
 def _named(text: str) -> tuple[str, str | None] | None:
-    """Return a key's name and the tiers after it, None if `text` is not a name."""
+    """Return a key's name and the options after it, None if `text` is not a name."""
     if _NAME.fullmatch(text):
         return text, None
-    found = _LIMITED.fullmatch(text)
+    found = _WITH_OPTIONS.fullmatch(text)
     return None if found is None else (found[1], found[2])
 
 
-def _named_key(where: str, named: tuple[str, str | None], digest: bytes) -> Key:
-    name, tiers = named
+def _named_key(where: str, named: tuple[str, str | None], digest: bytes, limits: KeyLimits) -> Key:
+    name, options = named
+    if options is None:
+        return Key(name, digest, name, limits)
+    words = options.split("+")
+    tiers = [word for word in words if ":" not in word]
     try:
-        return Key(name, digest, name, EVERY_TIER if tiers is None else tiers_of(tiers))
+        limits = limits.changed(word for word in words if ":" in word)
+    except ValueError as error:
+        raise SettingsError(f"{where}: the limits of {name!r}: {error}") from None
+    try:
+        return Key(name, digest, name, limits, tiers_of("+".join(tiers)) if tiers else EVERY_TIER)
     except ValueError:
         known = ", ".join(tier.value for tier in Tier)
         raise SettingsError(
-            f"{where}: the tiers of {name!r} must be of {known}, joined by `+`, got {tiers!r}"
+            f"{where}: the tiers of {name!r} must be of {known}, joined by `+`, got "
+            f"{'+'.join(tiers)!r}"
         ) from None
 
 

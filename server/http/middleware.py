@@ -16,10 +16,18 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission import Admission
-from server.errors import ContentEncodingError, InternalError, ServerError, describe
+from server.errors import (
+    ContentEncodingError,
+    InternalError,
+    OverloadedError,
+    RateLimitError,
+    ServerError,
+    describe,
+)
 from server.http.auth import Access
 from server.http.error_responses import send_error
 from server.http.spans import METHODS, begin_span, end_span
+from server.key_limits.headers import rate_headers
 from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, REQUEST_LOGGER, request_id_var
 from server.observability.metrics import ServerMetrics
@@ -34,6 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(REQUEST_LOGGER)
 
+_REFUSALS = (OverloadedError, RateLimitError)
+"""Errors of requests that do not count in the rate of their key."""
 # Polled routes, logged at debug level.
 _QUIET = (KeyScope.PROBE, KeyScope.PAGE, KeyScope.METRICS)
 
@@ -99,6 +109,9 @@ class RequestMiddleware:
                 record.status = message["status"]
                 headers = [*message.get("headers", ()), *ids]
                 headers += [(k.encode(), v.encode()) for k, v in record.answer_headers.items()]
+                if record.key_use is not None:
+                    shown = rate_headers(record.key_use.rates(), anthropic=record.anthropic)
+                    headers += [(k.encode(), v.encode()) for k, v in shown.items()]
                 if not self._lifecycle.accepting and record.route.scope not in _QUIET:
                     # Makes clients reconnect, to another server.
                     headers.append((b"connection", b"close"))
@@ -131,6 +144,9 @@ class RequestMiddleware:
             self._metrics.observe_guided(record.guide, outcome)
         if record.error is not None and record.error.rejection is not None:
             self._metrics.observe_rejection(record.error.rejection)
+            if isinstance(record.error, RateLimitError) and record.caller.key is not None:
+                limit = record.error.rejection.removeprefix("key_")
+                self._metrics.observe_key_rejection(record.caller.key, limit)
         prompt, completion = record.tokens.total()
         if record.caller.key is not None:
             self._metrics.observe_key(record.caller.key, outcome, prompt, completion)
@@ -178,6 +194,8 @@ class GateMiddleware:
         try:
             await self._pass(record, scope, receive, send)
         except ServerError as error:
+            if record.key_use is not None and isinstance(error, _REFUSALS):
+                record.key_use.forgive()
             await send_error(error, send, record)
         except Exception:
             # The boundary of a request: an error must not end the process.
@@ -189,7 +207,13 @@ class GateMiddleware:
     ) -> None:
         if record.internal is not None:
             owner, tiers = record.internal.owner, record.internal.tiers
-            record.caller = Caller(self._access.name_of(owner), tiers=tiers, owner=owner)
+            limits = self._access.limits_of(owner)
+            record.caller = Caller(self._access.name_of(owner), False, tiers, owner, limits)
+            if record.internal.permitted:
+                # The request that made it was checked.
+                record.on_end.append(
+                    lambda: self._admission.keys.charge(owner, sum(record.tokens.total()))
+                )
         else:
             record.caller = self._access.admit(record.route, scope)
         _check_encoding(scope)
@@ -200,9 +224,25 @@ class GateMiddleware:
             raise refusal
         if record.route.admitted and record.internal is None:
             # Before the body is read: most of an overload is rejected here.
-            self._admission.check()
+            self._admission.check(record.caller.owner)
+            self._use_key(record)
         with self._lifecycle.track():
             await self._app(scope, receive, send)
+
+    def _use_key(self, record: RequestRecord) -> None:
+        """Take a request of the caller's key. Raises `RateLimitError`."""
+        caller = record.caller
+        if caller.key is None:
+            return
+        use = record.key_use = self._admission.keys.use(caller.owner, caller.key, caller.limits)
+        try:
+            use.enter(caller.limits.max_in_flight)
+        except RateLimitError as error:
+            if error.rejection == "key_in_flight":
+                # No time is exact: one of its answers must end.
+                error.retry_in(self._admission.retry_after_s())
+            raise
+        record.on_end.append(lambda: use.end(sum(record.tokens.total())))
 
 
 def _check_encoding(scope: Scope) -> None:

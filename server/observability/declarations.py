@@ -11,6 +11,7 @@ MAX_ADAPTERS_SHOWN = 100
 LOAD_RESULTS = ("ok", "refused", "failed")
 OUTCOMES = ("ok", "client_error", "rejected", "aborted", "timeout", "server_error")
 
+KEY_LIMITS = ("in_flight", "requests", "tokens")
 LINE_RESULTS = ("completed", "failed")
 LINE_TOKENS = ("prompt", "completion")
 
@@ -89,6 +90,12 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         "rbln_key_requests_total",
         "Finished requests by name of the API key; outcome as in rbln_http_requests_total.",
         "key outcome",
+    ),
+    _gauge("rbln_key_in_flight", "Requests in flight by name of the API key.", "key"),
+    _counter(
+        "rbln_key_rejections_total",
+        f"Requests rejected by a limit of their API key; limit is one of {', '.join(KEY_LIMITS)}.",
+        "key limit",
     ),
     _counter(
         "rbln_tier_requests_total",

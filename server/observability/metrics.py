@@ -32,6 +32,7 @@ from server.lora.adapter import State
 from server.observability.declarations import (
     CLOSED_LABELS,
     CONNECTION_ENDS,
+    KEY_LIMITS,
     MAX_ADAPTERS_SHOWN,
     OUTCOMES,
     SERVER_METRICS,
@@ -118,7 +119,7 @@ class ServerMetrics:
         self._counters["rbln_http_connection_refusals_total"].labels(reason).inc()
 
     def observe_rejection(self, reason: str) -> None:
-        """Count one request rejected by admission."""
+        """Count one request rejected by admission, or by a limit of its key."""
         assert reason in REJECTIONS, reason
         self._counters["rbln_admission_rejections_total"].labels(reason).inc()
 
@@ -133,6 +134,8 @@ class ServerMetrics:
             ("max_request_seconds", settings.max_request_s),
         ):
             self._gauges[f"rbln_admission_{name}"].set(value)
+        for key, number in admission.keys.in_flight.items():
+            self._gauges["rbln_key_in_flight"].labels(key).set(number)
 
     def observe_key(self, key: str, outcome: str, prompt: int, completion: int) -> None:
         """Count one finished request and its tokens for an API key."""
@@ -141,6 +144,11 @@ class ServerMetrics:
         if prompt or completion:
             tokens.labels(key, "prompt").inc(prompt)
             tokens.labels(key, "completion").inc(completion)
+
+    def observe_key_rejection(self, key: str, limit: str) -> None:
+        """Count one request rejected by a limit of its API key."""
+        assert limit in KEY_LIMITS, limit
+        self._counters["rbln_key_rejections_total"].labels(key, limit).inc()
 
     def observe_tier(self, tier: str, outcome: str) -> None:
         """Count one finished request of a service tier."""

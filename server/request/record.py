@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 from server.errors import ServerError
+from server.key_limits.ledger import KeyUse
+from server.key_limits.limits import NO_LIMITS, KeyLimits
 from server.request.deadline import Deadline
 from server.request.options.draft_options import DraftOptions
 from server.request.options.tier import EVERY_TIER, Tier, Tiers
@@ -50,13 +52,14 @@ class Caller:
     """The authenticated caller of a request.
 
     `key` is the key's name or None; `owner` is the owner of the data that the request stores;
-    `tiers` are the allowed service tiers.
+    `tiers` are the allowed service tiers, `limits` those of the key.
     """
 
     key: str | None = None
     is_admin: bool = False
     tiers: Tiers = EVERY_TIER
     owner: str = ""
+    limits: KeyLimits = NO_LIMITS
 
 
 @dataclass(slots=True)
@@ -102,7 +105,9 @@ class RequestRecord:
     parts that they do not declare. `failure_frames` makes the frames that end a stream with an
     error, where they depend on the frames sent. `error` is the error that ended the request. `span`
     is the request's, None where none is recorded or it has ended; `trace_headers` name it to the
-    engine. `direct` sends the frames of a stream that differ in their text alone.
+    engine. `direct` sends the frames of a stream that differ in their text alone. `key_use` is the
+    request's use of its API key's limits, None without a key. `bounds_answer`: the body says how
+    many tokens an answer may have.
     """
 
     route: Route
@@ -134,6 +139,8 @@ class RequestRecord:
     drafts: DraftOptions = field(default_factory=DraftOptions)
     tokens: EngineTokens = field(default_factory=EngineTokens)
     direct: DirectFrames = field(default_factory=DirectFrames)
+    key_use: KeyUse | None = None
+    bounds_answer: bool = False
 
     def guided_by(self, kind: str) -> None:
         """Set how the answer is guided, unless the request's own constraint has set it."""

@@ -20,6 +20,8 @@ from server.routes.response_store import ResponseStore
 from server.settings import ServerSettings
 from server.wire.endpoint import Endpoint, JsonObject
 
+_ANSWER_BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+"""Fields of the APIs that bound the tokens of an answer."""
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")
 """Frames sent before the engine's first output: comments, the Responses API's first two."""
 
@@ -50,11 +52,12 @@ def _handler(
         record = record_of(request.scope)
         # Batch lines use spare capacity and need no permit.
         takes = record.internal is None or record.internal.permitted
-        permit = admission.acquire() if takes else None
+        permit = admission.acquire(record.caller.owner) if takes else None
         if permit is not None:
             record.on_end.append(permit.release)
         parsed, stamp = await store.read(endpoint, raw, record)
         _settle_tier(parsed, stamp, record)
+        record.bounds_answer = any(parsed.fields.get(name) for name in _ANSWER_BOUNDS)
         if permit is not None:
             _fit(permit, parsed, record)
         result = await store.handle(endpoint, parsed, stamp, raw, request)

@@ -131,6 +131,24 @@ class AccessSettings(BaseModel):
     admin_key_file: OptionalPath = Field(
         None, description="File of admin keys; reloaded when it changes."
     )
+    key_max_in_flight: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of requests in flight of one API key; then 429. "
+        "`name[in-flight:N]=key` sets another one. Unset: no limit but --max-in-flight.",
+    )
+    key_requests_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of requests per minute of one API key; then 429. "
+        "`name[rpm:N]=key` sets another one. Unset: no limit.",
+    )
+    key_tokens_per_minute: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of tokens per minute of one API key, of prompts and answers; "
+        "then 429. `name[tpm:N]=key` sets another one. Unset: no limit.",
+    )
     allow_unguarded_changes: bool = Field(
         False,
         description="Without admin keys, allow every API client to load and unload adapters, and "

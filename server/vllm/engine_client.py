@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import lru_cache
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import GenerationError, MaxQueuedTokensError
@@ -19,7 +21,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from server.errors import ContextLengthError, ServerError
+from rbln_backend.api.requests import KeyShare
+from server.errors import ContextLengthError, RateLimitError, ServerError
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord, record_var
 from server.structured_outputs.constraint import (
@@ -68,7 +71,8 @@ class EngineClient(AsyncLLM):
         """Add a request to the engine as AsyncLLM does, in the class of its service tier.
 
         Raises `ContextLengthError` for a prompt that leaves no room to answer, `InvalidValueError`
-        for too many logprobs and for constraints that exclude each other, and what the gate raises.
+        for too many logprobs and for constraints that exclude each other, `RateLimitError` for a
+        request beyond the tokens of its API key, and what the gate raises.
         """
         record = record_var.get()
         predicted: list[int] = []
@@ -84,6 +88,8 @@ class EngineClient(AsyncLLM):
                 set_draft_options(params, record, prompt, predicted)
         if record is None:
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        _reserve(record, prompt, params)
+        _set_share(record, params)
         if record.trace_headers is not None:
             kwargs["trace_headers"] = record.trace_headers
         if record.tier is not None and record.tier.engine_priority is not None:
@@ -185,6 +191,42 @@ class EngineClient(AsyncLLM):
         processor = self.output_processor
         found = (processor.request_states.get(i) for i in processor.external_req_ids[request_id])
         return [state for state in found if state is not None and state.queue is collector]
+
+
+def _reserve(record: RequestRecord, prompt: Any, params: Any) -> None:
+    """Reserve the tokens of a prompt and its answers of the API key. Raises `RateLimitError`.
+
+    An answer whose length the body does not bound reserves none; it is charged at its end.
+    """
+    if record.key_use is None:
+        return
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    tokens = 0 if ids is None else len(ids)
+    if record.bounds_answer and isinstance(params, SamplingParams):
+        tokens += (params.max_tokens or 0) * params.n
+    try:
+        record.key_use.reserve(tokens, refusable=not record.status)
+    except RateLimitError as error:
+        record.failure = error
+        raise
+
+
+def _set_share(record: RequestRecord, params: Any) -> None:
+    """Pass the API key's share to the scheduler; it replaces one in a client's `vllm_xargs`."""
+    caller = record.caller
+    if caller.key is None:
+        return
+    args = KeyShare(_key_number(caller.owner), caller.limits.weight).as_args()
+    if isinstance(params, SamplingParams):
+        params.extra_args = {**(params.extra_args or {}), **args}
+    else:
+        params.extra_kwargs = {**(params.extra_kwargs or {}), **args}
+
+
+@lru_cache(1024)
+def _key_number(owner: str) -> int:
+    """Return a number that stands for an owner in the engine, never 0."""
+    return int.from_bytes(sha256(owner.encode()).digest()[:6]) + 1
 
 
 def _used_tokens(states: list[RequestState]) -> tuple[int, int]:

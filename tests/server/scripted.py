@@ -105,6 +105,10 @@ class ScriptedFrontend:
         self.headers = dict(request.headers)
         if (uses := body.get("uses")) is not None:
             record_of(request.scope).tokens.used.append(lambda: (uses[0], uses[1]))
+        if (tokens := body.get("reserves")) is not None:
+            use = record_of(request.scope).key_use
+            assert use is not None
+            use.reserve(tokens)
         if endpoint is Endpoint.RESPONSES and "do" not in body:
             return await self._respond(body, stamp)
         if body.get("stream"):

@@ -138,7 +138,9 @@ class FairPrompts:
 def _share_of(request: Request) -> KeyShare:
     if request.sampling_params is not None:
         return KeyShare.of(request.sampling_params.extra_args)
-    return KeyShare.of(None if request.pooling_params is None else request.pooling_params.extra_kwargs)
+    return KeyShare.of(
+        None if request.pooling_params is None else request.pooling_params.extra_kwargs
+    )
 
 
 def _order(queue: _KeyQueue) -> PrefillOrder:

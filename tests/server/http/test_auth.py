@@ -16,6 +16,7 @@ from pydantic import SecretStr
 
 from server.errors import AuthenticationError, PermissionDeniedError, ServerError
 from server.http.auth import Access, KeyRing
+from server.key_limits.limits import NO_LIMITS
 from server.request.route_table import OPEN, OPENINGS, ROUTES, UNGUARDED, Route, Scope, route_of
 from server.settings import ServerSettings, SettingsError, load_settings
 from server.wire.endpoint import Endpoint
@@ -167,7 +168,7 @@ def test_where_a_key_may_stand(headers: dict[str, str], expected: str) -> None:
 
 
 def ring(*given: str, file: Path | None = None) -> KeyRing:
-    return KeyRing("api", [SecretStr(text) for text in given], file, b"salt")
+    return KeyRing("api", [SecretStr(text) for text in given], file, b"salt", NO_LIMITS)
 
 
 def name_of(keys: KeyRing, key: str) -> str | None:
