@@ -143,6 +143,12 @@ OptionalSizes: TypeAlias = Annotated[
 Seconds: TypeAlias = Annotated[float, Field(allow_inf_nan=False), _NUMBER_OF_SECONDS]
 OptionalText: TypeAlias = Annotated[str | None, Field(min_length=1), _TEXT]
 Directory: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_absolute), _TEXT]
+OptionalDirectory: TypeAlias = Annotated[
+    str | None,
+    Field(min_length=1),
+    AfterValidator(lambda path: None if path is None else _absolute(path)),
+    _TEXT,
+]
 Directories: TypeAlias = Annotated[
     tuple[Directory, ...],
     Field(strict=False),
@@ -279,6 +285,13 @@ class RblnConfig(BaseModel):
     """Tokens that the prefix log of a sliding window keeps; unset: four windows for each of
     `max_num_seqs` requests, within an eighth of the memory.
     """
+    kv_tier_memory_bytes: Count = 0
+    """Bytes of host memory that keep pages of prefixes beside the KV cache; 0: none."""
+    kv_tier_folder: OptionalDirectory = None
+    """Folder of files that keep pages of prefixes over restarts; servers of one host may share it.
+    """
+    kv_tier_folder_bytes: Number = 8 * _GIB
+    """Size of that folder in bytes above which the least recently used pages are removed."""
     log_batchsize_interval: Annotated[Seconds, Env("VLLM_LOG_BATCHSIZE_INTERVAL")] = -1.0
     """Seconds between two lines of the log on how often steps of each size ran, for
     `rbln-serve tune --batchsize-log`; below 0 there is none.
@@ -351,6 +364,10 @@ class RblnConfig(BaseModel):
                 "decode batch size in the manual buckets",
                 {"fields": ["decode_batch_bucket_strategy", "decode_batch_bucket_manual_buckets"]},
             )
+
+    @property
+    def has_kv_tiers(self) -> bool:
+        return self.kv_tier_memory_bytes > 0 or self.kv_tier_folder is not None
 
     @property
     def chunk_prompts(self) -> int:

@@ -19,7 +19,7 @@ from rbln_backend.unsupported import (
     ENCODER_DECODER,
     EXPERT_EXCHANGE,
     KV_DTYPE,
-    KV_TRANSFER,
+    KV_TIERS,
     MULTIMODAL,
     QUANTIZATION,
     SPECULATION_METHOD,
@@ -51,7 +51,7 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         {
             CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1
             or parallel.decode_context_parallel_size > 1,
-            KV_TRANSFER: vllm_config.kv_transfer_config is not None,
+            KV_TIERS: rbln.has_kv_tiers and _lacks_tiers(vllm_config, rbln),
         }
     )
     model = model_config(vllm_config)
@@ -69,6 +69,19 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
         )
+
+
+def _lacks_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> bool:
+    """Return whether an engine of this configuration cannot have KV tiers."""
+    from rbln_backend.compiler.device import device_capabilities
+
+    model = model_config(vllm_config)
+    return (
+        vllm_config.parallel_config.world_size > 1
+        or not device_capabilities(rbln).runs_on_host
+        or (model is not None and model.runner_type == "pooling")
+        or not vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256")
+    )
 
 
 def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:

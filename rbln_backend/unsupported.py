@@ -253,9 +253,16 @@ KV_DTYPE = Feature(
 )
 KV_TRANSFER = Feature(
     "KV transfer between engines",
-    "--kv-transfer-config",
+    "--kv-transfer-config with another connector than OffloadingConnector",
     "whose KV caches belong to one engine",
-    "drop --kv-transfer-config",
+    "drop --kv-transfer-config, or name OffloadingConnector to keep prefixes",
+)
+KV_TIERS = Feature(
+    "keeping prefixes in KV tiers",
+    "OffloadingConnector, --kv-offloading-size and the kv_tier settings with several ranks, on "
+    "an NPU, with models that pool or with --prefix-caching-hash-algo xxhash",
+    "which copies pages in the one process of an engine, in the emulated device's memory",
+    "drop --kv-transfer-config, --kv-offloading-size and the kv_tier settings",
 )
 
 FEATURES = tuple(row for row in tuple(globals().values()) if isinstance(row, Feature))

@@ -55,6 +55,17 @@ class KvMemory(Protocol):
         """Copy blocks ``(source, destination)`` along axis 0 of each cache [num_blocks, ...]."""
         ...
 
+    def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
+        """Copy tokens from ``slot`` of a block of ``cache`` [num_blocks, ...] into host memory.
+
+        page [2, Hkv, 1, tokens, D], or [1, ...] where values are cached within keys.
+        """
+        ...
+
+    def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
+        """Copy ``page``, as ``read_tokens`` gave it, to ``slot`` of a block of ``cache``."""
+        ...
+
     def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
         """The last tokens before ``move.num_tokens`` go from the log to a block, left-aligned.
 

@@ -211,6 +211,11 @@ def packs_weights() -> bool:
     return _Active.native is not None and _Active.fallback is None
 
 
+def active_isa() -> str:
+    """Return the name of the instruction set of the active kernels, or "aten"."""
+    return _Active.native.isa if _Active.native is not None and packs_weights() else "aten"
+
+
 def native_library() -> ctypes.CDLL | None:
     """The loaded library while the native kernels are the active ones."""
     return _Active.handle if packs_weights() else None

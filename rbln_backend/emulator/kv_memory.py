@@ -46,6 +46,14 @@ class HostKvMemory:
         for cache in caches:
             cache[destinations] = cache[sources]
 
+    def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
+        """As ``KvMemory``: cache [num_blocks, ...], page [2, Hkv, 1, tokens, D]."""
+        page.copy_(cache[block, :, :, :, slot : slot + page.shape[3]])
+
+    def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
+        """As ``KvMemory``: cache [num_blocks, ...], page [2, Hkv, 1, tokens, D]."""
+        cache[block, :, :, :, slot : slot + page.shape[3]].copy_(page)
+
     def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
         """As ``KvMemory``: cache [num_blocks, 2, Hkv, 1, window, D], log [num_pages, ...]."""
         held = min(move.num_tokens, cache.shape[4])

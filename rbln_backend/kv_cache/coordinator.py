@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rbln_backend.kv_cache.group_managers import PagedManager, WindowManager
@@ -34,6 +34,8 @@ class RblnKvCoordinator(KVCacheCoordinator):
         assert not self._enable_caching or len(self.paged) + len(self.windows) == len(managers)
         self._hit_tokens: dict[str, int] = {}
         self._unwritten: set[BlockHash] = set()
+        self.on_cached: Callable[[Request, int], None] | None = None
+        """Called with a request and its tokens whose KV is in the cache after the step."""
 
     def find_longest_cache_hit(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int
@@ -78,6 +80,11 @@ class RblnKvCoordinator(KVCacheCoordinator):
         for manager in self.paged:
             del found[manager.kv_cache_group_id][-(-hit // manager.block_size) :]
         return found, hit
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        super().cache_blocks(request, num_computed_tokens)
+        if self.on_cached is not None:
+            self.on_cached(request, num_computed_tokens)
 
     def emit_cached_block_events(self, request: Request, computed_blocks: Blocks) -> None:
         """Report nothing: a lookup admits no request, and its last block may be a shared head.

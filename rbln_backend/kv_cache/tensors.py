@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from rbln_backend.kv_cache.e4m3 import log_scales, share_scales
 from rbln_backend.kv_cache.layout import kv_cache_shape
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs, parts_of
-from rbln_backend.kv_cache.transfers import WindowTransfers
+from rbln_backend.kv_cache.transfers import PageMove, WindowTransfers
 from rbln_backend.vllm_compat.surface import KVCacheConfig
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class KvCaches:
     """Caches [num_blocks, ...] of layers that keep the whole context."""
     windows: Mapping[int, Sequence[LoggedWindow]]
     """The window layers with a log, by KV cache group."""
+    groups: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+    """The paged layers' caches [num_blocks, ...], by KV cache group."""
 
     @classmethod
     def allocate(
@@ -53,6 +57,7 @@ class KvCaches:
         tensors: dict[str, Tensor] = {}
         paged: dict[int, Tensor] = {}
         windows: dict[int, list[LoggedWindow]] = {}
+        groups: dict[int, list[Tensor]] = {}
         places = _places(config)
         for index, group in enumerate(config.kv_cache_groups):
             for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items():
@@ -62,10 +67,11 @@ class KvCaches:
                 tensors[name] = cache.transpose(0, 1) if kv_outermost else cache
                 if not isinstance(spec, WindowSpec):
                     paged[places[name]] = cache
+                    groups.setdefault(index, []).append(cache)
                 elif spec.log_pages:
                     log = _allocate_log(memory, name, spec)
                     windows.setdefault(index, []).append(LoggedWindow(cache, log))
-        return cls(memory, tensors, list(paged.values()), windows)
+        return cls(memory, tensors, list(paged.values()), windows, groups)
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +94,30 @@ class KvCaches:
         """Copy whole blocks ``(source, destination)`` in every paged layer."""
         self.memory.copy_blocks(self.paged, copies)
 
+    def load_pages(self, moves: Sequence[PageMove]) -> None:
+        """Copy pages of host memory into their blocks. Called before a step."""
+        for move in moves:
+            for cache, block, slot, part in self._parts(move):
+                self.memory.write_tokens(cache, block, slot, part)
+
+    def store_pages(self, moves: Sequence[PageMove]) -> None:
+        """Copy pages from their blocks into host memory. Called after a step."""
+        for move in moves:
+            for cache, block, slot, part in self._parts(move):
+                self.memory.read_tokens(cache, block, slot, part)
+
+    def _parts(self, move: PageMove) -> Iterator[tuple[Tensor, int, int, Tensor]]:
+        """Yield cache, block, slot and the layer's part [2, Hkv, 1, tokens, D] of the page."""
+        token_bytes = sum(map(_token_bytes, chain.from_iterable(self.groups.values())))
+        tokens = move.page.nbytes // token_bytes
+        start = 0
+        for caches, (block, slot) in zip(self.groups.values(), move.places, strict=True):
+            for cache in caches:
+                end = start + _token_bytes(cache) * tokens
+                part = move.page[start:end].view(cache.dtype)
+                yield cache, block, slot, part.view(*cache.shape[1:4], tokens, cache.shape[5])
+                start = end
+
     def restore_windows(self, transfers: WindowTransfers) -> None:
         """Fill window blocks from the log. Called before a step."""
         for restore in transfers.restores:
@@ -99,6 +129,11 @@ class KvCaches:
         for store in transfers.stores:
             for layer in self.windows.get(store.group, ()):
                 self.memory.store_window(layer.cache, layer.log, store)
+
+
+def _token_bytes(cache: Tensor) -> int:
+    """Return the bytes of one token in a cache [num_blocks, 2, Hkv, 1, block_size, D]."""
+    return math.prod(cache.shape[1:4]) * cache.shape[5] * cache.itemsize
 
 
 def sharing_layers(layers: Mapping[str, Any]) -> dict[str, str]:

@@ -1,8 +1,13 @@
-"""Copies between window blocks and the prefix log in one step, decided by the scheduler."""
+"""Copies of KV that belong to a step, decided by the scheduler."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -35,3 +40,24 @@ class WindowTransfers:
 
     def __bool__(self) -> bool:
         return bool(self.restores or self.stores)
+
+
+@dataclass(frozen=True)
+class PageMove:
+    """A page of tokens of all paged layers, between the KV cache and host memory."""
+
+    page: Tensor
+    """Bytes [page_bytes]: K and V of each layer, group by group."""
+    places: Sequence[tuple[int, int]]
+    """Block, and first token in it, for each paged group in order."""
+
+
+@dataclass
+class PageMoves:
+    """All pages of one step. Loads run before everything else of it, stores after it."""
+
+    loads: list[PageMove] = field(default_factory=list)
+    stores: list[PageMove] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.stores)

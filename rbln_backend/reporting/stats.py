@@ -135,6 +135,29 @@ METRICS: tuple[MetricDecl, ...] = (
         ("chunk",),
     ),
     MetricDecl(
+        "rbln_kv_tier_reads_total",
+        "counter",
+        "Pages of prefixes asked of the KV tiers, by result (memory, folder, miss, damaged).",
+        ("result",),
+    ),
+    MetricDecl(
+        "rbln_kv_tier_writes_total",
+        "counter",
+        "Pages of prefixes given to the KV tiers, by result (memory, folder, failed).",
+        ("result",),
+    ),
+    MetricDecl(
+        "rbln_kv_tier_tokens_total",
+        "counter",
+        "Tokens whose keys and values came back from the KV tiers.",
+    ),
+    MetricDecl(
+        "rbln_kv_tier_bytes",
+        "gauge",
+        "Bytes that each KV tier holds (memory, folder); a folder's of all its servers.",
+        ("tier",),
+    ),
+    MetricDecl(
         "rbln_prefix_hit_tokens_total",
         "counter",
         "Tokens found in the prefix cache: in shared blocks (block), in copied heads of blocks "

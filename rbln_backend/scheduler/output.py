@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from rbln_backend.kv_cache.transfers import WindowTransfers
+from rbln_backend.kv_cache.transfers import PageMoves, WindowTransfers
 from rbln_backend.vllm_compat.surface import CachedRequestData, SchedulerOutput
 
 _NO_TRANSFERS = WindowTransfers()
+_NO_PAGES = PageMoves()
 
 
 @dataclass
-class WindowedSchedulerOutput(SchedulerOutput):
-    """Scheduler output of a step that also moves window state."""
+class MovingSchedulerOutput(SchedulerOutput):
+    """Scheduler output of a step that also moves window state or pages of KV tiers."""
 
     window_transfers: WindowTransfers = field(default_factory=WindowTransfers)
+    page_moves: PageMoves = field(default_factory=PageMoves)
 
 
-def with_transfers(output: SchedulerOutput, transfers: WindowTransfers) -> SchedulerOutput:
+def with_transfers(
+    output: SchedulerOutput, transfers: WindowTransfers, pages: PageMoves = _NO_PAGES
+) -> SchedulerOutput:
     """Return ``output`` with the moves of its step; the same object when there are none."""
-    if not transfers:
+    if not transfers and not pages:
         return output
     values = {item.name: getattr(output, item.name) for item in fields(output)}
-    return WindowedSchedulerOutput(**values, window_transfers=transfers)
+    return MovingSchedulerOutput(**values, window_transfers=transfers, page_moves=pages)
 
 
 def forget_known_tokens(cached: CachedRequestData) -> None:
@@ -38,10 +42,20 @@ def forget_known_tokens(cached: CachedRequestData) -> None:
 
 
 def window_transfers(output: SchedulerOutput) -> WindowTransfers:
-    """Return the moves of a step; empty for a plain output."""
-    if isinstance(output, WindowedSchedulerOutput):
+    """Return the moves of window state of a step; empty for a plain output."""
+    if isinstance(output, MovingSchedulerOutput):
         return output.window_transfers
     return _NO_TRANSFERS
+
+
+def page_moves(output: SchedulerOutput) -> PageMoves:
+    """Return the pages of KV tiers that a step moves; empty for a plain output."""
+    return output.page_moves if isinstance(output, MovingSchedulerOutput) else _NO_PAGES
+
+
+def moves_kv(output: SchedulerOutput) -> bool:
+    """Return whether a step copies KV besides computing it."""
+    return isinstance(output, MovingSchedulerOutput) or bool(output.kv_cache_block_copies)
 
 
 def merge_reports(first: SchedulerOutput, second: SchedulerOutput) -> SchedulerOutput:

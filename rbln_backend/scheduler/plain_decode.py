@@ -215,7 +215,6 @@ def can_repeat_steps(config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool
         config.parallel_config.pipeline_parallel_size > 1
         or config.scheduler_config.async_scheduling
         or config.speculative_config is not None
-        or config.kv_transfer_config is not None
         or any(isinstance(spec, WindowSpec) for spec in _layer_specs(kv_cache_config))
     )
 

@@ -1,4 +1,4 @@
-"""The scheduler's side of prefix reuse: finer hashes, our coordinator, window moves, metrics."""
+"""The scheduler's side of prefix reuse: hashes, our coordinator, window moves, tiers, metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.plan import reuse_unit_of
 from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, window_in
+from rbln_backend.kv_tiers.tier_setup import make_tiering
+from rbln_backend.kv_tiers.tiering import KvTiering
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.kv_metrics import KvMetrics
 from rbln_backend.scheduler.output import with_transfers
@@ -35,10 +37,15 @@ class PrefixReuse:
     """Extends the prefix cache of vLLM's scheduler: hashes, coordinator, window moves, metrics."""
 
     def __init__(
-        self, manager: RblnKvCacheManager, hasher: Hashers | None, metrics: KvMetrics
+        self,
+        manager: RblnKvCacheManager,
+        hasher: Hashers | None,
+        metrics: KvMetrics,
+        tiers: KvTiering | None,
     ) -> None:
         self.manager = manager
         self.coordinator = manager.ours
+        self.tiers = tiers
         self._hasher = hasher
         self._metrics = metrics
 
@@ -72,6 +79,7 @@ class PrefixReuse:
             ours,
             hashers(vllm_config.cache_config.prefix_caching_hash_algo, unit) if caches else None,
             KvMetrics(board, coordinator),
+            make_tiering(vllm_config, scheduler.kv_cache_config, ours, board),
         )
 
     def hash(self, request: Request) -> None:
@@ -82,13 +90,27 @@ class PrefixReuse:
         request.block_hashes.clear()
         request.update_block_hashes()
 
+    def begin(self, num_running: int) -> None:
+        """Place prefixes that tiers have read; steps of ``num_running`` requests get blocks."""
+        if self.tiers is not None:
+            self.tiers.place_pages(self.coordinator.most_blocks(num_running, []))
+
     def finish(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Add the window moves of a scheduled step to its output."""
-        return with_transfers(output, self.coordinator.take_transfers())
+        """Add the moves of a scheduled step to its output."""
+        transfers = self.coordinator.take_transfers()
+        if self.tiers is None:
+            return with_transfers(output, transfers)
+        return with_transfers(output, transfers, self.tiers.take_moves())
 
     def report(self) -> None:
-        """Update the metrics after a step."""
+        """Update the metrics and the tiers after a step."""
         self._metrics.update()
+        if self.tiers is not None:
+            self.tiers.end_step()
+
+    def close(self) -> None:
+        if self.tiers is not None:
+            self.tiers.close()
 
 
 def hashers(algorithm_name: str, unit: int) -> Hashers:

@@ -56,6 +56,8 @@ class PromptScheduler(NarrowedScheduler):
 
     def _free_request(self, request: Request, *positional: Any, **options: Any) -> Any:
         self._prompts.ended(request)
+        if self._reuse.tiers is not None:
+            self._reuse.tiers.forget(request)
         return super()._free_request(request, *positional, **options)
 
     def _prompts_in_front(self, running: Sequence[Request]) -> list[Request]:
@@ -101,6 +103,8 @@ class PromptScheduler(NarrowedScheduler):
             hidden = {id(request) for request in other_keys}
             others = [request for request in others if id(request) not in hidden]
         held_back = [*refused, *other_keys, *behind_priority(others)]
+        if self._reads_first(held_back):
+            return Turn(prefilling[:1], list(self._waiting()), {})
         together: dict[str, int] = {}
         if len(prefilling) + len(self.waiting) + len(self.skipped_waiting) > 1:
             hidden = {id(request) for request in held_back}
@@ -181,7 +185,18 @@ class PromptScheduler(NarrowedScheduler):
         is_blocked = self._is_blocked_waiting_status(request.status)
         if is_blocked and not self._try_promote_blocked_waiting_request(request):
             return False
+        if self._reuse.tiers is not None and not self._reuse.tiers.may_begin(request):
+            return False
         return not request.num_stale_output_tokens
+
+    def _reads_first(self, held_back: Sequence[Request]) -> bool:
+        """Return whether pages of the first waiting request that may begin are still read."""
+        tiers = self._reuse.tiers
+        if tiers is None:
+            return False
+        hidden = {id(request) for request in held_back}
+        following = next((r for r in self._in_turn() if id(r) not in hidden), None)
+        return following is not None and not tiers.may_begin(following)
 
     def _over_adapter_limit(self) -> list[Request]:
         """Return the waiting requests whose adapter would exceed ``max_loras`` of all that run.

@@ -127,6 +127,7 @@ class RblnScheduler(PromptScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._end_late_requests()
+        self._reuse.begin(len(self.running))
         output = self._plain.schedule()
         if output is not None:
             self._decodes_owed = max(0, self._decodes_owed - 1)
@@ -143,10 +144,18 @@ class RblnScheduler(PromptScheduler):
             return None
         return self._masks.take(scheduler_output)
 
+    def reset_connector_cache(self) -> bool:
+        """Remove every page that the KV tiers hold of this model."""
+        if self._reuse.tiers is None:
+            return True
+        self._reuse.tiers.clear()
+        return True
+
     def shutdown(self) -> None:
         self._masks.close()
         if self._vocabulary is not None:
             self._vocabulary.close()
+        self._reuse.close()
         super().shutdown()
 
     def update_from_output(

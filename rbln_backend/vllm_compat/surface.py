@@ -91,6 +91,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_configs,
     get_request_block_hasher,
     make_block_hash_with_group_id,
+    resolve_none_hash_seed,
 )
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import (

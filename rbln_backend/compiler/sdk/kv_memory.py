@@ -22,7 +22,15 @@ def _held_as(dtype: torch.dtype) -> torch.dtype:
 
 
 class _NpuKvMemory:
-    """Prefix-log copies, which NPUs do not have; the scheduler plans no log there."""
+    """Copies that NPUs do not have: of the prefix log, and of pages of KV tiers."""
+
+    def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
+        """Not called: tiers are refused, as no call of the SDK for page [...] is known."""
+        raise NotImplementedError("KV tiers have no form on an NPU")
+
+    def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
+        """Not called: tiers are refused, as no call of the SDK for page [...] is known."""
+        raise NotImplementedError("KV tiers have no form on an NPU")
 
     def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
         """Not called: cache and log [...] exist on the emulated device only."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rbln_backend.core import Phase, StepBatch, StepOutputs, StepResult, StepRound
 from rbln_backend.kv_cache.tensors import KvCaches
-from rbln_backend.scheduler.output import window_transfers
+from rbln_backend.scheduler.output import moves_kv, page_moves, window_transfers
 from rbln_backend.vllm_compat.surface import SchedulerOutput
 from rbln_backend.worker.step.adapter_rows import AdapterRows
 from rbln_backend.worker.step.agreement import StepAgreement
@@ -55,16 +55,19 @@ class StepRunner:
 
     def run(self, scheduled: SchedulerOutput) -> StepResult | None:
         """Run the step's graph; return None when nothing is scheduled."""
-        transfers = window_transfers(scheduled)
+        transfers, pages = window_transfers(scheduled), page_moves(scheduled)
+        self._kv_caches.load_pages(pages.loads)
         self._prepare_blocks(scheduled)
         self._kv_caches.restore_windows(transfers)
         batch = self.batches.apply(scheduled)
         if batch is None:
+            self._kv_caches.store_pages(pages.stores)
             return None
         started = time.perf_counter()
         outputs = self._run_rounds(batch)
         seconds = time.perf_counter() - started
         self._kv_caches.store_windows(transfers)
+        self._kv_caches.store_pages(pages.stores)
         return StepResult(batch, outputs, seconds)
 
     def run_plain(self, scheduled: SchedulerOutput) -> StepResult | None:
@@ -76,7 +79,7 @@ class StepRunner:
         plain, filled = self.batches.plain, self._filled
         if plain is None or filled is None or plain.batch is not filled[1]:
             return None
-        if not self._is_sole or window_transfers(scheduled) or scheduled.kv_cache_block_copies:
+        if not self._is_sole or moves_kv(scheduled):
             return None
         count = plain.batch.num_reqs
         step = self._graphs.select(Phase.DECODE, count)

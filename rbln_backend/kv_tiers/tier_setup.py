@@ -1,0 +1,108 @@
+"""Builds the tiers of an engine from its configuration."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rbln_backend.config import RblnConfig
+from rbln_backend.emulator.kernel_set import active_isa
+from rbln_backend.errors import ConfigError
+from rbln_backend.kv_cache.manager import RblnKvCacheManager
+from rbln_backend.kv_cache.specs import PagedSpec, layer_specs
+from rbln_backend.kv_tiers.folder_tier import FolderTier
+from rbln_backend.kv_tiers.memory_tier import MemoryTier
+from rbln_backend.kv_tiers.page_keys import PageKeys, weights_digest
+from rbln_backend.kv_tiers.page_layout import PageLayout
+from rbln_backend.kv_tiers.page_store import PageStore
+from rbln_backend.kv_tiers.tier_counts import TierCounts, TierMetrics
+from rbln_backend.kv_tiers.tiering import KvTiering
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.store.graph_sources import sources_digest
+from rbln_backend.vllm_compat.surface import (
+    VLLM_VERSION,
+    KVCacheConfig,
+    VllmConfig,
+    configured,
+    get_hash_fn_by_name,
+    init_logger,
+    resolve_none_hash_seed,
+)
+
+logger = init_logger(__name__)
+
+
+def make_tiering(
+    config: VllmConfig, kv_cache: KVCacheConfig, manager: RblnKvCacheManager, board: MetricsBoard
+) -> KvTiering | None:
+    """Return the tiers; None where none is configured or prefixes are not reused.
+
+    Raises ``ConfigError`` for layers that do not keep their whole context, for weights that cannot
+    be identified, and for a folder that cannot be used.
+    """
+    rbln = configured(config)
+    if not rbln.has_kv_tiers:
+        return None
+    if not config.cache_config.enable_prefix_caching:
+        logger.warning("KV tiers have no effect: prefix caching is off")
+        return None
+    _check_layers(kv_cache)
+    blocks = [paged.block_size for paged in manager.ours.paged]
+    layout = PageLayout.of(kv_cache, manager.block_pool.hash_block_size, blocks)
+    made_by = _made_by(config, rbln, kv_cache, layout)
+    keys = PageKeys({**made_by, "unit": manager.block_pool.hash_block_size})
+    counts = TierCounts()
+    memory = folder = None
+    if rbln.kv_tier_memory_bytes:
+        memory = MemoryTier(rbln.kv_tier_memory_bytes, layout.num_bytes)
+    if rbln.kv_tier_folder is not None:
+        root = Path(rbln.kv_tier_folder)
+        folder = FolderTier(root, keys.folder_name, rbln.kv_tier_folder_bytes)
+    logger.info(
+        "KV tiers: pages of %d tokens, %d bytes; memory %d bytes; folder %s",
+        *(layout.tokens, layout.num_bytes, rbln.kv_tier_memory_bytes, rbln.kv_tier_folder),
+    )
+    store = PageStore(layout.num_bytes, memory, folder, counts)
+    return KvTiering(store, keys, layout, manager, TierMetrics(board, counts))
+
+
+def _check_layers(kv_cache: KVCacheConfig) -> None:
+    for group in kv_cache.kv_cache_groups:
+        for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items():
+            if not isinstance(spec, PagedSpec):
+                raise ConfigError(
+                    f"KV tiers: layer {name} has a sliding window, of which no page has the whole "
+                    "context; drop --kv-transfer-config, --kv-offloading-size and the kv_tier "
+                    "settings"
+                )
+
+
+def _made_by(
+    config: VllmConfig, rbln: RblnConfig, kv_cache: KVCacheConfig, layout: PageLayout
+) -> dict[str, Any]:
+    """Return everything besides tokens that changes the bytes of a page."""
+    model, cache = config.model_config, config.cache_config
+    started = time.perf_counter()
+    weights = weights_digest(model.model, str(config.load_config.load_format), model.seed)
+    logger.info("KV tiers: weights identified in %.2f s", time.perf_counter() - started)
+    algorithm = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+    return {
+        "weights": weights,
+        "model": json.loads(json.dumps(model.hf_config.to_dict(), default=str)),
+        "architecture": model.architecture,
+        "options": [model.override_generation_config, model.max_model_len],
+        "dtype": str(model.dtype),
+        "kv_dtype": cache.cache_dtype,
+        "rbln": rbln.graph_fields(),
+        "kernels": active_isa(),
+        "software": [torch.__version__, VLLM_VERSION, sources_digest()],
+        "layers": [
+            [group.layer_names, repr(group.kv_cache_spec)] for group in kv_cache.kv_cache_groups
+        ],
+        "page_tokens": layout.tokens,
+        "hashes": [cache.prefix_caching_hash_algo, resolve_none_hash_seed(algorithm)],
+    }
