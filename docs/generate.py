@@ -39,8 +39,8 @@ from routes_page import ROUTE_LIST_HEADER, ROUTES_LIST_BEGIN, route_list_rows
 from targets_page import README_BEGIN, curves_blocks, readme_blocks, targets_blocks
 
 from rbln_backend.config import GRAPH, RblnConfig
+from rbln_backend.reporting.declared_metrics import METRICS, MetricDecl
 from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
-from rbln_backend.reporting.stats import METRICS, MetricDecl
 from rbln_backend.variables import KINDS, OPTION_NAMES, VARIABLES, Status, form_of
 from server.observability.declarations import SERVER_METRICS
 from server.observability.history import KEPT as HISTORY_KEPT

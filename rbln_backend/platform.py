@@ -15,7 +15,7 @@ from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_S
 from rbln_backend.compilation import settle_compilation
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
-from rbln_backend.kv_tiers.offloading_config import tier_fields
+from rbln_backend.kv_tiers.offloading_config import take_tiers
 from rbln_backend.parallel.rules import keep_rows_whole
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
 from rbln_backend.settings import options_of_vllm, resolve
@@ -179,7 +179,6 @@ class RblnPlatform(Platform):
         from rbln_backend.compiler.device import device_capabilities
 
         rbln, others = _read_settings(vllm_config)
-        rbln = _take_tiers(vllm_config, rbln)
         _settle_pooling(vllm_config)
         _settle_tuning(vllm_config)
         refuse_unsupported(vllm_config, rbln)
@@ -218,16 +217,7 @@ def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, An
     resolved = resolve(additional)
     for warning in resolved.warnings:
         logger.warning_once(warning)
-    return resolved.config, options_of_vllm(additional)
-
-
-def _take_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> RblnConfig:
-    """Return the settings with vLLM's for offloading; vLLM then makes no connector."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector is None:
-        return rbln
-    vllm_config.kv_transfer_config = None
-    return RblnConfig(**{**dict(rbln), **tier_fields(transfer)})
+    return take_tiers(vllm_config, resolved.config), options_of_vllm(additional)
 
 
 def _settle_tuning(config: VllmConfig) -> None:
@@ -353,9 +343,8 @@ def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) 
 
 def _emulated_step_tokens(vllm_config: VllmConfig) -> int:
     model = model_config(vllm_config)
-    if model is None:
-        return step_tokens_of(0, 0)
-    return step_tokens_of(model.get_num_experts(), model.get_num_experts_per_tok())
+    experts = (model.get_num_experts(), model.get_num_experts_per_tok()) if model else (0, 0)
+    return step_tokens_of(*experts)
 
 
 def _settle_prompts(vllm_config: VllmConfig, rbln: RblnConfig, *, can_join: bool) -> RblnConfig:

@@ -51,10 +51,11 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         {
             CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1
             or parallel.decode_context_parallel_size > 1,
-            KV_TIERS: rbln.has_kv_tiers and _lacks_tiers(vllm_config, rbln),
         }
     )
     model = model_config(vllm_config)
+    if rbln.has_kv_tiers:
+        _check_tiers(vllm_config, rbln)
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config, rbln)
     if model is not None:
@@ -71,17 +72,20 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         )
 
 
-def _lacks_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> bool:
-    """Return whether an engine of this configuration cannot have KV tiers."""
+def _check_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
+    """Raise for KV tiers of an engine that cannot have any."""
     from rbln_backend.compiler.device import device_capabilities
 
-    model = model_config(vllm_config)
-    return (
-        vllm_config.parallel_config.world_size > 1
-        or not device_capabilities(rbln).runs_on_host
-        or (model is not None and model.runner_type == "pooling")
-        or not vllm_config.cache_config.prefix_caching_hash_algo.startswith("sha256")
-    )
+    model, ranks = model_config(vllm_config), vllm_config.parallel_config.world_size
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if ranks > 1:
+        raise KV_TIERS.refusal(f"{ranks} ranks of an engine")
+    if not device_capabilities(rbln).runs_on_host:
+        raise KV_TIERS.refusal("device 'rebel'")
+    if model is not None and model.runner_type == "pooling":
+        raise KV_TIERS.refusal(f"architecture {model.architecture!r}")
+    if not algorithm.startswith("sha256"):
+        raise KV_TIERS.refusal(f"--prefix-caching-hash-algo {algorithm}")
 
 
 def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:

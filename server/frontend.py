@@ -148,10 +148,11 @@ class Frontend(Protocol):
         """
         ...
 
-    async def reset_prefix_cache(self, *, preempt: bool) -> bool:
+    async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:
         """Forget the KV of all prompts; return False if requests hold blocks.
 
-        With `preempt` these requests are preempted, and compute their prompts again.
+        With `preempt` these requests are preempted, and compute their prompts again. With `tiers`
+        the KV tiers are emptied, too; False without tiers.
         """
         ...
 

@@ -95,6 +95,16 @@ _PREFIX = (
         stack=True,
     ),
     Panel(
+        "KV tiers",
+        "timeseries",
+        (
+            Query(rate("rbln_kv_tier_reads_total", by="result"), "read: {{result}}"),
+            Query(rate("rbln_kv_tier_writes_total", by="result"), "written: {{result}}"),
+        ),
+        "Pages read from host memory or files, missing or damaged, and pages written.",
+        "ops",
+    ),
+    Panel(
         "Prompt tokens by source",
         "timeseries",
         (Query(rate("vllm:prompt_tokens_by_source_total", VLLM, by="source"), "{{source}}"),),

@@ -63,7 +63,7 @@ class KvMemory(Protocol):
         ...
 
     def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
-        """Copy ``page``, as ``read_tokens`` gave it, to ``slot`` of a block of ``cache``."""
+        """Copy ``page`` [2, Hkv, 1, tokens, D], as ``read_tokens`` gave it, to a block."""
         ...
 
     def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:

@@ -22,7 +22,7 @@ class MemoryTier:
         return len(self._pages) * self._page_bytes
 
     def get(self, key: bytes) -> Tensor | None:
-        """Return the page [page_bytes] of ``key``, which nobody changes, or None."""
+        """Return the page [page_bytes] of ``key``, not to be changed, or None."""
         with self._lock:
             page = self._pages.get(key)
             if page is not None:

@@ -1,16 +1,18 @@
-"""vLLM's `--kv-transfer-config` for offloading, as settings of KV tiers."""
+"""vLLM's `--kv-transfer-config` for offloading, as settings of the backend."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.unsupported import KV_TRANSFER
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
+    from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 
+_GIB = 1024**3
 CONNECTOR = "OffloadingConnector"
 _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
 _KEYS = ("spec_name", "cpu_bytes_to_use", "eviction_policy", "secondary_tiers")
@@ -18,11 +20,31 @@ _KEYS = ("spec_name", "cpu_bytes_to_use", "eviction_policy", "secondary_tiers")
 _FOLDER_KEYS = ("type", "root_dir", "max_bytes", "n_read_threads", "n_write_threads")
 
 
-def tier_fields(transfer: KVTransferConfig) -> dict[str, Any]:
-    """Return the fields of `RblnConfig` that a transfer configuration sets.
+def take_tiers(config: VllmConfig, rbln: RblnConfig) -> RblnConfig:
+    """Return ``rbln`` with vLLM's options for offloading, which are taken out of ``config``.
 
-    Raises `UnsupportedModelError` for another connector, `ConfigError` for an unknown value.
+    vLLM then makes no connector. Raises ``UnsupportedModelError`` for another connector,
+    ``ConfigError`` for an unknown value.
     """
+    fields = _tier_fields(config.kv_transfer_config, config.cache_config)
+    config.kv_transfer_config = config.cache_config.kv_offloading_size = None
+    return RblnConfig(**{**dict(rbln), **fields}) if fields else rbln
+
+
+def _tier_fields(transfer: KVTransferConfig | None, cache: CacheConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if transfer is not None and transfer.kv_connector is not None:
+        fields = _fields_of(transfer)
+    if cache.kv_offloading_size is not None:
+        if cache.kv_offloading_backend != "native":
+            raise KV_TRANSFER.refusal(f"--kv-offloading-backend {cache.kv_offloading_backend}")
+        if cache.kv_offloading_size <= 0:
+            raise ConfigError(f"--kv-offloading-size {cache.kv_offloading_size} must be above 0")
+        fields["kv_tier_memory_bytes"] = int(cache.kv_offloading_size * _GIB)
+    return fields
+
+
+def _fields_of(transfer: KVTransferConfig) -> dict[str, Any]:
     if transfer.kv_connector != CONNECTOR or transfer.kv_connector_module_path:
         raise KV_TRANSFER.refusal(f"kv_connector={transfer.kv_connector!r}")
     if transfer.kv_role not in (None, "kv_both"):

@@ -39,7 +39,7 @@ class PrefixRead:
             return self._ended and not self._pages
 
     def put(self, page: Tensor) -> bool:
-        """Add a page [page_bytes] once there is room; False if nobody wants it any more."""
+        """Add a page [page_bytes] once there is room; False after ``end``."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or len(self._pages) < self._most)
             if not self._ended:
@@ -47,7 +47,7 @@ class PrefixRead:
             return not self._ended
 
     def take(self, most: int) -> list[Tensor]:
-        """Return at most ``most`` of the next pages that are there."""
+        """Return at most ``most`` of the next pages [page_bytes] that are there."""
         with self._changed:
             taken = [self._pages.popleft() for _ in range(min(most, len(self._pages)))]
             self._changed.notify_all()

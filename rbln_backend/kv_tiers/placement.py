@@ -14,7 +14,7 @@ from rbln_backend.vllm_compat.surface import Request
 
 
 @dataclass
-class Place:
+class PagePlace:
     """Blocks that hold a growing prefix of a request that has not begun."""
 
     owner: Request
@@ -42,7 +42,7 @@ class Placement:
         """
         return min(hit // m.block_size * m.block_size for m in self._coordinator.paged)
 
-    def begin(self, request: Request, first_token: int) -> Place:
+    def begin(self, request: Request, first_token: int) -> PagePlace:
         """Return a place of ``request`` without blocks."""
         owner = copy.copy(request)
         owner.request_id = f"kv-tier:{request.request_id}"
@@ -50,10 +50,13 @@ class Placement:
             blocks = first_token // manager.block_size
             manager.req_to_blocks[owner.request_id] = [self._pool.null_block] * blocks
             manager.num_cached_block[owner.request_id] = blocks
-        return Place(owner, first_token)
+        return PagePlace(owner, first_token)
 
-    def add(self, place: Place, pages: Sequence[Tensor], spared: int) -> list[PageMove]:
-        """Return the moves of the next ``pages``; fewer where only ``spared`` blocks are free."""
+    def add(self, place: PagePlace, pages: Sequence[Tensor], spared: int) -> list[PageMove]:
+        """Return the moves of the next ``pages`` [page_bytes]; fewer if it would leave few blocks.
+
+        ``spared`` blocks of the pool stay free.
+        """
         moves: list[PageMove] = []
         for page in pages:
             end = place.tokens + self._page_tokens
@@ -66,17 +69,17 @@ class Placement:
                 manager.cache_blocks(place.owner, place.tokens, replay_boundaries=())
         return moves
 
-    def release(self, place: Place) -> None:
+    def release(self, place: PagePlace) -> None:
         """Leave the blocks of ``place`` to the prefix cache."""
         for manager in self._coordinator.paged:
             manager.free(place.owner.request_id)
 
-    def _missing(self, place: Place, end: int) -> int:
+    def _missing(self, place: PagePlace, end: int) -> int:
         """Return the blocks that ``place`` lacks for tokens up to ``end``."""
         owned = ((m, m.req_to_blocks[place.owner.request_id]) for m in self._coordinator.paged)
         return sum(-(-end // m.block_size) - len(blocks) for m, blocks in owned)
 
-    def _grow(self, place: Place, end: int) -> list[tuple[int, int]]:
+    def _grow(self, place: PagePlace, end: int) -> list[tuple[int, int]]:
         """Return block and first token in it of the page that ends at ``end``, by group."""
         places: list[tuple[int, int]] = []
         start = end - self._page_tokens

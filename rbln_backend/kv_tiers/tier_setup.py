@@ -11,9 +11,7 @@ import torch
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import active_isa
-from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
-from rbln_backend.kv_cache.specs import PagedSpec, layer_specs
 from rbln_backend.kv_tiers.folder_tier import FolderTier
 from rbln_backend.kv_tiers.memory_tier import MemoryTier
 from rbln_backend.kv_tiers.page_keys import PageKeys, weights_digest
@@ -41,8 +39,8 @@ def make_tiering(
 ) -> KvTiering | None:
     """Return the tiers; None where none is configured or prefixes are not reused.
 
-    Raises ``ConfigError`` for layers that do not keep their whole context, for weights that cannot
-    be identified, and for a folder that cannot be used.
+    Raises ``ConfigError`` for weights that cannot be identified, and for a folder that cannot be
+    used.
     """
     rbln = configured(config)
     if not rbln.has_kv_tiers:
@@ -50,7 +48,6 @@ def make_tiering(
     if not config.cache_config.enable_prefix_caching:
         logger.warning("KV tiers have no effect: prefix caching is off")
         return None
-    _check_layers(kv_cache)
     blocks = [paged.block_size for paged in manager.ours.paged]
     layout = PageLayout.of(kv_cache, manager.block_pool.hash_block_size, blocks)
     made_by = _made_by(config, rbln, kv_cache, layout)
@@ -68,17 +65,6 @@ def make_tiering(
     )
     store = PageStore(layout.num_bytes, memory, folder, counts)
     return KvTiering(store, keys, layout, manager, TierMetrics(board, counts))
-
-
-def _check_layers(kv_cache: KVCacheConfig) -> None:
-    for group in kv_cache.kv_cache_groups:
-        for name, spec in layer_specs(group.kv_cache_spec, group.layer_names).items():
-            if not isinstance(spec, PagedSpec):
-                raise ConfigError(
-                    f"KV tiers: layer {name} has a sliding window, of which no page has the whole "
-                    "context; drop --kv-transfer-config, --kv-offloading-size and the kv_tier "
-                    "settings"
-                )
 
 
 def _made_by(

@@ -12,7 +12,7 @@ from rbln_backend.kv_cache.transfers import PageMove, PageMoves
 from rbln_backend.kv_tiers.page_keys import PageKeys
 from rbln_backend.kv_tiers.page_layout import PageLayout
 from rbln_backend.kv_tiers.page_store import PageStore, PrefixRead
-from rbln_backend.kv_tiers.placement import Place, Placement
+from rbln_backend.kv_tiers.placement import PagePlace, Placement
 from rbln_backend.kv_tiers.tier_counts import TierMetrics
 from rbln_backend.vllm_compat.surface import Request
 
@@ -27,7 +27,7 @@ class _Reading:
     """A request whose pages are read."""
 
     read: PrefixRead
-    place: Place
+    place: PagePlace
 
 
 class KvTiering:
@@ -52,7 +52,7 @@ class KvTiering:
         self._units = layout.tokens // manager.block_pool.hash_block_size
         self._most_pages = max(1, _STEP_BYTES // layout.num_bytes)
         self._reading: dict[str, _Reading] = {}
-        self._asked: set[str] = set()
+        self._looked_up: set[str] = set()
         """Requests whose reading has ended, or that have nothing to read."""
         self._stored: dict[str, int] = {}
         """Pages of each request that need no store any more."""
@@ -68,17 +68,17 @@ class KvTiering:
         While too many others are read, the answer is False and nothing is started.
         """
         name = request.request_id
-        if name in self._asked:
+        if name in self._looked_up:
             return True
         if name in self._reading:
             return False
         if not self._is_kept(request) or not self._manager.prefix_cache_lookup_enabled(request):
-            self._asked.add(name)
+            self._looked_up.add(name)
             return True
         first = self._placement.first_token(self._manager.peek_hit(request))
         keys = self._page_keys(request, first, request.num_tokens - 1)
         if not keys:
-            self._asked.add(name)
+            self._looked_up.add(name)
             return True
         if len(self._reading) < _MOST_READS:
             place = self._placement.begin(request, first)
@@ -88,7 +88,7 @@ class KvTiering:
     def forget(self, request: Request) -> None:
         """Drop what is kept about a request that ended."""
         self._end_reading(request.request_id)
-        self._asked.discard(request.request_id)
+        self._looked_up.discard(request.request_id)
         self._stored.pop(request.request_id, None)
 
     def place_pages(self, spared: int) -> None:
@@ -108,7 +108,7 @@ class KvTiering:
                 reading.read.take(len(pages) + self._most_pages)
             if reading.read.is_over:
                 self._end_reading(name)
-                self._asked.add(name)
+                self._looked_up.add(name)
 
     def take_moves(self) -> PageMoves:
         """Return the moves of the step that was just scheduled.

@@ -145,9 +145,9 @@ class RblnScheduler(PromptScheduler):
         return self._masks.take(scheduler_output)
 
     def reset_connector_cache(self) -> bool:
-        """Remove every page that the KV tiers hold of this model."""
+        """Remove every page that the KV tiers hold of this model; False without tiers."""
         if self._reuse.tiers is None:
-            return True
+            return False
         self._reuse.tiers.clear()
         return True
 

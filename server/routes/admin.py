@@ -31,8 +31,8 @@ _PREEMPTS = Query(
     json_schema_extra={"enum": list(_SWITCHES)},
 )
 _EXTERNAL = Query(
-    description="vLLM's parameter; only `false`, as there is no external KV cache.",
-    json_schema_extra={"enum": ["false"]},
+    description="`true` also removes what the KV tiers hold of this model.",
+    json_schema_extra={"enum": list(_SWITCHES)},
 )
 
 
@@ -89,7 +89,10 @@ def cache_router(frontend: Callable[[], Frontend]) -> APIRouter:
         reset_running_requests: Annotated[str, _PREEMPTS] = "false",
         reset_external: Annotated[str, _EXTERNAL] = "false",
     ) -> dict[str, bool]:
-        """Forget the KV of all prompts; `success` is false while requests hold blocks."""
+        """Forget the KV of all prompts.
+
+        `success` is false while requests hold blocks, and for tiers that there are not.
+        """
         given = {
             "reset_running_requests": reset_running_requests,
             "reset_external": reset_external,
@@ -99,13 +102,10 @@ def cache_router(frontend: Callable[[], Frontend]) -> APIRouter:
                 raise InvalidValueError(
                     f"{name!r} must be true or false, got {describe(value)}.", param=name
                 )
-        if reset_external == "true":
-            raise InvalidValueError(
-                "'reset_external' must be false: this server has no external KV cache.",
-                param="reset_external",
-            )
-        preempts = reset_running_requests == "true"
-        return {"success": await frontend().reset_prefix_cache(preempt=preempts)}
+        done = await frontend().reset_prefix_cache(
+            preempt=reset_running_requests == "true", tiers=reset_external == "true"
+        )
+        return {"success": done}
 
     return router
 

@@ -220,9 +220,11 @@ class VllmFrontend:
             closed=self._policy == "reject",
         )
 
-    async def reset_prefix_cache(self, *, preempt: bool) -> bool:
+    async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:
         """Forget the KV of all prompts; see `server.frontend.Frontend`."""
-        return await self._engine.reset_prefix_cache(reset_running_requests=preempt)
+        return await self._engine.reset_prefix_cache(
+            reset_running_requests=preempt, reset_connector=tiers
+        )
 
     async def models(self) -> list[JsonObject]:
         """Return the served models and adapters as OpenAI's model objects."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from vllm import SamplingParams
 
-from rbln_backend.errors import ConfigError
+from rbln_backend.errors import ConfigError, UnsupportedModelError
+from rbln_backend.kv_tiers.folder_tier import FolderTier
+from rbln_backend.kv_tiers.page_keys import PageKeys
+from rbln_backend.kv_tiers.tier_setup import make_tiering
+from rbln_backend.reporting.stats import MetricsBoard
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 
@@ -50,16 +56,31 @@ def written(engine: Engine) -> None:
 def is_clean(engine: Engine) -> bool:
     """Return whether nothing of ended requests is left in the tiers' books."""
     tiers = engine.core.scheduler._reuse.tiers
-    return engine.used_blocks() == 0 and not (tiers._reading or tiers._asked or tiers._stored)
+    return engine.used_blocks() == 0 and not (tiers._reading or tiers._looked_up or tiers._stored)
+
+
+def restart(engine: Engine) -> None:
+    """Forget all prefixes, and build the tiers as a new process of this configuration does."""
+    scheduler = engine.core.scheduler
+    reuse, board = scheduler._reuse, MetricsBoard(engine.run_dir, "restarted")
+    reuse.tiers.close()
+    assert scheduler.reset_prefix_cache()
+    reuse.tiers = make_tiering(
+        scheduler.vllm_config, scheduler.kv_cache_config, reuse.manager, board
+    )
+
+
+def stored(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/*/*.kv"))
 
 
 @pytest.mark.parametrize(
     ("arch", "options"),
     [
-        ("llama", {}),
         ("llama", {"block_size": 256}),
-        ("llama", {"kv_cache_dtype": "fp8"}),
         ("deepseek_v2", {}),
+        pytest.param("llama", {}, marks=pytest.mark.wide),
+        pytest.param("llama", {"kv_cache_dtype": "fp8"}, marks=pytest.mark.wide),
         pytest.param("qwen3_moe", {}, marks=pytest.mark.wide),
     ],
 )
@@ -67,15 +88,192 @@ def test_a_restart_reads_prefixes_from_files(
     engines: Engines, tmp_path: Path, arch: str, options: dict[str, Any]
 ) -> None:
     prompts = make_prompts(LENGTHS, seed=7)
-    plain = engines.fresh(arch, **options).generate(prompts, GREEDY)
-    wanted = [list(output.outputs[0].token_ids) for output in plain]
-    first = engines.fresh(arch, **options, **offloading(tmp_path))
-    assert tokens_of(first, prompts)[0] == wanted
-    again = engines.fresh(arch, **options, **offloading(tmp_path))
-    tokens, cached = tokens_of(again, prompts)
+    engine = engines.fresh(arch, **options, **offloading(tmp_path))
+    wanted, _ = tokens_of(engine, prompts)
+    restart(engine)
+    tokens, cached = tokens_of(engine, prompts)
     assert tokens == wanted
-    page = again.core.scheduler._reuse.tiers._layout.tokens
+    page = engine.core.scheduler._reuse.tiers._layout.tokens
     assert cached == [(length - 1) // page * page for length in LENGTHS]
-    assert again.metric("rbln_kv_tier_tokens_total") == sum(cached)
-    assert is_clean(first)
-    assert is_clean(again)
+    assert is_clean(engine)
+
+
+@pytest.fixture(scope="module")
+def tiered(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
+    """An engine whose pages are in a folder alone."""
+    folder = tmp_path_factory.mktemp("tier")
+    return engines.fresh("llama", num_gpu_blocks_override=40, **offloading(folder)), folder
+
+
+def test_damaged_files_are_misses(tiered: tuple[Engine, Path]) -> None:
+    engine, folder = tiered
+    prompts, chance = make_prompts([150, 170, 199], seed=8), random.Random(8)
+    wanted, _ = tokens_of(engine, prompts)
+    damaged = found = 0.0
+    for _ in range(25):
+        restart(engine)
+        for file in chance.sample(stored(folder), 12):
+            damage(file, chance)
+        assert tokens_of(engine, prompts)[0] == wanted
+        damaged += engine.total("rbln_kv_tier_reads_total", result="damaged")
+        found += engine.total("rbln_kv_tier_tokens_total")
+    assert damaged > 25
+    assert found > 25
+
+
+def damage(file: Path, chance: random.Random) -> None:
+    """Change a bit, cut the file, lengthen it, or give it the content of another page."""
+    data = bytearray(file.read_bytes())
+    match chance.randrange(4):
+        case 0:
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        case 1:
+            del data[chance.randrange(len(data)) :]
+        case 2:
+            data += b"0"
+        case 3:
+            others = [other for other in file.parent.parent.glob("*/*.kv") if other != file]
+            data[:] = chance.choice(others).read_bytes()
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("policy", ["shortest", "fcfs"])
+def test_requests_that_come_and_go_have_their_own_tokens(
+    tiered: tuple[Engine, Path], policy: str
+) -> None:
+    """Random arrivals and aborts over few blocks, with prefixes in files and in the cache."""
+    engine, _ = tiered
+    scheduler, chance = engine.core.scheduler, random.Random(9)
+    order, core = scheduler._order, engine.llm.llm_engine
+    base = make_prompts([200], seed=9)[0]
+    prompts = [[*base[: chance.randrange(20, 200)], n] for n in range(12)]
+    alone = [tokens_of(engine, [prompt])[0][0] for prompt in prompts]
+    restart(engine)
+    if policy == "fcfs":
+        scheduler._order = None
+    ended: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+    try:
+        for number in range(60):
+            which = chance.randrange(len(prompts))
+            core.add_request(f"{number}:{which}", {"prompt_token_ids": prompts[which]}, GREEDY)
+            if chance.random() < 0.2:
+                aborted.add(f"{number}:{which}")
+            for _ in range(chance.randrange(6)):
+                ended |= step(core)
+            core.abort_request([name for name in aborted if name not in ended])
+            if chance.random() < 0.1:
+                scheduler.reset_prefix_cache()
+        while core.has_unfinished_requests():
+            ended |= step(core)
+    finally:
+        scheduler._order = order
+    whole = {name: tokens for name, tokens in ended.items() if name not in aborted}
+    assert len(whole) > 30
+    assert all(tokens == alone[int(name.split(":")[1])] for name, tokens in whole.items())
+    assert is_clean(engine)
+
+
+def step(core: Any) -> dict[str, list[int]]:
+    return {
+        output.request_id: list(output.outputs[0].token_ids)
+        for output in core.step()
+        if output.finished
+    }
+
+
+def test_a_full_disk_and_a_closed_folder_cost_no_answer(
+    tiered: tuple[Engine, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, folder = tiered
+    prompts = make_prompts([90, 91], seed=10)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", fail)
+        wanted, _ = tokens_of(engine, prompts)
+    assert engine.total("rbln_kv_tier_writes_total", result="failed") > 0
+    assert not list(folder.glob("*/*/*.tmp"))
+    restart(engine)
+    assert tokens_of(engine, prompts) == (wanted, [0, 0])
+    restart(engine)
+    # As where the folder is mounted read-only.
+    engine.core.scheduler._reuse.tiers._store._folder.is_read_only = True
+    more = make_prompts([80], seed=11)
+    before = len(stored(folder))
+    tokens_of(engine, more)
+    assert len(stored(folder)) == before
+    assert tokens_of(engine, prompts)[0] == wanted
+
+
+def test_pages_of_another_model_are_not_found(tiered: tuple[Engine, Path]) -> None:
+    engine, folder = tiered
+    prompts = make_prompts([100], seed=12)
+    restart(engine)
+    tokens_of(engine, prompts)
+    restart(engine)
+    assert tokens_of(engine, prompts)[1] == [96]
+    weights = sorted(engine.checkpoint.glob("*.safetensors"))[0]
+    original = weights.read_bytes()
+    changed = bytearray(original)
+    changed[-1] ^= 1
+    try:
+        weights.write_bytes(changed)
+        restart(engine)
+        assert tokens_of(engine, prompts)[1] == [0]
+    finally:
+        weights.write_bytes(original)
+    assert len({file.parent.parent for file in stored(folder)}) == 2
+
+
+def test_the_folder_stays_within_its_bytes(tmp_path: Path) -> None:
+    keys = PageKeys({"model": "any"})
+    tier = FolderTier(tmp_path, keys.folder_name, max_bytes=20_000)
+    pages = {keys.key(bytes([n])): bytes([n]) * 1_000 for n in range(60)}
+    evicted: set[bytes] = set()
+    for key, page in pages.items():
+        evicted.update(tier.write(key, memoryview(page)))
+        used = sum(file.stat().st_size for file in stored(tmp_path))
+        assert used <= 20_000
+        assert used == tier.num_bytes
+    left = set(FolderTier(tmp_path, keys.folder_name, max_bytes=20_000).known())
+    assert left == pages.keys() - evicted
+    assert list(pages)[-1] in left
+
+
+def test_memory_keeps_prefixes_that_left_the_cache(engines: Engines) -> None:
+    engine = engines.fresh("llama", num_gpu_blocks_override=18, kv_offloading_size=0.01)
+    prompts = make_prompts([150, 151, 152, 153], seed=13)
+    first, _ = tokens_of(engine, prompts)
+    for prompt, wanted in zip(prompts, first, strict=True):
+        # 17 blocks hold one of them.
+        tokens, cached = tokens_of(engine, [prompt])
+        assert (tokens, cached) == ([wanted], [144])
+    assert engine.metric("rbln_kv_tier_reads_total", result="memory") >= 3 * 9
+    assert engine.core.scheduler.reset_prefix_cache(reset_connector=True)
+    assert tokens_of(engine, prompts[:1]) == (first[:1], [0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (offloading(None), "cpu_bytes_to_use"),
+        (offloading(None, memory=-1), "cpu_bytes_to_use=-1"),
+        (offloading(Path("/tmp"), block_size=3), "'block_size' is none of"),
+        ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}, "Nixl"),
+        ({"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"}, "lmcache"),
+        ({**offloading(None, memory=9), "prefix_caching_hash_algo": "xxhash"}, "xxhash"),
+    ],
+)
+def test_what_is_not_supported_is_refused(
+    engines: Engines, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, UnsupportedModelError, ValidationError), match=message):
+        engines.fresh("llama", **options)
+
+
+def test_windows_are_refused(engines: Engines) -> None:
+    with pytest.raises(UnsupportedModelError, match="sliding window"):
+        engines.fresh("gemma3_text", **offloading(None, memory=1 << 20))

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.generate import DASHBOARDS
-from rbln_backend.reporting.stats import METRICS
+from rbln_backend.reporting.declared_metrics import METRICS
 from server.observability.declarations import SERVER_METRICS
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache

@@ -64,7 +64,7 @@ class ScriptedFrontend:
     keep_alive_s: float = 0.0
     tracing: Tracing | None = None
     profiler: ScriptedProfiler | None = None
-    resets: list[bool] = field(default_factory=list)
+    resets: list[tuple[bool, bool]] = field(default_factory=list)
     max_json_depth: int = 64
     tools: ToolSupport = SHOWN
 
@@ -76,8 +76,8 @@ class ScriptedFrontend:
         schema = {Endpoint.CHAT: {"type": "object"}}
         return WireSchemas(requests=schema, answers=schema, definitions={}, streaming=set(schema))
 
-    async def reset_prefix_cache(self, *, preempt: bool) -> bool:
-        self.resets.append(preempt)
+    async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:
+        self.resets.append((preempt, tiers))
         return preempt
 
     async def models(self) -> list[JsonObject]:

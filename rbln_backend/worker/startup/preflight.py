@@ -23,7 +23,7 @@ from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.moe.layers import install_expert_layers
 from rbln_backend.reporting.model_report import CacheGroup
-from rbln_backend.unsupported import LORA_MODEL
+from rbln_backend.unsupported import KV_TIERS, LORA_MODEL
 from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     compiled_sizes,
@@ -129,6 +129,9 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
     specs = plan_specs(skeleton.kv_cache_specs(), limits, shared)
     if device_capabilities(rbln).npu is not None:
         check_windows([window for spec in specs.values() if (window := window_in(spec))])
+    for name, spec in specs.items() if rbln.has_kv_tiers else ():
+        if window_in(spec) is not None:
+            raise KV_TIERS.refusal(f"layer {name} with a sliding window")
     if not specs and config.model_config.attn_type != "encoder_only":
         raise UnsupportedModelError(
             f"architecture {config.model_config.architecture!r} has no attention layer with a KV "

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from rbln_backend.reporting.stats import METRICS, MetricDecl, MetricsBoard
+from rbln_backend.reporting.declared_metrics import METRICS, MetricDecl
+from rbln_backend.reporting.stats import MetricsBoard
 
 SURFACE = {
     "rbln_compile_seconds": ("histogram", ("kind", "result")),
@@ -27,6 +28,10 @@ SURFACE = {
     "rbln_prefill_useful_tokens_total": ("counter", ("chunk",)),
     "rbln_prefill_padded_tokens_total": ("counter", ("chunk",)),
     "rbln_prefix_hit_tokens_total": ("counter", ("kind",)),
+    "rbln_kv_tier_reads_total": ("counter", ("result",)),
+    "rbln_kv_tier_writes_total": ("counter", ("result",)),
+    "rbln_kv_tier_tokens_total": ("counter", ()),
+    "rbln_kv_tier_bytes": ("gauge", ("tier",)),
     "rbln_kv_blocks": ("gauge", ("group", "kind")),
     "rbln_kv_blocks_used": ("gauge", ("group", "kind")),
     "rbln_window_log_pages": ("gauge", ("group",)),
