@@ -108,6 +108,12 @@ class PrefixReuse:
         if self.tiers is not None:
             self.tiers.end_step()
 
+    def clear_tiers(self) -> bool:
+        """Remove every page that the tiers hold of this model; False without tiers."""
+        if self.tiers is not None:
+            self.tiers.clear()
+        return self.tiers is not None
+
     def close(self) -> None:
         if self.tiers is not None:
             self.tiers.close()

@@ -146,10 +146,7 @@ class RblnScheduler(PromptScheduler):
 
     def reset_connector_cache(self) -> bool:
         """Remove every page that the KV tiers hold of this model; False without tiers."""
-        if self._reuse.tiers is None:
-            return False
-        self._reuse.tiers.clear()
-        return True
+        return self._reuse.clear_tiers()
 
     def shutdown(self) -> None:
         self._masks.close()

@@ -17,6 +17,7 @@ from rbln_backend.kv_tiers.folder_tier import FolderTier
 from rbln_backend.kv_tiers.page_keys import PageKeys
 from rbln_backend.kv_tiers.tier_setup import make_tiering
 from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 
@@ -144,13 +145,13 @@ def test_requests_that_come_and_go_have_their_own_tokens(
     """Random arrivals and aborts over few blocks, with prefixes in files and in the cache."""
     engine, _ = tiered
     scheduler, chance = engine.core.scheduler, random.Random(9)
-    order, core = scheduler._order, engine.llm.llm_engine
+    order, core = scheduler._prompts, engine.llm.llm_engine
     base = make_prompts([200], seed=9)[0]
     prompts = [[*base[: chance.randrange(20, 200)], n] for n in range(12)]
     alone = [tokens_of(engine, [prompt])[0][0] for prompt in prompts]
     restart(engine)
     if policy == "fcfs":
-        scheduler._order = None
+        scheduler._prompts, scheduler._shortest_first = FairPrompts(None), False
     ended: dict[str, list[int]] = {}
     aborted: set[str] = set()
     try:
@@ -167,7 +168,7 @@ def test_requests_that_come_and_go_have_their_own_tokens(
         while core.has_unfinished_requests():
             ended |= step(core)
     finally:
-        scheduler._order = order
+        scheduler._prompts, scheduler._shortest_first = order, True
     whole = {name: tokens for name, tokens in ended.items() if name not in aborted}
     assert len(whole) > 30
     assert all(tokens == alone[int(name.split(":")[1])] for name, tokens in whole.items())
