@@ -36,6 +36,10 @@ _RESOURCES = closed(
     requests={"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
     limits={"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
 )
+_EXTRAS = (
+    *("extraEnv", "extraEnvFrom", "extraPorts", "extraVolumes", "extraVolumeMounts"),
+    *("extraInitContainers", "extraContainers"),
+)
 # Variables of the server are `settings`; the others belong to the chart.
 _ENV: Schema = {
     "type": "object",
@@ -171,6 +175,7 @@ def _placement() -> dict[str, Schema]:
         "resources": _RESOURCES,
         "shmSize": QUANTITY,
         "tmpSize": QUANTITY,
+        **dict.fromkeys(_EXTRAS, FREE_LIST),
         "podAnnotations": LABELS,
         "podLabels": LABELS,
         "podSecurityContext": FREE,

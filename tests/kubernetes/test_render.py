@@ -17,7 +17,7 @@ from deploy.kubernetes.values_schema import OWNED
 from server.settings import ServerSettings
 from tests.kubernetes.api_schemas import NEWEST, problems
 from tests.kubernetes.chart import helm, notes, of_kind, refusal, render
-from tests.kubernetes.value_sets import ALL_ON, DATA, RAY, VALUE_SETS
+from tests.kubernetes.value_sets import ALL_ON, DATA, EXTRAS, RAY, VALUE_SETS
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)
@@ -52,6 +52,27 @@ def test_what_clients_leave_has_a_volume() -> None:
     for change in ({"kind": "Deployment"}, {"replicas": 2}):
         wrong = {**DATA, "workload": {**DATA["workload"], **change}}
         assert "a store belongs to one server" in refusal(wrong)
+
+
+def test_what_users_add_is_there_once_and_beside_the_charts_own() -> None:
+    spec = of_kind(render(EXTRAS), "Deployment")["spec"]["template"]["spec"]
+    server, syncer = spec["containers"]
+    variables = [one["name"] for one in server["env"]]
+    assert len(variables) == len(set(variables))
+    values = {one["name"]: one.get("value") for one in server["env"]}
+    assert (values["HF_HUB_OFFLINE"], values["HOME"]) == ("0", "/models")
+    assert "HF_TOKEN" in variables
+    assert server["envFrom"] == EXTRAS["extraEnvFrom"]
+    assert [port["name"] for port in server["ports"]] == ["http", "kv-events"]
+    assert {"/weights", "/kv"} < {mount["mountPath"] for mount in server["volumeMounts"]}
+    assert {"weights", "kv"} < {volume["name"] for volume in spec["volumes"]}
+    assert (syncer["name"], spec["initContainers"][0]["name"]) == ("syncer", "download")
+    with_cache = {**EXTRAS, "cache": ALL_ON["cache"]}
+    names = of_kind(render(with_cache), "Deployment")["spec"]["template"]["spec"]["initContainers"]
+    assert [one["name"] for one in names] == ["download", "import-cache", "wait-for-cache"]
+    head = of_kind(render({**RAY, "extraContainers": EXTRAS["extraContainers"]}), "RayCluster")
+    pod = head["spec"]["headGroupSpec"]["template"]["spec"]
+    assert [one["name"] for one in pod["containers"]] == ["server", "syncer"]
 
 
 def test_the_check_itself_finds_what_is_wrong() -> None:

@@ -81,6 +81,28 @@ STATEFUL: Values = {
         "modules": {"formal": "/adapters/formal"},
     },
 }
+EXTRAS: Values = {
+    "engine": {"env": {"HF_HUB_OFFLINE": "0", "HOME": "/models"}},
+    "extraEnv": [
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+    ],
+    "extraEnvFrom": [{"configMapRef": {"name": "proxies"}}],
+    "extraPorts": [{"name": "kv-events", "containerPort": 5557}],
+    "extraVolumes": [{"name": "weights", "emptyDir": {}}, {"name": "kv", "emptyDir": {}}],
+    "extraVolumeMounts": [
+        {"name": "weights", "mountPath": "/weights", "readOnly": True},
+        {"name": "kv", "mountPath": "/kv"},
+    ],
+    "extraInitContainers": [
+        {
+            "name": "download",
+            "image": "rbln-serve",
+            "args": ["fetch", "org/repo"],
+            "volumeMounts": [{"name": "weights", "mountPath": "/weights"}],
+        }
+    ],
+    "extraContainers": [{"name": "syncer", "image": "registry.example/syncer:1"}],
+}
 KEDA: Values = {
     "autoscaling": {
         "kind": "keda",
@@ -175,6 +197,7 @@ VALUE_SETS: dict[str, tuple[Values, str]] = {
     "dra": (DRA, "1.34"),
     "stateful": (STATEFUL, "1.30"),
     "data": (DATA, "1.30"),
+    "extras": (EXTRAS, "1.30"),
     "keda": (KEDA, "1.30"),
     "hpa": (HPA, "1.30"),
     "ray": (RAY, "1.30"),

@@ -100,8 +100,15 @@ args:
   {{- include "rbln-serve.modelArgs" . | nindent 2 }}
 env:
   {{- include "rbln-serve.serverEnv" . | nindent 2 }}
+{{- with .Values.extraEnvFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 ports:
   - {name: http, containerPort: 8000, protocol: TCP}
+  {{- with .Values.extraPorts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- include "rbln-serve.probes" . }}
 {{ include "rbln-serve.lifecycle" . }}
 {{ include "rbln-serve.resources" (dict "root" . "resources" .Values.resources) }}
@@ -113,6 +120,9 @@ volumeMounts:
   - {name: cache, mountPath: /cache, readOnly: {{ .Values.cache.readOnly }}}
   {{- if .Values.data.enabled }}
   - {name: data, mountPath: /data}
+  {{- end }}
+  {{- with .Values.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end -}}
 
@@ -145,12 +155,12 @@ topologySpreadConstraints:
     matchLabelKeys: [pod-template-hash]
     {{- end }}
 {{- end }}
-{{- with include "rbln-serve.initContainers" . }}
+{{- with concat .Values.extraInitContainers (include "rbln-serve.initContainers" . | fromYamlArray) }}
 initContainers:
-  {{- . | nindent 2 }}
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 containers:
-  {{- list (include "rbln-serve.serverContainer" . | fromYaml) | toYaml | nindent 2 }}
+  {{- prepend .Values.extraContainers (include "rbln-serve.serverContainer" . | fromYaml) | toYaml | nindent 2 }}
 volumes:
   {{- include "rbln-serve.serverVolumes" . | nindent 2 }}
 {{- end -}}

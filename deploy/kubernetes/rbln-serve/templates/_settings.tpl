@@ -31,9 +31,8 @@
 {{- define "rbln-serve.engineEnv" -}}
 - {name: VLLM_CACHE_ROOT, value: /cache}
 - {name: VLLM_RBLN_DEVICE, value: {{ ternary "emulated" "rebel" (eq .Values.device.kind "emulated") }}}
-- {name: HF_HUB_OFFLINE, value: "1"}
-- {name: HOME, value: /tmp}
-{{- range $name, $value := .Values.engine.env }}
+{{- /* A name that is listed twice is an error for some tools: the user's value replaces ours. */}}
+{{- range $name, $value := merge (dict) .Values.engine.env (dict "HF_HUB_OFFLINE" "1" "HOME" "/tmp") }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end -}}
@@ -66,5 +65,8 @@
 {{- range $name, $value := .Values.settings }}
 - name: RBLN_SERVE_{{ upper $name }}
   value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
 {{- end }}
 {{- end -}}

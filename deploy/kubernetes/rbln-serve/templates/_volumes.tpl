@@ -42,6 +42,9 @@
 - name: tls
   secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* For every container that runs the image: cache and model. */}}
