@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import time
@@ -163,6 +164,10 @@ class _Worker:
 
 def _serve(pipe: Connection, side: str) -> None:
     warm_up(side)
+    # As in the server's trial process, cycles are collected between schemas.
+    gc.freeze()
+    gc.disable()
     pipe.send("ready")
     while True:
         pipe.send(judge(side, pipe.recv()))
+        gc.collect()

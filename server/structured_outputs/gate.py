@@ -37,7 +37,7 @@ from server.structured_outputs.rewriting.rewriting import rewrite
 from server.structured_outputs.trial_job import TrialVerdict, job_bytes, shares_of
 
 _EXPLAIN_SHARES = 3
-"""Processor time of an explanation in multiples of a trial's: it rewrites twice and samples."""
+"""Processor time of an explanation in multiples of a trial's: it has samples."""
 _RETRY_S = 60.0
 """Seconds for which a crash or a timing is cached; the machine may have caused it."""
 

@@ -24,8 +24,11 @@ from server.structured_outputs.schema_refs import check_refs
 from server.structured_outputs.schema_resources import localized
 
 
-def inspect(constraint: Constraint, limits: SchemaLimits) -> None:
-    """Raise `UnusableError` if the constraint is too large, malformed or not supported."""
+def inspect(constraint: Constraint, limits: SchemaLimits) -> Any:
+    """Return the value of a schema, with `localized` references, or of a tag; else None.
+
+    Raises `UnusableError` if the constraint is too large, malformed or not supported.
+    """
     text = constraint.text
     if constraint.kind is ConstraintKind.REGEX:
         _check_regex(text, limits)
@@ -36,15 +39,18 @@ def inspect(constraint: Constraint, limits: SchemaLimits) -> None:
         _check_choice(json.loads(text), limits)
     elif constraint.kind is ConstraintKind.JSON:
         schema = parsed(text)
-        _check_schema(schema, limits)
+        found = _checked_schema(schema, limits)
         if not constraint.tagged:
             check_form(schema)
+        return found
     else:
         tag = parsed(text)
         check_size(tag, limits)
         for schema in _schemas_of_tag(tag):
-            _check_schema(schema, limits)
+            _checked_schema(schema, limits)
             check_form(schema)
+        return tag
+    return None
 
 
 def check_unrewritten(constraint: Constraint) -> None:
@@ -94,11 +100,14 @@ def _check_choice(choices: list[str], limits: SchemaLimits) -> None:
         )
 
 
-def _check_schema(schema: Any, limits: SchemaLimits) -> None:
+def _checked_schema(schema: Any, limits: SchemaLimits) -> Any:
+    """Return the schema with `localized` references. Raises `UnusableError`."""
     if not isinstance(schema, dict | bool):
         raise UnusableError(f"it must be an object, got {type(schema).__name__}")
     check_size(schema, limits)
-    check_refs(localized(schema))
+    found = localized(schema)
+    check_refs(found)
+    return found
 
 
 def _schemas_of_tag(tag: Any) -> Iterator[Any]:

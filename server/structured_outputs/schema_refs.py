@@ -13,6 +13,7 @@ from server.structured_outputs.schema_walk import (
     Schema,
     applied_here,
     every_schema,
+    names_within,
     resolve,
 )
 
@@ -21,6 +22,8 @@ _SCALARS = frozenset(("string", "number", "integer", "boolean", "null"))
 
 def check_refs(root: Any) -> None:
     """Raise `UnusableError` for the first reference that no finite answer can follow."""
+    if "$ref" not in names_within(root):
+        return
     schemas = {id(schema): (path, schema) for path, schema in every_schema(root)}
     if not any("$ref" in schema for _, schema in schemas.values()):
         return

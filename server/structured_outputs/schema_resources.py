@@ -14,12 +14,13 @@ from urllib.parse import quote, unquote, urldefrag, urljoin, urlsplit
 
 from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.rewriting.drafts import REFERENCE_ALONE, draft_of
-from server.structured_outputs.schema_walk import Schema, Steps, children, followed
+from server.structured_outputs.schema_walk import Schema, Steps, children, followed, names_within
 from server.structured_outputs.standard_documents import standard_document
 
 _NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")
 _REFERENCES = ("$ref", "$dynamicRef")
 _ASIDE = ("$defs", "definitions")
+_CHANGED = frozenset((*_NAMES, *_REFERENCES))
 
 _Scope = tuple[tuple[str, Steps], ...]
 """Dynamic anchors of the resources entered so far, each with the outermost place of its name."""
@@ -34,7 +35,7 @@ def localized(root: Any) -> Any:
     The schema itself is returned if that changes nothing. Raises `UnusableError` for a reference
     to another document, or to a resource or anchor that the schema does not have.
     """
-    if not isinstance(root, dict):
+    if not isinstance(root, dict) or _CHANGED.isdisjoint(names_within(root)):
         return root
     found = _Resources.of(root)
     if not found.has_names and all(map(_is_local, found.references)):

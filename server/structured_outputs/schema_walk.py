@@ -31,6 +31,20 @@ _NAMED = {
 }
 
 
+def names_within(root: Any) -> set[str]:
+    """Return the keys of all objects in a JSON value; a superset of a schema's keywords."""
+    names: set[str] = set()
+    stack = [root]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            names.update(value)
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+    return names
+
+
 def applied_here(schema: Schema, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the schemas that apply to the same value as `schema`, without references."""
     for where, steps, item in _parts(schema):

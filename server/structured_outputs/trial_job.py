@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from server.structured_outputs.constraint import (
@@ -18,8 +18,9 @@ from server.structured_outputs.constraint import (
     UnusableError,
 )
 from server.structured_outputs.inspection import check_unrewritten, inspect, parsed
-from server.structured_outputs.rewriting.rewriting import rewrite
+from server.structured_outputs.rewriting.rewriting import Rewriting, rewrite_localized
 from server.structured_outputs.rewriting.tags import rewrite_tag
+from server.structured_outputs.schema_resources import localized
 from server.structured_outputs.tool_inputs.input_grammar import (
     KEYWORD,
     InputGrammar,
@@ -91,11 +92,13 @@ def do_job(
     compact: bool,
     specials: Mapping[str, int] | None = None,
     on_shares: Callable[[int], None] | None = None,
+    on_rewriting: Callable[[Rewriting], None] | None = None,
 ) -> TrialVerdict:
     """Inspect and try the constraints of a job, up to the first that cannot be used.
 
     `compact`: JSON has no whitespace. `specials` are the tokenizer's special tokens (see
-    `rewrite_tag`). `on_shares` is called with the job's shares first.
+    `rewrite_tag`). `on_shares` is called with the job's shares first, `on_rewriting` with each
+    rewriting, also of a schema with unsupported parts.
     """
     job = json.loads(data)
     if on_shares is not None:
@@ -106,9 +109,11 @@ def do_job(
     for part, given in enumerate(job["parts"]):
         constraint = constraint_of(given)
         try:
-            if not constraint.derived:
-                inspect(constraint, limits)
-            grammar = _rewritten(constraint, specials or {}, compact=compact)
+            value = _value_of(constraint, limits)
+            found = _rewriting(constraint, value, specials or {}, compact=compact)
+            if found is not None and on_rewriting is not None:
+                on_rewriting(found)
+            grammar = None if found is None else _followed(constraint, found)
             if grammar is None:
                 if constraint.exact and not constraint.derived:
                     check_unrewritten(constraint)
@@ -122,28 +127,47 @@ def do_job(
     return TrialVerdict(seconds=time.perf_counter() - started, grammar=grammar)
 
 
-def _rewritten(constraint: Constraint, specials: Mapping[str, int], *, compact: bool) -> str | None:
-    """Return the grammar of a schema or tag; None if the constraint is tried as it is."""
-    is_tag = constraint.kind is ConstraintKind.STRUCTURAL_TAG
-    if not is_tag and (constraint.kind is not ConstraintKind.JSON or constraint.tagged):
+def _value_of(constraint: Constraint, limits: SchemaLimits) -> Any:
+    """Return the value of a schema or tag that is rewritten; None for other constraints."""
+    value = None if constraint.derived else inspect(constraint, limits)
+    is_schema = constraint.kind is ConstraintKind.JSON and not constraint.tagged
+    if not is_schema and constraint.kind is not ConstraintKind.STRUCTURAL_TAG:
         return None
-    value, inputs = parsed(constraint.text), list[InputGrammar]()
+    if not constraint.derived:
+        return value
+    return localized(parsed(constraint.text)) if is_schema else parsed(constraint.text)
+
+
+def _rewriting(
+    constraint: Constraint, value: Any, specials: Mapping[str, int], *, compact: bool
+) -> Rewriting | None:
+    """Return the rewriting of a schema or tag; None if the constraint is tried as it is."""
+    if value is None:
+        return None
+    inputs = list[InputGrammar]()
     if KEYWORD in constraint.text:
         value, inputs = with_stand_ins(value)
+    undeclared = constraint.undeclared
     try:
-        if is_tag:
-            found = rewrite_tag(value, specials, compact=compact, undeclared=constraint.undeclared)
+        if constraint.kind is ConstraintKind.JSON:
+            found = rewrite_localized(value, compact=compact, undeclared=undeclared)
         else:
-            found = rewrite(value, compact=compact, undeclared=constraint.undeclared)
+            tag = rewrite_tag(value, specials, compact=compact, undeclared=undeclared)
+            if tag is None:
+                if inputs:
+                    raise UnusableError("its form has no rewriting, which a tool's grammar needs")
+                return None
+            found = tag
     except RecursionError:
         raise UnusableError("it is nested too deeply to be rewritten") from None
-    if found is None:
-        if inputs:
-            raise UnusableError("its form has no rewriting, which a tool's grammar needs")
-        return None
+    return replace(found, grammar=with_rules(found.grammar, inputs)) if inputs else found
+
+
+def _followed(constraint: Constraint, found: Rewriting) -> str:
+    """Return the grammar of a rewriting. Raises `UnusableError` for a part that it leaves out."""
     if found.left_out and constraint.exact:
         raise UnusableError(found.left_out[0])
-    return with_rules(found.grammar, inputs)
+    return found.grammar
 
 
 def _try(constraint: Constraint, kind: str, text: str, trial: Trial) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -34,6 +35,9 @@ def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> Non
     limit_growth()
     specials = trial.special_tokens()
     compact = vllm_config.structured_outputs_config.disable_any_whitespace
+    # Collections of cycles, which take a tenth of a job, wait until its answer is sent.
+    gc.freeze()
+    gc.disable()
     pipe.send_bytes(b"ready")
     with suppress(EOFError):
         while True:
@@ -48,3 +52,4 @@ def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> Non
             )
             limit_processor_time(0)
             pipe.send_bytes(answer)
+            gc.collect()

@@ -15,7 +15,6 @@ from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,
     SchemaLimits,
-    UnusableError,
 )
 from server.structured_outputs.explaining.enforcement import (
     Place,
@@ -26,7 +25,7 @@ from server.structured_outputs.explaining.enforcement import (
     refused_places,
 )
 from server.structured_outputs.inspection import parsed
-from server.structured_outputs.rewriting.rewriting import rewrite
+from server.structured_outputs.rewriting.rewriting import Rewriting
 from server.structured_outputs.trial_job import TrialVerdict, constraint_of, do_job, job_bytes
 
 SAMPLES = 5
@@ -134,7 +133,15 @@ def answer_job(
     on_shares: Callable[[int], None],
 ) -> bytes:
     """Return the verdict on a job or its explanation; see `do_job`."""
-    verdict = do_job(data, trial, compact=compact, specials=specials, on_shares=on_shares)
+    rewritings: list[Rewriting] = []
+    verdict = do_job(
+        data,
+        trial,
+        compact=compact,
+        specials=specials,
+        on_shares=on_shares,
+        on_rewriting=rewritings.append,
+    )
     verdict = dataclasses.replace(verdict, memory_bytes=trial.take_bytes())
     if not data.startswith(_EXPLAIN):
         return verdict.to_bytes()
@@ -143,7 +150,7 @@ def answer_job(
     kind, text = constraint.kind.value, constraint.text
     found = _nothing_known()
     if constraint.kind is ConstraintKind.JSON:
-        found |= _of_schema(constraint, verdict, compact=compact)
+        found |= _of_schema(constraint, verdict, rewritings)
     if verdict.reason is None:
         words = property_names(parsed(text)) if constraint.kind is ConstraintKind.JSON else []
         rewritten = verdict.grammar is not None
@@ -168,15 +175,15 @@ def answer_job(
     return Explanation(verdict, found).to_bytes()
 
 
-def _of_schema(constraint: Constraint, verdict: TrialVerdict, *, compact: bool) -> Any:
+def _of_schema(
+    constraint: Constraint, verdict: TrialVerdict, rewritings: Sequence[Rewriting]
+) -> Any:
     """Return the fields about a schema; only the reason for one that was never rewritten."""
     reason = [] if verdict.reason is None else [verdict.reason]
-    try:
-        schema = parsed(constraint.text)
-        rewritten = rewrite(schema, compact=compact, undeclared=constraint.undeclared)
-    except (UnusableError, RecursionError):
+    if not rewritings:
         return {"refused": refused_places(reason)}
-    refused = refused_places(rewritten.left_out or reason)
+    schema = parsed(constraint.text)
+    refused = refused_places(rewritings[0].left_out or reason)
     return {
         "enforced": enforced_places(schema, refused),
         "narrowed": narrowed_places(schema, constraint.undeclared),

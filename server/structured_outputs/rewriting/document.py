@@ -84,7 +84,7 @@ class SchemaDocument:
         self._draft = draft
         self.left_out: list[str] = []
         self._places: dict[int, str] | None = None
-        self._validator: Validator = (_Draft4 if draft == 4 else Draft202012Validator)(root)
+        self._validator: Validator | None = None
 
     def widened(self) -> SchemaDocument:
         """Return the same schema as a wide document."""
@@ -108,4 +108,6 @@ class SchemaDocument:
 
     def is_valid(self, value: Any, schema: Any) -> bool:
         """Return True if a JSON value satisfies a schema of this document."""
+        if self._validator is None:
+            self._validator = (_Draft4 if self._draft == 4 else Draft202012Validator)(self.root)
         return self._validator.evolve(schema=schema).is_valid(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from server.structured_outputs.schema_walk import Schema, every_schema, rebuilt
+from server.structured_outputs.schema_walk import Schema, every_schema, names_within, rebuilt
 
 _OLDER = {"draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019}
 """Drafts by a part of `$schema`; any other is 2020-12."""
@@ -34,6 +34,9 @@ def newer_keywords(root: Any) -> Iterator[str]:
     """Yield a line for each keyword that the schema's draft does not have."""
     draft = draft_of(root)
     newer = [keyword for keyword, since in _SINCE.items() if since > draft]
+    if newer:
+        names = names_within(root)
+        newer = [keyword for keyword in newer if keyword in names]
     for path, schema in every_schema(root) if newer else ():
         if draft in REFERENCE_ALONE and "$ref" in schema:
             continue

@@ -32,17 +32,22 @@ def rewrite(schema: Any, *, compact: bool, undeclared: Undeclared = Undeclared.O
 
     Raises `UnusableError` if no value satisfies it, or if it has too many combinations.
     """
+    return rewrite_localized(localized(schema), compact=compact, undeclared=undeclared)
+
+
+def rewrite_localized(schema: Any, *, compact: bool, undeclared: Undeclared) -> Rewriting:
+    """Return the grammar of a schema whose references are `localized`. Raises as `rewrite`."""
     rules = Rules(compact=compact)
     root, left_out = add_schema(rules, schema, undeclared)
     return Rewriting(rules.text(root), left_out)
 
 
 def add_schema(rules: Rules, schema: Any, undeclared: Undeclared) -> tuple[str, tuple[str, ...]]:
-    """Add the rules of a schema; return its root rule and a line for each part not followed.
+    """Add the rules of a `localized` schema; return its root rule, and a line for each part that
+    is not followed.
 
     Raises `UnusableError` as `rewrite` does.
     """
-    schema = localized(schema)
     document = SchemaDocument(modern(schema), draft=draft_of(schema), undeclared=undeclared)
     document.left_out += newer_keywords(schema)
     nodes = Nodes(document)
@@ -50,8 +55,14 @@ def add_schema(rules: Rules, schema: Any, undeclared: Undeclared) -> tuple[str, 
     found = _reached(nodes, root)
     while root in (possible := _possible(found)):
         stem = rules.new_name("node")
-        names = {node: f"{stem}_{index}" for index, node in enumerate(found) if node in possible}
-        empty = [node for node in names if not _define(rules, found[node], node, names)]
+        names = dict[Node, str]()
+        written: list[Node] = []
+        for index, node in enumerate(found):
+            if node in possible:
+                scalar = rules.scalar(found[node])
+                names[node] = scalar or f"{stem}_{index}"
+                written += [] if scalar else [node]
+        empty = [node for node in written if not _define(rules, found[node], node, names)]
         if not empty:
             return names[root], tuple(document.left_out)
         # A rule without options would be of the empty text.

@@ -14,6 +14,7 @@ from server.structured_outputs.constraint import Undeclared
 from server.structured_outputs.rewriting.rewriting import Rewriting, add_schema
 from server.structured_outputs.rewriting.rules import Rules, quoted
 from server.structured_outputs.rewriting.scalars.characters import escaped
+from server.structured_outputs.schema_resources import localized
 
 Format = dict[str, Any]
 
@@ -77,7 +78,7 @@ class _TagWriter:
         text = json.dumps(item["json_schema"])
         if text not in self._schemas:
             self._schemas[text], left_out = add_schema(
-                self.rules, item["json_schema"], self._undeclared
+                self.rules, localized(item["json_schema"]), self._undeclared
             )
             self.left_out += left_out
         return [self._schemas[text]]

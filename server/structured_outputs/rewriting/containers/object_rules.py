@@ -10,6 +10,8 @@ from server.structured_outputs.rewriting.containers.counts import MAX_STATES, Co
 
 MAX_TRACKED = 64
 """Most members that a rule tracks: llguidance has 64 bits."""
+MAX_RUN = 32
+"""Most required members that are written into one rule."""
 
 
 class RuleSet(Protocol):
@@ -114,20 +116,26 @@ class ObjectRules:
     def _in_order(self) -> str:
         """Return the members between the braces: `fresh` before the first one, `rest` after it."""
         other = self.other
-        fresh = f"({other} (COMMA {other})*)?" if other else '""'
-        rest = f"(COMMA {other})*" if other else '""'
+        fresh = [f"({other} (COMMA {other})*)?"] if other else [""]
+        rest = f"(COMMA {other})*" if other else ""
         if self.last:
             rest = f"{rest} COMMA {self.last}"
-            fresh = f"({other} COMMA)* {self.last}" if other else self.last
+            fresh = [f"({other} COMMA)* {self.last}" if other else self.last]
         for index in range(len(self.listed) - 1, -1, -1):
             member = self.listed[index]
-            after = f"COMMA {member.text} {rest}"
-            first = f"{member.text} {rest}"
-            add = self.rules.add
-            if index:
-                rest = add("rest", after) if member.required else add("rest", after, rest)
-            fresh = first if member.required else add("fresh", first, fresh)
-        return fresh
+            first, after = f"{member.text} {rest}", f"COMMA {member.text} {rest}"
+            fresh = [first] if member.required else [first, *fresh]
+            if index == 0:
+                break
+            if not member.required:
+                rest = self.rules.add("rest", after, rest)
+            elif self.listed[index - 1].required and index % MAX_RUN:
+                rest = after
+            else:
+                rest = self.rules.add("rest", after)
+        if len(fresh) == 1:
+            return fresh[0]
+        return f"({' | '.join(filter(None, fresh))}){'' if all(fresh) else '?'}"
 
     def _counted(self) -> list[str]:
         """Return the rules of counted members: one for each valid place and count."""
