@@ -260,8 +260,9 @@ KV_TRANSFER = Feature(
 KV_TIERS = Feature(
     "keeping prefixes in KV tiers",
     "OffloadingConnector, --kv-offloading-size and the kv_tier settings with several ranks, on "
-    "an NPU, with sliding windows, with models that pool or with --prefix-caching-hash-algo xxhash",
-    "which copies pages of whole contexts in the emulated device's memory, in the one process of "
+    "an NPU, with models that pool or have sliding windows in all layers, or with "
+    "--prefix-caching-hash-algo xxhash",
+    "which copies pages of contexts in the emulated device's memory, in the one process of "
     "an engine, and finds them by hashes that no two prompts share",
     "drop --kv-transfer-config, --kv-offloading-size and the kv_tier settings",
 )

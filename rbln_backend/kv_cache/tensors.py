@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -44,7 +43,8 @@ class KvCaches:
     windows: Mapping[int, Sequence[LoggedWindow]]
     """The window layers with a log, by KV cache group."""
     groups: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    """The paged layers' caches [num_blocks, ...], by KV cache group."""
+    """Sources and targets of pages of KV tiers, by KV cache group: the paged layers' caches
+    [num_blocks, ...], and the window layers' logs [num_pages, ...]."""
 
     @classmethod
     def allocate(
@@ -71,6 +71,7 @@ class KvCaches:
                 elif spec.log_pages:
                     log = _allocate_log(memory, name, spec)
                     windows.setdefault(index, []).append(LoggedWindow(cache, log))
+                    groups.setdefault(index, []).append(log)
         return cls(memory, tensors, list(paged.values()), windows, groups)
 
     @property
@@ -108,11 +109,9 @@ class KvCaches:
 
     def _parts(self, move: PageMove) -> Iterator[tuple[Tensor, int, int, Tensor]]:
         """Yield cache, block, slot and the layer's part [2, Hkv, 1, tokens, D] of the page."""
-        token_bytes = sum(map(_token_bytes, chain.from_iterable(self.groups.values())))
-        tokens = move.page.nbytes // token_bytes
         start = 0
-        for caches, (block, slot) in zip(self.groups.values(), move.places, strict=True):
-            for cache in caches:
+        for group, block, slot, tokens in move.parts:
+            for cache in self.groups[group]:
                 end = start + _token_bytes(cache) * tokens
                 part = move.page[start:end].view(cache.dtype)
                 yield cache, block, slot, part.view(*cache.shape[1:4], tokens, cache.shape[5])

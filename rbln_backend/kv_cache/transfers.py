@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,14 +42,24 @@ class WindowTransfers:
         return bool(self.restores or self.stores)
 
 
+class PagePart(NamedTuple):
+    """Tokens that lie together in each layer of a KV cache group."""
+
+    group: int
+    block: int
+    """A block of a paged group, a page of the log of a window group."""
+    slot: int
+    """The first token in it."""
+    tokens: int
+
+
 @dataclass(frozen=True)
 class PageMove:
-    """A page of tokens of all paged layers, between the KV cache and host memory."""
+    """A page of tokens of some groups, between the KV cache and host memory."""
 
     page: Tensor
-    """Bytes [page_bytes]: K and V of each layer, group by group."""
-    places: Sequence[tuple[int, int]]
-    """Block, and first token in it, for each paged group in order."""
+    """Bytes [page_bytes]: K and V of each layer of each part."""
+    parts: Sequence[PagePart]
 
 
 @dataclass

@@ -24,7 +24,7 @@ class WindowLog:
         self._free = list(range(num_pages, 0, -1))
         self._pages: OrderedDict[bytes, int] = OrderedDict()
         self._page_tokens = page_tokens
-        self._window = window
+        self.window = window
         self.num_pages = num_pages
 
     @property
@@ -42,7 +42,7 @@ class WindowLog:
             if run == 0:
                 end = page + 1
             run += 1
-            first, _ = page_span(end * self._page_tokens, self._window, self._page_tokens)
+            first, _ = page_span(end * self._page_tokens, self.window, self._page_tokens)
             if page <= first:
                 return end * self._page_tokens
         return 0
@@ -52,7 +52,7 @@ class WindowLog:
 
         They become the most recently used ones.
         """
-        first, end = page_span(num_tokens, self._window, self._page_tokens)
+        first, end = page_span(num_tokens, self.window, self._page_tokens)
         for block_hash in hashes[first:end]:
             self._pages.move_to_end(block_hash)
         return [self._pages[block_hash] for block_hash in hashes[first:end]]
@@ -65,6 +65,17 @@ class WindowLog:
         page = self._free.pop() if self._free else self._pages.popitem(last=False)[1]
         self._pages[block_hash] = page
         return page
+
+    def find(self, hashes: Sequence[bytes]) -> list[int] | None:
+        """Return the pages of these prefixes, or None if one is not logged."""
+        if all(block_hash in self._pages for block_hash in hashes):
+            return [self._pages[block_hash] for block_hash in hashes]
+        return None
+
+    def refill(self, block_hash: bytes) -> int:
+        """Return the page of this prefix, a new one if it is not logged."""
+        added = self.add(block_hash)
+        return self._pages[block_hash] if added is None else added
 
     def clear(self) -> None:
         """Remove every prefix."""

@@ -64,6 +64,9 @@ class FolderTier:
             with suppress(ValueError):
                 yield bytes.fromhex(file.stem)
 
+    def __contains__(self, key: bytes) -> bool:
+        return self._path(key).exists()
+
     def read(self, key: bytes, page: memoryview) -> bool | None:
         """Fill ``page`` and return True; None where there is no page, False if it is damaged.
 

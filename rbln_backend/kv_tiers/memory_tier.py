@@ -9,17 +9,20 @@ from torch import Tensor
 
 
 class MemoryTier:
-    """Holds pages of equal size up to a number of bytes; of any thread."""
+    """Holds pages up to a number of bytes; of any thread."""
 
-    def __init__(self, max_bytes: int, page_bytes: int) -> None:
-        self._most = max_bytes // page_bytes
-        self._page_bytes = page_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._pages: OrderedDict[bytes, Tensor] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
-        return len(self._pages) * self._page_bytes
+        return self._bytes
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._pages
 
     def get(self, key: bytes) -> Tensor | None:
         """Return the page [page_bytes] of ``key``, not to be changed, or None."""
@@ -32,11 +35,13 @@ class MemoryTier:
     def put(self, key: bytes, page: Tensor) -> None:
         """Keep ``page`` [page_bytes] itself, not a copy."""
         with self._lock:
+            former = self._pages.pop(key, None)
+            self._bytes += page.nbytes - (0 if former is None else former.nbytes)
             self._pages[key] = page
-            self._pages.move_to_end(key)
-            while len(self._pages) > self._most:
-                self._pages.popitem(last=False)
+            while self._bytes > self._max_bytes:
+                self._bytes -= self._pages.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
         with self._lock:
             self._pages.clear()
+            self._bytes = 0

@@ -29,9 +29,13 @@ class PageKeys:
         """Name of the folder of all pages with this origin."""
         return self._base.hexdigest(length=16)
 
-    def key(self, prefix: bytes) -> bytes:
-        """Return the key of the page that ends the prefix with vLLM's hash ``prefix``."""
-        return self._base.copy().update(prefix).digest()
+    def key(self, prefix: bytes, window_group: int | None = None) -> bytes:
+        """Return the key of the page that ends the prefix with vLLM's hash ``prefix``.
+
+        It is a page of all paged layers, or of one window group.
+        """
+        group = b"" if window_group is None else b"window %d" % window_group
+        return self._base.copy().update(prefix).update(group).digest()
 
 
 def weights_digest(model: str, load_format: str, seed: int) -> str:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain, takewhile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rbln_backend.kv_tiers.folder_tier import FolderTier
 from rbln_backend.kv_tiers.memory_tier import MemoryTier
+from rbln_backend.kv_tiers.page_layout import PageLayout
 from rbln_backend.kv_tiers.tier_counts import TierCounts
 
 logger = logging.getLogger(__name__)
@@ -22,15 +26,41 @@ _READ_BYTES = 64 << 20
 _WAITING_BYTES = 256 << 20
 
 
+@dataclass(frozen=True)
+class ReadPlan:
+    """Keys of the pages of one prefix."""
+
+    layout: PageLayout
+    keys: Sequence[bytes]
+    """Of the pages of paged layers that the KV cache lacks, in order."""
+    first: int
+    """Number of the first of them in the prompt."""
+    window_keys: Mapping[int, Sequence[bytes]]
+    """Of all pages of the prompt, by window group."""
+    spans: Mapping[int, int]
+    """Pages before its end that a prefix needs, by window group."""
+
+
+class WindowPage(NamedTuple):
+    """A page of one window group."""
+
+    group: int
+    number: int
+    """Its number in the prompt."""
+    page: Tensor
+
+
 class PrefixRead:
     """Pages of one prefix, in order, while they are read."""
 
     def __init__(self, most: int) -> None:
-        """``most``: pages that lie here at a time."""
+        """``most``: pages of paged layers that lie here at a time."""
         self._most = most
         self._pages: deque[Tensor] = deque()
         self._changed = threading.Condition()
         self._ended = False
+        self.windows: list[WindowPage] = []
+        """Complete once the reading is over."""
 
     @property
     def is_over(self) -> bool:
@@ -64,15 +94,9 @@ class PageStore:
     """Pages by key in memory, in a folder, or in both."""
 
     def __init__(
-        self,
-        page_bytes: int,
-        memory: MemoryTier | None,
-        folder: FolderTier | None,
-        counts: TierCounts,
+        self, memory: MemoryTier | None, folder: FolderTier | None, counts: TierCounts
     ) -> None:
-        self.page_bytes = page_bytes
         self._memory, self._folder, self._counts = memory, folder, counts
-        self._most_waiting = max(1, _WAITING_BYTES // page_bytes)
         self._reader = ThreadPoolExecutor(1, "kv-tier-read")
         self._writer = ThreadPoolExecutor(1, "kv-tier-write")
         self._waiting = 0
@@ -92,21 +116,21 @@ class PageStore:
         """Return whether the page is stored or about to be, as far as this process knows."""
         return key in self._known
 
-    def read(self, keys: Sequence[bytes]) -> PrefixRead:
-        """Start to read pages, up to the first that is missing."""
-        job = PrefixRead(max(1, _READ_BYTES // self.page_bytes))
-        self._reader.submit(self._read_all, keys, job)
+    def read(self, plan: ReadPlan) -> PrefixRead:
+        """Start to read the pages of the longest prefix that can be resumed."""
+        job = PrefixRead(max(1, _READ_BYTES // plan.layout.num_bytes))
+        self._reader.submit(self._read_all, plan, job)
         return job
 
     @property
     def room(self) -> int:
-        """Pages that ``write`` may take now, so that those that wait stay few."""
-        return max(0, self._most_waiting - self._waiting)
+        """Bytes that ``write`` may take now, so that those that wait stay few."""
+        return max(0, _WAITING_BYTES - self._waiting)
 
     def write(self, key: bytes, page: Tensor) -> None:
         """Store ``page`` [page_bytes] later."""
         with self._lock:
-            self._waiting += 1
+            self._waiting += page.nbytes
             self._known.add(key)
         self._writer.submit(self._write, key, page)
 
@@ -119,18 +143,40 @@ class PageStore:
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._writer.shutdown(wait=True)
 
-    def _read_all(self, keys: Sequence[bytes], job: PrefixRead) -> None:
+    def _read_all(self, plan: ReadPlan, job: PrefixRead) -> None:
         try:
-            for key in keys:
-                page = self._fetch(key)
+            keys = plan.keys[: self._resumable(plan) - plan.first] if plan.spans else plan.keys
+            read = 0
+            for read, key in enumerate(keys, start=1):  # noqa: B007
+                page = self._fetch(key, plan.layout.num_bytes)
                 if page is None or not job.put(page):
-                    break
+                    return
+            end = plan.first + read
+            for group, span in plan.spans.items() if read else ():
+                for number in range(max(0, end - span), end):
+                    key = plan.window_keys[group][number]
+                    page = self._fetch(key, plan.layout.window_bytes[group])
+                    if page is not None:
+                        job.windows.append(WindowPage(group, number, page))
         except Exception:
             logger.exception("KV tiers: reading failed; the prefix is computed")
         finally:
             job.end()
 
-    def _fetch(self, key: bytes) -> Tensor | None:
+    def _resumable(self, plan: ReadPlan) -> int:
+        """Return the pages of the longest prefix whose end has the pages of all windows."""
+        held = takewhile(self._holds, plan.keys)
+        for end in range(plan.first + sum(1 for _ in held), plan.first, -1):
+            wanted = (plan.window_keys[g][max(0, end - n) : end] for g, n in plan.spans.items())
+            if all(map(self._holds, chain.from_iterable(wanted))):
+                return end
+        return plan.first
+
+    def _holds(self, key: bytes) -> bool:
+        is_held = self._memory is not None and key in self._memory
+        return is_held or (self._folder is not None and key in self._folder)
+
+    def _fetch(self, key: bytes, num_bytes: int) -> Tensor | None:
         page = None if self._memory is None else self._memory.get(key)
         if page is not None:
             self._counts.add_read("memory")
@@ -138,7 +184,7 @@ class PageStore:
         if self._folder is None:
             self._missed(key, "miss")
             return None
-        page = torch.empty(self.page_bytes, dtype=torch.uint8)
+        page = torch.empty(num_bytes, dtype=torch.uint8)
         found = self._folder.read(key, page.numpy().data)
         if not found:
             self._missed(key, "miss" if found is None else "damaged")
@@ -163,7 +209,7 @@ class PageStore:
                 self._write_file(self._folder, key, page)
         finally:
             with self._lock:
-                self._waiting -= 1
+                self._waiting -= page.nbytes
 
     def _write_file(self, folder: FolderTier, key: bytes, page: Tensor) -> None:
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
-from rbln_backend.kv_cache.transfers import PageMove
+from rbln_backend.kv_cache.transfers import PageMove, PagePart
 from rbln_backend.vllm_compat.surface import Request
 
 
@@ -79,13 +79,15 @@ class Placement:
         owned = ((m, m.req_to_blocks[place.owner.request_id]) for m in self._coordinator.paged)
         return sum(-(-end // m.block_size) - len(blocks) for m, blocks in owned)
 
-    def _grow(self, place: PagePlace, end: int) -> list[tuple[int, int]]:
-        """Return block and first token in it of the page that ends at ``end``, by group."""
-        places: list[tuple[int, int]] = []
+    def _grow(self, place: PagePlace, end: int) -> list[PagePart]:
+        """Return the parts of the page that ends at ``end``, in blocks of ``place``."""
+        parts: list[PagePart] = []
         start = end - self._page_tokens
         for manager in self._coordinator.paged:
             blocks = manager.req_to_blocks[place.owner.request_id]
             if len(blocks) * manager.block_size < end:
                 blocks.extend(self._pool.get_new_blocks(1))
-            places.append((blocks[-1].block_id, start % manager.block_size))
-        return places
+            slot = start % manager.block_size
+            group, block = manager.kv_cache_group_id, blocks[-1].block_id
+            parts.append(PagePart(group, block, slot, self._page_tokens))
+        return parts

@@ -55,7 +55,7 @@ def make_tiering(
     counts = TierCounts()
     memory = folder = None
     if rbln.kv_tier_memory_bytes:
-        memory = MemoryTier(rbln.kv_tier_memory_bytes, layout.num_bytes)
+        memory = MemoryTier(rbln.kv_tier_memory_bytes)
     if rbln.kv_tier_folder is not None:
         root = Path(rbln.kv_tier_folder)
         folder = FolderTier(root, keys.folder_name, rbln.kv_tier_folder_bytes)
@@ -63,7 +63,7 @@ def make_tiering(
         "KV tiers: pages of %d tokens, %d bytes; memory %d bytes; folder %s",
         *(layout.tokens, layout.num_bytes, rbln.kv_tier_memory_bytes, rbln.kv_tier_folder),
     )
-    store = PageStore(layout.num_bytes, memory, folder, counts)
+    store = PageStore(memory, folder, counts)
     return KvTiering(store, keys, layout, manager, TierMetrics(board, counts))
 
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
-from rbln_backend.kv_cache.transfers import PageMove, PageMoves
+from rbln_backend.kv_cache.transfers import PageMove, PageMoves, PagePart
 from rbln_backend.kv_tiers.page_keys import PageKeys
 from rbln_backend.kv_tiers.page_layout import PageLayout
-from rbln_backend.kv_tiers.page_store import PageStore, PrefixRead
+from rbln_backend.kv_tiers.page_store import PageStore, PrefixRead, ReadPlan
 from rbln_backend.kv_tiers.placement import PagePlace, Placement
 from rbln_backend.kv_tiers.tier_counts import TierMetrics
+from rbln_backend.kv_tiers.window_pages import WindowPages
 from rbln_backend.vllm_compat.surface import Request
 
 # Bytes that one step copies in either direction; 64 MiB take about 10 ms.
@@ -26,8 +27,22 @@ _MOST_READS = 4
 class _Reading:
     """A request whose pages are read."""
 
+    request: Request
     read: PrefixRead
     place: PagePlace
+
+
+@dataclass
+class _Store:
+    """A page that is stored after a step, if nothing intervenes."""
+
+    request: Request
+    end: int
+    """End of the page in tokens."""
+    key: bytes
+    move: PageMove
+    window: tuple[int, int] | None = None
+    """Group and number of a page of a window group."""
 
 
 class KvTiering:
@@ -49,6 +64,7 @@ class KvTiering:
         self._store, self._keys, self._layout = store, keys, layout
         self._manager, self._metrics = manager, metrics
         self._placement = Placement(manager.ours, layout.tokens)
+        self._windows = WindowPages(manager.ours, layout)
         self._units = layout.tokens // manager.block_pool.hash_block_size
         self._most_pages = max(1, _STEP_BYTES // layout.num_bytes)
         self._reading: dict[str, _Reading] = {}
@@ -57,8 +73,7 @@ class KvTiering:
         self._stored: dict[str, int] = {}
         """Pages of each request that need no store any more."""
         self._loads: list[PageMove] = []
-        self._stores: list[tuple[Request, int, bytes, PageMove]] = []
-        """Request, end of the page in tokens, its key, its move."""
+        self._stores: list[_Store] = []
         self._computing: list[tuple[bytes, Tensor]] = []
         manager.ours.on_cached = self._note
 
@@ -81,8 +96,8 @@ class KvTiering:
             self._looked_up.add(name)
             return True
         if len(self._reading) < _MOST_READS:
-            place = self._placement.begin(request, first)
-            self._reading[name] = _Reading(self._store.read(keys), place)
+            read = self._store.read(self._plan(request, first, keys))
+            self._reading[name] = _Reading(request, read, self._placement.begin(request, first))
         return False
 
     def forget(self, request: Request) -> None:
@@ -103,23 +118,23 @@ class KvTiering:
             self._loads += moves
             room -= len(moves)
             self._metrics.placed(len(moves) * self._layout.tokens)
-            if len(moves) < len(pages):
+            is_cut = len(moves) < len(pages)
+            if is_cut:
                 reading.read.end()
                 reading.read.take(len(pages) + self._most_pages)
             if reading.read.is_over:
+                windows = () if is_cut else reading.read.windows
+                self._loads += [self._windows.load(reading.request, page) for page in windows]
                 self._end_reading(name)
                 self._looked_up.add(name)
 
     def take_moves(self) -> PageMoves:
-        """Return the moves of the step that was just scheduled.
-
-        A page is stored only if its request still owns the block and its tokens are computed.
-        """
+        """Return the moves of the step that was just scheduled."""
         moves = PageMoves(self._loads, [])
-        for request, end, key, move in self._stores:
-            if end <= request.num_computed_tokens:
-                moves.stores.append(move)
-                self._computing.append((key, move.page))
+        for store in self._stores:
+            if self._is_there(store):
+                moves.stores.append(store.move)
+                self._computing.append((store.key, store.move.page))
         self._loads, self._stores = [], []
         return moves
 
@@ -148,11 +163,30 @@ class KvTiering:
         """
         return request.lora_request is None
 
-    def _page_keys(self, request: Request, first_token: int, num_tokens: int) -> list[bytes]:
+    def _is_there(self, store: _Store) -> bool:
+        """Return whether a page is where its move reads it, once the step has run.
+
+        Its request still owns the block, and its tokens are computed; the log still has it.
+        """
+        if store.end > store.request.num_computed_tokens:
+            return False
+        return store.window is None or self._windows.is_unchanged(
+            store.request, *store.window, store.move
+        )
+
+    def _plan(self, request: Request, first_token: int, keys: list[bytes]) -> ReadPlan:
+        spans, first = self._windows.spans, first_token // self._layout.tokens
+        end = (first + len(keys)) * self._layout.tokens
+        window_keys = {group: self._page_keys(request, 0, end, group) for group in spans}
+        return ReadPlan(self._layout, keys, first, window_keys, spans)
+
+    def _page_keys(
+        self, request: Request, first_token: int, num_tokens: int, group: int | None = None
+    ) -> list[bytes]:
         """Return the keys of the whole pages between two numbers of tokens."""
         first, end = first_token // self._layout.tokens, num_tokens // self._layout.tokens
         ends = range((first + 1) * self._units - 1, end * self._units, self._units)
-        return [self._keys.key(request.block_hashes[index]) for index in ends]
+        return [self._keys.key(request.block_hashes[index], group) for index in ends]
 
     def _end_reading(self, name: str) -> None:
         reading = self._reading.pop(name, None)
@@ -168,22 +202,40 @@ class KvTiering:
         first, end = self._stored.get(request.request_id, 0), num_tokens // tokens
         if first >= end:
             return
-        room = min(self._most_pages, self._store.room) - len(self._stores)
+        room = min(_STEP_BYTES, self._store.room)
+        room -= sum(store.move.page.nbytes for store in self._stores)
         keys = self._page_keys(request, first * tokens, end * tokens)
         for page, key in enumerate(keys, start=first):
             if not self._store.knows(key):
                 if room <= 0:
                     end = page
                     break
-                room -= 1
                 buffer = torch.empty(self._layout.num_bytes, dtype=torch.uint8)
-                move = PageMove(buffer, self._places(request, page * tokens))
-                self._stores.append((request, (page + 1) * tokens, key, move))
+                move = PageMove(buffer, self._parts(request, page * tokens))
+                self._stores.append(_Store(request, (page + 1) * tokens, key, move))
+                room -= buffer.nbytes
         self._stored[request.request_id] = end
+        self._note_windows(request, end)
 
-    def _places(self, request: Request, start: int) -> list[tuple[int, int]]:
-        places: list[tuple[int, int]] = []
+    def _note_windows(self, request: Request, end: int) -> None:
+        """Plan to store the window pages before page ``end`` that the log has."""
+        tokens = self._layout.tokens
+        for group, span in self._windows.spans.items():
+            first = max(0, end - span)
+            keys = self._page_keys(request, first * tokens, end * tokens, group)
+            for page, key in enumerate(keys, start=first):
+                move = None
+                if not self._store.knows(key):
+                    move = self._windows.store(request, group, page)
+                if move is not None:
+                    place = (page + 1) * tokens
+                    self._stores.append(_Store(request, place, key, move, (group, page)))
+
+    def _parts(self, request: Request, start: int) -> list[PagePart]:
+        """Return the parts of the page that begins at ``start``, in the request's blocks."""
+        parts: list[PagePart] = []
         for manager in self._manager.ours.paged:
             block = manager.req_to_blocks[request.request_id][start // manager.block_size]
-            places.append((block.block_id, start % manager.block_size))
-        return places
+            slot, group = start % manager.block_size, manager.kv_cache_group_id
+            parts.append(PagePart(group, block.block_id, slot, self._layout.tokens))
+        return parts

@@ -129,9 +129,8 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
     specs = plan_specs(skeleton.kv_cache_specs(), limits, shared)
     if device_capabilities(rbln).npu is not None:
         check_windows([window for spec in specs.values() if (window := window_in(spec))])
-    for name, spec in specs.items() if rbln.has_kv_tiers else ():
-        if window_in(spec) is not None:
-            raise KV_TIERS.refusal(f"layer {name} with a sliding window")
+    if rbln.has_kv_tiers and all(window_in(spec) is not None for spec in specs.values()):
+        raise KV_TIERS.refusal("layers that all have a sliding window")
     if not specs and config.model_config.attn_type != "encoder_only":
         raise UnsupportedModelError(
             f"architecture {config.model_config.architecture!r} has no attention layer with a KV "
