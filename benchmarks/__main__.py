@@ -27,6 +27,7 @@ COMMANDS = {
     "speculation": "over_http.speculation",
     "step_profile": "in_process.step_profile",
     "storm": "over_http.storm",
+    "tenants": "over_http.tenants",
     "world_size": "in_process.world_size",
 }
 

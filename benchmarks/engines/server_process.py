@@ -62,6 +62,7 @@ class ServerSide:
     """Server of one side. `fields` go into every request; `ready` is polled for a 200.
 
     `serial` servers answer one request at a time; `one_process` ones have no engine process.
+    `api_key` is sent with the first request.
     """
 
     name: str
@@ -72,6 +73,7 @@ class ServerSide:
     fields: Mapping[str, Any] = field(default_factory=dict)
     serial: bool = False
     one_process: bool = False
+    api_key: str = "none"
 
     def with_flags(self, *flags: str, name: str | None = None) -> ServerSide:
         """Return this side with more flags, and another name if one is given."""
@@ -187,9 +189,9 @@ class ServerProcess(SleepingProcess):
         connection = http.client.HTTPConnection("127.0.0.1", self.serving.port, timeout=300)
         try:
             body = json.dumps(self.body(" bake domi", 1))
-            connection.request(
-                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
-            )
+            headers = {"Content-Type": "application/json"}
+            headers["Authorization"] = f"Bearer {self.side.api_key}"
+            connection.request("POST", "/v1/completions", body, headers)
             answer = connection.getresponse()
             text = answer.read()
         except (OSError, http.client.HTTPException) as error:
