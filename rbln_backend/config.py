@@ -24,6 +24,7 @@ scheduler's background, under any policy."""
 FIRST_PRIORITY = -(1 << 30)
 """Requests of this priority, or a higher one (a smaller number), are admitted before all other
 waiting requests, under any policy."""
+PROMPT_PROGRESS, PROGRESS_ARGS = "prompt_progress", "prompt_progress"
 QUEUE_TIMEOUT = "queue_timeout"
 """The stop reason of a request that waited for longer than `max_queue_ms`."""
 

@@ -74,6 +74,8 @@ class ParsedRequest:
     ignored: list[str] = field(default_factory=list)
     """Paths of the fields without effect."""
     drafts: DraftOptions = field(default_factory=DraftOptions)
+    returns_progress: bool = False
+    """True if a stream's chunks have the progress of its prompt."""
     tier: str | None = None
     """Service tier that the body names, by OpenAI's name."""
     stamp: JsonObject = field(default_factory=dict)

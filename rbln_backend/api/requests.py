@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY, QUEUE_TIMEOUT
+from rbln_backend.config import (
+    BACKGROUND_PRIORITY,
+    FIRST_PRIORITY,
+    PROGRESS_ARGS,
+    PROMPT_PROGRESS,
+    QUEUE_TIMEOUT,
+)
 from rbln_backend.lora.adapter_files import TensorName, check_config, check_tensors
 from rbln_backend.lora.target import Target
 from rbln_backend.scheduler.constraints import AGING, is_prefill, prefill_block_reason

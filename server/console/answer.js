@@ -7,6 +7,10 @@ const RENDER_MS = 100;
 // A rate over less time than this says how events were bundled, not how fast tokens were made.
 const RATE_MS = 250;
 
+function progressText({ processed, total, eta_ms: left }) {
+  return `Reading the prompt: ${number(processed)} of ${number(total)} tokens, about ${Math.ceil(left / 1000)} s left.`;
+}
+
 export class Answer {
   constructor(holder) {
     this.holder = holder;
@@ -20,8 +24,9 @@ export class Answer {
   }
 
   // Takes one event of the stream; throws the error that the server sent in it.
-  take({ at, error, usage, choices }) {
+  take({ at, error, usage, choices, prompt_progress: progress }) {
     if (error) throw new Error(`${error.code}: ${error.message}`);
+    if (progress) this.content.textContent = progressText(progress);
     if (usage) this.tokens = usage.completion_tokens;
     const choice = choices?.[0];
     if (choice?.finish_reason) this.reason = choice.finish_reason;

@@ -102,6 +102,7 @@ function bodyOf(messages) {
     ...(tools && { tools, tool_choice: byId("chat-choice").value }),
     ...(schema && { response_format: { type: "json_schema", json_schema: { name: "answer", schema } } }),
     stream: true,
+    return_progress: true,
     stream_options: { include_usage: true },
   };
 }

@@ -1,4 +1,4 @@
-"""vLLM's output processor with queue timeouts and deferred prompt logprobs.
+"""vLLM's output processor with queue timeouts, progress of prompts and deferred prompt logprobs.
 
 The scheduler ends a request that exceeds `--max-queue-s` with our stop reason. vLLM's serving
 classes handle its error differently per endpoint, and some log a traceback. So the request's record
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.output_processor import OutputProcessorOutput
 
-from rbln_backend.api.requests import QUEUE_TIMEOUT
+from rbln_backend.api.requests import PROMPT_PROGRESS, QUEUE_TIMEOUT
 from server.engine.direct_outputs import push_to
 from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
     from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.metrics.stats import IterationStats
+
+_REPORTS = (QUEUE_TIMEOUT, PROMPT_PROGRESS)
+"""Stop reasons of outputs that are reports of our scheduler."""
 
 
 class QueueAwareOutputs(TracedOutputs):
@@ -72,13 +75,25 @@ class QueueAwareOutputs(TracedOutputs):
         iteration_stats: IterationStats | None = None,
     ) -> OutputProcessorOutput:
         late: list[str] = []
-        # The scheduler puts timed out requests first.
-        while engine_core_outputs and engine_core_outputs[0].stop_reason == QUEUE_TIMEOUT:
-            late += self._end(engine_core_outputs[0].request_id)
-            engine_core_outputs = engine_core_outputs[1:]
+        # The scheduler puts these first.
+        while engine_core_outputs and engine_core_outputs[0].stop_reason in _REPORTS:
+            report, *engine_core_outputs = engine_core_outputs
+            if report.stop_reason == QUEUE_TIMEOUT:
+                late += self._end(report.request_id)
+            else:
+                self._show_progress(report)
         done = super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
         done.reqs_to_abort.extend(late)
         return done
+
+    def _show_progress(self, report: EngineCoreOutput) -> None:
+        """Pass the progress of a prompt on to its stream."""
+        state = self.request_states.get(report.request_id)
+        if state is None or state.queue is None:
+            return
+        record = self._records.get(state.queue)
+        if record is not None and record.progress is not None and report.kv_transfer_params:
+            record.progress.update(report.kv_transfer_params)
 
     def _end(self, request_id: str) -> list[str]:
         """End a request with all its sequences; return ids that the engine may still run."""

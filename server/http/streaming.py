@@ -20,6 +20,7 @@ from server.http.chunk_writer import ChunkWriter, chunk_writer
 from server.request.body import ClientGoneError
 from server.request.deadline import Deadline
 from server.request.record import RequestRecord
+from server.wire.prompt_progress import PromptProgress
 
 T = TypeVar("T")
 
@@ -73,12 +74,15 @@ async def _wait_gone(receive: Receive) -> None:
 
 
 async def commit(
-    frames: AsyncGenerator[str, None], is_prelude: Callable[[str], bool], timeout_s: float
+    frames: AsyncGenerator[str, None],
+    is_prelude: Callable[[str], bool],
+    timeout_s: float,
+    begun: asyncio.Event | None = None,
 ) -> HeldStream:
     """Wait for the first frame that is not prelude, then return the whole stream.
 
-    Raises the generator's exceptions until then. After `timeout_s` seconds it returns the stream
-    anyway, so that a request that waits in the queue gets its headers.
+    Raises the generator's exceptions until then. After `timeout_s` seconds, or once `begun` is set,
+    it returns the stream anyway, so that a request that waits in the queue gets its headers.
     """
     held: list[str] = []
     deadline = time.monotonic() + timeout_s
@@ -86,7 +90,7 @@ async def commit(
     try:
         while True:
             pending = asyncio.ensure_future(_next(frames))
-            await asyncio.wait({pending}, timeout=max(0.0, deadline - time.monotonic()))
+            await _wait(pending, max(0.0, deadline - time.monotonic()), begun)
             if not pending.done():
                 break
             done, pending = pending, None
@@ -102,6 +106,19 @@ async def commit(
         await frames.aclose()
         raise
     return HeldStream(held, pending, frames)
+
+
+async def _wait(pending: asyncio.Task[str], timeout_s: float, begun: asyncio.Event | None) -> None:
+    """Wait until `pending` is done, `begun` is set or the time is over."""
+    if begun is None:
+        await asyncio.wait({pending}, timeout=timeout_s)
+        return
+    early = asyncio.ensure_future(begun.wait())
+    first = asyncio.FIRST_COMPLETED
+    try:
+        await asyncio.wait({pending, early}, timeout=timeout_s, return_when=first)
+    finally:
+        early.cancel()
 
 
 async def _next(frames: AsyncGenerator[str, None]) -> str:
@@ -177,19 +194,26 @@ class SseResponse(Response):
     async def _pump(self, send: Send, writer: _CountedWriter | None) -> None:
         direct = self._record.direct
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        comments = asyncio.ensure_future(self._keep_alive(send)) if self._keep_alive_s else None
+        beside = [asyncio.ensure_future(self._keep_alive(send))] if self._keep_alive_s else []
+        progress = self._record.progress
+        if progress is not None and progress.is_expected:
+            beside.append(asyncio.ensure_future(_follow_progress(progress, send)))
         try:
             async for frame in self._frames:
                 direct.pause()
+                if progress is not None and progress.sends_chunks and progress.changed.is_set():
+                    # They come before the text, even if it is there as early.
+                    await _send_progress(progress, send)
                 self._record.sent_frames += 1
                 await send(_chunk(frame))
                 if writer is not None:
                     direct.resume(frame, writer)
         finally:
             direct.pause()
-            if comments is not None:
-                comments.cancel()
-                await asyncio.wait({comments})
+            for task in beside:
+                task.cancel()
+            if beside:
+                await asyncio.wait(beside)
         await send(_END)
 
     async def _keep_alive(self, send: Send) -> None:
@@ -199,6 +223,19 @@ class SseResponse(Response):
             await asyncio.sleep(self._keep_alive_s / 2)
             if self._record.sent_frames == before:
                 await send(_chunk(self._beat))
+
+
+async def _follow_progress(progress: PromptProgress, send: Send) -> None:
+    """Send the progress of the prompt; the engine reports none after the first token."""
+    while True:
+        await progress.changed.wait()
+        await _send_progress(progress, send)
+        await asyncio.sleep(progress.period_s)
+
+
+async def _send_progress(progress: PromptProgress, send: Send) -> None:
+    for frame in progress.take():
+        await send(_chunk(frame))
 
 
 class _CountedWriter:

@@ -19,6 +19,7 @@ from server.request.route_table import Route
 from server.structured_outputs.constraint import Undeclared
 from server.wire.direct_frames import DirectFrames
 from server.wire.endpoint import JsonObject
+from server.wire.prompt_progress import PromptProgress
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -107,7 +108,7 @@ class RequestRecord:
     is the request's, None where none is recorded or it has ended; `trace_headers` name it to the
     engine. `direct` sends the frames of a stream that differ in their text alone. `key_use` is the
     request's use of its API key's limits, None without a key. `bounds_answer`: the body says how
-    many tokens an answer may have.
+    many tokens an answer may have. `progress` is that of a stream's prompt, None for other answers.
     """
 
     route: Route
@@ -141,6 +142,7 @@ class RequestRecord:
     direct: DirectFrames = field(default_factory=DirectFrames)
     key_use: KeyUse | None = None
     bounds_answer: bool = False
+    progress: PromptProgress | None = None
 
     def guided_by(self, kind: str) -> None:
         """Set how the answer is guided, unless the request's own constraint has set it."""

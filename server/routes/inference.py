@@ -19,6 +19,7 @@ from server.request.record import RequestRecord, record_of
 from server.routes.response_store import ResponseStore
 from server.settings import ServerSettings
 from server.wire.endpoint import Endpoint, JsonObject
+from server.wire.prompt_progress import PromptProgress, chunk_head
 
 _ANSWER_BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Fields of the APIs that bound the tokens of an answer."""
@@ -60,11 +61,20 @@ def _handler(
         record.bounds_answer = any(parsed.fields.get(name) for name in _ANSWER_BOUNDS)
         if permit is not None:
             _fit(permit, parsed, record)
+        if record.internal is None and parsed.fields.get("stream"):
+            head = None
+            if parsed.returns_progress:
+                model = parsed.fields.get("model") or (await frontend().models())[0]["id"]
+                head = chunk_head(endpoint, record.request_id, str(model))
+            record.progress = PromptProgress(head)
         result = await store.handle(endpoint, parsed, stamp, raw, request)
         if isinstance(result, bytes):
             return Response(result, media_type=JSON_TYPE)
         record.stream = True
-        frames = await commit(result, _is_prelude, settings.stream_commit_s)
+        # A client that wants progress gets its status with the first of it.
+        progress = record.progress if parsed.returns_progress else None
+        begun = None if progress is None else progress.changed
+        frames = await commit(result, _is_prelude, settings.stream_commit_s, begun)
         beat = PING if endpoint.anthropic else COMMENT
         return SseResponse(frames, record, frontend().keep_alive_s, beat)
 

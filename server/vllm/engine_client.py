@@ -21,7 +21,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from rbln_backend.api.requests import KeyShare
+from rbln_backend.api.requests import PROGRESS_ARGS, KeyShare
 from server.errors import ContextLengthError, RateLimitError, ServerError
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord, record_var
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 _TAGGED_SCHEMA = '"json_schema": '
 """Text before each schema in a structural tag."""
+_LONG_PROMPT = 128
+"""Tokens of a prompt from which its progress is reported, if it takes more than one step."""
 _MAX_SHARES = 4
 """Upper bound of the compile time of the grammar of all tools, in multiples of one schema's: other
 requests wait for the same process."""
@@ -90,6 +92,7 @@ class EngineClient(AsyncLLM):
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
         _reserve(record, prompt, params)
         _set_share(record, params)
+        _ask_for_progress(record, prompt, params)
         if record.trace_headers is not None:
             kwargs["trace_headers"] = record.trace_headers
         if record.tier is not None and record.tier.engine_priority is not None:
@@ -221,6 +224,16 @@ def _set_share(record: RequestRecord, params: Any) -> None:
         params.extra_args = {**(params.extra_args or {}), **args}
     else:
         params.extra_kwargs = {**(params.extra_kwargs or {}), **args}
+
+
+def _ask_for_progress(record: RequestRecord, prompt: Any, params: Any) -> None:
+    """Have the scheduler report the progress of a stream's long prompt."""
+    if record.progress is None or not isinstance(params, SamplingParams):
+        return
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if ids is not None and len(ids) >= _LONG_PROMPT:
+        record.progress.is_expected = True
+        params.extra_args = {**(params.extra_args or {}), PROGRESS_ARGS: True}
 
 
 @lru_cache(1024)

@@ -39,6 +39,7 @@ from server.request.fields.rules import (
 )
 from server.request.fields.sizes import check_sizes
 from server.request.options.draft_options import settle_drafts
+from server.request.options.progress import take_progress
 from server.request.options.tier import take_tier
 from server.request.templates.variables import settle_variables
 from server.request.thinking import settle_reasoning, settle_thinking
@@ -106,6 +107,7 @@ class BodyReader:
         check_sizes(endpoint, body, rules.limits)
         settle_lines(endpoint, body, rules.volatile_lines)
         tier = take_tier(endpoint, body)
+        returns_progress, unsent = take_progress(endpoint, body)
         custom_tools, undeclared = self._take_guidance(endpoint, body)
         settle_reasoning(body)
         ignored = apply_field_rules(endpoint, body) + self._settle_variables(endpoint, body)
@@ -129,8 +131,9 @@ class BodyReader:
             undeclared=undeclared,
             forbidding=[name for name in FORBIDDING if fields.get(name)],
             is_deprecated=bool(old),
-            ignored=sorted(ignored + undrafted),
+            ignored=sorted(ignored + undrafted + unsent),
             drafts=drafts,
+            returns_progress=returns_progress,
             tier=tier,
             stamp=stamp,
             storage_options=options,

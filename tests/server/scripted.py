@@ -26,6 +26,7 @@ from server.lora.registry import AdapterRegistry
 from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in
+from server.request.options.progress import take_progress
 from server.request.options.tier import take_tier
 from server.request.record import record_of
 from server.service import serve
@@ -34,6 +35,7 @@ from server.storage.responses.storage_options import StorageOptions, take_storag
 from server.structured_outputs.gate import GrammarGate
 from server.tools.support import ToolSupport
 from server.wire.endpoint import Endpoint, JsonObject
+from server.wire.prompt_progress import PromptProgress
 from tests.server.scripted_responses import events_of, response_of
 
 SHOWN = ToolSupport("template", "hermes", "it names them")
@@ -91,8 +93,13 @@ class ScriptedFrontend:
         if options is not None and options.previous is not None and before is None:
             return options
         tier = take_tier(endpoint, body)
+        returns_progress, _ = take_progress(endpoint, body)
         return ParsedRequest(
-            answers=answers_in(endpoint, body), fields=body, tier=tier, storage_options=options
+            answers=answers_in(endpoint, body),
+            fields=body,
+            returns_progress=returns_progress,
+            tier=tier,
+            storage_options=options,
         )
 
     def take_reading(self) -> JobCounts:
@@ -109,6 +116,8 @@ class ScriptedFrontend:
             use = record_of(request.scope).key_use
             assert use is not None
             use.reserve(tokens)
+        if "progress" in body:
+            self._show_progress(body["progress"], record_of(request.scope).progress)
         if endpoint is Endpoint.RESPONSES and "do" not in body:
             return await self._respond(body, stamp)
         if body.get("stream"):
@@ -120,6 +129,14 @@ class ScriptedFrontend:
         if body["do"] == "break":
             raise RuntimeError("secret detail")
         return b'{"ok":true}'
+
+    def _show_progress(self, processed: list[int], progress: PromptProgress | None) -> None:
+        """Report a prompt of 100 tokens, 10 of them a hit, 50 ms after another."""
+        assert progress is not None
+        progress.is_expected = True
+        for number, tokens in enumerate(processed, 1):
+            report = {"processed": tokens, "total": 100, "cache": 10, "time_ms": 10 * number}
+            asyncio.get_running_loop().call_later(number * 0.05, progress.update, report)
 
     async def _respond(
         self, body: JsonObject, stamp: JsonObject
@@ -149,6 +166,8 @@ class ScriptedFrontend:
     async def _stream(self, do: str) -> AsyncGenerator[str, None]:
         if do == "refuse":
             raise ContextLengthError("too long", param="messages")
+        if do == "late":
+            await self._wait("stream")
         yield "data: first\n\n"
         if do == "wait":
             await self._wait("stream")

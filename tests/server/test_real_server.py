@@ -400,3 +400,27 @@ def test_vllms_flag_can_leave_cached_tokens_out(flags: list[str], shown: bool) -
 
     args = parse_arguments(["some/model", *flags], ServerSettings())
     assert args.enable_prompt_tokens_details is shown
+
+
+def test_a_long_prompt_has_progress(client: openai.OpenAI) -> None:
+    """The server computes 64 tokens in a step."""
+    prompt = [7 + (3 * n) % 90 for n in range(200)]
+    fields: dict[str, Any] = {"return_progress": True, "cache_salt": "progress"}
+    stream = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=3, stream=True, extra_body=fields
+    )
+    chunks = list(stream)
+    progress = [c.model_extra["prompt_progress"] for c in chunks if not c.choices and c.model_extra]
+    assert [(p["processed"], p["total"], p["cache"]) for p in progress] == [
+        (64, 200, 0),
+        (128, 200, 0),
+        (192, 200, 0),
+    ]
+    assert all(p["time_ms"] >= 0 and p["eta_ms"] >= 0 for p in progress)
+    # They come before the text, as chunks of the same answer.
+    assert [bool(chunk.choices) for chunk in chunks] == [False] * 3 + [True] * (len(chunks) - 3)
+    assert len({(chunk.id, chunk.model, chunk.object) for chunk in chunks}) == 1
+    short = client.completions.create(
+        model="tiny", prompt=prompt[:60], max_tokens=3, stream=True, extra_body=fields
+    )
+    assert all(chunk.choices for chunk in short)

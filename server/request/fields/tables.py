@@ -52,6 +52,12 @@ _SPECULATIVE = _row(
     "by a server without speculation",
     schema={"type": ["boolean", "null"]},
 )
+_PROGRESS = _row(
+    "return_progress",
+    FieldAction.OBEYED,
+    "chunks of a stream with the progress of a long prompt, as of llama.cpp's server",
+    schema={"type": ["boolean", "null"]},
+)
 _UNDECLARED = _row(
     "undeclared_properties",
     FieldAction.OBEYED,
@@ -216,7 +222,7 @@ _CHAT = (
     *_obeyed("logprobs", "top_logprobs", "response_format", "stream", "stream_options"),
     *_obeyed("tools", "tool_choice", "parallel_tool_calls"),
     *_obeyed("reasoning_effort", why=_EFFORT, kind=FieldKind.EFFORT),
-    *(_PREDICTION, _SPECULATIVE, _UNDECLARED),
+    *(_PREDICTION, _PROGRESS, _SPECULATIVE, _UNDECLARED),
     *_granted("cache_control", "messages[].cache_control", "tools[].cache_control", why=_CACHE),
     *_granted("messages[].content[].cache_control", why=_CACHE),
     *_granted("messages[].content[].prompt_cache_breakpoint", why=_CACHE),
@@ -242,7 +248,7 @@ _COMPLETION = (
     *_obeyed("model", "prompt", "max_tokens", "n", "seed", "stop", "echo", "logprobs"),
     *_obeyed("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias"),
     *_obeyed("stream", "stream_options"),
-    *(_SPECULATIVE, _UNDECLARED),
+    *(_PROGRESS, _SPECULATIVE, _UNDECLARED),
     *_refused("prompt_embeds", why="prompts are texts or token ids", same=([],)),
     *_refused("suffix", why="the model does not fill in gaps", same=("",)),
     *_refused("best_of", why="it is deprecated; send n instead", same=(1,)),

@@ -1,0 +1,1 @@
+"""Reports of a step about requests: times to first token, progress of prompts."""
