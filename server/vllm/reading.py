@@ -96,9 +96,8 @@ class BodyReader:
             raise UnsupportedOperationError(
                 f"{endpoint.value} is not offered: the served model {rules.does}."
             )
-        stamp: JsonObject = {}
-        if endpoint is Endpoint.RESPONSES:
-            stamp = shown_request(body, rules.sampling)
+        shows = endpoint is Endpoint.RESPONSES
+        stamp = shown_request(body, rules.sampling) if shows else {}
         options = take_storage_options(endpoint, body, before)
         if options is not None and options.previous is not None and before is None:
             return options
@@ -119,7 +118,6 @@ class BodyReader:
         body, old = without_guided_fields(body, known)
         fields = accepted_fields(body, known, rules.unknown_fields, endpoint)
         self._check_values(endpoint, fields)
-        check_choice(endpoint, fields)
         return ParsedRequest(
             answers=answers_in(endpoint, fields),
             fields=plain_fields(endpoint, fields),
@@ -184,6 +182,7 @@ class BodyReader:
         rules.tools.check(endpoint, fields)
         if endpoint.pools:
             check_pooling_limits(endpoint, fields, rules.limits)
+        check_choice(endpoint, fields)
 
     def _choosing_model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
         """Return the request model, with the names of the tools that may be called."""

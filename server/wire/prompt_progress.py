@@ -35,7 +35,7 @@ class PromptProgress:
 
     @property
     def sends_chunks(self) -> bool:
-        """True if the client asked for chunks."""
+        """True to send chunks, False to send comments."""
         return self._head is not None
 
     @property
