@@ -162,6 +162,15 @@ class StepOutputs:
         output = self._outputs[number].cpu()
         return output if self._arrange is None else self._arrange(output)
 
+    def of_rows(self, number: int, count: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what ``function`` makes of the first ``count`` rows of an output, [count, ...].
+
+        It gets them as the graph has them; its result is in the scheduler's order.
+        """
+        output = self._outputs[number].cpu()
+        made = function(output if output.shape[0] == count else output[:count])
+        return made if self._arrange is None else self._arrange(made)
+
     def cloned(self) -> StepOutputs:
         """Return copies, which another run does not overwrite."""
         return StepOutputs([output.clone() for output in self._outputs], self._arrange)

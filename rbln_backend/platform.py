@@ -287,6 +287,8 @@ def _set_classes(vllm_config: VllmConfig) -> None:
         parallel.worker_cls = "rbln_backend.worker.worker.RblnWorker"
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = "rbln_backend.scheduler.scheduler.RblnScheduler"
+    if parallel.distributed_executor_backend == "uni":
+        parallel.distributed_executor_backend = "rbln_backend.worker.executor.DirectExecutor"
     parallel.disable_custom_all_reduce = True
     scheduler.async_scheduling = False
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, fx
 
 from rbln_backend.compiler.capabilities import EMULATED
@@ -42,16 +43,24 @@ class EmulatedGraph:
         self._record = record
         self._steps: list[Step] = []
         self._outputs: tuple[Tensor, ...] = ()
+        self._is_native = False
+        """All steps are calls of the kernels."""
 
     def run(self) -> tuple[Tensor, ...]:
         """As ``CompiledGraph.run``: outputs [...] of the program."""
-        if self._steps:
+        if self._is_native:
             for step in self._steps:
                 step()
             return self._outputs
-        if self._record is None:
-            return self._calls(*self._tensors)
-        return self._first_run(self._record())
+        # Operators of PyTorch write to its tensors.
+        with torch.inference_mode():
+            for step in self._steps:
+                step()
+            if self._steps:
+                return self._outputs
+            if self._record is None:
+                return self._calls(*self._tensors)
+            return self._first_run(self._record())
 
     def prepare(self) -> None:
         """Record the run, computing nothing; a graph that needs values waits for its first run."""
@@ -71,6 +80,7 @@ class EmulatedGraph:
             recording.end()
         if recorder.is_repeatable:
             self._steps, self._outputs = recorder.steps(), outputs
+            self._is_native = recorder.is_native
         else:
             self._record = None
         return outputs

@@ -56,8 +56,10 @@ class RebelGraph:
 
     def run(self) -> tuple[Tensor, ...]:
         """As ``CompiledGraph.run``; outputs [...]."""
-        self._bound.before_run()
-        return self._bound.after_run(self._runtime(*self._bound.arguments))
+        # Tensors of a step are those of inference mode, whoever runs the graph.
+        with torch.inference_mode():
+            self._bound.before_run()
+            return self._bound.after_run(self._runtime(*self._bound.arguments))
 
     def prepare(self) -> None:
         """The runtime was made when the graph was."""

@@ -53,6 +53,11 @@ class Recorder(TorchDispatchMode):
             self._add_operator(func, args, kwargs, results)
         return results
 
+    @property
+    def is_native(self) -> bool:
+        """True if the steps are calls of the native library alone."""
+        return all(isinstance(step, tuple) for step in self._steps)
+
     def steps(self) -> list[Step]:
         """Return the recorded steps of a run, in order."""
         replay = self._recording.replay

@@ -108,6 +108,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,

@@ -54,7 +54,7 @@ from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
 from rbln_backend.worker.sampling.input_batch import IsolatedInputBatch
-from rbln_backend.worker.sampling.kernel_sampler import make_sampler
+from rbln_backend.worker.sampling.kernel_sampler import make_picks, make_sampler
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.startup.cache_fields import cache_fields
 from rbln_backend.worker.startup.preflight import bucket_tables
@@ -331,7 +331,7 @@ class EngineBuild:
         return RblnModelRunner(
             steps=steps,
             sampler=sampler,
-            picks_tokens=self._stage.part.picks_tokens,
+            picks=make_picks(by_graph=self._stage.part.picks_tokens, runs_on_host=runs_on_host),
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
             grammar_mask=GrammarMask(board),
             verification=Verification(sampler, batches),

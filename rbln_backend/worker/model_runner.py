@@ -28,6 +28,7 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.worker.drafts.drafting import Drafting, StepSeconds
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
+from rbln_backend.worker.sampling.picks import TokenPicks
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.sampling.sampler import RowSampler, with_generators
 from rbln_backend.worker.step.runner import StepRunner
@@ -53,17 +54,17 @@ class RblnModelRunner:
         *,
         steps: StepRunner,
         sampler: RowSampler,
-        picks_tokens: bool,
+        picks: TokenPicks | None,
         prompt_logprobs: PromptLogprobs,
         grammar_mask: GrammarMask,
         verification: Verification,
         drafting: Drafting,
     ) -> None:
-        """``picks_tokens``: the last output of a graph is the tokens of the largest logits."""
+        """``picks``: the tokens of greedy steps; None where the sampler takes them."""
         self.steps = steps
         self._batches = steps.batches
         self._sampler = sampler
-        self._picks_tokens = picks_tokens
+        self._picks = picks
         self._verification = verification
         self._drafting = drafting
         self._prompt_logprobs = prompt_logprobs
@@ -107,24 +108,19 @@ class RblnModelRunner:
         )
         return None
 
-    @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | None:
         """Mask, sample and record; return None when the last step ran nothing."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        batch = pending.batch
+        batch, logprobs = pending.batch, None
         if not batch.samples:
             return self._reply([[] for _ in range(batch.num_reqs)], None, pending)
-        if self._is_picked(batch, grammar):
-            token_ids, logprobs = self._take_picked(batch, pending.outputs), None
+        picks = self._picks_for(batch, grammar)
+        if picks is not None:
+            token_ids = self._take_picked(batch, picks(pending.outputs, batch.num_reqs))
         else:
-            logits = _real_rows(batch, pending.outputs[0])
-            if grammar is not None:
-                logits = self._grammar_mask.apply(
-                    pending.scheduled, grammar, batch.input_batch, logits
-                )
-            token_ids, logprobs = self._sample(batch, logits, _late_rows(batch, grammar))
+            token_ids, logprobs = self._sample_logits(pending, grammar)
         took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
         self._drafting.end_step(batch, token_ids, took)
         return self._reply(token_ids, logprobs, pending)
@@ -133,17 +129,28 @@ class RblnModelRunner:
         """Return drafts for the next step; None without speculation or sampled tokens."""
         return self._drafting.take()
 
-    def _is_picked(self, batch: StepBatch, grammar: GrammarOutput | None) -> bool:
-        """Return True if the step's tokens are those that its graph picked."""
-        if not self._picks_tokens or grammar is not None or batch.phase is Phase.VERIFY:
-            return False
-        return self._sampler.takes_largest(batch.input_batch.sampling_metadata)
+    def _picks_for(self, batch: StepBatch, grammar: GrammarOutput | None) -> TokenPicks | None:
+        """Return what picks the step's tokens; None if any is not that of its largest logit."""
+        if grammar is not None or batch.phase is Phase.VERIFY:
+            return None
+        is_greedy = self._sampler.takes_largest(batch.input_batch.sampling_metadata)
+        return self._picks if is_greedy else None
 
-    def _take_picked(self, batch: StepBatch, outputs: StepOutputs) -> list[list[int]]:
-        picked = outputs[-1][: batch.num_reqs].tolist()
-        token_ids = [[] if row in batch.unfinished else [x] for row, x in enumerate(picked)]
+    def _take_picked(self, batch: StepBatch, token_ids: list[list[int]]) -> list[list[int]]:
+        for row in batch.unfinished:
+            token_ids[row] = []
         self._batches.record(batch, token_ids)
         return token_ids
+
+    @torch.inference_mode()
+    def _sample_logits(
+        self, step: _PendingStep, grammar: GrammarOutput | None
+    ) -> tuple[list[list[int]], LogprobsLists | None]:
+        batch = step.batch
+        logits = _real_rows(batch, step.outputs[0])
+        if grammar is not None:
+            logits = self._grammar_mask.apply(step.scheduled, grammar, batch.input_batch, logits)
+        return self._sample(batch, logits, _late_rows(batch, grammar))
 
     def _sample(
         self, batch: StepBatch, logits: Tensor, late: Sequence[int]

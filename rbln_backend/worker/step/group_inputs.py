@@ -38,8 +38,8 @@ class GroupInputs(Protocol):
         """
         ...
 
-    def advance(self, starts: IntArray) -> None:
-        """Fill the next token of each of the n requests that a decode step filled last."""
+    def advance(self) -> None:
+        """Fill the next token of each of the requests that a decode step filled last."""
         ...
 
     def put_blocks(self, row: int, blocks: IntArray) -> None:
@@ -126,6 +126,7 @@ class PagedInputs:
             window=group.appended_window,
         )
         self.seq_idx: IntArray = seq_idx.numpy()
+        self._filled = self.seq_idx[:0, 0]
         self.block_tables: IntArray = tables.view(rows, width).numpy()
 
     def fill(
@@ -135,14 +136,15 @@ class PagedInputs:
         block_rows: IntArray,
     ) -> None:
         count, width = len(starts), self.block_tables.shape[1]
-        self.seq_idx[:count, 0] = starts
+        self._filled = self.seq_idx[:count, 0]
+        self._filled[...] = starts
         self.block_tables[:count] = block_rows[:, :width]
         if count < len(self.seq_idx):
             self.seq_idx[count:] = 0
             self.block_tables[count:] = 0
 
-    def advance(self, starts: IntArray) -> None:
-        self.seq_idx[: len(starts), 0] = starts
+    def advance(self) -> None:
+        self._filled += 1
 
     def put_blocks(self, row: int, blocks: IntArray) -> None:
         self.block_tables[row] = blocks[: self.block_tables.shape[1]]
@@ -176,26 +178,28 @@ class WindowInputs:
         self.cache_seq_len: IntArray = cache_seq_len.numpy()
         self.cache_offset: IntArray = cache_offset.numpy()
         self.block_tables: IntArray = tables.view(rows, 1).numpy()
+        self._filled = self.cache_seq_len[:0, 0], self.cache_offset[:0, 0]
         self._most_cached = group.block_size if group.counts_held else np.iinfo(np.int32).max
 
     def fill(self, starts: IntArray, counts: IntArray | int, block_rows: IntArray) -> None:
         count = len(starts)
-        self._fill_lengths(starts, counts)
+        lengths, offsets = self.cache_seq_len[:count, 0], self.cache_offset[:count, 0]
+        self._filled = lengths, offsets
+        np.minimum(starts, self._most_cached, out=lengths, casting="unsafe")
+        offsets[...] = lengths + counts
         self.block_tables[:count] = block_rows[:, :1]
         if count < len(self.cache_seq_len):
             for padded in (self.cache_seq_len, self.cache_offset, self.block_tables):
                 padded[count:] = 0
 
-    def advance(self, starts: IntArray) -> None:
-        self._fill_lengths(starts, 1)
+    def advance(self) -> None:
+        lengths, offsets = self._filled
+        lengths += 1
+        np.minimum(lengths, self._most_cached, out=lengths)
+        np.add(lengths, 1, out=offsets)
 
     def put_blocks(self, row: int, blocks: IntArray) -> None:
         self.block_tables[row] = blocks[:1]
-
-    def _fill_lengths(self, starts: IntArray, counts: IntArray | int) -> None:
-        lengths = self.cache_seq_len[: len(starts), 0]
-        np.minimum(starts, self._most_cached, out=lengths, casting="unsafe")
-        self.cache_offset[: len(starts), 0] = lengths + counts
 
 
 def by_layer(

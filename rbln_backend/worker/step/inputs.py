@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
 from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.step.group_inputs import GroupInputs, IntArray, KvGroup, by_layer
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -45,6 +47,8 @@ class StepInputs:
     tensors: dict[str, Tensor]
     metadata: dict[str, RblnAttentionMetadata]
     """By attention layer."""
+    decoding: tuple[IntArray, IntArray]
+    """Views of the tokens [n, 1] and positions [n] of the decode step that was filled last."""
 
     @classmethod
     def allocate(
@@ -99,6 +103,7 @@ class StepInputs:
             tokens_mask=mask.view(masked_ranks, batch * length).numpy(),
             groups=parts,
             tensors=tensors,
+            decoding=(tensors["input_ids"][:0].numpy(), tensors["positions"][:0, 0].numpy()),
             metadata=by_layer(groups, parts) | dict.fromkeys(encoder_layers, encoder),
         )
 
@@ -131,6 +136,7 @@ class StepInputs:
         ``token_ids``, ``num_computed`` [n]; ``block_rows`` by group [n, ...].
         """
         count = len(token_ids)
+        self.decoding = self.token_ids[:count], self.positions[:count, 0]
         self.token_ids[:count, 0] = token_ids
         self.positions[:count, 0] = num_computed
         if count < self.spec.bucket:
@@ -139,17 +145,16 @@ class StepInputs:
         for group, rows in zip(self.groups, block_rows, strict=True):
             group.fill(num_computed, 1, rows)
 
-    def advance_decode(self, token_ids: IntArray) -> None:
+    def advance_decode(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Fill the next token ``token_ids`` [n, 1] of each request of the decode step in here.
 
         Nothing else has changed since, but see ``GroupInputs.put_blocks``.
         """
-        count = len(token_ids)
-        self.token_ids[:count] = token_ids
-        positions = self.positions[:count, 0]
+        tokens, positions = self.decoding
+        tokens[...] = token_ids
         positions += 1
         for group in self.groups:
-            group.advance(positions)
+            group.advance()
 
     def fill_verify(
         self,
@@ -225,7 +230,7 @@ class RowOrder(Protocol):
         """Return the rows of a step of ``bucket`` rows in this order."""
         ...
 
-    def rearrange(self, values: IntArray) -> IntArray:
+    def rearrange(self, values: Sequence[T]) -> Sequence[T]:
         """Return values [requests] in the order of the latest arranged step."""
         ...
 
@@ -234,7 +239,10 @@ class RowOrder(Protocol):
         ...
 
     def restore(self, output: Tensor) -> Tensor:
-        """Return an output [bucket, ...] of the latest arranged step in scheduling order."""
+        """Return an output of the latest arranged step in scheduling order.
+
+        [bucket, ...], or [requests, ...] without padding.
+        """
         ...
 
 
@@ -245,7 +253,7 @@ class AsScheduled:
         """Return ``rows``."""
         return rows
 
-    def rearrange(self, values: IntArray) -> IntArray:
+    def rearrange(self, values: Sequence[T]) -> Sequence[T]:
         """Return ``values`` [requests]."""
         return values
 
@@ -254,7 +262,7 @@ class AsScheduled:
         return row
 
     def restore(self, output: Tensor) -> Tensor:
-        """Return ``output`` [bucket, ...]."""
+        """Return ``output``."""
         return output
 
 
@@ -262,7 +270,7 @@ class LongestFirst:
     """Longest context first: kernels then stop at the last row that reaches a block column."""
 
     def __init__(self) -> None:
-        self._order: IntArray | None = None
+        self._order: list[int] | None = None
         self._rows = torch.zeros(0, dtype=torch.int64)
 
     def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
@@ -271,20 +279,21 @@ class LongestFirst:
         if (num_computed[:-1] >= num_computed[1:]).all():
             self._order = None
             return rows
-        self._order = order = np.argsort(-num_computed, kind="stable")
+        order = np.argsort(-num_computed, kind="stable")
+        self._order = order.tolist()
         rows_of = np.arange(bucket)
         rows_of[order] = np.arange(len(order))
         self._rows = torch.from_numpy(rows_of)
         return DecodeRows(token_ids[order], num_computed[order], [b[order] for b in block_rows])
 
-    def rearrange(self, values: IntArray) -> IntArray:
+    def rearrange(self, values: Sequence[T]) -> Sequence[T]:
         """As ``RowOrder``."""
-        return values if self._order is None else values[self._order]
+        return values if self._order is None else [values[row] for row in self._order]
 
     def place(self, row: int) -> int:
         """As ``RowOrder``."""
         return row if self._order is None else int(self._rows[row])
 
     def restore(self, output: Tensor) -> Tensor:
-        """As ``RowOrder``: a copy of the output [bucket, ...], unless the order is the same."""
-        return output if self._order is None else output[self._rows]
+        """As ``RowOrder``: a copy of the output, unless the order is the same."""
+        return output if self._order is None else output[self._rows[: len(output)]]

@@ -89,13 +89,11 @@ class StepRunner:
         started = time.perf_counter()
         self._advance(step.inputs, plain)
         self._adapters.fill(step.inputs, batch)
-        # A graph may have operators of PyTorch that write to its tensors.
-        with torch.inference_mode():
-            outputs = StepOutputs(self._run(step, count, count), self._rows.restore)
+        outputs = StepOutputs(self._run(step, count, count), self._rows.restore)
         return StepResult(batch, outputs, time.perf_counter() - started)
 
     def _advance(self, inputs: StepInputs, plain: PlainRows) -> None:
-        inputs.advance_decode(self._rows.rearrange(np.array(plain.tokens)))
+        inputs.advance_decode(self._rows.rearrange(plain.tokens))
         if not plain.grown:
             return
         tables = plain.batch.input_batch.block_table.block_tables

@@ -1,0 +1,52 @@
+"""The executor of an engine whose one worker is in its process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, cast
+
+from rbln_backend.vllm_compat.surface import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    UniProcExecutor,
+)
+
+if TYPE_CHECKING:
+    from rbln_backend.worker.worker import RblnWorker
+
+StepOutput = ModelRunnerOutput | None
+
+
+class _Done(Future[StepOutput]):
+    """A result that is there, without the condition variable that vLLM's futures have."""
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def result(self, timeout: float | None = None) -> StepOutput:  # noqa: ARG002
+        return self._output
+
+    def done(self) -> bool:
+        return True
+
+
+class DirectExecutor(UniProcExecutor):
+    """vLLM's executor for one process; the two calls of a step go to the worker directly.
+
+    vLLM's look up the method by name and make a future. Each step does both with cold caches.
+    """
+
+    # Upstream's overloads leave out the None that its engine expects.
+    def execute_model(  # type: ignore[override]
+        self, scheduler_output: SchedulerOutput, non_block: bool = False
+    ) -> StepOutput | Future[StepOutput]:
+        output = cast("StepOutput", self.driver_worker.execute_model(scheduler_output))
+        return _Done(output) if non_block else output
+
+    def sample_tokens(  # type: ignore[override]
+        self, grammar_output: GrammarOutput | None, non_block: bool = False
+    ) -> StepOutput | Future[StepOutput]:
+        worker = cast("RblnWorker", self.driver_worker.worker)
+        output = worker.sample_tokens(grammar_output)
+        return _Done(output) if non_block else output
