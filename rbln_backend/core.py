@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rbln_backend.bucketing.chunk_plan import room_of
 
@@ -153,22 +153,24 @@ class StepOutputs:
     """
 
     def __init__(
-        self, outputs: Sequence[Tensor], arrange: Callable[[Tensor], Tensor] | None = None
+        self, outputs: Sequence[Tensor], arrange: Callable[[Any], Any] | None = None
     ) -> None:
         """``arrange`` brings an output [rows, ...] in host memory into the scheduler's order."""
         self._outputs, self._arrange = outputs, arrange
 
     def __getitem__(self, number: int) -> Tensor:
-        output = self._outputs[number].cpu()
+        output: Tensor = self._outputs[number].cpu()
         return output if self._arrange is None else self._arrange(output)
 
-    def of_rows(self, number: int, count: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def of_rows(self, number: int, count: int, function: Callable[[Tensor], Any]) -> Any:
         """Return what ``function`` makes of the first ``count`` rows of an output, [count, ...].
 
-        It gets them as the graph has them; its result is in the scheduler's order.
+        It gets the output as the graph has it and returns an array [rows, ...], of which the rows
+        are brought into the scheduler's order.
         """
-        output = self._outputs[number].cpu()
-        made = function(output if output.shape[0] == count else output[:count])
+        made = function(self._outputs[number])
+        if len(made) != count:
+            made = made[:count]
         return made if self._arrange is None else self._arrange(made)
 
     def cloned(self) -> StepOutputs:

@@ -15,7 +15,7 @@ from rbln_backend.vllm_compat.surface import (
     SamplingMetadata,
 )
 from rbln_backend.worker.sampling.output_tokens import OutputTokens
-from rbln_backend.worker.sampling.picks import TokenPicks, kernel_picks, picked_by_graph
+from rbln_backend.worker.sampling.picks import KernelPicks, TokenPicks, picked_by_graph
 from rbln_backend.worker.sampling.sampler import GreedySampler, RowSampler
 
 
@@ -142,7 +142,7 @@ def make_picks(*, by_graph: bool, runs_on_host: bool) -> TokenPicks | None:
     """Return the picks of a device whose graphs end in argmax, or run on the host."""
     if by_graph:
         return picked_by_graph
-    return kernel_picks() if runs_on_host else None
+    return KernelPicks() if runs_on_host else None
 
 
 def _draw(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

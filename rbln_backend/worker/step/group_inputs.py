@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from struct import pack_into
 from typing import Protocol
 
 import numpy as np
@@ -38,8 +39,8 @@ class GroupInputs(Protocol):
         """
         ...
 
-    def advance(self) -> None:
-        """Fill the next token of each of the requests that a decode step filled last."""
+    def advance(self, places: Sequence[int]) -> None:
+        """Fill the next token, at ``places`` [n], of each request of the latest decode step."""
         ...
 
     def put_blocks(self, row: int, blocks: IntArray) -> None:
@@ -126,7 +127,6 @@ class PagedInputs:
             window=group.appended_window,
         )
         self.seq_idx: IntArray = seq_idx.numpy()
-        self._filled = self.seq_idx[:0, 0]
         self.block_tables: IntArray = tables.view(rows, width).numpy()
 
     def fill(
@@ -136,15 +136,14 @@ class PagedInputs:
         block_rows: IntArray,
     ) -> None:
         count, width = len(starts), self.block_tables.shape[1]
-        self._filled = self.seq_idx[:count, 0]
-        self._filled[...] = starts
+        self.seq_idx[:count, 0] = starts
         self.block_tables[:count] = block_rows[:, :width]
         if count < len(self.seq_idx):
             self.seq_idx[count:] = 0
             self.block_tables[count:] = 0
 
-    def advance(self) -> None:
-        self._filled += 1
+    def advance(self, places: Sequence[int]) -> None:
+        pack_into(f"{len(places)}q", self.seq_idx.data, 0, *places)
 
     def put_blocks(self, row: int, blocks: IntArray) -> None:
         self.block_tables[row] = blocks[: self.block_tables.shape[1]]
@@ -178,25 +177,22 @@ class WindowInputs:
         self.cache_seq_len: IntArray = cache_seq_len.numpy()
         self.cache_offset: IntArray = cache_offset.numpy()
         self.block_tables: IntArray = tables.view(rows, 1).numpy()
-        self._filled = self.cache_seq_len[:0, 0], self.cache_offset[:0, 0]
-        self._most_cached = group.block_size if group.counts_held else np.iinfo(np.int32).max
+        self._most_cached = group.block_size if group.counts_held else int(np.iinfo(np.int32).max)
 
     def fill(self, starts: IntArray, counts: IntArray | int, block_rows: IntArray) -> None:
         count = len(starts)
-        lengths, offsets = self.cache_seq_len[:count, 0], self.cache_offset[:count, 0]
-        self._filled = lengths, offsets
+        lengths = self.cache_seq_len[:count, 0]
         np.minimum(starts, self._most_cached, out=lengths, casting="unsafe")
-        offsets[...] = lengths + counts
+        self.cache_offset[:count, 0] = lengths + counts
         self.block_tables[:count] = block_rows[:, :1]
         if count < len(self.cache_seq_len):
             for padded in (self.cache_seq_len, self.cache_offset, self.block_tables):
                 padded[count:] = 0
 
-    def advance(self) -> None:
-        lengths, offsets = self._filled
-        lengths += 1
-        np.minimum(lengths, self._most_cached, out=lengths)
-        np.add(lengths, 1, out=offsets)
+    def advance(self, places: Sequence[int]) -> None:
+        lengths = [min(place, self._most_cached) for place in places]
+        pack_into(f"{len(places)}i", self.cache_seq_len.data, 0, *lengths)
+        pack_into(f"{len(places)}i", self.cache_offset.data, 0, *[length + 1 for length in lengths])
 
     def put_blocks(self, row: int, blocks: IntArray) -> None:
         self.block_tables[row] = blocks[:1]

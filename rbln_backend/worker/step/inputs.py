@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from struct import pack_into
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.step.group_inputs import GroupInputs, IntArray, KvGroup, by_layer
 
 T = TypeVar("T")
+Rows = TypeVar("Rows", Tensor, IntArray)
 
 
 @dataclass
@@ -47,8 +49,8 @@ class StepInputs:
     tensors: dict[str, Tensor]
     metadata: dict[str, RblnAttentionMetadata]
     """By attention layer."""
-    decoding: tuple[IntArray, IntArray]
-    """Views of the tokens [n, 1] and positions [n] of the decode step that was filled last."""
+    places: list[int] = field(default_factory=list)
+    """[n]: the positions of the decode step that was filled last."""
 
     @classmethod
     def allocate(
@@ -103,7 +105,6 @@ class StepInputs:
             tokens_mask=mask.view(masked_ranks, batch * length).numpy(),
             groups=parts,
             tensors=tensors,
-            decoding=(tensors["input_ids"][:0].numpy(), tensors["positions"][:0, 0].numpy()),
             metadata=by_layer(groups, parts) | dict.fromkeys(encoder_layers, encoder),
         )
 
@@ -136,7 +137,7 @@ class StepInputs:
         ``token_ids``, ``num_computed`` [n]; ``block_rows`` by group [n, ...].
         """
         count = len(token_ids)
-        self.decoding = self.token_ids[:count], self.positions[:count, 0]
+        self.places = num_computed.tolist()
         self.token_ids[:count, 0] = token_ids
         self.positions[:count, 0] = num_computed
         if count < self.spec.bucket:
@@ -150,11 +151,13 @@ class StepInputs:
 
         Nothing else has changed since, but see ``GroupInputs.put_blocks``.
         """
-        tokens, positions = self.decoding
-        tokens[...] = token_ids
-        positions += 1
+        self.places = places = [place + 1 for place in self.places]
+        # Numpy's assignments and sums cost several times as much while their code is cold.
+        form = f"{len(places)}q"
+        pack_into(form, self.token_ids.data, 0, *[token for (token,) in token_ids])
+        pack_into(form, self.positions.data, 0, *places)
         for group in self.groups:
-            group.advance()
+            group.advance(places)
 
     def fill_verify(
         self,
@@ -238,7 +241,7 @@ class RowOrder(Protocol):
         """Return where the latest arranged step has ``row``."""
         ...
 
-    def restore(self, output: Tensor) -> Tensor:
+    def restore(self, output: Rows) -> Rows:
         """Return an output of the latest arranged step in scheduling order.
 
         [bucket, ...], or [requests, ...] without padding.
@@ -261,7 +264,7 @@ class AsScheduled:
         """Return ``row``."""
         return row
 
-    def restore(self, output: Tensor) -> Tensor:
+    def restore(self, output: Rows) -> Rows:
         """Return ``output``."""
         return output
 
@@ -271,7 +274,7 @@ class LongestFirst:
 
     def __init__(self) -> None:
         self._order: list[int] | None = None
-        self._rows = torch.zeros(0, dtype=torch.int64)
+        self._rows = np.zeros(0, dtype=np.int64)
 
     def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
         """As ``RowOrder``; a copy, unless they are in this order."""
@@ -283,7 +286,7 @@ class LongestFirst:
         self._order = order.tolist()
         rows_of = np.arange(bucket)
         rows_of[order] = np.arange(len(order))
-        self._rows = torch.from_numpy(rows_of)
+        self._rows = rows_of
         return DecodeRows(token_ids[order], num_computed[order], [b[order] for b in block_rows])
 
     def rearrange(self, values: Sequence[T]) -> Sequence[T]:
@@ -294,6 +297,6 @@ class LongestFirst:
         """As ``RowOrder``."""
         return row if self._order is None else int(self._rows[row])
 
-    def restore(self, output: Tensor) -> Tensor:
+    def restore(self, output: Rows) -> Rows:
         """As ``RowOrder``: a copy of the output, unless the order is the same."""
         return output if self._order is None else output[self._rows[: len(output)]]

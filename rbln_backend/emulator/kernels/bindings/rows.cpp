@@ -118,8 +118,9 @@ Tensor greedy(const Tensor& logits) {
               " instead of [rows, vocabulary]");
   const Rows rows(logits);
   const Tensor out = at::detail::empty_cpu({rows.count, 1}, at::kInt);
-  rbln::greedy({dtype_of(logits, "logits"), rows.data(), rows.count, rows.width, rows.stride,
-                out.mutable_data_ptr<int32_t>()});
+  const GreedyArgs args{dtype_of(logits, "logits"), rows.data(), rows.count, rows.width,
+                        rows.stride, out.mutable_data_ptr<int32_t>()};
+  launch([args] { rbln::greedy(args); });
   return out;
 }
 
