@@ -16,7 +16,7 @@ from rbln_backend.compilation import settle_compilation
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_tiers.offloading_config import take_tiers
-from rbln_backend.parallel.rules import keep_rows_whole
+from rbln_backend.parallel.rules import settle_parallel
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
 from rbln_backend.settings import options_of_vllm, resolve
 from rbln_backend.text_models.registry import register as register_text_models
@@ -182,7 +182,7 @@ class RblnPlatform(Platform):
         _settle_pooling(vllm_config)
         _settle_tuning(vllm_config)
         refuse_unsupported(vllm_config, rbln)
-        keep_rows_whole(vllm_config.parallel_config)
+        settle_parallel(vllm_config.parallel_config)
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         device = device_capabilities(rbln)
@@ -287,9 +287,6 @@ def _set_classes(vllm_config: VllmConfig) -> None:
         parallel.worker_cls = "rbln_backend.worker.worker.RblnWorker"
     if scheduler.scheduler_cls is None:
         scheduler.scheduler_cls = "rbln_backend.scheduler.scheduler.RblnScheduler"
-    if parallel.distributed_executor_backend == "uni":
-        parallel.distributed_executor_backend = "rbln_backend.worker.executor.DirectExecutor"
-    parallel.disable_custom_all_reduce = True
     scheduler.async_scheduling = False
 
 

@@ -87,7 +87,15 @@ def _check_stages(config: VllmConfig) -> None:
         )
 
 
-def keep_rows_whole(parallel: ParallelConfig) -> None:
+def settle_parallel(parallel: ParallelConfig) -> None:
+    """Set the executor of one process and what ranks exchange."""
+    if parallel.distributed_executor_backend == "uni":
+        parallel.distributed_executor_backend = "rbln_backend.worker.executor.DirectExecutor"
+    parallel.disable_custom_all_reduce = True
+    _keep_rows_whole(parallel)
+
+
+def _keep_rows_whole(parallel: ParallelConfig) -> None:
     """Give all rows to each tensor-parallel rank that shares experts with other engines.
 
     vLLM would split the rows among the ranks: less to gather, but batch sizes that depend on the
