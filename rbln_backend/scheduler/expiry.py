@@ -52,7 +52,7 @@ def never_scheduled(request: Request | None) -> bool:
 
 
 def report_expired(requests: list[Request], outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Insert the ends of ``requests`` at the front of a step's outputs, where vLLM reads them."""
+    """Move the ends of ``requests`` to the front of a step's outputs, where vLLM reads them."""
     for request in requests:
         end = EngineCoreOutput(
             request_id=request.request_id,
@@ -65,3 +65,4 @@ def report_expired(requests: list[Request], outputs: dict[int, EngineCoreOutputs
         outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[])).outputs.insert(
             0, end
         )
+    requests.clear()

@@ -35,8 +35,7 @@ from rbln_backend.scheduler.plain_decode import PlainDecode, can_repeat_steps
 from rbln_backend.scheduler.prefill_order import PrefillOrder
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.scheduler.prompts import PromptScheduler, Turn
-from rbln_backend.scheduler.reports.first_tokens import FirstTokens
-from rbln_backend.scheduler.reports.prompt_progress import ProgressReports
+from rbln_backend.scheduler.reports.prompt_reports import PromptReports
 from rbln_backend.scheduler.sharing import will_compute_prefix_of
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
@@ -107,8 +106,7 @@ class RblnScheduler(PromptScheduler):
         self._background = Background(sizes.decode, self.max_num_running_reqs, self._stages, board)
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
-        self._first_tokens = FirstTokens(board)
-        self._progress = ProgressReports()
+        self._prompt_reports = PromptReports(board)
         groups = len(self.kv_cache_config.kv_cache_groups)
         self._drafts = DraftCapacity(sizes.verify, self.block_size, groups)
         self._most_partial = configured(vllm_config).max_num_partial_prefills
@@ -166,11 +164,8 @@ class RblnScheduler(PromptScheduler):
         if outputs is None:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._reuse.report()
-        self._first_tokens.report()
-        self._progress.report(scheduler_output, outputs)
-        if self._expired:
-            report_expired(self._expired, outputs)
-            self._expired.clear()
+        self._prompt_reports.report(scheduler_output, outputs)
+        report_expired(self._expired, outputs)
         return outputs
 
     def _report(self) -> EngineCoreOutputs:
@@ -271,8 +266,7 @@ class RblnScheduler(PromptScheduler):
             turn = Turn(prefilling[:1], [], {})
             output = merge_reports(output, self._schedule_turn(turn, throttle_prefills))
         self._count(turn, prefilling, output)
-        self._first_tokens.scheduled(output, self.requests)
-        self._progress.scheduled(output, self.requests)
+        self._prompt_reports.scheduled(output, self.requests)
         return output
 
     def _schedule_turn(self, turn: Turn, throttle_prefills: bool) -> SchedulerOutput:
