@@ -26,7 +26,7 @@ from benchmarks.runner.machine import Machine, describe_machine
 RESULTS = Path(__file__).parents[1] / "results"
 # Threads of an engine wait for each other many times per step, so little other load costs much.
 DISTURBED_CORES = 0.1
-_MAX_SAMPLES = 3
+MAX_SAMPLES = 3
 
 
 class Sample(Protocol):
@@ -212,7 +212,7 @@ def repeat_disturbed(take: Callable[[int], SampleT]) -> list[SampleT]:
     `take` gets the number of the attempt: a repeated prompt would be a prefix hit.
     """
     samples = [take(0)]
-    while samples[-1].other_busy_cores > DISTURBED_CORES and len(samples) < _MAX_SAMPLES:
+    while samples[-1].other_busy_cores > DISTURBED_CORES and len(samples) < MAX_SAMPLES:
         say(f"  disturbed: others kept {samples[-1].other_busy_cores:.2f} cores busy; again")
         samples.append(take(len(samples)))
     return samples

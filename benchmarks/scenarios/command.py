@@ -27,7 +27,7 @@ from benchmarks.scenarios.bench import Bench, OutOfTimeError, first_line
 
 SCENARIOS = (
     *("fair_prefill", "sampling", "concurrency", "engine_process", "starts", "memory"),
-    "growth",
+    *("kv_tiers", "growth"),
 )
 
 
