@@ -167,7 +167,7 @@ class LarkGrammar(StructuredOutputGrammar):
         )
         self._restarted_at = len(self._taken)
         self._matcher = self._again()
-        return all(self._matcher.consume_token(token) for token in self._taken)
+        return bool(self._matcher.consume_tokens(self._taken))
 
     def is_terminated(self) -> bool:
         """Return True after a stop token."""

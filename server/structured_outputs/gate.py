@@ -130,12 +130,16 @@ class GrammarGate:
         if verdict is not None and time.monotonic() < expires:
             self._counts.note("known" if verdict.reason is None else "refused")
             return verdict, True
-        if (task := self._running.get(key)) is None:
+        is_shared = key in self._running
+        if not is_shared:
             task = asyncio.create_task(self._try(job))
             self._running[key] = task
             task.add_done_callback(lambda done: self._finish(key, done))
         # Other requests may wait for the trial of a client that disconnects.
-        return await asyncio.shield(task), False
+        found = await asyncio.shield(self._running[key])
+        if is_shared:
+            self._counts.note("known" if found.reason is None else "refused")
+        return found, False
 
     def _too_large(self, job: Sequence[Constraint]) -> TrialVerdict | None:
         limit = self._limits.max_bytes

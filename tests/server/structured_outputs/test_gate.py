@@ -334,6 +334,7 @@ async def test_equal_grammars_share_a_trial_that_outlives_its_first_request() ->
     assert isinstance(results[0], asyncio.CancelledError)
     assert results[1:] == [{job_key(jobs_of(body)[0], exact=False): None}] * 4
     assert len(pool.jobs) == 1
+    assert gate.take_counts().results == {"ok": 1, "known": 4}
 
 
 @pytest.mark.parametrize(
