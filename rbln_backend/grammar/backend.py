@@ -168,10 +168,10 @@ def pinned_backend(vllm_config: VllmConfig) -> PinnedXgrammar:
 def pin_backend(manager: StructuredOutputManager, vllm_config: VllmConfig) -> PinnedXgrammar | None:
     """Set this backend on the engine's manager, before its first request chooses one.
 
-    Returns it; None for an engine without a tokenizer.
+    Returns it; None for an engine without grammars.
     """
     model = vllm_config.model_config
-    if model.skip_tokenizer_init:
+    if model.skip_tokenizer_init or model.runner_type == "pooling":
         return None
     backend = PinnedXgrammar(
         vllm_config, tokenizer=manager.tokenizer, vocab_size=model.get_vocab_size()

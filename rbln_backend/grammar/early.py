@@ -22,28 +22,31 @@ class EarlyVocabulary:
     the first grammar, it still does.
     """
 
-    def __init__(self, backend: PinnedXgrammar, is_busy: Callable[[], bool]) -> None:
-        """``is_busy()`` is called from another thread."""
-        self._backend, self._is_busy = backend, is_busy
+    def __init__(self, backend: PinnedXgrammar | None, is_busy: Callable[[], bool]) -> None:
+        """``is_busy()`` is called from another thread; None for an engine without grammars."""
+        self._is_busy = is_busy
         self._is_closed = threading.Event()
-        threading.Thread(target=self._run, name="grammar-vocabulary", daemon=True).start()
+        if backend is not None:
+            name = "grammar-vocabulary"
+            threading.Thread(target=self._run, args=(backend,), name=name, daemon=True).start()
 
     def close(self) -> None:
         """Begin no reading any more."""
         self._is_closed.set()
 
-    def _run(self) -> None:
+    def _run(self, backend: PinnedXgrammar) -> None:
         was_busy = True
         while not self._is_closed.wait(_PAUSE_S):
             is_busy = self._is_busy()
             if not (is_busy or was_busy):
-                self._read()
+                _read(backend)
                 return
             was_busy = is_busy
 
-    def _read(self) -> None:
-        try:
-            self._backend.lark_compiler()
-        except (ValueError, RuntimeError, TypeError) as error:
-            # A tokenizer that llguidance cannot read: requests with a grammar get the reason.
-            logger.debug("no grammar can be compiled: %s", error)
+
+def _read(backend: PinnedXgrammar) -> None:
+    try:
+        backend.lark_compiler()
+    except (ValueError, RuntimeError, TypeError) as error:
+        # A tokenizer that llguidance cannot read: requests with a grammar get the reason.
+        logger.debug("no grammar can be compiled: %s", error)

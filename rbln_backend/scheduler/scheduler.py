@@ -88,16 +88,10 @@ class RblnScheduler(PromptScheduler):
         self._reuse = PrefixReuse.install(self, vllm_config, board)
         self._plain = PlainDecode(self, self._reuse.manager)
         backend = pin_backend(self.structured_output_manager, vllm_config)
-        self._vocabulary = None
-        if backend is not None and vllm_config.model_config.runner_type != "pooling":
-            self._vocabulary = EarlyVocabulary(backend, lambda: bool(self.requests))
-        self._masks = StepMasks(
-            self.structured_output_manager,
-            self.requests,
-            super().get_grammar_bitmask,
-            board,
-            may_be_late=can_repeat_steps(vllm_config, self.kv_cache_config),
-        )
+        self._vocabulary = EarlyVocabulary(backend, lambda: bool(self.requests))
+        may_be_late = can_repeat_steps(vllm_config, self.kv_cache_config)
+        make = partial(StepMasks, self.structured_output_manager, self.requests)
+        self._masks = make(super().get_grammar_bitmask, board, may_be_late=may_be_late)
         self._decode_steps_per_chunk = configured(vllm_config).decode_steps_per_chunk
         self._decodes_owed = 0
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
@@ -150,8 +144,7 @@ class RblnScheduler(PromptScheduler):
 
     def shutdown(self) -> None:
         self._masks.close()
-        if self._vocabulary is not None:
-            self._vocabulary.close()
+        self._vocabulary.close()
         self._reuse.close()
         super().shutdown()
 

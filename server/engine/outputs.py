@@ -21,6 +21,7 @@ from server.errors import QueueTimeoutError
 from server.request.record import RequestRecord, record_var
 from server.vllm.logprobs.late import late_var
 from server.vllm.logprobs.prompt import LateLogprobs
+from server.vllm.logprobs.texts import keep_token_texts
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -123,4 +124,5 @@ def install_output_processor(engine: AsyncLLM, max_queue_s: float, *, logs_delta
     ``logs_deltas``: vLLM logs the text of each answer.
     """
     assert engine.output_handler is None, "outputs are processed already"
+    keep_token_texts()
     engine.output_processor = QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas)

@@ -10,14 +10,17 @@ import torch
 from pydantic_core import to_json
 from vllm.logprobs import Logprob
 from vllm.sampling_params import SamplingParams
+from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
 from vllm.tokenizers.hf import CachedHfTokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
 from server.errors import InvalidValueError
 from server.vllm.logprobs import serving
+from server.vllm.logprobs import texts as kept_texts
 from server.vllm.logprobs.late import SMALL_ENTRIES, LateParts, late_var
 from server.vllm.logprobs.prompt import LateLogprobs, Position
+from server.vllm.logprobs.texts import TokenTexts
 from server.vllm.sampling import MAX_ENTRIES, check_logprobs
 from tests.checkpoints import CheckpointCache
 
@@ -203,3 +206,16 @@ def test_what_is_ordinary_passes() -> None:
     check_logprobs(SamplingParams(prompt_logprobs=20, max_tokens=10**6), prompt, VOCABULARY)
     check_logprobs(SamplingParams(logprobs=20, max_tokens=10**6), prompt, VOCABULARY)
     check_logprobs(SamplingParams(logprobs=-1, max_tokens=100), {}, VOCABULARY)
+
+
+def test_texts_of_tokens_are_kept(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = TokenTexts()
+    lists = [[5, 5, 200, 4, 255], [200, 7], [], [299, *range(4, 60)]]
+    for _ in range(2):
+        for tokens in lists:
+            found = texts(tokenizer, tokens)
+            assert found == convert_ids_list_to_tokens(tokenizer, tokens)
+            # vLLM corrects parts of characters in the list.
+            found[:] = [""] * len(found)
+    monkeypatch.setattr(kept_texts, "convert_ids_list_to_tokens", None)
+    assert len(texts(tokenizer, lists[3])) == len(lists[3])
