@@ -48,7 +48,9 @@ class RuntimeInfo(Section):
     allocator_reason: Annotated[str, "Why it is not `mapped`."]
     huge_pages: Annotated[str, "`advised` or `off`."]
     huge_pages_reason: Annotated[str, "Huge page mode of the system, or why they are off."]
-    huge_page_bytes: Annotated[int | None, "Bytes on huge pages when the rank became ready."]
+    huge_page_bytes: Annotated[
+        int | None, "Bytes on huge pages when the rank became ready; weights may follow."
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,10 @@ from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
 from rbln_backend.compiler.sdk.limits import check_num_blocks
 from rbln_backend.emulator.layers import install_layers
-from rbln_backend.emulator.memory import keep_freed_memory
+from rbln_backend.emulator.memory import keep_freed_memory, move_to_huge_pages
 from rbln_backend.host.memory import host_memory
 from rbln_backend.host.process_life import end_with_parent, outlive_readers
+from rbln_backend.host.weight_pages import WEIGHT_PAGES
 from rbln_backend.kv_cache.layout import (
     explicit_budget_bytes,
     kv_budget_bytes,
@@ -172,7 +173,8 @@ class RblnWorker(AdapterCalls, WorkerBase):
             install_adapted_layers(config)
             # Raises for unsupported models before any weight is read.
             check_layers(Skeleton(config), config, self._rbln)
-            self._model = loader().load_model(vllm_config=config, model_config=self.model_config)
+            with WEIGHT_PAGES.small():
+                self._model = loader().load_model(config, self.model_config)
             self._adapters = self._make_adapters(self._model)
         num_bytes = weight_bytes(self._model)
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(num_bytes)
@@ -291,6 +293,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         started = time.perf_counter()
         self._runner = self._build.warm_up(self._progress)
         keep_freed_memory()
+        move_to_huge_pages(self.get_model().parameters())
         self._description.is_ready()
         self._progress.phase("ready")
         if self._place.number == 0:
