@@ -39,7 +39,6 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "serve/fault_tolerance": ("with `--enable-fault-tolerance`", "none"),
     "serve/instrumentator/offline_docs": ("with `--enable-offline-docs`", "`/openapi.json`"),
     "serve/sagemaker": ("always", "the route of each API"),
-    "serve/tokenize": ("with `--enable-tokenizer-info-endpoint`", "none"),
     "speech_to_text": ("for models of speech", "none; such models are refused"),
 }
 

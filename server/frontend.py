@@ -158,6 +158,10 @@ class Frontend(Protocol):
         """
         ...
 
+    async def tokenizer_info(self) -> JsonObject | None:
+        """Return the tokenizer's configuration as vLLM does, None if it was not switched on."""
+        ...
+
     async def models(self) -> list[JsonObject]:
         """Return the served models as OpenAI's model objects."""
         ...

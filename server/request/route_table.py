@@ -103,6 +103,7 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route("/v1/responses/{response_id}", Scope.API, False, _RESPONSES),
     Route(_MODELS[0], Scope.API),
+    Route("/tokenizer_info", Scope.API),
     Route(_MODELS[1], Scope.API, prefix="/v1/models/"),
     Route("/v1/structured_outputs/validate", Scope.API),
     Route("/v1/structured_outputs/explain", Scope.API),

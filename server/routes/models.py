@@ -1,4 +1,4 @@
-"""`/v1/models`: the served model and adapters, in OpenAI's or Anthropic's format."""
+"""`/v1/models`: the served model and adapters, in two formats; `/tokenizer_info`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from server.errors import InvalidValueError, ModelNotFoundError, NotFoundError, describe
+from server.errors import (
+    InvalidValueError,
+    ModelNotFoundError,
+    NotEnabledError,
+    NotFoundError,
+    describe,
+)
 from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
 from server.request.record import record_of
@@ -19,6 +25,8 @@ from server.wire.endpoint import JsonObject
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
 _UNKNOWN: JsonObject = dict.fromkeys(("capabilities", "deprecated_at", "line", "retires_at"))
+_PATHS = ("_file", "_path")
+"""Endings of the names of fields that hold paths."""
 _VARY = {"vary": "anthropic-version"}
 """Header of requests that selects Anthropic's format."""
 
@@ -100,7 +108,25 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
             f"The model {describe(model)} does not exist; this server has {names}.", param="model"
         )
 
+    @router.get("/tokenizer_info", responses=failing(NotEnabledError))
+    async def tokenizer_info(request: Request) -> JSONResponse:
+        """Return the tokenizer's configuration with the chat template, as vLLM does."""
+        info = await frontend().tokenizer_info()
+        if info is None:
+            raise NotEnabledError(
+                "The tokenizer's configuration is not shown: the server was started without "
+                "--enable-tokenizer-info-endpoint."
+            )
+        if not record_of(request.scope).caller.is_admin:
+            info = {name: _shown_field(name, value, shown) for name, value in info.items()}
+        return JSONResponse(info)
+
     return router
+
+
+def _shown_field(name: str, value: object, shown: ShownPaths) -> object:
+    """Return a field of a tokenizer's configuration without the layout of the file system."""
+    return shown.of(value) if isinstance(value, str) and name.endswith(_PATHS) else value
 
 
 def _model_info(card: JsonObject) -> JsonObject:

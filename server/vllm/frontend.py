@@ -152,6 +152,8 @@ class VllmFrontend:
         self.profiler: Profiler | None = engine if api.profiles(engine.vllm_config) else None
         self._engine = engine
         self._models = state.openai_serving_models
+        shown = state.args.enable_tokenizer_info_endpoint
+        self._tokenization = state.serving_tokenization if shown else None
         self._policy = settings.unknown_fields
         self._keep_alive_s = keep_alive_s
         self._tracing = tracing
@@ -225,6 +227,13 @@ class VllmFrontend:
         return await self._engine.reset_prefix_cache(
             reset_running_requests=preempt, reset_connector=tiers
         )
+
+    async def tokenizer_info(self) -> JsonObject | None:
+        """Return the tokenizer's configuration; see `server.frontend.Frontend`."""
+        if self._tokenization is None:
+            return None
+        info: JsonObject = (await self._tokenization.get_tokenizer_info()).model_dump(mode="json")
+        return info
 
     async def models(self) -> list[JsonObject]:
         """Return the served models and adapters as OpenAI's model objects."""

@@ -18,7 +18,6 @@ REFUSED_FLAGS: dict[str, str] = {
             "uds",
             "middleware",
             "enable_offline_docs",
-            "enable_tokenizer_info_endpoint",
             "enable_scale_out",
             "tokens_only",
             "enable_fault_tolerance",

@@ -69,6 +69,7 @@ class ScriptedFrontend:
     resets: list[tuple[bool, bool]] = field(default_factory=list)
     max_json_depth: int = 64
     tools: ToolSupport = SHOWN
+    tokenizer: JsonObject | None = None
 
     @property
     def capacity(self) -> Capacity:
@@ -81,6 +82,9 @@ class ScriptedFrontend:
     async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:
         self.resets.append((preempt, tiers))
         return preempt
+
+    async def tokenizer_info(self) -> JsonObject | None:
+        return self.tokenizer
 
     async def models(self) -> list[JsonObject]:
         return [{"id": "scripted", "object": "model"}]

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.engine
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 LIMIT = 6000
+SHOWS = ("--enable-tokenizer-info-endpoint", "--admin-key", "root")
 KEYS = f"alice[tpm:{LIMIT}+rpm:600]=a,bob[tpm:200]=b"
 
 
@@ -25,7 +26,7 @@ def server(
     checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealServer]:
     checkpoint = checkpoints("llama", dtype="float32")
-    with RealServer(checkpoint, tmp_path_factory.mktemp("k"), "--api-key", KEYS) as up:
+    with RealServer(checkpoint, tmp_path_factory.mktemp("k"), "--api-key", KEYS, *SHOWS) as up:
         up.until_ready()
         yield up
 
@@ -84,3 +85,12 @@ def test_anthropics_client_gets_its_headers(server: RealServer) -> None:
             limited.messages.create(model="tiny", messages=HI, max_tokens=60)
     assert caught.value.body["error"]["code"] == "rate_limit_exceeded"  # type: ignore[index]
     assert "retry-after" in caught.value.response.headers
+
+
+def test_the_tokenizer_is_shown_without_paths(server: RealServer) -> None:
+    assert server.client.get("/tokenizer_info").status_code == 401
+    info = server.client.get("/tokenizer_info", headers={"x-api-key": "a"}).json()
+    assert info["tokenizer_class"]
+    assert "chat_template" in info
+    shown = [value for value in info.values() if isinstance(value, str)]
+    assert not any(value.startswith("/") for value in shown)
