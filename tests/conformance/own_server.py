@@ -18,6 +18,7 @@ API_KEY = "sk-conformance"
 ADMIN_KEY = "sk-conformance-admin"
 # The last of two flags counts: tools and their calls need more room than other tests.
 FLAGS = (
+    "--enable-tokenizer-info-endpoint",
     *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     *("--max-model-len", "512"),
 )

@@ -81,6 +81,16 @@ STATEFUL: Values = {
         "modules": {"formal": "/adapters/formal"},
     },
 }
+# The chart leaves what it did not make as it is; the restricted standard needs this.
+_RESTRICTED: Values = {
+    "securityContext": {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+}
 EXTRAS: Values = {
     "engine": {"env": {"HF_HUB_OFFLINE": "0", "HOME": "/models"}},
     "extraEnv": [
@@ -99,9 +109,17 @@ EXTRAS: Values = {
             "image": "rbln-serve",
             "args": ["fetch", "org/repo"],
             "volumeMounts": [{"name": "weights", "mountPath": "/weights"}],
+            **_RESTRICTED,
         }
     ],
-    "extraContainers": [{"name": "syncer", "image": "registry.example/syncer:1"}],
+    "extraContainers": [
+        {
+            "name": "syncer",
+            "image": "registry.example/syncer:1",
+            "volumeMounts": [{"name": "kv", "mountPath": "/kv", "readOnly": True}],
+            **_RESTRICTED,
+        }
+    ],
 }
 KEDA: Values = {
     "autoscaling": {
