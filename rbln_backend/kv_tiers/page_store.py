@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import chain, takewhile
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from rbln_backend.kv_tiers.folder_tier import FolderTier
 from rbln_backend.kv_tiers.memory_tier import MemoryTier
 from rbln_backend.kv_tiers.page_layout import PageLayout
+from rbln_backend.kv_tiers.page_memory import new_page
 from rbln_backend.kv_tiers.tier_counts import TierCounts
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class PageStore:
         if self._folder is None:
             self._missed(key, "miss")
             return None
-        page = torch.empty(num_bytes, dtype=torch.uint8)
+        page = new_page(num_bytes)
         found = self._folder.read(key, page.numpy().data)
         if not found:
             self._missed(key, "miss" if found is None else "damaged")

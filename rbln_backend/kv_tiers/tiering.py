@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.transfers import PageMove, PageMoves, PagePart
 from rbln_backend.kv_tiers.page_keys import PageKeys
 from rbln_backend.kv_tiers.page_layout import PageLayout
+from rbln_backend.kv_tiers.page_memory import new_page
 from rbln_backend.kv_tiers.page_store import PageStore, PrefixRead, ReadPlan
 from rbln_backend.kv_tiers.placement import PagePlace, Placement
 from rbln_backend.kv_tiers.tier_counts import TierMetrics
@@ -210,7 +210,7 @@ class KvTiering:
                 if room <= 0:
                     end = page
                     break
-                buffer = torch.empty(self._layout.num_bytes, dtype=torch.uint8)
+                buffer = new_page(self._layout.num_bytes)
                 move = PageMove(buffer, self._parts(request, page * tokens))
                 self._stores.append(_Store(request, (page + 1) * tokens, key, move))
                 room -= buffer.nbytes

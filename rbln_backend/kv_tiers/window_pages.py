@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.transfers import PageMove, PagePart
 from rbln_backend.kv_tiers.page_layout import PageLayout
+from rbln_backend.kv_tiers.page_memory import new_page
 from rbln_backend.kv_tiers.page_store import WindowPage
 from rbln_backend.vllm_compat.surface import Request
 
@@ -41,7 +40,7 @@ class WindowPages:
         pages = self._managers[group].log.find(self._hashes(request, number))
         if pages is None:
             return None
-        page = torch.empty(self._layout.window_bytes[group], dtype=torch.uint8)
+        page = new_page(self._layout.window_bytes[group])
         return PageMove(page, self._parts(group, pages))
 
     def is_unchanged(self, request: Request, group: int, number: int, move: PageMove) -> bool:
