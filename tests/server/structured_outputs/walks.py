@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import random
@@ -9,9 +10,11 @@ import re
 from decimal import Decimal
 from typing import Any
 
+import jsonschema_rs
 import numpy as np
 import numpy.typing as npt
 import torch
+from jsonschema import FormatChecker
 from jsonschema.validators import Draft202012Validator, validator_for
 from transformers import AutoTokenizer
 
@@ -120,9 +123,23 @@ def faults(schema: Any, text: str, *, formats: bool = True) -> list[str]:
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     judge = validator_for(exact, Draft202012Validator)
     value = json.loads(text, parse_float=Decimal)
-    checker = judge.FORMAT_CHECKER if formats else None
+    checker = _format_checker(judge) if formats else None
     found = judge(exact, format_checker=checker).iter_errors(value)
     return [f"{error.json_path}: {error.message}" for error in found]
+
+
+def _format_checker(judge: Any) -> FormatChecker:
+    """Return the checker of `judge`; jsonschema_rs judges the formats that it does not know."""
+    checker: FormatChecker = copy.copy(judge.FORMAT_CHECKER)
+    added = {name: (functools.partial(_has_format, name), ()) for name in ("iri", "iri-reference")}
+    checker.checkers = {**checker.checkers, **added}
+    return checker
+
+
+def _has_format(name: str, value: Any) -> bool:
+    schema = {"type": "string", "format": name}
+    is_text = isinstance(value, str)
+    return not is_text or jsonschema_rs.is_valid(schema, value, validate_formats=True)
 
 
 def empty_mask() -> torch.Tensor:
