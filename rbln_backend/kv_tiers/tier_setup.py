@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import active_isa
@@ -20,9 +17,8 @@ from rbln_backend.kv_tiers.page_store import PageStore
 from rbln_backend.kv_tiers.tier_counts import TierCounts, TierMetrics
 from rbln_backend.kv_tiers.tiering import KvTiering
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.store.graph_sources import sources_digest
+from rbln_backend.vllm_compat.model_identity import model_fields
 from rbln_backend.vllm_compat.surface import (
-    VLLM_VERSION,
     KVCacheConfig,
     VllmConfig,
     configured,
@@ -78,14 +74,9 @@ def _made_by(
     algorithm = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
     return {
         "weights": weights,
-        "model": json.loads(json.dumps(model.hf_config.to_dict(), default=str)),
-        "architecture": model.architecture,
-        "options": [model.override_generation_config, model.max_model_len],
-        "dtype": str(model.dtype),
-        "kv_dtype": cache.cache_dtype,
-        "rbln": rbln.graph_fields(),
+        "options": model.override_generation_config,
         "kernels": active_isa(),
-        "software": [torch.__version__, VLLM_VERSION, sources_digest()],
+        **model_fields(config, rbln),
         "layers": [
             [group.layer_names, repr(group.kv_cache_spec)] for group in kv_cache.kv_cache_groups
         ],

@@ -25,11 +25,12 @@ from rbln_backend.reporting.store_report import (
 from rbln_backend.store.artifacts import ArtifactStore, Entry, StoreEvent, graph_store
 from rbln_backend.store.cache_key import CacheKey, diff
 from rbln_backend.store.kernel_files import kernel_store, libraries
+from rbln_backend.vllm_compat.model_identity import version_fields
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.check.precompile import check_length, kv_cache_configs
 from rbln_backend.worker.check.stored_graphs import check_graph
 from rbln_backend.worker.graphs.factory import binaries_key, graph_key
-from rbln_backend.worker.startup.cache_fields import cache_fields, version_fields
+from rbln_backend.worker.startup.cache_fields import cache_fields
 from rbln_backend.worker.startup.preflight import Preflight, prepare
 from rbln_backend.worker.step.group_inputs import kv_groups
 
