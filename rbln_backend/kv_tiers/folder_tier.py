@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,14 +27,16 @@ _OWN_MODE = 0o700
 
 
 class FolderTier:
-    """Pages of one origin below ``root``, whose pages of all origins take ``max_bytes`` at most."""
+    """Pages of one origin below ``root``, whose pages of all origins take ``max_bytes`` at most.
+
+    One thread lists, writes and clears; another may read meanwhile.
+    """
 
     def __init__(self, root: Path, name: str, max_bytes: int) -> None:
         """Raise ``ConfigError`` for a folder that others can write: who writes it, answers."""
         self._root, self._folder = root, root / name
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._lock = threading.Lock()
         self.is_read_only = False
         try:
             make_trusted_folder(root)
@@ -59,10 +61,11 @@ class FolderTier:
 
     def known(self) -> Iterator[bytes]:
         """Yield the keys of all pages of this origin, and count the bytes of all origins."""
-        self._bytes = sum(size for _, size, _ in self._files())
-        for file in self._folder.glob(f"*/*{_SUFFIX}"):
-            with suppress(ValueError):
-                yield bytes.fromhex(file.stem)
+        self._bytes = 0
+        for _, size, file in self._files():
+            self._bytes += size
+            if (key := self._key(file)) is not None:
+                yield key
 
     def __contains__(self, key: bytes) -> bool:
         return self._path(key).exists()
@@ -74,9 +77,9 @@ class FolderTier:
         """
         path = self._path(key)
         try:
-            with path.open("rb", buffering=0) as file:
+            with path.open("rb") as file:
                 header = file.read(HEADER_BYTES)
-                whole = _read_all(file.readinto, page) and not file.read(1)
+                whole = file.readinto(page) == page.nbytes and not file.read(1)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -98,9 +101,9 @@ class FolderTier:
         beside = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb", buffering=0) as file:
-                _write_all(file.write, header_of(key, page))
-                _write_all(file.write, page)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(header_of(key, page))
+                file.write(page)
             beside.replace(path)
         except OSError:
             with suppress(OSError):
@@ -119,6 +122,13 @@ class FolderTier:
         name = key.hex()
         return self._folder / name[:2] / f"{name}{_SUFFIX}"
 
+    def _key(self, file: Path) -> bytes | None:
+        """Return the key of a page of this origin, None for any other file."""
+        if file.suffix == _SUFFIX and file.parent.parent == self._folder:
+            with suppress(ValueError):
+                return bytes.fromhex(file.stem)
+        return None
+
     def _files(self) -> Iterator[tuple[float, int, Path]]:
         """Yield time of last use, bytes and path of every file, of all servers and origins."""
         for file in self._root.glob("*/*/*"):
@@ -129,31 +139,14 @@ class FolderTier:
     def _evict(self) -> list[bytes]:
         """Remove the least recently used files until there is room; return own keys of these."""
         removed: list[bytes] = []
-        with self._lock:
-            files = sorted(self._files())
-            self._bytes = sum(size for _, size, _ in files)
-            for _, size, file in files:
-                if self._bytes <= self._max_bytes * _KEPT_SHARE:
-                    break
-                with suppress(OSError):
-                    file.unlink()
-                    self._bytes -= size
-                if file.suffix == _SUFFIX and file.parent.parent == self._folder:
-                    removed.append(bytes.fromhex(file.stem))
+        files = sorted(self._files())
+        self._bytes = sum(size for _, size, _ in files)
+        for _, size, file in files:
+            if self._bytes <= self._max_bytes * _KEPT_SHARE:
+                break
+            with suppress(OSError):
+                file.unlink()
+                self._bytes -= size
+            if (key := self._key(file)) is not None:
+                removed.append(key)
         return removed
-
-
-def _read_all(read_into: Callable[[memoryview], int | None], page: memoryview) -> bool:
-    """Return whether there were enough bytes."""
-    while page.nbytes:
-        count = read_into(page)
-        if not count:
-            return False
-        page = page[count:]
-    return True
-
-
-def _write_all(write: Callable[[memoryview], int | None], data: bytes | memoryview) -> None:
-    rest = memoryview(data)
-    while rest.nbytes:
-        rest = rest[write(rest) or 0 :]

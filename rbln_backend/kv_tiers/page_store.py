@@ -102,6 +102,7 @@ class PageStore:
         self._waiting = 0
         self._is_failing = False
         self._known: set[bytes] = set()
+        """Pages in the folder, and those that wait to be written."""
         self._lock = threading.Lock()
         if folder is not None:
             self._writer.submit(self._list_known, folder)
@@ -110,11 +111,18 @@ class PageStore:
         keys = set(folder.known())
         with self._lock:
             self._known |= keys
-        self._counts.folder_bytes = folder.num_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.num_bytes
+
+    @property
+    def folder_bytes(self) -> int:
+        return 0 if self._folder is None else self._folder.num_bytes
 
     def knows(self, key: bytes) -> bool:
         """Return whether the page is stored or about to be, as far as this process knows."""
-        return key in self._known
+        return key in self._known or (self._memory is not None and key in self._memory)
 
     def read(self, plan: ReadPlan) -> PrefixRead:
         """Start to read the pages of the longest prefix that can be resumed."""
@@ -200,18 +208,21 @@ class PageStore:
             self._known.discard(key)
 
     def _write(self, key: bytes, page: Tensor) -> None:
+        is_in_folder = False
         try:
             if self._memory is not None:
                 self._memory.put(key, page)
                 self._counts.add_write("memory")
-                self._counts.memory_bytes = self._memory.num_bytes
             if self._folder is not None and not self._folder.is_read_only:
-                self._write_file(self._folder, key, page)
+                is_in_folder = self._write_file(self._folder, key, page)
         finally:
             with self._lock:
                 self._waiting -= page.nbytes
+                if not is_in_folder:
+                    self._known.discard(key)
 
-    def _write_file(self, folder: FolderTier, key: bytes, page: Tensor) -> None:
+    def _write_file(self, folder: FolderTier, key: bytes, page: Tensor) -> bool:
+        """Return whether the page was written."""
         try:
             evicted = folder.write(key, page.numpy().data)
         except OSError as error:
@@ -219,21 +230,17 @@ class PageStore:
             if not self._is_failing:
                 logger.warning("KV tiers: pages cannot be written, requests go on: %s", error)
             self._is_failing = True
-            with self._lock:
-                self._known.discard(key)
-            return
+            return False
         self._is_failing = False
         self._counts.add_write("folder")
-        self._counts.folder_bytes = folder.num_bytes
         with self._lock:
             self._known.difference_update(evicted)
+        return True
 
     def _clear(self) -> None:
         if self._memory is not None:
             self._memory.clear()
-            self._counts.memory_bytes = 0
         if self._folder is not None and not self._folder.is_read_only:
             self._folder.clear()
-            self._counts.folder_bytes = self._folder.num_bytes
         with self._lock:
             self._known.clear()

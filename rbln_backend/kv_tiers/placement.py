@@ -62,12 +62,22 @@ class Placement:
             end = place.tokens + self._page_tokens
             if self._pool.get_num_free_blocks() - self._missing(place, end) < spared:
                 break
-            moves.append(PageMove(page, self._grow(place, end)))
+            self._grow(place, end)
+            moves.append(PageMove(page, self.parts(place.owner, place.tokens)))
             place.tokens = end
         if moves:
             for manager in self._coordinator.paged:
                 manager.cache_blocks(place.owner, place.tokens, replay_boundaries=())
         return moves
+
+    def parts(self, request: Request, start: int) -> list[PagePart]:
+        """Return the parts of the page that begins at ``start`` tokens, in the request's blocks."""
+        parts: list[PagePart] = []
+        for manager in self._coordinator.paged:
+            block = manager.req_to_blocks[request.request_id][start // manager.block_size]
+            slot, group = start % manager.block_size, manager.kv_cache_group_id
+            parts.append(PagePart(group, block.block_id, slot, self._page_tokens))
+        return parts
 
     def release(self, place: PagePlace) -> None:
         """Leave the blocks of ``place`` to the prefix cache."""
@@ -79,15 +89,9 @@ class Placement:
         owned = ((m, m.req_to_blocks[place.owner.request_id]) for m in self._coordinator.paged)
         return sum(-(-end // m.block_size) - len(blocks) for m, blocks in owned)
 
-    def _grow(self, place: PagePlace, end: int) -> list[PagePart]:
-        """Return the parts of the page that ends at ``end``, in blocks of ``place``."""
-        parts: list[PagePart] = []
-        start = end - self._page_tokens
+    def _grow(self, place: PagePlace, end: int) -> None:
+        """Give ``place`` blocks for the page that ends at ``end``."""
         for manager in self._coordinator.paged:
             blocks = manager.req_to_blocks[place.owner.request_id]
             if len(blocks) * manager.block_size < end:
                 blocks.extend(self._pool.get_new_blocks(1))
-            slot = start % manager.block_size
-            group, block = manager.kv_cache_group_id, blocks[-1].block_id
-            parts.append(PagePart(group, block, slot, self._page_tokens))
-        return parts

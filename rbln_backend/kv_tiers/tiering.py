@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
-from rbln_backend.kv_cache.transfers import PageMove, PageMoves, PagePart
+from rbln_backend.kv_cache.transfers import PageMove, PageMoves
 from rbln_backend.kv_tiers.page_keys import PageKeys
 from rbln_backend.kv_tiers.page_layout import PageLayout
 from rbln_backend.kv_tiers.page_memory import new_page
@@ -87,11 +87,7 @@ class KvTiering:
             return True
         if name in self._reading:
             return False
-        if not self._is_kept(request) or not self._manager.prefix_cache_lookup_enabled(request):
-            self._looked_up.add(name)
-            return True
-        first = self._placement.first_token(self._manager.peek_hit(request))
-        keys = self._page_keys(request, first, request.num_tokens - 1)
+        first, keys = self._missing(request)
         if not keys:
             self._looked_up.add(name)
             return True
@@ -119,10 +115,7 @@ class KvTiering:
             room -= len(moves)
             self._metrics.placed(len(moves) * self._layout.tokens)
             is_cut = len(moves) < len(pages)
-            if is_cut:
-                reading.read.end()
-                reading.read.take(len(pages) + self._most_pages)
-            if reading.read.is_over:
+            if is_cut or reading.read.is_over:
                 windows = () if is_cut else reading.read.windows
                 self._loads += [self._windows.load(reading.request, page) for page in windows]
                 self._end_reading(name)
@@ -143,7 +136,7 @@ class KvTiering:
         for key, page in self._computing:
             self._store.write(key, page)
         self._computing.clear()
-        self._metrics.update()
+        self._metrics.update(self._store.memory_bytes, self._store.folder_bytes)
 
     def clear(self) -> None:
         """Remove every stored page of this model."""
@@ -162,6 +155,13 @@ class KvTiering:
         An adapter's number, which is part of its hashes, means other weights after a restart.
         """
         return request.lora_request is None
+
+    def _missing(self, request: Request) -> tuple[int, list[bytes]]:
+        """Return the first token and the keys of the pages that the prefix cache lacks."""
+        if not self._is_kept(request) or not self._manager.prefix_cache_lookup_enabled(request):
+            return 0, []
+        first = self._placement.first_token(self._manager.peek_hit(request))
+        return first, self._page_keys(request, first, request.num_tokens - 1)
 
     def _is_there(self, store: _Store) -> bool:
         """Return whether a page is where its move reads it, once the step has run.
@@ -211,7 +211,7 @@ class KvTiering:
                     end = page
                     break
                 buffer = new_page(self._layout.num_bytes)
-                move = PageMove(buffer, self._parts(request, page * tokens))
+                move = PageMove(buffer, self._placement.parts(request, page * tokens))
                 self._stores.append(_Store(request, (page + 1) * tokens, key, move))
                 room -= buffer.nbytes
         self._stored[request.request_id] = end
@@ -230,12 +230,3 @@ class KvTiering:
                 if move is not None:
                     place = (page + 1) * tokens
                     self._stores.append(_Store(request, place, key, move, (group, page)))
-
-    def _parts(self, request: Request, start: int) -> list[PagePart]:
-        """Return the parts of the page that begins at ``start``, in the request's blocks."""
-        parts: list[PagePart] = []
-        for manager in self._manager.ours.paged:
-            block = manager.req_to_blocks[request.request_id][start // manager.block_size]
-            slot, group = start % manager.block_size, manager.kv_cache_group_id
-            parts.append(PagePart(group, block.block_id, slot, self._layout.tokens))
-        return parts

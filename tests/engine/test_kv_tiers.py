@@ -14,7 +14,11 @@ from vllm import SamplingParams
 
 from rbln_backend.errors import ConfigError, UnsupportedModelError
 from rbln_backend.kv_tiers.folder_tier import FolderTier
+from rbln_backend.kv_tiers.memory_tier import MemoryTier
 from rbln_backend.kv_tiers.page_keys import PageKeys
+from rbln_backend.kv_tiers.page_memory import new_page
+from rbln_backend.kv_tiers.page_store import PageStore
+from rbln_backend.kv_tiers.tier_counts import TierCounts
 from rbln_backend.kv_tiers.tier_setup import make_tiering
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
@@ -270,6 +274,14 @@ def test_the_folder_stays_within_its_bytes(tmp_path: Path) -> None:
     left = set(FolderTier(tmp_path, keys.folder_name, max_bytes=20_000).known())
     assert left == pages.keys() - evicted
     assert list(pages)[-1] in left
+
+
+def test_a_page_that_left_the_memory_is_stored_again() -> None:
+    store = PageStore(MemoryTier(1_500), None, TierCounts())
+    for key in (b"first", b"second"):
+        store.write(key, new_page(1_000))
+    store.close()
+    assert [store.knows(key) for key in (b"first", b"second")] == [False, True]
 
 
 def test_memory_keeps_prefixes_that_left_the_cache(engines: Engines) -> None:
