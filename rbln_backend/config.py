@@ -144,12 +144,7 @@ OptionalSizes: TypeAlias = Annotated[
 Seconds: TypeAlias = Annotated[float, Field(allow_inf_nan=False), _NUMBER_OF_SECONDS]
 OptionalText: TypeAlias = Annotated[str | None, Field(min_length=1), _TEXT]
 Directory: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_absolute), _TEXT]
-OptionalDirectory: TypeAlias = Annotated[
-    str | None,
-    Field(min_length=1),
-    AfterValidator(lambda path: None if path is None else _absolute(path)),
-    _TEXT,
-]
+OptionalDirectory: TypeAlias = Annotated[Directory | None, _TEXT]
 Directories: TypeAlias = Annotated[
     tuple[Directory, ...],
     Field(strict=False),

@@ -56,7 +56,7 @@ class RebelGraph:
 
     def run(self) -> tuple[Tensor, ...]:
         """As ``CompiledGraph.run``; outputs [...]."""
-        # Tensors of a step are those of inference mode, whoever runs the graph.
+        # Callers need not be in inference mode, in which a step's tensors are made.
         with torch.inference_mode():
             self._bound.before_run()
             return self._bound.after_run(self._runtime(*self._bound.arguments))

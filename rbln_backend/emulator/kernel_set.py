@@ -234,11 +234,6 @@ def set_threads(threads: int) -> None:
     _Active.handle.rbln_emulator_set_threads(threads)
 
 
-def can_record() -> bool:
-    """Return whether native kernels are active, whose calls can be recorded."""
-    return _Active.fallback is None and _Active.handle is not None
-
-
 def start_recording(*, is_rehearsal: bool = False) -> Recording:
     """Record the native calls of this thread from now on; the native kernels are active."""
     assert _Active.handle is not None

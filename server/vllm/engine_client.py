@@ -238,7 +238,7 @@ def _ask_for_progress(record: RequestRecord, prompt: Any, params: Any) -> None:
 
 @lru_cache(1024)
 def _key_number(owner: str) -> int:
-    """Return a number that stands for an owner in the engine, never 0."""
+    """Return the number of an owner in the engine, never 0."""
     return int.from_bytes(sha256(owner.encode()).digest()[:6]) + 1
 
 

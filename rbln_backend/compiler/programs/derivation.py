@@ -39,7 +39,7 @@ class SizedProgram:
 
 
 def derive(low: SizedProgram, high: SizedProgram, sizes: Sizes) -> Program:
-    """Return the program of ``sizes``; none of them lies outside those of ``low`` and ``high``.
+    """Return the program of ``sizes``; each is between those of ``low`` and ``high``.
 
     Raises ``DerivationError`` if the programs differ in more than integers, if an integer has none
     of the forms above, or if a program reads a value, on which sizes may depend.
@@ -69,7 +69,7 @@ class _Between:
     def add(self, graph: fx.Graph, low: fx.Node, high: fx.Node) -> None:
         """Append the node between ``low`` and ``high``."""
         if (low.op, low.target) != (high.op, high.target):
-            raise DerivationError(f"{low.target} stands where {high.target} stands")
+            raise DerivationError(f"the programs call {low.target} and {high.target} in one place")
         if low.op == "call_method" and low.target == "item":
             raise DerivationError("the program reads a value")
         made = graph.create_node(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rbln_backend.core import StepOutputs
-from rbln_backend.emulator.kernel_set import can_record, start_recording
+from rbln_backend.emulator.kernel_set import native_library, start_recording
 from rbln_backend.emulator.replay import Recording
 
 TokenPicks = Callable[[StepOutputs, int], list[list[int]]]
@@ -48,7 +48,8 @@ class KernelPicks:
     def __init__(self) -> None:
         # By the identity of the logits.
         self._calls: dict[int, _Call] = {}
-        self._records = can_record()
+        # Only calls of native kernels can be recorded.
+        self._records = native_library() is not None
 
     def __call__(self, outputs: StepOutputs, count: int) -> list[list[int]]:
         picked: list[list[int]] = outputs.of_rows(0, count, self._pick).tolist()
