@@ -96,6 +96,15 @@ def _workload() -> dict[str, Schema]:
             servedNames=many({"type": "string", "minLength": 1}),
             volume=read_only_volume(),
             subPath=TEXT,
+            download=closed(
+                repository={"type": "string", "pattern": "^([^/ ]+/[^/ ]+)?$"},
+                revision=TEXT,
+                endpoint={"type": "string", "pattern": "^(https?://.+)?$"},
+                tokenSecret=closed(name=NAME, key=TEXT),
+                claimName=NAME,
+                size=QUANTITY,
+                seconds=whole(1),
+            ),
         ),
         "engine": closed(args=many(TEXT), env=_ENV),
         "settings": _settings(),
@@ -117,7 +126,7 @@ def _lifecycle() -> dict[str, Schema]:
             propagationSeconds=whole(), drainTimeoutSeconds=whole(), stopSeconds=whole(12)
         ),
         "probes": closed(
-            startup=closed(budgetSeconds=whole(1), periodSeconds=whole(1), timeoutSeconds=whole(1)),
+            startup=closed(budgetSeconds=whole(), periodSeconds=whole(1), timeoutSeconds=whole(1)),
             readiness=closed(
                 periodSeconds=whole(1), timeoutSeconds=whole(1), failureThreshold=whole(1)
             ),
@@ -149,7 +158,7 @@ def _lifecycle() -> dict[str, Schema]:
             prebuild=closed(
                 enabled=FLAG,
                 npuName={"type": "string", "pattern": "^(RBLN-.+)?$"},
-                waitSeconds=whole(1),
+                waitSeconds=whole(),
                 backoffLimit=whole(),
             ),
         ),
@@ -173,6 +182,7 @@ def _placement() -> dict[str, Schema]:
             products=many({"type": "string", "pattern": "^RBLN-"}),
         ),
         "resources": _RESOURCES,
+        "memory": closed(base=QUANTITY, perDevice=QUANTITY, model=QUANTITY),
         "shmSize": QUANTITY,
         "tmpSize": QUANTITY,
         **dict.fromkeys(_EXTRAS, FREE_LIST),

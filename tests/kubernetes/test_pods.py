@@ -12,7 +12,16 @@ import pytest
 import server.service as service
 from server.settings import ServerSettings, SettingsError, load_settings
 from tests.kubernetes.chart import Document, of_kind, pod_templates, render, server
-from tests.kubernetes.value_sets import ALL_ON, DRA, KEYS, PLUGIN, RAY, STATEFUL, VALUE_SETS
+from tests.kubernetes.value_sets import (
+    ALL_ON,
+    DRA,
+    KEYS,
+    NAMED_NPU,
+    PLUGIN,
+    RAY,
+    STATEFUL,
+    VALUE_SETS,
+)
 
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
@@ -140,7 +149,7 @@ def test_secrets_are_files_that_can_change() -> None:
         assert mounts[folder]["readOnly"] is True
         assert volumes[mounts[folder]["name"]]["secret"]["defaultMode"] == 0o440
     for template in pod_templates(render(ALL_ON)).values():
-        assert "valueFrom" not in str(template)
+        assert "secretKeyRef" not in str(template)
     assert "keys" not in str(pod_templates(render(ALL_ON))["Job"])
     assert of_kind(render(KEYS), "Service")["spec"]["ports"][0]["name"] == "https"
     assert given.container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
@@ -206,23 +215,23 @@ def test_the_cache_is_filled_before_the_server_starts() -> None:
 
 def test_another_image_makes_another_job() -> None:
     def name(**image: str) -> str:
-        return str(of_kind(render({**PLUGIN, "image": image}), "Job")["metadata"]["name"])
+        return str(of_kind(render({**NAMED_NPU, "image": image}), "Job")["metadata"]["name"])
 
     assert name(tag="1") == name(tag="1") != name(tag="2")
 
 
 def test_a_named_npu_is_compiled_for_without_one() -> None:
-    values = copy.deepcopy(PLUGIN)
-    values["cache"]["prebuild"]["npuName"] = "RBLN-CA25"
-    templates = pod_templates(render(values))
+    templates = pod_templates(render(NAMED_NPU))
     job = templates["Job"]["spec"]
     env = {item["name"]: item["value"] for item in job["containers"][0]["env"]}
     assert env["RBLN_FORCE_NPU_NAME"] == "RBLN-CA25"
     assert env["VLLM_RBLN_DEVICE"] == "rebel"
     assert "rebellions.ai/ATOM" not in job["containers"][0]["resources"]["limits"]
     assert "npu.present" not in str(job.get("affinity"))
-    # The server itself is as before.
-    assert templates["Deployment"]["spec"] == server(PLUGIN).pod
+    # The pods, which have NPUs, wait for it.
+    (waiting,) = templates["Deployment"]["spec"]["initContainers"]
+    assert waiting["name"] == "wait-for-cache"
+    assert waiting["resources"]["limits"]["rebellions.ai/ATOM"] == "4"
 
 
 def test_replicas_of_a_stateful_set_keep_their_caches() -> None:

@@ -64,6 +64,12 @@ def test_what_users_add_is_there_once_and_beside_the_charts_own() -> None:
     assert "HF_TOKEN" in variables
     assert server["envFrom"] == EXTRAS["extraEnvFrom"]
     assert [port["name"] for port in server["ports"]] == ["http", "kv-events"]
+    (rule,) = of_kind(render(EXTRAS), "NetworkPolicy")["spec"]["ingress"]
+    assert [port["port"] for port in rule["ports"]] == ["http", 5557]
+    mine = {**EXTRAS, "extraEnv": [{"name": "VLLM_CACHE_ROOT", "value": "/kv"}]}
+    env = of_kind(render(mine), "Deployment")["spec"]["template"]["spec"]["containers"][0]["env"]
+    found = [one["value"] for one in env if one["name"] == "VLLM_CACHE_ROOT"]
+    assert found == ["/kv"]
     assert {"/weights", "/kv"} < {mount["mountPath"] for mount in server["volumeMounts"]}
     assert {"weights", "kv"} < {volume["name"] for volume in spec["volumes"]}
     assert (syncer["name"], spec["initContainers"][0]["name"]) == ("syncer", "download")
@@ -146,6 +152,20 @@ _KEYED = {"apiKeys": {"secretName": "keys"}}
             {"cache": {"prebuild": {"npuName": "RBLN-CR13"}}},
             "cache.prebuild.npuName has no effect",
         ),
+        (
+            {**RAY, "cache": {"persistence": {"enabled": True}, "prebuild": {"enabled": True}}},
+            "ranks of a RayCluster compile with Ray",
+        ),
+        ({"model": {"download": {"repository": "a/b"}}}, "needs a rule in networkPolicy.egress"),
+        ({"model": {"download": {"revision": "b"}}}, "without model.download.repository"),
+        (
+            {"model": {"download": {"repository": "a/b"}, "volume": {"hostPath": {"path": "/m"}}}},
+            "would both be mounted at /models",
+        ),
+        (
+            {"resources": {"limits": {"memory": "2000Mi"}}},
+            "limits.memory 2000Mi is less than memory.base 1Gi and shmSize 1Gi",
+        ),
         ({"workload": {"maxSurge": 0}}, "a rollout could not begin"),
         ({"ingress": {"enabled": True}}, "ingress.hosts is empty"),
         ({"gateway": {"httpRoute": {"enabled": True}}}, "name the Gateway"),
@@ -192,7 +212,7 @@ def test_the_examples_of_the_page_can_be_installed() -> None:
         r"^```yaml\n(.+?)^```", page.replace("…", "0" * 64), re.MULTILINE | re.DOTALL
     )
     examples = [block for text in blocks if "rules" not in (block := yaml.safe_load(text))]
-    assert len(examples) == 5
+    assert len(examples) == 6
     for values in examples:
         assert [x for doc in render(values) for x in problems(doc, NEWEST)] == []
     # Those of the shell: what they name exists.

@@ -121,6 +121,29 @@ EXTRAS: Values = {
         }
     ],
 }
+# The chart's own Job compiles for an NPU that its node need not have.
+NAMED_NPU: Values = {
+    **PLUGIN,
+    "cache": {
+        "persistence": {"enabled": True},
+        "prebuild": {"enabled": True, "npuName": "RBLN-CA25"},
+    },
+}
+DOWNLOAD: Values = {
+    "model": {
+        "servedNames": ["tiny"],
+        "download": {
+            "repository": "org/tiny",
+            "revision": "main",
+            "tokenSecret": {"name": "hub", "key": "token"},
+            "size": "10Gi",
+        },
+    },
+    "networkPolicy": {
+        "egress": [{"ports": [{"port": 443, "protocol": "TCP"}, {"port": 53, "protocol": "UDP"}]}]
+    },
+    "cache": {"persistence": {"enabled": True}, "prebuild": {"enabled": True}},
+}
 KEDA: Values = {
     "autoscaling": {
         "kind": "keda",
@@ -212,6 +235,8 @@ VALUE_SETS: dict[str, tuple[Values, str]] = {
     "defaults": ({}, "1.30"),
     "keys-tls": (KEYS, "1.30"),
     "plugin": (PLUGIN, "1.30"),
+    "named-npu": (NAMED_NPU, "1.30"),
+    "download": (DOWNLOAD, "1.30"),
     "dra": (DRA, "1.34"),
     "stateful": (STATEFUL, "1.30"),
     "data": (DATA, "1.30"),

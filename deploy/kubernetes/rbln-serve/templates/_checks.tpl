@@ -29,11 +29,28 @@
 {{- if and $v.cache.prebuild.enabled (not $v.cache.persistence.enabled) -}}
 {{- fail "cache.prebuild fills a volume that pods share: set cache.persistence.enabled" -}}
 {{- end -}}
-{{- if and $v.cache.prebuild.enabled (eq $v.workload.kind "StatefulSet") (not $v.cache.persistence.existingClaim) -}}
+{{- if and $v.cache.prebuild.enabled (eq $v.workload.kind "RayCluster") -}}
+{{- fail "cache.prebuild: ranks of a RayCluster compile with Ray, which runs after the init containers; use cache.import" -}}
+{{- end -}}
+{{- if and (include "rbln-serve.prebuildJob" .) (eq $v.workload.kind "StatefulSet") (not $v.cache.persistence.existingClaim) -}}
 {{- fail "cache.prebuild cannot fill the claims of a StatefulSet: set cache.persistence.existingClaim, or use cache.import" -}}
 {{- end -}}
 {{- if and $v.cache.prebuild.npuName (eq $v.device.kind "emulated") -}}
 {{- fail "cache.prebuild.npuName has no effect with device.kind emulated" -}}
+{{- end -}}
+{{- if and $v.model.download.repository $v.model.volume -}}
+{{- fail "model.download and model.volume would both be mounted at /models: set one" -}}
+{{- end -}}
+{{- if and $v.model.download.repository $v.networkPolicy.enabled (not $v.networkPolicy.egress) -}}
+{{- fail "model.download needs a rule in networkPolicy.egress, such as {ports: [{port: 443, protocol: TCP}, {port: 53, protocol: UDP}]}: pods have no network without one" -}}
+{{- end -}}
+{{- if and (not $v.model.download.repository) (or $v.model.download.revision $v.model.download.claimName $v.model.download.endpoint $v.model.download.tokenSecret.name) -}}
+{{- fail "model.download has no effect without model.download.repository" -}}
+{{- end -}}
+{{- $memory := dig "limits" "memory" "" $v.resources -}}
+{{- $least := add (include "rbln-serve.mebibytes" $v.shmSize | int64) (include "rbln-serve.mebibytes" $v.memory.base | int64) -}}
+{{- if and $memory (lt (include "rbln-serve.mebibytes" $memory | int64) $least) -}}
+{{- fail (printf "resources.limits.memory %s is less than memory.base %s and shmSize %s, which counts against it" $memory $v.memory.base $v.shmSize) -}}
 {{- end -}}
 {{- if and (eq $v.workload.kind "Deployment") (eq (int $v.workload.maxSurge) 0) (eq (int $v.workload.maxUnavailable) 0) -}}
 {{- fail "workload.maxSurge and workload.maxUnavailable are both 0: a rollout could not begin" -}}

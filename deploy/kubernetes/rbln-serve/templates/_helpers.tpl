@@ -44,8 +44,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{/* The image without the vendor's SDK has the plain version, the one with it `-npu`. */}}
 {{- define "rbln-serve.image" -}}
-{{- $tag := default .Chart.AppVersion .Values.image.tag -}}
+{{- $tag := default (print .Chart.AppVersion (ternary "" "-npu" (eq .Values.device.kind "emulated"))) .Values.image.tag -}}
 {{- if .Values.image.digest -}}
 {{- printf "%s:%s@%s" .Values.image.repository $tag .Values.image.digest -}}
 {{- else -}}

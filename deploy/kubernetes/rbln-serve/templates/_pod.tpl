@@ -111,7 +111,7 @@ ports:
   {{- end }}
 {{- include "rbln-serve.probes" . }}
 {{ include "rbln-serve.lifecycle" . }}
-{{ include "rbln-serve.resources" (dict "root" . "resources" .Values.resources) }}
+{{ include "rbln-serve.resources" (dict "root" . "resources" (include "rbln-serve.withMemory" . | fromYaml)) }}
 volumeMounts:
   {{- include "rbln-serve.commonMounts" . | nindent 2 }}
   {{- with include "rbln-serve.secretMounts" . }}

@@ -2,7 +2,11 @@
 
 {{/* The model and the flags that change graphs: equal for serving, compiling and inspecting. */}}
 {{- define "rbln-serve.modelArgs" -}}
-- {{ .Values.model.path | quote }}
+- {{ default .Values.model.path .Values.model.download.repository | quote }}
+{{- with .Values.model.download.revision }}
+- --revision
+- {{ . | quote }}
+{{- end }}
 {{- if .Values.model.servedNames }}
 - --served-model-name
 {{- range .Values.model.servedNames }}
@@ -31,13 +35,33 @@
 {{- define "rbln-serve.engineEnv" -}}
 - {name: VLLM_CACHE_ROOT, value: /cache}
 - {name: VLLM_RBLN_DEVICE, value: {{ ternary "emulated" "rebel" (eq .Values.device.kind "emulated") }}}
+{{- $ours := dict "HF_HUB_OFFLINE" "1" "HOME" "/tmp" }}
+{{- if .Values.model.download.repository }}
+{{- $_ := set $ours "HF_HUB_CACHE" "/models" }}
+{{- end }}
+{{- with include "rbln-serve.threads" . }}
+{{- if not (hasKey $.Values.engine.env "OMP_NUM_THREADS") }}
+{{- $_ := set $ours "RBLN_NUM_THREADS" . }}
+{{- end }}
+{{- end }}
 {{- /* A name that is listed twice is an error for some tools: the user's value replaces ours. */}}
-{{- range $name, $value := merge (dict) .Values.engine.env (dict "HF_HUB_OFFLINE" "1" "HOME" "/tmp") }}
+{{- range $name, $value := merge (dict) .Values.engine.env $ours }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end -}}
 
+{{/* extraEnv replaces variables of the same name. */}}
 {{- define "rbln-serve.serverEnv" -}}
+{{- $names := dict }}
+{{- range .Values.extraEnv }}{{ $_ := set $names .name true }}{{ end }}
+{{- $env := list }}
+{{- range include "rbln-serve.chartEnv" . | fromYamlArray }}
+{{- if not (hasKey $names .name) }}{{ $env = append $env . }}{{ end }}
+{{- end }}
+{{- concat $env .Values.extraEnv | toYaml }}
+{{- end -}}
+
+{{- define "rbln-serve.chartEnv" -}}
 {{ include "rbln-serve.engineEnv" . }}
 {{- if .Values.cache.readOnly }}
 - {name: VLLM_RBLN_CACHE_READ_ONLY, value: "true"}
@@ -65,8 +89,5 @@
 {{- range $name, $value := .Values.settings }}
 - name: RBLN_SERVE_{{ upper $name }}
   value: {{ ternary $value (toJson $value) (kindIs "string" $value) | quote }}
-{{- end }}
-{{- with .Values.extraEnv }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}

@@ -10,15 +10,26 @@
 {{- div (sub (add (int .budget) (int .period)) 1) (int .period) | max 1 -}}
 {{- end -}}
 
+{{/* Time for a cold start with all compilations: of NPUs, as much as other charts for them give. */}}
+{{- define "rbln-serve.startSeconds" -}}
+{{- default (ternary 1800 7200 (eq .Values.device.kind "emulated")) (int .Values.probes.startup.budgetSeconds) -}}
+{{- end -}}
+
+{{- define "rbln-serve.prebuildSeconds" -}}
+{{- default (include "rbln-serve.startSeconds" . | int) (int .Values.cache.prebuild.waitSeconds) -}}
+{{- end -}}
+
 {{/* Time limit of the init containers. */}}
 {{- define "rbln-serve.initSeconds" -}}
 {{- $cache := .Values.cache -}}
-{{- add (ternary (int $cache.import.seconds) 0 $cache.import.enabled) (ternary (int $cache.prebuild.waitSeconds) 0 $cache.prebuild.enabled) -}}
+{{- $download := ternary (int .Values.model.download.seconds) 0 (ne .Values.model.download.repository "") -}}
+{{- $import := ternary (int $cache.import.seconds) 0 $cache.import.enabled -}}
+{{- add $download $import (ternary (include "rbln-serve.prebuildSeconds" . | int) 0 $cache.prebuild.enabled) -}}
 {{- end -}}
 
 {{/* A rollout without progress for longer than a pod's maximum start has failed. */}}
 {{- define "rbln-serve.progressDeadline" -}}
-{{- add (int .Values.workload.pullSeconds) (include "rbln-serve.initSeconds" . | int) (int .Values.probes.startup.budgetSeconds) (int .Values.workload.minReadySeconds) -}}
+{{- add (int .Values.workload.pullSeconds) (include "rbln-serve.initSeconds" . | int) (include "rbln-serve.startSeconds" . | int) (int .Values.workload.minReadySeconds) -}}
 {{- end -}}
 
 {{- define "rbln-serve.probes" -}}
@@ -28,7 +39,7 @@ startupProbe:
   httpGet: {path: /startupz, port: http, scheme: {{ $scheme }}}
   periodSeconds: {{ .periodSeconds }}
   timeoutSeconds: {{ .timeoutSeconds }}
-  failureThreshold: {{ include "rbln-serve.failures" (dict "budget" .budgetSeconds "period" .periodSeconds) }}
+  failureThreshold: {{ include "rbln-serve.failures" (dict "budget" (include "rbln-serve.startSeconds" $) "period" .periodSeconds) }}
 {{- end }}
 {{- with .Values.probes.readiness }}
 readinessProbe:

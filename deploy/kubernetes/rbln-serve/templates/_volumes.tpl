@@ -13,6 +13,14 @@
 - name: cache
   persistentVolumeClaim: {claimName: {{ include "rbln-serve.cacheClaim" . }}}
 {{- end }}
+{{- if .Values.model.download.repository }}
+- name: models
+  {{- with .Values.model.download.claimName }}
+  persistentVolumeClaim: {claimName: {{ . }}}
+  {{- else }}
+  emptyDir: {sizeLimit: {{ .Values.model.download.size }}}
+  {{- end }}
+{{- end }}
 {{- with .Values.model.volume }}
 - name: models
   {{- toYaml . | nindent 2 }}
@@ -51,7 +59,7 @@
 {{- define "rbln-serve.commonMounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: shm, mountPath: /dev/shm}
-{{- if .Values.model.volume }}
+{{- if or .Values.model.volume .Values.model.download.repository }}
 - name: models
   mountPath: /models
   readOnly: true
