@@ -27,6 +27,7 @@ from benchmarks.runner.machine import fma_peak, read_bandwidth, tile_peak
 from rbln_backend.emulator.kernel_set import load_kernels, set_threads
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
+CACHE_ROOT = Path.home() / ".cache" / "vllm"
 _COLD_BYTES = 192 << 20
 _SECONDS = 0.4
 _BLOCK = 128
@@ -127,7 +128,7 @@ def attention_cases(dtype: torch.dtype) -> Iterator[Case]:
         *((1, 8, 4, 64, 2047, 1), (8, 8, 4, 64, 2047, 1), (8, 8, 1, 128, 1023, 1)),
         *((1, 8, 4, 64, 0, 256), (1, 8, 4, 64, 1792, 256), (1, 8, 4, 128, 768, 256)),
     ):
-        yield _attention_case(dtype, batch, heads, group, size, start, length)
+        yield attention_case(dtype, batch, heads, group, size, start, length)
 
 
 def _new_tokens(
@@ -140,9 +141,10 @@ def _new_tokens(
     )
 
 
-def _attention_case(
+def attention_case(
     dtype: torch.dtype, batch: int, heads: int, group: int, size: int, start: int, length: int
 ) -> Case:
+    """Return attention of `length` new tokens after `start` cached ones, for `batch` requests."""
     keys = start + length
     partitions = -(-keys // _BLOCK)
     cache = torch.randn(batch * partitions + 1, 2, heads, 1, _BLOCK, size).to(dtype)
@@ -252,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The kernels against PyTorch and the machine.")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--cache-root", type=Path, default=Path.home() / ".cache" / "vllm")
+    parser.add_argument("--cache-root", type=Path, default=CACHE_ROOT)
     parser.add_argument("--only", default="", help="measure the cases whose name holds this")
     options = parser.parse_args(argv)
     kernels = load_kernels(options.cache_root, "native")

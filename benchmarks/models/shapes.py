@@ -66,6 +66,15 @@ _160M: dict[str, Any] = {
 _WINDOW = 512
 
 
+def _with_heads(heads: int, kv_heads: int, size: int) -> Shape:
+    particular = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": size,
+    }
+    return Shape(family=_LLAMA, fields={**_160M, **particular})
+
+
 def _windowed(fields: dict[str, Any]) -> Shape:
     return Shape(family=_MISTRAL, fields={**fields, "sliding_window": _WINDOW})
 
@@ -91,6 +100,21 @@ SHAPES: dict[str, Shape] = {
     "160m": Shape(family=_LLAMA, fields=_160M),
     "160m-hybrid": _hybrid(_160M),
     "160m-window": _windowed(_160M),
+    # Widths that no tile divides, and the head sizes of other families.
+    "160m-heads-80": Shape(
+        family=_LLAMA,
+        fields={
+            **_160M,
+            "vocab_size": 32003,
+            "hidden_size": 800,
+            "intermediate_size": 2190,
+            "num_attention_heads": 10,
+            "num_key_value_heads": 10,
+            "head_dim": 80,
+        },
+    ),
+    "160m-heads-128": _with_heads(6, 2, 128),
+    "160m-heads-256": _with_heads(3, 1, 256),
     "1.2b": Shape(
         family=_LLAMA,
         fields={

@@ -6,6 +6,7 @@ the newest saved run that has the figure. docs/targets.md and README's table are
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.runner.command import RESULTS
 from benchmarks.runner.figures import (
+    OURS,
     SHARE,
     Figure,
     find,
@@ -109,6 +111,24 @@ def _sampling(model: str) -> Iterator[Target]:
             )
 
 
+def _shapes() -> Iterator[Target]:
+    for model in SHAPES:
+        for figure, least, most in (
+            ("first token of 1,000 tokens", None, 1.0),
+            ("output, 1 at once", 1.0, None),
+            ("output, 8 at once", 1.0, None),
+        ):
+            yield Target(
+                part="3",
+                scenario="shapes",
+                model=model,
+                figure=figure,
+                over=VLLM,
+                least=least,
+                most=most,
+            )
+
+
 def _earlier() -> Iterator[Target]:
     """Yield the targets of earlier comparisons, against the strongest peer since issue 43."""
     for model, figure, over, least, most in (
@@ -154,6 +174,12 @@ SAMPLINGS = (
     *("seed", "repetition penalty", "penalties", "logprobs 5"),
 )
 """Compared sampling parameters, by the names of figures."""
+SHAPES = (
+    *("160m:float16", "160m:float32"),
+    *("160m-heads-80", "160m-heads-128", "160m-heads-256"),
+)
+"""Checkpoints of unusual shapes, with a dtype other than bfloat16 after a colon."""
+WORST_MASK = "longest grammar mask of a step"
 TARGETS: tuple[Target, ...] = (
     *(
         Target(part="1", scenario="fair_prefill", model="160m", figure=figure, most=most)
@@ -172,6 +198,7 @@ TARGETS: tuple[Target, ...] = (
         figure="attention of a chunk over 7,000 tokens, of the limit",
         least=0.75,
     ),
+    *_shapes(),
     *(
         Target(
             part="4",
@@ -195,12 +222,9 @@ TARGETS: tuple[Target, ...] = (
     ),
     *_sampling("160m"),
     *_sampling("1.2b"),
-    Target(
-        part="6",
-        scenario="grammar",
-        model="160m",
-        figure="longest grammar mask of a step",
-        most=20.0,
+    *(
+        Target(part="6", scenario="schemas", model=f"ours, {rule}", figure=WORST_MASK, most=20.0)
+        for rule in ("omit", "allow")
     ),
     *(
         Target(part="7", scenario="starts", model=model, figure=figure, most=most)
@@ -240,7 +264,17 @@ def saved_figures(scenario: str) -> tuple[SavedFigures, ...]:
         paths = sorted(RESULTS.glob("*-compare*.jsonl"), reverse=True)
         return tuple(SavedFigures(path.stem, figures(Log.read(path))) for path in paths)
     paths = sorted(RESULTS.glob(f"*-{scenario}.json"), reverse=True)
+    if scenario == "schemas":
+        return tuple(SavedFigures(path.stem, [*_worst_masks(path)]) for path in paths)
     return tuple(SavedFigures(path.stem, read_run(path).figures) for path in paths)
+
+
+def _worst_masks(path: Path) -> Iterator[Figure]:
+    """Yield the longest mask of each side of a saved comparison of grammars."""
+    sides = json.loads(path.read_text(encoding="utf-8"))["sides"]
+    for side, found in sides.items():
+        worst = max(1000 * schema["worst_mask_s"] for schema in found)
+        yield Figure(name=WORST_MASK, model=side, side=OURS, unit="ms", values=[worst])
 
 
 def saved_results() -> list[TargetResult]:
@@ -279,7 +313,7 @@ def _unit_without(target: Target) -> str:
     return _UNITS.get(target.scenario, "s")
 
 
-_UNITS = {"engine_process": "µs", "grammar": "ms"}
+_UNITS = {"engine_process": "µs", "schemas": "ms"}
 
 
 def result_table(results: Sequence[TargetResult], *, link: str) -> Iterator[str]:

@@ -26,8 +26,8 @@ from benchmarks.runner.figures import FigureRun, markdown, to_json
 from benchmarks.scenarios.bench import Bench, OutOfTimeError, first_line
 
 SCENARIOS = (
-    *("fair_prefill", "sampling", "concurrency", "engine_process", "starts", "memory"),
-    *("kv_tiers", "growth"),
+    *("fair_prefill", "kernels", "sampling", "concurrency", "shapes", "engine_process"),
+    *("starts", "memory", "kv_tiers", "growth"),
 )
 
 

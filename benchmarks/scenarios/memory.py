@@ -30,6 +30,7 @@ def run(bench: Bench) -> None:
             for server in servers:
                 for count in _STREAMS:
                     bench.measure(model, 0, server, partial(_streams, server, count))
+                    _add_memory(bench, model, server, f"{count} streams")
         with bench.serving(model, _LENGTH, *_RESERVED) as servers:
             for server in servers:
                 _mixed(bench, model, server, minute)
@@ -40,10 +41,13 @@ def _streams(server: ServerProcess, count: int, seed: str) -> Values:
     texts = prompts(f"streams {count} {seed}", 2 * count, _PROMPT_TOKENS)
     bodies = [server.body(text, _OUTPUT_TOKENS) for text in texts]
     seconds, outcomes = send(server, bodies, concurrency=count)
-    return {
-        f"output, {count} streams": (sum(o.tokens for o in outcomes) / seconds, "tokens/s"),
-        f"memory after {count} streams": (server.memory().pss * _MIB, "MiB"),
-    }
+    return {f"output, {count} streams": (sum(o.tokens for o in outcomes) / seconds, "tokens/s")}
+
+
+def _add_memory(bench: Bench, model: str, server: ServerProcess, load: str) -> None:
+    # Memory is added apart from the rates: other processes disturb a rate, not what is in memory.
+    used = server.memory().pss * _MIB
+    bench.add(model, server.side.name, 0, f"memory after {load}", used, "MiB")
 
 
 def _mixed(bench: Bench, model: str, server: ServerProcess, minute: float) -> None:
@@ -55,12 +59,7 @@ def _mixed(bench: Bench, model: str, server: ServerProcess, minute: float) -> No
             while time.monotonic() - began < minutes * minute:
                 bench.check_time()
                 send(server, [_mixed_body(server, chooser) for _ in range(32)], concurrency=16)
-            used = server.memory().pss * _MIB
-            bench.add(model, server.side.name, 0, _mixed_name(name), used, "MiB")
-
-
-def _mixed_name(minutes: str) -> str:
-    return f"memory after {minutes} minutes of mixed load"
+            _add_memory(bench, model, server, f"{name} minutes of mixed load")
 
 
 def _mixed_body(server: ServerProcess, chooser: random.Random) -> dict[str, object]:
