@@ -98,9 +98,16 @@ PARAGRAPHS = (
     "The metrics are described in [metrics](metrics.md).",
     "The job must be called `rbln-serve`. A service with keys needs one for `/metrics`, too "
     "(`credentials_file`), unless it runs with `--open-metrics`. Dashboards read metrics only; "
-    "alerts also need `rules.yml`. Dashboards have variables for the data source, job, instance "
-    "and, with vLLM's metrics, the model. The overview has one per objective, with the bounds of "
-    "vLLM's histograms.",
+    "alerts also need `rules.yml`. Dashboards have variables for the data source, job, namespace, "
+    "release, instance and, with vLLM's metrics, the model. The overview has one per objective, "
+    "with the bounds of vLLM's histograms.",
+    "**Several releases.** Give the targets of each model or Helm release a label `release`, as "
+    "`deploy/prometheus/prometheus.yml` does. Recording rules and alerts keep the labels "
+    "`namespace` and `release`, so that error budgets are per release and Alertmanager can route "
+    "by them. `RblnNoTargets` of these files fires when no release has a target. The Helm chart "
+    "sets both labels and renders rules that select its release only, `RblnNoTargets` included, "
+    "and dashboards with addresses of their own "
+    "([kubernetes.md](kubernetes.md#monitoring)).",
     "**Devices.** The vendor's `rbln-metrics-exporter` (with `PROMETHEUS_METRIC_NAMES=true`) "
     "reports devices without models. The dashboard joins it with the service on `namespace` and "
     "`pod`, else on `hostname`, which the scrape configuration adds to the service. Without a pod "

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from deploy.grafana.panel import Query, Variable
 
-OURS = 'job=~"$job",instance=~"$instance"'
+OURS = 'job=~"$job",namespace=~"$namespace",release=~"$release",instance=~"$instance"'
 VLLM = OURS + ',model_name=~"$model"'
 # Client requests to the engine: no probes, scrapes or unknown paths.
 SERVED = OURS + ',method="POST",route!~"/admin/.+|other"'
 RATE = "$__rate_interval"
 RANGE = "$__range"
 
+_INFO = "rbln_serve_build_info"
+_JOB = 'job=~"$job"'
+_RELEASES = f'{_JOB},namespace=~"$namespace"'
 PLACE = (
-    Variable("job", "Job", "rbln_serve_build_info", "job"),
-    Variable("instance", "Instance", 'rbln_serve_build_info{job=~"$job"}', "instance"),
+    Variable("job", "Job", _INFO, "job"),
+    # Without such labels, as outside Kubernetes, "All" matches.
+    Variable("namespace", "Namespace", f"{_INFO}{{{_JOB}}}", "namespace"),
+    Variable("release", "Release", f"{_INFO}{{{_RELEASES}}}", "release"),
+    Variable("instance", "Instance", f'{_INFO}{{{_RELEASES},release=~"$release"}}', "instance"),
 )
 MODEL = Variable("model", "Model", f"vllm:num_requests_running{{{OURS}}}", "model_name")
 

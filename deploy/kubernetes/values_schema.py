@@ -263,7 +263,9 @@ def _access() -> dict[str, Schema]:
             bearerSecret=closed(name=NAME, key=TEXT),
             serviceMonitor=monitor,
             podMonitor=monitor,
-            rules=closed(enabled=FLAG, labels=LABELS, runbookBaseUrl=TEXT),
-            dashboards=closed(enabled=FLAG, labels=LABELS, annotations=LABELS),
+            rules=closed(enabled=FLAG, devices=FLAG, labels=LABELS, runbookBaseUrl=TEXT),
+            dashboards=closed(
+                enabled=FLAG, scope=one_of("release", "all"), labels=LABELS, annotations=LABELS
+            ),
         ),
     }

@@ -34,14 +34,14 @@ def _chart() -> Any:
     return helm().Chart.load(str(CHART))
 
 
-def render(values: dict[str, Any] | None = None) -> list[Document]:
-    """The documents that `helm install llm` would send; to be read, not changed."""
-    return _render(json.dumps(values or {}))
+def render(values: dict[str, Any] | None = None, release: str = "llm") -> list[Document]:
+    """The documents that `helm install RELEASE` would send; to be read, not changed."""
+    return _render(json.dumps(values or {}), release)
 
 
 @cache
-def _render(values: str) -> list[Document]:
-    files = _chart().render(values=json.loads(values), name="llm", namespace="serving")
+def _render(values: str, release: str) -> list[Document]:
+    files = _chart().render(values=json.loads(values), name=release, namespace="serving")
     texts = [text for path, text in sorted(files.items()) if path.endswith(".yaml")]
     # S506: a safe loader, written in C.
     return [doc for text in texts for doc in yaml.load_all(text, yaml.CSafeLoader) if doc]

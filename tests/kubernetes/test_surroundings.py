@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from server.observability.metrics import ServerMetrics
+from tests.debian_tools import debian_tool
 from tests.kubernetes.chart import of_kind, render, server
 from tests.kubernetes.value_sets import ALL_ON, GATEWAY, HPA, KEDA, POD_MONITOR
 from tests.operators.prometheus_process import FOLDER
+from tests.operators.promql_names import names_of
 
 _DASHBOARDS = FOLDER.parent / "grafana" / "dashboards"
 
@@ -21,9 +26,30 @@ def _groups(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_rules_are_those_of_deploy_prometheus() -> None:
+_SCOPE = re.compile(r'namespace="serving",release="llm",')
+
+
+def test_rules_are_those_of_deploy_prometheus_for_this_release(tmp_path: Path) -> None:
     groups = of_kind(render(POD_MONITOR), "PrometheusRule")["spec"]["groups"]
-    assert groups == _groups("rules.yml") + _groups("alerts.yml")
+    files = _groups("rules.yml") + _groups("alerts.yml")
+    assert [group["name"] for group in groups] == [group["name"] for group in files]
+    for group, plain in zip(groups, files, strict=True):
+        for rule, other in zip(group["rules"], plain["rules"], strict=True):
+            assert {**rule, "expr": ""} == {**other, "expr": ""}
+            metrics = names_of(rule["expr"]).metrics
+            assert set(metrics) == set(names_of(other["expr"]).metrics)
+            scoped = group["name"] != "rbln-npu"
+            for metric, labels in metrics.items():
+                assert ({"namespace", "release"} <= labels) is scoped, metric
+            without = _SCOPE.sub("", rule["expr"]).replace("{}", "")
+            assert without.replace(",}", "}") == other["expr"]
+    # With a comma at a selector's end, too, Prometheus takes them.
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": groups}))
+    command = [debian_tool("promtool"), "check", "rules", str(tmp_path / "rules.yml")]
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+    without_devices = {"metrics": {"rules": {"enabled": True, "devices": False}}}
+    rendered = of_kind(render(without_devices), "PrometheusRule")["spec"]["groups"]
+    assert [group["name"] for group in rendered] == [group["name"] for group in files[:-1]]
 
 
 def test_runbooks_get_an_address() -> None:
@@ -38,8 +64,28 @@ def test_runbooks_get_an_address() -> None:
 def test_dashboards_are_those_of_deploy_grafana() -> None:
     maps = [doc for doc in render(ALL_ON) if doc["kind"] == "ConfigMap"]
     assert all(doc["metadata"]["labels"]["grafana_dashboard"] == "1" for doc in maps)
-    shown = {name: json.loads(text) for doc in maps for name, text in doc["data"].items()}
-    assert shown == {p.name: json.loads(p.read_text()) for p in _DASHBOARDS.glob("*.json")}
+    shown = _shown(ALL_ON)
+    files = {p.name: json.loads(p.read_text()) for p in _DASHBOARDS.glob("*.json")}
+    whole: dict[str, Any] = copy.deepcopy(ALL_ON)
+    whole["metrics"]["dashboards"]["scope"] = "all"
+    assert _shown(whole) == files
+    for name, dashboard in shown.items():
+        assert dashboard["title"] == files[name]["title"] + " (serving/llm)"
+        assert dashboard["panels"] == files[name]["panels"]
+        chosen = {v["name"]: v.get("current") for v in dashboard["templating"]["list"]}
+        assert chosen["release"] == {"text": ["llm"], "value": ["llm"]}
+        assert chosen["namespace"] == {"text": ["serving"], "value": ["serving"]}
+    # Grafana's addresses: one each, at most 40 characters.
+    addresses = {
+        d["uid"] for d in (*shown.values(), *files.values(), *_shown(ALL_ON, "b").values())
+    }
+    assert len(addresses) == 3 * len(files)
+    assert all(len(uid) <= 40 for uid in addresses)
+
+
+def _shown(values: dict[str, Any], release: str = "llm") -> dict[str, Any]:
+    maps = [doc for doc in render(values, release) if doc["kind"] == "ConfigMap"]
+    return {name: json.loads(text) for doc in maps for name, text in doc["data"].items()}
 
 
 def test_scrapes_have_the_labels_that_rules_and_dashboards_ask_for() -> None:
@@ -48,6 +94,7 @@ def test_scrapes_have_the_labels_that_rules_and_dashboards_ask_for() -> None:
     assert scrape["authorization"]["credentials"] == {"name": "scrape", "key": "token"}
     targets = {item["targetLabel"]: item for item in scrape["relabelings"]}
     assert targets["job"]["replacement"] == "rbln-serve"
+    assert targets["release"]["replacement"] == "llm"
     assert targets["hostname"]["sourceLabels"] == ["__meta_kubernetes_pod_node_name"]
     pods = of_kind(render(POD_MONITOR), "PodMonitor")["spec"]["podMetricsEndpoints"][0]
     assert "authorization" not in pods
@@ -58,9 +105,14 @@ def test_scaling_asks_for_metrics_that_exist(tmp_path: Path) -> None:
     scaled = of_kind(render(KEDA), "ScaledObject")["spec"]
     queries = [trigger["metadata"]["query"] for trigger in scaled["triggers"]]
     assert queries == [
-        'sum(vllm:num_requests_waiting{namespace="serving",pod=~"llm-rbln-serve-.+"})',
-        'sum(rbln_admission_in_flight{namespace="serving",pod=~"llm-rbln-serve-.+"})',
+        'sum(vllm:num_requests_waiting{namespace="serving",pod=~"llm-rbln-serve-[a-z0-9]+-[a-z0-9]{5}"})',
+        'sum(rbln_admission_in_flight{namespace="serving",pod=~"llm-rbln-serve-[a-z0-9]+-[a-z0-9]{5}"})',
     ]
+    # Another release's pods are not ours, whatever it is called.
+    pods = re.compile(queries[0].partition('pod=~"')[2].partition('"})')[0])
+    assert pods.fullmatch("llm-rbln-serve-7c9d8f6b5-x2v4z")
+    assert not pods.fullmatch("llm-rbln-serve-b-7c9d8f6b5-x2v4z")
+    assert not pods.fullmatch("llm-rbln-serve-b-0")
     assert b"rbln_admission_in_flight" in ServerMetrics(tmp_path).render()
     # The workload leaves its replicas to the scaler.
     for values in (KEDA, HPA):

@@ -26,6 +26,8 @@ _RATE_S = 10
 _VARIABLES = {
     "$__rate_interval": f"{_RATE_S}s",
     "$job": ".*",
+    "$namespace": ".*",
+    "$release": ".*",
     "$instance": ".*",
     "$model": ".*",
     "$ttft": "1.0",
