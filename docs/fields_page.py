@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 
 from server.request.fields.field import Field, FieldAction
+from server.request.fields.rendered import RENDERED_CHAT
 from server.request.fields.tables import FIELDS
 from server.wire.endpoint import Endpoint
 
@@ -18,22 +19,28 @@ _TITLES = {
     Endpoint.COMPACT: "`/v1/responses/compact`",
     Endpoint.COMPLETION: "`/v1/completions`",
 }
+_RENDERED = "`/v1/chat/completions/render`, `/v1/completions/render`: differences"
 _REST = (Endpoint.EMBEDDINGS, "All others")
 
 
 def field_tables() -> Iterable[tuple[str, Sequence[tuple[str, ...]]]]:
     """Yield each table's heading and rows."""
-    for endpoint, title in (*_TITLES.items(), _REST):
-        groups: dict[tuple[FieldAction, str, str], list[str]] = {}
-        for row in FIELDS[endpoint]:
-            if row.action is None:
-                continue
-            groups.setdefault((row.action, row.why, _exception(row)), []).append(row.path)
-        rows = [
-            (", ".join(f"`{path}`" for path in paths), treatment.value, f"{why}{exception}")
-            for (treatment, why, exception), paths in sorted(groups.items(), key=_order)
-        ]
-        yield f"### {title}", rows
+    for endpoint, title in _TITLES.items():
+        yield f"### {title}", _rows(FIELDS[endpoint])
+    yield f"### {_RENDERED}", _rows(RENDERED_CHAT)
+    yield f"### {_REST[1]}", _rows(FIELDS[_REST[0]])
+
+
+def _rows(fields: Sequence[Field]) -> Sequence[tuple[str, ...]]:
+    groups: dict[tuple[FieldAction, str, str], list[str]] = {}
+    for row in fields:
+        if row.action is None:
+            continue
+        groups.setdefault((row.action, row.why, _exception(row)), []).append(row.path)
+    return [
+        (", ".join(f"`{path}`" for path in paths), treatment.value, f"{why}{exception}")
+        for (treatment, why, exception), paths in sorted(groups.items(), key=_order)
+    ]
 
 
 def _order(group: tuple[tuple[FieldAction, str, str], list[str]]) -> int:

@@ -22,6 +22,9 @@ _PURPOSES: dict[str, tuple[str, ...]] = {
     "[counts prompt tokens](responses.md#counting-tokens)": ("/v1/responses/input_tokens",),
     "[shortens a conversation](responses.md#compaction)": ("/v1/responses/compact",),
     "Anthropic's API": ("/v1/messages",),
+    "[rendered prompts](#rendered-prompts), as in vLLM": (
+        *("/v1/chat/completions/render", "/v1/completions/render"),
+    ),
     "as in vLLM": ("/tokenize", "/detokenize"),
     "[pooling models](pooling.md)": (*_POOLING, "/rerank", "/v1/rerank", "/v2/rerank"),
     "[stored responses](responses.md), with `--data-dir`": ("/v1/responses/{",),

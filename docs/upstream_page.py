@@ -25,10 +25,7 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "launchers/dp_supervisor": ("in the supervisor of several servers", "`/readyz`"),
     "openai/chat_completion": ("always", "`/v1/batches` ([batches](batches.md))"),
     "scale_out/derender": ("with `--enable-scale-out`", "none"),
-    "scale_out/render": (
-        "with `--enable-scale-out`",
-        "`/tokenize` returns the token ids of a chat",
-    ),
+    "scale_out/render": ("with `--enable-scale-out`", "the routes of chats and of completions"),
     "scale_out/token_in_token_out": ("with `--enable-scale-out`", "none"),
     "serve/dev/cache": ("with `VLLM_SERVER_DEV_MODE=1`", "none; models take no images"),
     "serve/dev/rlhf": ("with `VLLM_SERVER_DEV_MODE=1`", "none; weights are loaded at start"),

@@ -59,6 +59,8 @@ _SUMMARIES: Mapping[Endpoint, str] = {
     Endpoint.COMPACT: "Return a shorter conversation that can be continued.",
     Endpoint.MESSAGES: "Answer as Anthropic's Messages API does.",
     Endpoint.COUNT_TOKENS: "Count the tokens of a conversation, Anthropic's form.",
+    Endpoint.RENDER_CHAT: "Return the token ids and the sampling parameters of a conversation.",
+    Endpoint.RENDER_COMPLETION: "Return the token ids and the sampling parameters of each prompt.",
     Endpoint.TOKENIZE: "Turn a text or a conversation into token ids.",
     Endpoint.DETOKENIZE: "Turn token ids into text.",
 }

@@ -13,7 +13,12 @@ from server.wire.endpoint import Endpoint, JsonObject
 
 
 def answers_in(endpoint: Endpoint, body: JsonObject) -> int:
-    """Return the number of answers of a body, `n` for each prompt; 1 where `n` is invalid."""
+    """Return the number of answers of a body, `n` for each prompt; 1 where `n` is invalid.
+
+    A rendered request has one: nothing is generated.
+    """
+    if endpoint.renders:
+        return 1
     n = body.get("n")
     answers = n if type(n) is int and n > 1 else 1
     if endpoint is Endpoint.COMPLETION or endpoint.pools:

@@ -27,6 +27,7 @@ _CONVERSATION: Mapping[Endpoint, tuple[str, str | None]] = {
     Endpoint.MESSAGES: ("messages", "system"),
     Endpoint.COUNT_TOKENS: ("messages", "system"),
     Endpoint.CHAT: ("messages", None),
+    Endpoint.RENDER_CHAT: ("messages", None),
     Endpoint.RESPONSES: ("input", "instructions"),
     Endpoint.INPUT_TOKENS: ("input", "instructions"),
     Endpoint.COMPACT: ("input", "instructions"),

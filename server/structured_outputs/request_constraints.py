@@ -187,7 +187,7 @@ def _tools(endpoint: Endpoint, fields: JsonObject, *, tagged: bool) -> list[Cons
     found, any_strict = [], False
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
-        if endpoint is Endpoint.CHAT:
+        if endpoint.chats:
             tool, path = get_field(tool, "function"), f"{path}.function"
         if not choice.allows(get_field(tool, "name")):
             continue

@@ -14,7 +14,12 @@ _ALLOWED = "allowed_tools"
 _FORCING = frozenset(("required", "any"))
 _NAMING = frozenset(("function", "tool"))
 _MODES = ("auto", "required")
-_CALLING = frozenset((Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.INPUT_TOKENS, Endpoint.MESSAGES))
+_CALLING = frozenset(
+    (
+        *(Endpoint.CHAT, Endpoint.RENDER_CHAT, Endpoint.RESPONSES),
+        *(Endpoint.INPUT_TOKENS, Endpoint.MESSAGES),
+    )
+)
 
 ALLOWED_SCHEMA: JsonObject = {
     "type": "object",
@@ -101,7 +106,7 @@ def check_choice(endpoint: Endpoint, fields: JsonObject) -> None:
 
 def _check_allowed(endpoint: Endpoint, value: Any, offered: list[str]) -> None:
     holder, path = value, FIELD
-    if endpoint is Endpoint.CHAT:
+    if endpoint.chats:
         path = f"{FIELD}.{_ALLOWED}"
         holder = _require(value, _ALLOWED, path)
     mode = _require(holder, "mode", f"{path}.mode")
@@ -124,7 +129,7 @@ def _check_allowed(endpoint: Endpoint, value: Any, offered: list[str]) -> None:
                 f"{describe(get_field(tool, 'type'))}.",
                 param=f"{place}.type",
             )
-        if endpoint is Endpoint.CHAT:
+        if endpoint.chats:
             tool, place = _require(tool, "function", f"{place}.function"), f"{place}.function"
         _check_name(_require(tool, "name", f"{place}.name"), f"{place}.name", offered)
 

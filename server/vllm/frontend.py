@@ -359,7 +359,10 @@ class VllmFrontend:
 _CHARS_PER_BYTE = 4
 """Largest ratio of a prompt's characters to the body limit; a template multiplied longer ones."""
 _LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
-_WITHOUT_ENGINE = (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
+_WITHOUT_ENGINE = (
+    *(Endpoint.TOKENIZE, Endpoint.DETOKENIZE),
+    *(Endpoint.RENDER_CHAT, Endpoint.RENDER_COMPLETION),
+)
 
 
 def _has_logprobs(fields: JsonObject) -> bool:

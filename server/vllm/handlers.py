@@ -32,6 +32,10 @@ def _chat_body(answer: BaseModel, stamp: JsonObject, record: RequestRecord) -> b
     return with_custom_calls(whole, record.custom_tools) if record.custom_tools else whole
 
 
+def _plain_body(answer: BaseModel, _stamp: JsonObject, _: RequestRecord) -> bytes:
+    return answer.model_dump_json().encode()
+
+
 def _body_without_nulls(answer: BaseModel, _stamp: JsonObject, _: RequestRecord) -> bytes:
     return answer.model_dump_json(exclude_none=True).encode()
 
@@ -56,6 +60,7 @@ def request_models() -> dict[str, type[BaseModel]]:
     from vllm.entrypoints.pooling.scoring import protocol as scoring
     from vllm.entrypoints.serve.tokenize import protocol as tokenize
 
+    from server.vllm.rendering import requests as rendering
     from server.vllm.responses import requests as responses
 
     return {
@@ -66,6 +71,8 @@ def request_models() -> dict[str, type[BaseModel]]:
         "compact": responses.CompactRequest,
         "messages": anthropic.AnthropicMessagesRequest,
         "count_tokens": anthropic.AnthropicCountTokensRequest,
+        "render_chat": rendering.RenderChatRequest,
+        "render_completion": rendering.RenderCompletionRequest,
         "tokenize": tokenize.TokenizeCompletionRequest,
         "tokenize_chat": tokenize.TokenizeChatRequest,
         "detokenize": tokenize.DetokenizeRequest,
@@ -97,6 +104,8 @@ _SERVED_BY = {
     "compact": (_RESPONSES, "create_responses"),
     "messages": (_ANTHROPIC, "create_messages"),
     "count_tokens": (_ANTHROPIC, "count_tokens"),
+    "render_chat": ("serving_render", "answer_chat"),
+    "render_completion": ("serving_render", "answer_completion"),
     **dict.fromkeys(("tokenize", "tokenize_chat"), ("serving_tokenization", "create_tokenize")),
     "detokenize": ("serving_tokenization", "create_detokenize"),
     **dict.fromkeys(
@@ -120,6 +129,7 @@ _BODIES: Mapping[str, ToBody] = {
     "responses": response_json,
     "compact": compacted_json,
     "count_tokens": _body_without_nulls,
+    **dict.fromkeys(("render_chat", "render_completion"), _plain_body),
 }
 
 

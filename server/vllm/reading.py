@@ -187,7 +187,7 @@ class BodyReader:
     def _choosing_model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
         """Return the request model, with the names of the tools that may be called."""
         choice = ToolChoice.of(fields.get(FIELD))
-        if endpoint is Endpoint.CHAT and FIELD in fields:
+        if endpoint.chats and FIELD in fields:
             # vLLM's chat model has no list of tools, and treats null as a choice.
             given = fields.pop(FIELD)
             fields |= {} if given is None else {FIELD: choice.mode if choice.listed else given}

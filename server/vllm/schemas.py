@@ -17,6 +17,7 @@ from vllm.entrypoints.pooling.classify.protocol import ClassificationResponse
 from vllm.entrypoints.pooling.embed.protocol import CohereEmbedResponse, EmbeddingResponse
 from vllm.entrypoints.pooling.pooling.protocol import PoolingResponse
 from vllm.entrypoints.pooling.scoring.protocol import RerankResponse, ScoreResponse
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
 
 from server.frontend import WireSchemas
@@ -26,6 +27,7 @@ from server.structured_outputs.tool_inputs.chat_schemas import (
     TOOL_SCHEMA,
 )
 from server.tools.choice import ALLOWED_SCHEMA, FIELD
+from server.vllm.rendering.serving import RenderedPrompts
 from server.vllm.responses.schema import CompactedResponse, InputTokens, ResponseObject
 from server.wire.endpoint import Endpoint, JsonObject
 
@@ -38,6 +40,8 @@ _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {
     Endpoint.COMPACT: CompactedResponse,
     Endpoint.MESSAGES: AnthropicMessagesResponse,
     Endpoint.COUNT_TOKENS: AnthropicCountTokensResponse,
+    Endpoint.RENDER_CHAT: GenerateRequest,
+    Endpoint.RENDER_COMPLETION: RenderedPrompts,
     Endpoint.TOKENIZE: TokenizeResponse,
     Endpoint.DETOKENIZE: DetokenizeResponse,
     Endpoint.EMBEDDINGS: EmbeddingResponse,
@@ -51,7 +55,10 @@ _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {
     Endpoint.RERANK_V2: RerankResponse,
 }
 
-_NEVER_STREAMS = (Endpoint.INPUT_TOKENS, Endpoint.COMPACT)
+_NEVER_STREAMS = (
+    *(Endpoint.INPUT_TOKENS, Endpoint.COMPACT),
+    *(Endpoint.RENDER_CHAT, Endpoint.RENDER_COMPLETION),
+)
 """Endpoints whose request model has `stream`, without effect."""
 
 
@@ -80,7 +87,7 @@ def wire_schemas(
             given = definition.get("properties", {})
             own = {k: v for k, v in given.items() if k not in without[endpoint]}
             definition["properties"] = {**extra_fields[endpoint], **own}
-            if endpoint is Endpoint.CHAT:
+            if endpoint.chats:
                 _add_forms_of_chats(definition["properties"], definitions)
             # vLLM's models accept any field; this server rejects unknown ones.
             definition["additionalProperties"] = not closed

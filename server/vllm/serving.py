@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from server.vllm.errors import RefusedError
 from server.vllm.logprobs.serving import late_chats, late_completions, late_responses
 from server.vllm.messages.serving import over_chat_requests
+from server.vllm.rendering.serving import answering_renders
 from server.vllm.responses.serving import counting
 from server.vllm.tools.chat import chats_with_cut_calls
 from server.vllm.tools.parser import object_call_parser
@@ -57,6 +58,7 @@ def adapted(serving: _Serving) -> _Serving:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.entrypoints.scale_out.render.serving import ServingRender
 
     ours: tuple[type, ...] = ()
     if isinstance(serving, OpenAIServingChat):
@@ -69,6 +71,8 @@ def adapted(serving: _Serving) -> _Serving:
         ours += (_raises_in_streams(),)
     if isinstance(serving, AnthropicServingMessages):
         ours += (over_chat_requests(),)
+    if isinstance(serving, ServingRender):
+        ours += (answering_renders(),)
     made = copy.copy(serving)
     made.__class__ = type(type(serving).__name__, (*ours, type(serving)), {})
     _hold_to_objects(made)

@@ -18,6 +18,8 @@ class Endpoint(enum.Enum):
     COMPACT = "/v1/responses/compact"
     MESSAGES = "/v1/messages"
     COUNT_TOKENS = "/v1/messages/count_tokens"
+    RENDER_CHAT = "/v1/chat/completions/render"
+    RENDER_COMPLETION = "/v1/completions/render"
     TOKENIZE = "/tokenize"
     DETOKENIZE = "/detokenize"
     EMBEDDINGS = "/v1/embeddings"
@@ -34,6 +36,16 @@ class Endpoint(enum.Enum):
     def anthropic(self) -> bool:
         """True where errors and events have the form of Anthropic's API."""
         return self in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
+
+    @property
+    def chats(self) -> bool:
+        """True where the body is that of a chat completion."""
+        return self in (Endpoint.CHAT, Endpoint.RENDER_CHAT)
+
+    @property
+    def renders(self) -> bool:
+        """True where the answer has the token ids and the sampling parameters of a request."""
+        return self in (Endpoint.RENDER_CHAT, Endpoint.RENDER_COMPLETION)
 
     @property
     def takes_items(self) -> bool:

@@ -31,6 +31,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "compact": {"input": "hi"},
     "messages": {"messages": [USER], "max_tokens": 1},
     "count_tokens": {"messages": [USER]},
+    "render_chat": {"messages": [USER]},
+    "render_completion": {"prompt": "hi"},
     "tokenize": {"prompt": "hi"},
     "tokenize_chat": {"messages": [USER]},
     "detokenize": {"tokens": [5]},

@@ -9,28 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from server.request.fields.field import Field, FieldAction, FieldKind, PromptRole
+from server.request.fields.rendered import RENDERED, RENDERED_CHAT
+from server.request.fields.rows import granted as _granted
+from server.request.fields.rows import ignored as _ignored
+from server.request.fields.rows import obeyed as _obeyed
+from server.request.fields.rows import refused as _refused
+from server.request.fields.rows import row as _row
 from server.request.fields.shared import ANTHROPIC_TIERS, OPENAI_TIERS, SHARED
 from server.wire.endpoint import Endpoint
-
-_SHARED = {row.path: row for row in SHARED}
-
-
-def _row(path: str, action: FieldAction, why: str = "", **columns: Any) -> Field:
-    return replace(_SHARED.get(path, Field(path)), action=action, why=why, **columns)
-
-
-def _rows(action: FieldAction, *paths: str, why: str = "", **columns: Any) -> tuple[Field, ...]:
-    return tuple(_row(path, action, why, **columns) for path in paths)
-
-
-_obeyed = partial(_rows, FieldAction.OBEYED)
-_granted = partial(_rows, FieldAction.GRANTED)
-_ignored = partial(_rows, FieldAction.IGNORED)
-_refused = partial(_rows, FieldAction.REFUSED)
 
 _LABEL = "a label of the client, without effect"
 _CACHE = "prefixes are cached automatically, until their blocks are evicted"
@@ -373,6 +361,12 @@ def _table(
     )
 
 
+def _replaced(rows: tuple[Field, ...], others: tuple[Field, ...]) -> tuple[Field, ...]:
+    """Return `rows` with `others` in place of those of the same path."""
+    paths = {row.path for row in others}
+    return (*others, *(row for row in rows if row.path not in paths))
+
+
 _SCORED = _table(
     _POOLED,
     counted=("documents", "items", "data_2", "text_2"),
@@ -385,6 +379,12 @@ FIELDS: Mapping[Endpoint, tuple[Field, ...]] = {
     # A chat template shows documents; they are not prompts.
     Endpoint.CHAT: _table(_CHAT, counted=("messages",), conversation=("documents",)),
     Endpoint.COMPLETION: _table(_COMPLETION, counted=("prompt",), context=("suffix",)),
+    Endpoint.RENDER_CHAT: _table(
+        _replaced(_CHAT, RENDERED_CHAT), counted=("messages",), conversation=("documents",)
+    ),
+    Endpoint.RENDER_COMPLETION: _table(
+        _replaced(_COMPLETION, RENDERED), counted=("prompt",), context=("suffix",)
+    ),
     Endpoint.RESPONSES: _table(_RESPONSES, ("input",), _ITEM_FIELDS, conversation=("input",)),
     Endpoint.INPUT_TOKENS: _table(_INPUT_TOKENS, ("input",), _ITEM_FIELDS, conversation=("input",)),
     Endpoint.COMPACT: _table(_COMPACT, ("input",), _ITEM_FIELDS, conversation=("input",)),

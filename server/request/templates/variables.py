@@ -81,7 +81,7 @@ def settle_variables(
 def _require_shown(endpoint: Endpoint, body: JsonObject, declared: frozenset[str]) -> None:
     """Raise `UnsupportedFieldError` for a text of the prompt that the template leaves out."""
     name = "instruction" if endpoint.scores else "documents"
-    if (endpoint.scores or endpoint is Endpoint.CHAT) and body.get(name) and name not in declared:
+    if (endpoint.scores or endpoint.chats) and body.get(name) and name not in declared:
         raise UnsupportedFieldError(
             f"'{name}' is not supported: the template of the served model does not show it.",
             param=name,

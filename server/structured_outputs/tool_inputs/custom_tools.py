@@ -27,7 +27,7 @@ KIND = "custom"
 CALL = "custom_tool_call"
 _OUTPUT = "custom_tool_call_output"
 _FIELDS = ("name", "description", "format")
-_NESTED = frozenset((Endpoint.CHAT, Endpoint.TOKENIZE))
+_NESTED = frozenset((Endpoint.CHAT, Endpoint.RENDER_CHAT, Endpoint.TOKENIZE))
 """Endpoints whose tools and calls have an object of their kind, as chats have."""
 _FLAT = frozenset((Endpoint.RESPONSES, Endpoint.INPUT_TOKENS, Endpoint.COMPACT))
 
