@@ -6,6 +6,7 @@ modules in each process. Each row names a module that is deferred and what it br
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -58,6 +59,9 @@ _ENGINE = (
     "vllm.parser.engine.adapters",
     "vllm.parser.harmony",
 )
+# In the HTTP process, which computes on no meta tensors: PyTorch's Python kernels for them, with
+# the decompositions that they are part of.
+_HTTP = ("torch._meta_registrations",)
 
 
 class DynamoMarks:
@@ -79,6 +83,7 @@ class DynamoMarks:
                 mark = getattr(torch.compiler, name)
                 stack.enter_context(_put(torch.compiler, name, partial(self._postpone, mark)))
             stack.enter_context(_put(torch, "compile", partial(_compiled_late, torch.compile)))
+            stack.enter_context(_put(torch._library.utils, "get_source", _caller))
             stack.enter_context(_put(torch, "_check_with", partial(_checked, torch._check_with)))
             yield
 
@@ -103,7 +108,7 @@ dynamo_marks = DynamoMarks()
 def start_imports(*, engine: bool) -> Iterator[None]:
     """Leave out in the block what a start does not need; ``engine``: in the process of graphs."""
     with (
-        deferred_imports((*_COMMON, *_ENGINE) if engine else _COMMON),
+        deferred_imports((*_COMMON, *(_ENGINE if engine else _HTTP))),
         followed_import(MODULE, lambda module: _model_names().install(module)),
         dynamo_marks.postponed(),
     ):
@@ -128,6 +133,15 @@ def _put(module: Any, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, before)
+
+
+def _caller(stacklevel: int) -> str:
+    """Replace torch's ``get_source``, which reads the caller's source to name its place.
+
+    ``inspect`` looks for that file in all modules, for each of 190 operators.
+    """
+    frame = sys._getframe(stacklevel)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _checked(

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from rbln_backend.vllm_compat.surface import (
-    GrammarOutput,
-    ModelRunnerOutput,
-    SchedulerOutput,
-    UniProcExecutor,
-)
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 if TYPE_CHECKING:
+    # The HTTP process imports this module for the name of the class, and must not import layers.
+    from rbln_backend.vllm_compat.surface import (
+        GrammarOutput,
+        ModelRunnerOutput,
+        SchedulerOutput,
+    )
     from rbln_backend.worker.worker import RblnWorker
 
-StepOutput = ModelRunnerOutput | None
+StepOutput: TypeAlias = "ModelRunnerOutput | None"
 
 
-class _Done(Future[StepOutput]):
+class _Done(Future["StepOutput"]):
     """A result that is there, without the condition variable that vLLM's futures have."""
 
     def __init__(self, output: StepOutput) -> None:

@@ -80,6 +80,7 @@ logger = logging.getLogger(__name__)
 
 # By name: linters remove import statements without a use.
 _SERVING_MODULES = (
+    "server.vllm.responses.requests",
     "vllm.entrypoints.anthropic.serving",
     "vllm.entrypoints.generate.api_router",
     "vllm.entrypoints.launchers.api_server.app_state",

@@ -33,12 +33,46 @@ with api.start_imports(engine=True):
 print([name for name in {LEFT_OUT!r} if name in sys.modules], "torch" in sys.modules)
 """
 
+HTTP_LEFT_OUT = ("torch._prims", "torch._meta_registrations", "rbln_backend.vllm_compat.surface")
+HTTP_IMPORTS = f"""
+import sys
+from rbln_backend import api
+from rbln_backend.host.deferred_imports import DeferredModule
+from server.vllm.importing import import_vllm
+def has_run(name):
+    return name in sys.modules and not isinstance(sys.modules[name], DeferredModule)
+with api.start_imports(engine=False):
+    import_vllm()
+    import rbln_backend.worker.executor
+    import torch
+    # Without the kernels that were left out, a tensor without memory still has a shape.
+    assert (torch.empty(2, 3, device="meta") @ torch.empty(3, 4, device="meta")).shape == (2, 4)
+    print([name for name in {HTTP_LEFT_OUT!r} if has_run(name)])
+import torch._meta_registrations
+print("torch._prims" in sys.modules)
+"""
+
 
 def test_an_engine_process_is_preloaded_without_what_few_starts_need() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ENGINE_IMPORTS], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "[] True"
+
+
+def test_an_http_process_starts_without_layers_and_kernels_of_tensors_without_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HTTP_IMPORTS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-2:] == ["[]", "True"]
+
+
+def test_operators_name_the_place_of_their_caller_as_torch_does() -> None:
+    with DynamoMarks().postponed():
+        ours = torch._library.utils.get_source(1)
+    theirs = torch._library.utils.get_source(1)
+    assert ours.split(":")[0] == theirs.split(":")[0] == __file__
+    assert int(ours.split(":")[1]) + 1 == int(theirs.split(":")[1])
 
 
 @pytest.mark.parametrize("name", [*_COMMON, *_ENGINE])
