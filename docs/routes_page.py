@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from server import routes
+from server.request.invocation import INVOCATIONS
 from server.request.route_table import ROUTES
 from server.wire.endpoint import Endpoint
 
@@ -22,6 +23,7 @@ _PURPOSES: dict[str, tuple[str, ...]] = {
     "[counts prompt tokens](responses.md#counting-tokens)": ("/v1/responses/input_tokens",),
     "[shortens a conversation](responses.md#compaction)": ("/v1/responses/compact",),
     "Anthropic's API": ("/v1/messages",),
+    "[the endpoint that the body fits](#sagemaker), as in vLLM": ("/invocations",),
     "[rendered prompts](#rendered-prompts), as in vLLM": (
         *("/v1/chat/completions/render", "/v1/completions/render"),
     ),
@@ -63,7 +65,7 @@ def route_list_rows() -> Iterable[tuple[str, ...]]:
 
 def _methods() -> dict[str, list[str]]:
     """Return the methods of each path, from the decorators of the handlers."""
-    methods = {endpoint.value: ["POST"] for endpoint in Endpoint}
+    methods = {path: ["POST"] for path in (*(e.value for e in Endpoint), INVOCATIONS)}
     for file in sorted(_SOURCES.glob("*.py")):
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if (

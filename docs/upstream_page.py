@@ -35,7 +35,6 @@ _FAMILIES: dict[str, tuple[str, str]] = {
     "serve/elastic_ep": ("always", "none; ranks are set at start"),
     "serve/fault_tolerance": ("with `--enable-fault-tolerance`", "none"),
     "serve/instrumentator/offline_docs": ("with `--enable-offline-docs`", "`/openapi.json`"),
-    "serve/sagemaker": ("always", "the route of each API"),
     "speech_to_text": ("for models of speech", "none; such models are refused"),
 }
 

@@ -116,6 +116,11 @@ class Frontend(Protocol):
         ...
 
     @property
+    def endpoints(self) -> frozenset[Endpoint]:
+        """Endpoints that the served model offers."""
+        ...
+
+    @property
     def capacity(self) -> Capacity:
         """Capacity of the engine."""
         ...

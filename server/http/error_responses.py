@@ -12,12 +12,14 @@ from http import HTTPStatus
 from starlette.types import Send
 
 from server.errors import ServerError
+from server.request.invocation import INVOCATIONS
 from server.request.record import RequestRecord
 from server.request.request_id import HEADER
 from server.wire.endpoint import Endpoint
 from server.wire.sse import named_frame
 
-_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
+# Streams of /invocations are chats or completions, whose error frames are equal.
+_ENDPOINTS = {INVOCATIONS: Endpoint.CHAT} | {endpoint.value: endpoint for endpoint in Endpoint}
 _MAX_SEND_S = 0.5
 
 

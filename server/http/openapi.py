@@ -21,6 +21,7 @@ from server import errors
 from server.errors import ErrorEnvelope, ServerError
 from server.frontend import WireSchemas
 from server.request.body import JSON_TYPE
+from server.request.invocation import INVOCATIONS, INVOKED
 from server.request.route_table import NEVER_GUARDED, Scope, route_of, scope_of
 from server.wire.endpoint import Endpoint, JsonObject
 
@@ -124,7 +125,11 @@ def openapi_document(
         title="rbln-serve",
         version=version,
         servers=[{"url": root_path or "/"}],
-        routes=[*routes, *(_inference(endpoint, engine) for endpoint in engine.requests)],
+        routes=[
+            *routes,
+            *(_inference(endpoint, engine) for endpoint in engine.requests),
+            _invocations(engine),
+        ],
     )
     for path in document["paths"].values():
         for operation in path.values():
@@ -160,6 +165,26 @@ def _inference(endpoint: Endpoint, engine: WireSchemas) -> DescribedRoute:
         response_description="The answer.",
         responses={200: {"content": content}, **failing(*_INFERENCE_FAILURES, *stored)},
         openapi_extra=taking(engine.requests[endpoint]),
+    )
+
+
+def _invocations(engine: WireSchemas) -> DescribedRoute:
+    """Return the route of all bodies that `INVOKED` endpoints take, for the document only."""
+    invoked = [endpoint for endpoint in INVOKED if endpoint in engine.requests]
+    content: JsonObject = {
+        JSON_TYPE: {"schema": {"anyOf": [engine.answers[endpoint] for endpoint in invoked]}}
+    }
+    if any(endpoint in engine.streaming for endpoint in invoked):
+        content["text/event-stream"] = {}
+    return DescribedRoute(
+        INVOCATIONS,
+        _undefined,
+        methods=["POST"],
+        summary="Answer as the endpoint that the body's fields name; for hosts such as SageMaker.",
+        response_class=Response,
+        response_description="The answer.",
+        responses={200: {"content": content}, **failing(*_INFERENCE_FAILURES)},
+        openapi_extra=taking({"anyOf": [engine.requests[endpoint] for endpoint in invoked]}),
     )
 
 

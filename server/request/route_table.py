@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from starlette.types import Scope as AsgiScope
 
+from server.request.invocation import INVOCATIONS
 from server.wire.endpoint import Endpoint
 
 
@@ -83,6 +84,7 @@ ROUTES: tuple[Route, ...] = (
     *(Route(path, Scope.API, gated=False) for path in ("/v1/server_info", "/openapi.json")),
     Route("/v1/server_info/history", Scope.API, gated=False),
     *(Route(endpoint.value, Scope.API, admitted=True) for endpoint in Endpoint),
+    Route(INVOCATIONS, Scope.API, admitted=True),
     Route("/v1/files", Scope.API, gated=False),
     Route("/v1/files/{file_id}/content", Scope.API, False, "/v1/files/", suffix="/content"),
     Route("/v1/files/{file_id}", Scope.API, False, "/v1/files/"),

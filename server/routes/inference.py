@@ -4,25 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from msgspec import Raw
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import Admission, Permit
-from server.errors import OverloadedError, QueueTimeoutError
+from server.errors import InvalidJsonError, OverloadedError, QueueTimeoutError
 from server.frontend import Frontend, ParsedRequest
 from server.http.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.request.body import JSON_TYPE, read_body
 from server.request.deadline import deadline_of
+from server.request.invocation import (
+    ADAPTER_HEADER,
+    INVOCATIONS,
+    check_session,
+    invoked_endpoint,
+)
 from server.request.options.tier import FIELD, Tier, granted
 from server.request.record import RequestRecord, record_of
 from server.routes.response_store import ResponseStore
 from server.settings import ServerSettings
+from server.storage.raw_json import JsonSyntaxError, ShapeError, decode, with_fields
 from server.wire.endpoint import Endpoint, JsonObject
 from server.wire.prompt_progress import PromptProgress, chunk_head
 
 _ANSWER_BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Fields of the APIs that bound the tokens of an answer."""
+_Choose = Callable[[bytes, Request], tuple[Endpoint, bytes]]
+"""Returns the endpoint of a request, and its body."""
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")
 """Frames sent before the engine's first output: comments, the Responses API's first two."""
 
@@ -36,18 +46,42 @@ def add_inference_routes(
 ) -> None:
     """Add a POST route per endpoint; the gate passes requests only once there is a front end."""
     for endpoint in Endpoint:
-        handler = _handler(endpoint, frontend, store, settings, admission)
+        handler = _handler(_always(endpoint), frontend, store, settings, admission)
         app.add_route(endpoint.value, handler, methods=["POST"], name=endpoint.name.lower())
+    handler = _handler(_invocation(frontend), frontend, store, settings, admission)
+    app.add_route(INVOCATIONS, handler, methods=["POST"], name="invocations")
+
+
+def _always(endpoint: Endpoint) -> _Choose:
+    return lambda raw, _: (endpoint, raw)
+
+
+def _invocation(frontend: Callable[[], Frontend]) -> _Choose:
+    """Return the choice of the endpoint by the names of a body's fields."""
+
+    def choose(raw: bytes, request: Request) -> tuple[Endpoint, bytes]:
+        check_session(request.headers)
+        try:
+            names = decode(raw, dict[str, Raw])
+        except JsonSyntaxError as error:
+            raise InvalidJsonError(f"The request body is not valid JSON: {error}.") from None
+        except ShapeError as error:
+            raise InvalidJsonError(f"The request body must be a JSON object: {error}.") from None
+        endpoint = invoked_endpoint(names, frontend().endpoints)
+        adapter = request.headers.get(ADAPTER_HEADER)
+        return endpoint, raw if adapter is None else with_fields(raw, {"model": adapter})
+
+    return choose
 
 
 def _handler(
-    endpoint: Endpoint,
+    choose: _Choose,
     frontend: Callable[[], Frontend],
     store: ResponseStore,
     settings: ServerSettings,
     admission: Admission,
 ) -> Callable[[Request], Awaitable[Response]]:
-    async def respond(raw: bytes, request: Request) -> Response:
+    async def respond(endpoint: Endpoint, raw: bytes, request: Request) -> Response:
         # Held until the last byte of the response. A small body is parsed without an await, so that
         # no other request is admitted before the permit grows to all of its sequences.
         record = record_of(request.scope)
@@ -82,7 +116,8 @@ def _handler(
         record = record_of(request.scope)
         record.deadline = deadline_of(request.headers, record.started, settings.max_request_s)
         try:
-            work = respond(await read_body(request, settings), request)
+            endpoint, raw = choose(await read_body(request, settings), request)
+            work = respond(endpoint, raw, request)
             return await until_disconnect(request.receive, work, record.deadline)
         except (OverloadedError, QueueTimeoutError) as error:
             if "retry-after" not in error.headers:

@@ -160,6 +160,7 @@ class VllmFrontend:
         self._tracing = tracing
         self._handlers = handlers(state)
         offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
+        self.endpoints = frozenset(e for e in Endpoint if forms_of(e, offered))
         rules = make_request_rules(engine.vllm_config, state, settings, tasks, offered, tools)
         self._limits = rules.limits
         engine.rewrites_tools = rules.rewrites_tools

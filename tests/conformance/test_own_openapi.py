@@ -70,22 +70,24 @@ KIND: dict[str, Any] = {
     "prompt": MESSAGE["properties"]["content"],  # type: ignore[index]
 }
 
+COMPLETIONS = ("CompletionRequest", "RenderCompletionRequest")
+
 
 def shaped(document: dict[str, Any]) -> dict[str, Any]:
     """The document with requests half of which reach the model, and end soon."""
     document = copy.deepcopy(document)
     for name, schema in document["components"]["schemas"].items():
         properties = schema.get("properties", {})
-        if "Request" not in name:
+        if "Request" not in name or name == "GenerateRequest":  # that one is an answer
             continue
         for field in KIND.keys() & properties.keys():
             free = field in ("messages", "prompt")
-            if field == "prompt" and name != "CompletionRequest":
+            if field == "prompt" and name not in COMPLETIONS:
                 continue
             properties[field] = {"anyOf": [KIND[field], properties[field]]} if free else KIND[field]
         for field in ("stream_options", "stream_interval", "prompt_embeds", "priority"):
             properties.pop(field, None)
-        if name == "CompletionRequest":
+        if name in COMPLETIONS:
             schema["required"] = [*schema.get("required", []), "prompt"]
     return document
 

@@ -70,6 +70,7 @@ class ScriptedFrontend:
     max_json_depth: int = 64
     tools: ToolSupport = SHOWN
     tokenizer: JsonObject | None = None
+    endpoints: frozenset[Endpoint] = frozenset(Endpoint)
 
     @property
     def capacity(self) -> Capacity:

@@ -17,6 +17,7 @@ from server.observability.genai import (
     OPERATIONS,
     RESPONSE_ID,
     RESPONSE_MODEL,
+    operation_attributes,
     request_attributes,
 )
 from server.request.record import RequestRecord
@@ -37,7 +38,9 @@ _MARGIN = 1000
 def describe_request(record: RequestRecord, endpoint: Endpoint, fields: JsonObject) -> None:
     """Put the settings of a request on its span."""
     if record.span is not None and endpoint in OPERATIONS:
-        record.span.set_attributes(request_attributes(fields))
+        # The path of /invocations does not say the operation.
+        of_operation = operation_attributes(OPERATIONS[endpoint])
+        record.span.set_attributes(of_operation | request_attributes(fields))
 
 
 def name_model(record: RequestRecord, endpoint: Endpoint, model: str) -> None:

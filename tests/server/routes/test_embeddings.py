@@ -74,6 +74,14 @@ def test_it_says_what_it_is(server: RealServer, client: openai.OpenAI) -> None:
     assert server.metric("rbln_graphs{") == graphs["total"]
 
 
+def test_invocations_embed(server: RealServer) -> None:
+    header = {"x-amzn-sagemaker-adapter-identifier": "adapted"}
+    answer = server.client.post("/invocations", json={"input": "hello"}, headers=header).json()
+    assert answer["model"] == "adapted"
+    body = {"input": "hello", "model": "adapted"}
+    assert answer["data"] == server.client.post("/v1/embeddings", json=body).json()["data"]
+
+
 def test_texts_in_both_encodings(
     server: RealServer, client: openai.OpenAI, checkpoint: Path
 ) -> None:

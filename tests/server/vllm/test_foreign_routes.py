@@ -1,4 +1,4 @@
-"""Requests that are rendered: answers equal vLLM's, prompts equal those of a generation."""
+"""Routes of vLLM for routers and other hosts: rendered requests equal vLLM's, /invocations."""
 
 from __future__ import annotations
 
@@ -126,3 +126,42 @@ def test_a_rendered_request_generates_nothing(server: RealServer) -> None:
     answer = server.client.post(f"{CHAT}/render", json={"messages": TURNS, "n": 4})
     assert answer.json()["sampling_params"]["n"] == 4
     assert server.metric("vllm:request_success_total") == before
+
+
+def test_invocations_are_answered_by_their_fields(server: RealServer) -> None:
+    chat = server.client.post("/invocations", json={"messages": TURNS, "max_tokens": 2})
+    assert (chat.status_code, chat.json()["object"]) == (200, "chat.completion")
+    text = server.client.post("/invocations", json={"prompt": "hi", "max_tokens": 2})
+    assert (text.status_code, text.json()["object"]) == (200, "text_completion")
+    body = {"messages": TURNS, "max_tokens": 2, "stream": True}
+    lines = server.client.post("/invocations", json=body).text.split("\n\n")
+    assert lines[0].startswith('data: {"id":"chatcmpl-')
+    assert lines[-2] == "data: [DONE]"
+    answered = 'rbln_http_requests_total{code="200",method="POST",outcome="ok",route="/invocations"'
+    assert server.metric(answered) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "code"),
+    [
+        (b'{"input": "hi"}', {}, "missing_field"),
+        (b"[[]]", {}, "invalid_json"),
+        (b'{"prompt": "hi"', {}, "invalid_json"),
+        (b'{"prompt": "hi", "surprise": 1}', {}, "unknown_field"),
+        (b'{"prompt": "hi"}', {"x-amzn-sagemaker-session-id": "NEW_SESSION"}, "unsupported_field"),
+        (b'{"prompt": "hi"}', {"x-amzn-sagemaker-adapter-identifier": "a"}, "model_not_found"),
+    ],
+)
+def test_wrong_invocations(
+    server: RealServer, content: bytes, headers: dict[str, str], code: str
+) -> None:
+    answer = server.client.post(
+        "/invocations", content=content, headers={"content-type": "application/json", **headers}
+    )
+    assert answer.json()["error"]["code"] == code
+
+
+def test_the_document_has_these_routes(server: RealServer) -> None:
+    paths = server.client.get("/openapi.json").json()["paths"]
+    for path in ("/invocations", f"{CHAT}/render", f"{COMPLETION}/render", "/ping"):
+        assert "post" in paths[path]
