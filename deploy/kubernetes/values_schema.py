@@ -30,6 +30,10 @@ OWNED = (
     *("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs"),
     *("ssl_ciphers", "enable_ssl_refresh"),
 )
+_KINDS = (
+    *("Deployment", "StatefulSet", "RayCluster", "LeaderWorkerSet"),
+    "LLMInferenceServiceConfig",
+)
 _PULL = one_of("Always", "IfNotPresent", "Never")
 _SECRET = closed(secretName=NAME, key=TEXT)
 _RESOURCES = closed(
@@ -83,7 +87,7 @@ def _workload() -> dict[str, Schema]:
             pullSecrets=many(NAME),
         ),
         "workload": closed(
-            kind=one_of("Deployment", "StatefulSet", "RayCluster"),
+            kind=one_of(*_KINDS),
             replicas=whole(),
             maxSurge=whole(),
             maxUnavailable=whole(),
@@ -115,6 +119,7 @@ def _workload() -> dict[str, Schema]:
             readOnly=FLAG,
             modules={"type": "object", "additionalProperties": ABSOLUTE},
         ),
+        "kserve": closed(tls=FLAG),
         "ray": closed(version=TEXT, workers=whole(1), workerResources=_RESOURCES),
     }
 
@@ -207,22 +212,33 @@ def _placement() -> dict[str, Schema]:
                 "anyOf": [whole(1), {"type": "string", "pattern": "^([1-9][0-9]?|100)%$"}]
             },
         ),
-        "autoscaling": closed(
-            kind=one_of("none", "hpa", "keda"),
-            minReplicas=whole(1),
-            maxReplicas=whole(1),
-            targetWaiting=whole(1),
-            targetInFlight=whole(1),
-            scaleDownStabilizationSeconds={"type": "integer", "minimum": 0, "maximum": 3600},
-            hpa=closed(waitingMetric=TEXT, inFlightMetric=TEXT),
-            keda=closed(
-                prometheusAddress={"type": "string", "pattern": "^(https?://.+)?$"},
-                pollingInterval=whole(1),
-                authenticationRef=NAME,
-                fallbackReplicas=whole(),
+        "autoscaling": _autoscaling(),
+    }
+
+
+def _autoscaling() -> Schema:
+    """Return the values of scaling."""
+    return closed(
+        kind=one_of("none", "hpa", "keda"),
+        minReplicas=whole(1),
+        maxReplicas=whole(1),
+        targetWaiting=whole(1),
+        targetInFlight=whole(1),
+        scaleDownStabilizationSeconds={"type": "integer", "minimum": 0, "maximum": 3600},
+        hpa=closed(waitingMetric=TEXT, inFlightMetric=TEXT),
+        keda=closed(
+            prometheusAddress={"type": "string", "pattern": "^(https?://.+)?$"},
+            pollingInterval=whole(1),
+            authenticationRef=NAME,
+            fallbackReplicas=whole(),
+            scaleToZero=closed(
+                enabled=FLAG,
+                cooldownSeconds=whole(),
+                queueMetric={"type": "string", "pattern": "^[a-zA-Z_:][a-zA-Z0-9_:]*$"},
+                queueSelector=TEXT,
             ),
         ),
-    }
+    )
 
 
 def _access() -> dict[str, Schema]:

@@ -75,6 +75,11 @@ def pod_templates(documents: list[Document]) -> dict[str, Document]:
     for doc in documents:
         if doc["kind"] in ("Deployment", "StatefulSet", "Job"):
             found[doc["kind"]] = doc["spec"]["template"]
+        if doc["kind"] == "LeaderWorkerSet":
+            group = doc["spec"]["leaderWorkerTemplate"]
+            found["leader"], found["members"] = group["leaderTemplate"], group["workerTemplate"]
+        if doc["kind"] == "LLMInferenceServiceConfig":
+            found["preset"] = {"spec": doc["spec"]["template"]}
         if doc["kind"] == "RayCluster":
             found["head"] = doc["spec"]["headGroupSpec"]["template"]
             found["workers"] = doc["spec"]["workerGroupSpecs"][0]["template"]

@@ -138,6 +138,19 @@ _KEYED = {"apiKeys": {"secretName": "keys"}}
         ({"workload": {"kind": "RayCluster"}}, "ray.version is needed"),
         ({**RAY, "autoscaling": {"kind": "hpa"}}, "a RayCluster is one replica"),
         ({"autoscaling": {"kind": "keda"}}, "prometheusAddress is needed"),
+        (
+            {"autoscaling": {"keda": {"scaleToZero": {"enabled": True}}}},
+            "scaleToZero needs autoscaling.kind keda",
+        ),
+        (
+            {
+                "autoscaling": {
+                    "kind": "keda",
+                    "keda": {"prometheusAddress": "http://p", "scaleToZero": {"enabled": True}},
+                }
+            },
+            "without a pod only the endpoint picker holds requests",
+        ),
         ({"autoscaling": {"minReplicas": 9}}, "minReplicas 9 is more than"),
         ({"cache": {"import": {"enabled": True}}}, "cache.import needs file"),
         ({"cache": {"prebuild": {"enabled": True}}}, "set cache.persistence.enabled"),
@@ -154,7 +167,7 @@ _KEYED = {"apiKeys": {"secretName": "keys"}}
         ),
         (
             {**RAY, "cache": {"persistence": {"enabled": True}, "prebuild": {"enabled": True}}},
-            "ranks of a RayCluster compile with Ray",
+            "ranks of several pods compile with Ray",
         ),
         ({"model": {"download": {"repository": "a/b"}}}, "needs a rule in networkPolicy.egress"),
         ({"model": {"download": {"revision": "b"}}}, "without model.download.repository"),
@@ -212,7 +225,7 @@ def test_the_examples_of_the_page_can_be_installed() -> None:
         r"^```yaml\n(.+?)^```", page.replace("…", "0" * 64), re.MULTILINE | re.DOTALL
     )
     examples = [block for text in blocks if "rules" not in (block := yaml.safe_load(text))]
-    assert len(examples) == 6
+    assert len(examples) == 8
     for values in examples:
         assert [x for doc in render(values) for x in problems(doc, NEWEST)] == []
     # Those of the shell: what they name exists.

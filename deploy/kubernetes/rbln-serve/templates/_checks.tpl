@@ -11,11 +11,28 @@
 {{- if and (eq $v.workload.kind "RayCluster") (ne $v.autoscaling.kind "none") -}}
 {{- fail "autoscaling.kind: a RayCluster is one replica of one model; use none" -}}
 {{- end -}}
+{{- if and (eq $v.workload.kind "LeaderWorkerSet") (ne $v.autoscaling.kind "none") -}}
+{{- fail "autoscaling.kind: replicas of a LeaderWorkerSet are groups of pods; use none and workload.replicas" -}}
+{{- end -}}
+{{- if include "rbln-serve.isPreset" . -}}
+{{- range $name, $value := dict "autoscaling.kind" (ne $v.autoscaling.kind "none") "cache.prebuild" $v.cache.prebuild.enabled "model.volume" $v.model.volume "model.download" $v.model.download.repository "tls.secretName" $v.tls.secretName "ingress" $v.ingress.enabled "gateway.httpRoute" $v.gateway.httpRoute.enabled "gateway.inferencePool" $v.gateway.inferencePool.enabled "metrics.serviceMonitor" $v.metrics.serviceMonitor.enabled "metrics.podMonitor" $v.metrics.podMonitor.enabled "metrics.rules" $v.metrics.rules.enabled -}}
+{{- if $value -}}
+{{- fail (printf "%s has no effect with workload.kind LLMInferenceServiceConfig: KServe mounts the model and makes what stands around the pods" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and (eq $v.workload.kind "RayCluster") (not $v.ray.version) -}}
 {{- fail "ray.version is needed with workload.kind RayCluster: that of the image" -}}
 {{- end -}}
 {{- if and (eq $v.autoscaling.kind "keda") (not $v.autoscaling.keda.prometheusAddress) -}}
 {{- fail "autoscaling.keda.prometheusAddress is needed with autoscaling.kind keda" -}}
+{{- end -}}
+{{- $zero := $v.autoscaling.keda.scaleToZero -}}
+{{- if and $zero.enabled (ne $v.autoscaling.kind "keda") -}}
+{{- fail "autoscaling.keda.scaleToZero needs autoscaling.kind keda" -}}
+{{- end -}}
+{{- if and $zero.enabled (not $zero.queueSelector) (not $v.gateway.inferencePool.endpointPicker.name) -}}
+{{- fail "autoscaling.keda.scaleToZero needs gateway.inferencePool.endpointPicker.name or queueSelector: without a pod only the endpoint picker holds requests" -}}
 {{- end -}}
 {{- if gt (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas) -}}
 {{- fail (printf "autoscaling.minReplicas %d is more than autoscaling.maxReplicas %d" (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas)) -}}
@@ -29,8 +46,8 @@
 {{- if and $v.cache.prebuild.enabled (not $v.cache.persistence.enabled) -}}
 {{- fail "cache.prebuild fills a volume that pods share: set cache.persistence.enabled" -}}
 {{- end -}}
-{{- if and $v.cache.prebuild.enabled (eq $v.workload.kind "RayCluster") -}}
-{{- fail "cache.prebuild: ranks of a RayCluster compile with Ray, which runs after the init containers; use cache.import" -}}
+{{- if and $v.cache.prebuild.enabled (include "rbln-serve.usesRay" .) -}}
+{{- fail "cache.prebuild: ranks of several pods compile with Ray, which runs after the init containers; use cache.import" -}}
 {{- end -}}
 {{- if and (include "rbln-serve.prebuildJob" .) (eq $v.workload.kind "StatefulSet") (not $v.cache.persistence.existingClaim) -}}
 {{- fail "cache.prebuild cannot fill the claims of a StatefulSet: set cache.persistence.existingClaim, or use cache.import" -}}

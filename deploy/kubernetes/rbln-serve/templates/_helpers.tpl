@@ -66,7 +66,25 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (include "rbln-serve.fullname" .) .Values.gateway.inferencePool.name -}}
 {{- end -}}
 
+{{/* "true" if ranks of one model run in several pods, placed by Ray. */}}
+{{- define "rbln-serve.usesRay" -}}
+{{- if has .Values.workload.kind (list "RayCluster" "LeaderWorkerSet") -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" if the chart makes no pods: KServe makes them, and what stands around them. */}}
+{{- define "rbln-serve.isPreset" -}}
+{{- if eq .Values.workload.kind "LLMInferenceServiceConfig" -}}true{{- end -}}
+{{- end -}}
+
 {{/* "true" if more than one replica can run. */}}
 {{- define "rbln-serve.scaled" -}}
-{{- if and (ne .Values.workload.kind "RayCluster") (or (ne .Values.autoscaling.kind "none") (gt (int .Values.workload.replicas) 1)) -}}true{{- end -}}
+{{- if and (not (has .Values.workload.kind (list "RayCluster" "LLMInferenceServiceConfig"))) (or (ne .Values.autoscaling.kind "none") (gt (int .Values.workload.replicas) 1)) -}}true{{- end -}}
+{{- end -}}
+
+{{/* Requests that the endpoint picker holds; the series exists without any pod of ours. */}}
+{{- define "rbln-serve.pickerQueue" -}}
+{{- $zero := .Values.autoscaling.keda.scaleToZero -}}
+{{- $picker := .Values.gateway.inferencePool.endpointPicker.name -}}
+{{- $selector := default (ternary (printf "service=\"%s\"" $picker) "" (ne $picker "")) $zero.queueSelector -}}
+{{- printf "sum(%s{namespace=\"%s\",%s})" $zero.queueMetric .Release.Namespace $selector -}}
 {{- end -}}

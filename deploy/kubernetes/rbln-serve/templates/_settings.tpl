@@ -22,7 +22,7 @@
 {{- end }}
 {{- end }}
 {{- end }}
-{{- if eq .Values.workload.kind "RayCluster" }}
+{{- if include "rbln-serve.usesRay" . }}
 - --distributed-executor-backend
 - ray
 {{- end }}

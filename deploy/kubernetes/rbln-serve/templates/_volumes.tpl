@@ -48,7 +48,7 @@
 {{- end }}{{ end }}
 {{- with .Values.tls.secretName }}
 - name: tls
-  secret: {secretName: {{ . }}, defaultMode: 0440}
+  secret: {secretName: {{ . | quote }}, defaultMode: 0440}
 {{- end }}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}

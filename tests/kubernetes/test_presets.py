@@ -1,0 +1,111 @@
+"""Presets of other projects: KServe, llm-d, LeaderWorkerSet."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.kubernetes.generate import CHART
+from tests.kubernetes.api_schemas import NEWEST, problems
+from tests.kubernetes.chart import of_kind, pod_templates, refusal, render, server
+from tests.kubernetes.value_sets import GROUPS, KSERVE
+
+LLM_D: dict[str, Any] = yaml.safe_load((CHART.parent / "presets" / "llm-d.yaml").read_text())
+
+
+def test_kserve_gets_the_servers_pod_under_its_own_names() -> None:
+    documents = render(KSERVE)
+    kinds = {doc["kind"] for doc in documents}
+    assert kinds == {"LLMInferenceServiceConfig", "PersistentVolumeClaim"}
+    pod = of_kind(documents, "LLMInferenceServiceConfig")["spec"]["template"]
+    # KServe's service account has the credentials of the model's storage.
+    assert "serviceAccountName" not in pod
+    main = pod["containers"][0]
+    assert main["name"] == "main"
+    assert main["args"][:3] == ["/mnt/models", "--served-model-name", "{{ .Spec.Model.Name }}"]
+    assert main["ports"] == [{"name": "http", "containerPort": 8000, "protocol": "TCP"}]
+    plain = server({**KSERVE, "workload": {"kind": "Deployment"}})
+    assert main["resources"] == plain.container["resources"]
+    assert pod["terminationGracePeriodSeconds"] == plain.pod["terminationGracePeriodSeconds"]
+    assert main["startupProbe"]["failureThreshold"] * main["startupProbe"]["periodSeconds"] == 7200
+
+
+def test_the_service_of_the_example_names_the_preset() -> None:
+    service = yaml.safe_load((CHART.parent / "presets" / "kserve-service.yaml").read_text())
+    assert problems(service, NEWEST) == []
+    config = of_kind(render(KSERVE, "rbln"), "LLMInferenceServiceConfig")
+    assert service["spec"]["baseRefs"] == [{"name": config["metadata"]["name"]}]
+
+
+@pytest.mark.parametrize(("tls", "scheme"), [(True, "HTTPS"), (False, "HTTP")])
+def test_kserves_certificate_is_the_servers(tls: bool, scheme: str) -> None:
+    documents = render({**KSERVE, "kserve": {"tls": tls}})
+    pod = of_kind(documents, "LLMInferenceServiceConfig")["spec"]["template"]
+    assert pod["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == scheme
+    secrets = [v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v]
+    name = "{{ ChildName .ObjectMeta.Name `-kserve-self-signed-certs` }}"
+    assert secrets == ([name] if tls else [])
+
+
+def test_what_kserve_makes_itself_is_refused() -> None:
+    for values in (
+        {"model": {"volume": {"hostPath": {"path": "/m"}}}},
+        {"gateway": {"inferencePool": {"enabled": True, "endpointPicker": {"name": "a"}}}},
+        {"metrics": {"podMonitor": {"enabled": True}}},
+        {"autoscaling": {"kind": "hpa"}},
+    ):
+        assert "has no effect with workload.kind LLMInference" in refusal({**KSERVE, **values})
+
+
+def test_a_group_is_one_model_over_several_pods() -> None:
+    documents = render(GROUPS)
+    group = of_kind(documents, "LeaderWorkerSet")["spec"]
+    assert (group["replicas"], group["leaderWorkerTemplate"]["size"]) == (2, 2)
+    templates = pod_templates(documents)
+    leader = templates["leader"]["spec"]["containers"][0]
+    member = templates["members"]["spec"]["containers"][0]
+    assert leader["command"][2].endswith('exec rbln-serve serve "$@"')
+    assert leader["args"][-4:] == [
+        *("--distributed-executor-backend", "ray"),
+        *("--tensor-parallel-size", "8"),
+    ]
+    assert "$LWS_LEADER_ADDRESS:6379" in member["command"][2]
+    # Eight ranks: four NPUs in each pod, and memory for them.
+    for container in (leader, member):
+        assert container["resources"]["limits"]["rebellions.ai/npu"] == "4"
+        assert container["resources"]["limits"]["memory"] == "10240Mi"
+    selector = of_kind(documents, "Service")["spec"]["selector"].items()
+    assert selector <= templates["leader"]["metadata"]["labels"].items()
+    assert not selector <= templates["members"]["metadata"]["labels"].items()
+    # Ranks reach each other at any port.
+    policy = of_kind(documents, "NetworkPolicy")["spec"]
+    assert any("ports" not in rule for rule in policy["ingress"])
+    assert "replicas of a LeaderWorkerSet" in refusal({**GROUPS, "autoscaling": {"kind": "hpa"}})
+
+
+def test_emulated_devices_are_counted_for_ray() -> None:
+    values = {**GROUPS, "device": {"kind": "emulated", "count": 2}}
+    for template in (pod_templates(render(values))[name] for name in ("leader", "members")):
+        start = template["spec"]["containers"][0]["command"][2]
+        assert "--resources='{\"RBLN\": 2}'" in start
+
+
+def test_llm_d_finds_what_it_routes_by() -> None:
+    documents = render(LLM_D)
+    assert [x for doc in documents for x in problems(doc, NEWEST)] == []
+    pod = of_kind(documents, "Deployment")["spec"]["template"]
+    assert pod["metadata"]["labels"]["llm-d.ai/role"] == "both"
+    container = pod["spec"]["containers"][0]
+    config = json.loads(container["args"][container["args"].index("--kv-events-config") + 1])
+    # Kubernetes replaces $(POD_IP) by the variable of the same container.
+    assert config["topic"] == "kv@$(POD_IP):8000@default-model"
+    assert "POD_IP" in [one["name"] for one in container["env"]]
+    port = config["endpoint"].rpartition(":")[2]
+    assert port in [str(one["containerPort"]) for one in container["ports"]]
+    (rule,) = of_kind(documents, "NetworkPolicy")["spec"]["ingress"]
+    assert port in [str(one["port"]) for one in rule["ports"]]
+    # Both roles need a connector that the server refuses.
+    assert "kv_role" not in str(documents)
