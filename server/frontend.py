@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from server.admission import Capacity
+from server.audit.writer import AuditCounts
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.request.options.draft_options import DraftOptions
@@ -179,6 +180,11 @@ class Frontend(Protocol):
     @property
     def grammars(self) -> GrammarGate | None:
         """The gate of structured outputs, None for a model that does not generate text."""
+        ...
+
+    @property
+    def audit_counts(self) -> AuditCounts | None:
+        """State of the audit log, None without one."""
         ...
 
     @property

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from server.setting_groups.audit import AuditSettings
 from server.setting_groups.http import (
     AccessSettings,
     AdapterSettings,
@@ -52,6 +53,7 @@ class ServerSettings(
     LifeSettings,
     AdapterSettings,
     StorageSettings,
+    AuditSettings,
     SchemaSettings,
     AdmissionSettings,
     AccessSettings,
@@ -143,6 +145,11 @@ def _check_together(settings: ServerSettings) -> None:
         raise SettingsError(
             f"--max-continued-bytes {settings.max_continued_bytes} is less than "
             f"--max-conversation-bytes {settings.max_conversation_bytes}"
+        )
+    if settings.audit_max_bytes < 2 * settings.audit_file_bytes:
+        raise SettingsError(
+            f"--audit-max-bytes {settings.audit_max_bytes} is less than twice --audit-file-bytes "
+            f"{settings.audit_file_bytes}"
         )
     if settings.allow_credentials and "*" in settings.allowed_origins:
         raise SettingsError(

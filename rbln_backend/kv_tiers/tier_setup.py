@@ -6,12 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rbln_backend.checkpoints.weights_digest import weights_digest
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import active_isa
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_tiers.folder_tier import FolderTier
 from rbln_backend.kv_tiers.memory_tier import MemoryTier
-from rbln_backend.kv_tiers.page_keys import PageKeys, weights_digest
+from rbln_backend.kv_tiers.page_keys import PageKeys
 from rbln_backend.kv_tiers.page_layout import PageLayout
 from rbln_backend.kv_tiers.page_store import PageStore
 from rbln_backend.kv_tiers.tier_counts import TierCounts, TierMetrics

@@ -202,15 +202,17 @@ class EngineBuild:
         """Compile the graphs that the store lacks and run none; weights need no values."""
         requests = self._requests()
         warm_up = WarmUp(progress, self._parts.board)
-        if self._factory.compiles_when_loading:
-            warm_up.compile_all(requests, self._factory)
-        else:
-            warm_up.obtain_all(requests, self._factory)
+        make = warm_up.compile_all if self._factory.compiles_when_loading else warm_up.obtain_all
+        make(requests, self._factory)
         specs = [request.spec for request in requests]
         missing = [str(spec) for spec in specs if not self._factory.is_stored(spec)]
         if not self._factory.has_binaries(specs):
             missing.append("binaries")
         return FilledStore(warm_up.results, missing)
+
+    def graph_keys(self) -> dict[str, str]:
+        """Return the digest of each graph's key in the store, by the graph's name."""
+        return {str(r.spec): self._factory.key(r.spec).digest for r in self._requests()}
 
     def _requests(self) -> list[GraphRequest]:
         specs = [*self._graphs.inputs]
@@ -240,10 +242,8 @@ class EngineBuild:
             logger.warning("[HOT PATH] graph %s was made in %.2f s while serving", spec, seconds)
             return graph
 
-        misses = {
-            phase: self._parts.board.counter("rbln_recompiles_after_warmup_total", kind=phase.value)
-            for phase in Phase
-        }
+        counter, name = self._parts.board.counter, "rbln_recompiles_after_warmup_total"
+        misses = {phase: counter(name, kind=phase.value) for phase in Phase}
         return GraphDispatch(
             compile_late,
             policy=self._parts.rbln.hot_path_policy,

@@ -294,7 +294,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
         self._runner = self._build.warm_up(self._progress)
         keep_freed_memory()
         move_to_huge_pages(self.get_model().parameters())
-        self._description.is_ready()
+        self._description.is_ready(self._build.graph_keys())
         self._progress.phase("ready")
         if self._place.number == 0:
             taken = {n: self._board.value(PHASE_SECONDS, phase=n) for n in ("load", "warmup")}

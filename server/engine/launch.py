@@ -40,7 +40,6 @@ from server.engine.socket import EngineSocket, receive_directly
 from server.engine.start_parts import StartParts
 from server.engine.watch import HangWatch, IdleWatch
 from server.engine.weight_files import read_ahead, refuse_damaged_weights
-from server.frontend import Frontend
 from server.host.importing import without_garbage_collection
 from server.host.tasks import in_daemon_thread, in_thread
 from server.observability.vllm_log import bound_vllm_log
@@ -73,9 +72,14 @@ class VllmEngine:
         self._warming = asyncio.ensure_future(frontend.warm_up())
 
     @property
-    def frontend(self) -> Frontend:
+    def frontend(self) -> VllmFrontend:
         """The front end that answers requests."""
         return self._frontend
+
+    @property
+    def client(self) -> EngineClient:
+        """The engine itself, for programs that send it token ids."""
+        return self._engine
 
     def failure(self) -> str | None:
         """Return why the engine has failed, None while it runs; kills an engine that hangs."""
@@ -110,7 +114,12 @@ class VllmEngine:
         if (handler := self._engine.output_handler) is not None:
             # It would report the shutdown as a failure and log a traceback.
             handler.cancel()
+        audit = self._engine.audit
+        if audit is not None:
+            audit.end_all("abort")
         await in_thread(partial(self._engine.shutdown, timeout=timeout_s))
+        if audit is not None:
+            await in_thread(partial(audit.close, timeout_s))
 
     def kill(self) -> None:
         """Kill the engine processes."""
@@ -209,6 +218,11 @@ class VllmLauncher:
         self._model = args.model
         refuse_damaged_weights(args.model, args.load_format)
         engine_args, vllm_config = engine_config(args, self._settings, self._run_dir)
+        from server.vllm.auditing.provenance import open_audit_log
+
+        audit = open_audit_log(
+            self._settings, vllm_config, self._argv, self.versions(), self._run_dir
+        )
         from vllm.usage.usage_lib import UsageContext
 
         from server.engine.outputs import install_output_processor
@@ -230,10 +244,15 @@ class VllmLauncher:
         defer_stats(engine)
         socket = receive_directly(engine)
         install_output_processor(
-            engine, self._settings.max_queue_s, logs_deltas=args.enable_log_outputs
+            engine,
+            self._settings.max_queue_s,
+            logs_deltas=args.enable_log_outputs,
+            audit=audit,
         )
         self._parts.end(_ENGINE)
         serving.result()
+        if audit is not None:
+            audit.settle()
         return args, engine, socket
 
     def _engine_phases(self) -> dict[str, float]:

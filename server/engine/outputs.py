@@ -7,8 +7,9 @@ stores the error, which takes precedence in the front end.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from vllm.exceptions import GracefulHTTPError
@@ -24,11 +25,14 @@ from server.vllm.logprobs.prompt import LateLogprobs
 from server.vllm.logprobs.texts import keep_token_texts
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
     from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.metrics.stats import IterationStats
+
+    from server.vllm.auditing.answers import AuditLog
+    from server.vllm.engine_client import EngineClient
 
 _REPORTS = (QUEUE_TIMEOUT, PROMPT_PROGRESS)
 """Stop reasons of outputs that are reports of our scheduler."""
@@ -110,6 +114,37 @@ class QueueAwareOutputs(TracedOutputs):
         return ended
 
 
+class AuditedOutputs(QueueAwareOutputs):
+    """The output processor of an engine whose answers are recorded."""
+
+    def __init__(self, engine: AsyncLLM, max_queue_s: float, audit: AuditLog, **options: bool):
+        super().__init__(engine, max_queue_s, **options)
+        self._audit = audit
+
+    def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
+        super().add_request(request, *args, **kwargs)
+        self._audit.begin(request, self.request_states[request.request_id])
+
+    # vLLM calls it once for each sequence that ends by itself.
+    def _update_stats_from_finished(
+        self,
+        req_state: RequestState,
+        finish_reason: FinishReason | None,
+        iteration_stats: IterationStats | None,
+    ) -> None:
+        super()._update_stats_from_finished(req_state, finish_reason, iteration_stats)
+        self._audit.end((req_state.request_id,), str(finish_reason))
+
+    def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
+        aborted = super().abort_requests(request_ids, internal)
+        self._audit.end(aborted, "abort")
+        return aborted
+
+    def propagate_error(self, e: Exception) -> None:
+        super().propagate_error(e)
+        self._audit.end_all("error")
+
+
 def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
     """Return the error of a request that was not scheduled within `max_queue_s` seconds."""
     return QueueTimeoutError(
@@ -118,11 +153,18 @@ def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
     )
 
 
-def install_output_processor(engine: AsyncLLM, max_queue_s: float, *, logs_deltas: bool) -> None:
+def install_output_processor(
+    engine: EngineClient, max_queue_s: float, *, logs_deltas: bool, audit: AuditLog | None = None
+) -> None:
     """Replace a new engine's output processor before its first request.
 
-    ``logs_deltas``: vLLM logs the text of each answer.
+    ``logs_deltas``: vLLM logs the text of each answer. ``audit`` records the answers.
     """
     assert engine.output_handler is None, "outputs are processed already"
     keep_token_texts()
-    engine.output_processor = QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas)
+    engine.audit = audit
+    engine.output_processor = (
+        QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas)
+        if audit is None
+        else AuditedOutputs(engine, max_queue_s, audit, logs_deltas=logs_deltas)
+    )

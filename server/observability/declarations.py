@@ -195,6 +195,19 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         "request is delayed as long.",
         (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
     ),
+    _counter("rbln_audit_records_total", "Answers recorded in --audit-log; 0 without one."),
+    _counter("rbln_audit_bytes_total", "Bytes of records written to --audit-log."),
+    _counter(
+        "rbln_audit_dropped_total",
+        "Answers without a record, because it could not be written or too many waited "
+        "(--audit-on-full continue).",
+    ),
+    _counter("rbln_audit_failures_total", "Failed writes to --audit-log."),
+    _gauge("rbln_audit_waiting_records", "Records that wait to be written to --audit-log."),
+    _gauge(
+        "rbln_audit_failing",
+        "1 while --audit-log cannot be written; with --audit-on-full stop requests get 503.",
+    ),
     _gauge(
         "rbln_bucket_suggested",
         "1 for each size that the tuner suggests for the recorded steps, across restarts; 0 for a "

@@ -25,6 +25,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from rbln_backend.api.reports import MetricDecl
 from server.admission import Admission
+from server.audit.writer import AuditCounts
 from server.errors import REJECTIONS
 from server.host.job_counts import JobCounts
 from server.lifecycle import Lifecycle, ServicePhase
@@ -63,6 +64,7 @@ class ServerMetrics:
     def __init__(self, run_dir: Path) -> None:
         self._registry = CollectorRegistry()
         self._board_dir = run_dir / "metrics"
+        self._audited: dict[str, int] = {}
         made = {decl.name: self._make(decl) for decl in SERVER_METRICS}
         self._gauges = {k: v for k, v in made.items() if isinstance(v, Gauge)}
         self._counters = {k: v for k, v in made.items() if isinstance(v, Counter)}
@@ -232,6 +234,20 @@ class ServerMetrics:
         self._add_jobs(counts, "rbln_grammar_checks_total", "rbln_grammar_compile_seconds")
         for size in counts.sizes:
             self._histograms["rbln_grammar_memory_bytes"].observe(size)
+
+    def observe_audit(self, counts: AuditCounts) -> None:
+        """Publish the state of the audit log, whose counts are totals since its start."""
+        totals = {
+            "rbln_audit_records_total": counts.records,
+            "rbln_audit_bytes_total": counts.num_bytes,
+            "rbln_audit_dropped_total": counts.dropped,
+            "rbln_audit_failures_total": counts.failures,
+        }
+        for name, total in totals.items():
+            self._counters[name].inc(total - self._audited.get(name, 0))
+        self._audited = totals
+        self._gauges["rbln_audit_waiting_records"].set(counts.waiting)
+        self._gauges["rbln_audit_failing"].set(counts.is_failing)
 
     def _add_jobs(self, counts: JobCounts, total: str, duration: str) -> None:
         for result, count in counts.results.items():

@@ -109,6 +109,7 @@ class RequestRecord:
     engine. `direct` sends the frames of a stream that differ in their text alone. `key_use` is the
     request's use of its API key's limits, None without a key. `bounds_answer`: the body says how
     many tokens an answer may have. `progress` is that of a stream's prompt, None for other answers.
+    `audited_body` is the request's body for the audit log, None without one.
     """
 
     route: Route
@@ -143,6 +144,7 @@ class RequestRecord:
     key_use: KeyUse | None = None
     bounds_answer: bool = False
     progress: PromptProgress | None = None
+    audited_body: bytes | None = None
 
     def guided_by(self, kind: str) -> None:
         """Set how the answer is guided, unless the request's own constraint has set it."""

@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from rbln_backend.api.reports import SECTIONS, read_descriptions
+from server.audit.writer import AuditCounts
 from server.errors import InvalidValueError, describe
 from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
@@ -55,6 +56,9 @@ SERVER_FIELDS: Mapping[str, str] = {
     "tools": "How tools reach the model; null until ready. `prompt`: `template` (the chat template "
     "shows them), `default` (the default tool prompt does) or `none` (requests with tools are "
     "refused); `parser`, which reads calls, or null; `reason`, why it is that prompt.",
+    "audit": "State of the audit log since the start; null without --audit-log, and until ready. "
+    "`records`, `num_bytes`, `dropped`, `failures`, `waiting`, `is_failing`; `seq`, the number of "
+    "the next record; `head`, the hash of the last one ([audit](audit.md)).",
     "settings": "`server`: the HTTP server's settings; `rbln`: those of the device, null until "
     "the engine has reported.",
 }
@@ -107,11 +111,16 @@ def server_info_router(
                 **{name: ours[name] for name in _SCHEMA_SETTINGS},
             },
             "tools": frontend().tools.to_dict() if lifecycle.started else None,
+            "audit": _audit(frontend().audit_counts if lifecycle.started else None),
             "settings": {"server": ours, "rbln": report.get("settings")},
         }
         return JSONResponse(body if record_of(request.scope).caller.is_admin else shown.every(body))
 
     return router
+
+
+def _audit(counts: AuditCounts | None) -> JsonObject | None:
+    return None if counts is None else dataclasses.asdict(counts)
 
 
 class HistoryAnswer(TypedDict):

@@ -44,6 +44,7 @@ from server.vllm.sampling import (
 
 if TYPE_CHECKING:
     from server.structured_outputs.gate import GrammarGate
+    from server.vllm.auditing.answers import AuditLog
 
 _TAGGED_SCHEMA = '"json_schema": '
 """Text before each schema in a structural tag."""
@@ -58,6 +59,7 @@ class EngineClient(AsyncLLM):
     """AsyncLLM that checks, schedules and meters the engine's requests of each HTTP request."""
 
     grammars: GrammarGate | None = None
+    audit: AuditLog | None = None
     rewrites_tools = False
     """True if no grammar of tools may have a schema that is not rewritten."""
 
@@ -74,9 +76,11 @@ class EngineClient(AsyncLLM):
 
         Raises `ContextLengthError` for a prompt that leaves no room to answer, `InvalidValueError`
         for too many logprobs and for constraints that exclude each other, `RateLimitError` for a
-        request beyond the tokens of its API key, and what the gate raises.
+        request beyond the tokens of its API key, and what the gate and the audit log raise.
         """
         record = record_var.get()
+        if self.audit is not None:
+            self.audit.admit(params, record)
         predicted: list[int] = []
         if isinstance(params, SamplingParams):
             self._check_length(prompt)

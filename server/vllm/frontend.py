@@ -25,6 +25,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from rbln_backend import api
 from server.admission import Capacity
+from server.audit.writer import AuditCounts
 from server.errors import (
     ContextLengthError,
     InternalError,
@@ -197,6 +198,11 @@ class VllmFrontend:
         scheduler = config.scheduler_config
         queued = scheduler.max_num_queued_tokens
         return Capacity(scheduler.max_num_seqs, queued, api.decode_buckets(config))
+
+    @property
+    def audit_counts(self) -> AuditCounts | None:
+        """State of the audit log, None without one."""
+        return None if self._engine.audit is None else self._engine.audit.counts()
 
     @property
     def keep_alive_s(self) -> float:

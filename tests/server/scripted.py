@@ -66,6 +66,7 @@ class ScriptedFrontend:
     keep_alive_s: float = 0.0
     tracing: Tracing | None = None
     profiler: ScriptedProfiler | None = None
+    audit_counts: None = None
     resets: list[tuple[bool, bool]] = field(default_factory=list)
     max_json_depth: int = 64
     tools: ToolSupport = SHOWN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from rbln_backend.compiler.port import Compiler
@@ -11,6 +12,7 @@ from rbln_backend.emulator.kernel_set import KernelSet
 from rbln_backend.emulator.memory import huge_page_bytes
 from rbln_backend.kv_cache.specs import WindowSpec, layer_specs, window_in
 from rbln_backend.reporting.description import (
+    GRAPH_KEYS,
     BucketsInfo,
     CacheInfo,
     DescriptionWriter,
@@ -84,8 +86,9 @@ class SelfDescription:
         num_bytes = self._board.value("rbln_device_memory_bytes", kind="kv")
         self._writer.write("kv", _kv_info(kv_cache_config, int(num_bytes)))
 
-    def is_ready(self) -> None:
-        """Describe store, phases and memory after the warm-up; nothing is written later."""
+    def is_ready(self, graph_keys: Mapping[str, str]) -> None:
+        """Describe graphs, store, phases and memory after the warm-up; nothing is written later."""
+        self._writer.write(GRAPH_KEYS, graph_keys)
         self._writer.write("cache", _cache_info(self._rbln, self._board))
         self._writer.write("phases", _phase_seconds(self._board))
         if self._runtime is not None:

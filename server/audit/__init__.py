@@ -1,0 +1,1 @@
+"""Hash-chained log of answers: its form, its files, its writer and its verification."""
