@@ -66,8 +66,8 @@ def logged(
     folder = tmp_path_factory.mktemp("audited")
     checkpoint = checkpoints("llama", dtype="float32")
     adapter = make_adapter(checkpoint, folder / "blue")
-    flags = ("--audit-log", str(folder / "audit"), "--enable-lora", "--max-loras", "2")
-    flags += ("--lora-modules", f"blue={adapter}", "--speculative-config", DRAFTS)
+    flags = ["--audit-log", str(folder / "audit"), "--enable-lora", "--max-loras", "2"]
+    flags += ["--lora-modules", f"blue={adapter}", "--speculative-config", DRAFTS]
     with RealServer(checkpoint, folder, *flags) as server:
         server.until_ready()
         for route, body, _ in BODIES:
