@@ -65,6 +65,13 @@ def start_imports(*, engine: bool) -> AbstractContextManager[None]:
     return start_imports(engine=engine)
 
 
+def import_serving() -> None:
+    """In the block of ``start_imports``, import what is needed only to answer requests."""
+    from rbln_backend.vllm_compat.start_imports import import_serving
+
+    import_serving()
+
+
 def load_worker() -> None:
     """Import the modules of an engine process. Raises ``PlatformError``."""
     _require_platform()

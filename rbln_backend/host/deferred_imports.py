@@ -30,6 +30,9 @@ class DeferredName:
         object.__setattr__(self, "_module", module)
         object.__setattr__(self, "_name", name)
 
+    def _is_of(self, modules: Collection[str]) -> bool:
+        return self._module in modules
+
     def _resolve(self) -> Any:
         """Return the object; raises `ImportError` if the module has no such name."""
         module = _import(self._module)
@@ -170,6 +173,21 @@ def deferred_imports(names: Collection[str]) -> Iterator[None]:
             _forget(name)
 
 
+def import_deferred(names: Collection[str]) -> None:
+    """Import the modules `names`, and put their names in place of references in all modules.
+
+    For modules that are needed later in the block: what is imported then gets the real names.
+    """
+    for name in names:
+        _import(name)
+    for module in list(sys.modules.values()):
+        # Some modules make attributes when they are asked, so only their dictionary is read.
+        space = getattr(module, "__dict__", {})
+        for key, value in list(space.items()):
+            if type(value) is DeferredName and value._is_of(names):
+                space[key] = value._resolve()
+
+
 def _found(
     own: MetaPathFinder, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
@@ -187,7 +205,8 @@ def _import(name: str) -> ModuleType:
     for finder in [found for found in sys.meta_path if isinstance(found, _Deferring)]:
         family = {n for n in finder.names if n in parents or n == name or n.startswith(f"{name}.")}
         finder.names -= family
-    for module in [*parents, *(n for n in sys.modules if n == name or n.startswith(f"{name}."))]:
+    # Other threads import meanwhile; the copy of the keys is one step.
+    for module in [*parents, *(n for n in list(sys.modules) if f"{n}.".startswith(f"{name}."))]:
         _forget(module)
     return importlib.import_module(name)
 

@@ -15,7 +15,11 @@ from types import FunctionType
 from typing import Any, cast
 
 from rbln_backend.errors import ConfigError
-from rbln_backend.host.deferred_imports import deferred_imports, followed_import
+from rbln_backend.host.deferred_imports import (
+    deferred_imports,
+    followed_import,
+    import_deferred,
+)
 from rbln_backend.settings import resolve
 from rbln_backend.vllm_compat.model_names import MODULE, ModelNames
 
@@ -62,6 +66,9 @@ _ENGINE = (
 # In the HTTP process, which computes on no meta tensors: PyTorch's Python kernels for them, with
 # the decompositions that they are part of.
 _HTTP = ("torch._meta_registrations",)
+# The HTTP process needs these to answer, and imports them while the engine loads: xgrammar, and the
+# models of vLLM's Responses API, which the flags of tool parsers bring along.
+_SERVING = ("vllm.parser.harmony", "vllm.entrypoints.openai.responses.protocol")
 
 
 class DynamoMarks:
@@ -108,11 +115,16 @@ dynamo_marks = DynamoMarks()
 def start_imports(*, engine: bool) -> Iterator[None]:
     """Leave out in the block what a start does not need; ``engine``: in the process of graphs."""
     with (
-        deferred_imports((*_COMMON, *(_ENGINE if engine else _HTTP))),
+        deferred_imports((*_COMMON, *(_ENGINE if engine else (*_HTTP, *_SERVING)))),
         followed_import(MODULE, lambda module: _model_names().install(module)),
         dynamo_marks.postponed(),
     ):
         yield
+
+
+def import_serving() -> None:
+    """Import what the HTTP process needs only to answer; call it before vLLM's serving modules."""
+    import_deferred(_SERVING)
 
 
 def _model_names() -> ModelNames:

@@ -67,6 +67,7 @@ def run_server(
 ) -> int:
     """Serve until the end; `joined` combines the service with work that uses its URL."""
     from rbln_backend.host.process_life import outlive_readers
+    from server.host.importing import without_garbage_collection
     from server.host.run_folder import run_folder
 
     outlive_readers()
@@ -82,12 +83,13 @@ def run_server(
 
         start_forkserver()
     with run_folder(settings.run_root) as run_dir:
-        from asyncio import Runner
+        with without_garbage_collection():
+            from asyncio import Runner
 
-        import uvloop
+            import uvloop
 
-        from server.engine.launch import VllmLauncher
-        from server.service import serve
+            from server.engine.launch import VllmLauncher
+            from server.service import serve
 
         launcher = VllmLauncher(engine_argv, settings, run_dir)
         # Conversations are rendered in threads, which yield to the event loop after 1 ms.

@@ -211,7 +211,7 @@ class VllmLauncher:
         api.refuse_twins()
         allow_stop_strings(self._settings.max_stop)
         from server.vllm.flags import parse_arguments
-        from server.vllm.frontend import import_serving
+        from server.vllm.serving_imports import import_serving
 
         self._parts.end("imports")
         args = parse_arguments(self._argv, self._settings, may_fetch=True)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jsonschema import Draft202012Validator
-
 from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.form.meta_schema import check_form
 from server.structured_outputs.schema_walk import Schema, every_schema, resolve
@@ -91,6 +89,8 @@ def _listed(_root: Any, _path: str, schema: Schema) -> str | None:
         return "'enum' and 'const' cannot be combined"
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if values and beside:
+        from jsonschema import Draft202012Validator
+
         validator = Draft202012Validator(beside)
         bad = next((value for value in values if not validator.is_valid(value)), None)
         if bad is not None or (None in values and not validator.is_valid(None)):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 
-from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
-from referencing.exceptions import NoSuchResource
-
 from server.structured_outputs.rewriting.drafts import draft_of, modern
 from server.structured_outputs.schema_walk import Schema
 
@@ -21,6 +18,9 @@ def standard_document(uri: str, draft: int) -> Schema | None:
 
     A schema of 2020-12 may refer to the older ones, which are translated; others to their own.
     """
+    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+    from referencing.exceptions import NoSuchResource
+
     try:
         document: Schema = REGISTRY.contents(uri)
     except NoSuchResource:

@@ -8,6 +8,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+# Takes 0.1 s, so the modules that use it import it in functions: the HTTP process must listen
+# first. This module is imported while the engine loads, and before the first trial.
+import jsonschema  # noqa: F401
+
 from rbln_backend import api
 from server.host.job_pool import (
     limit_growth,

@@ -8,7 +8,6 @@ compares the names used with vLLM's.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator
@@ -78,24 +77,6 @@ if TYPE_CHECKING:
     from server.vllm.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
-
-# By name: linters remove import statements without a use.
-_SERVING_MODULES = (
-    "server.vllm.responses.requests",
-    "vllm.entrypoints.anthropic.serving",
-    "vllm.entrypoints.generate.api_router",
-    "vllm.entrypoints.launchers.api_server.app_state",
-    "vllm.entrypoints.pooling.classify.protocol",
-    "vllm.entrypoints.pooling.embed.protocol",
-    "vllm.entrypoints.pooling.pooling.protocol",
-    "vllm.entrypoints.pooling.scoring.protocol",
-)
-
-
-def import_serving() -> None:
-    """Import what `build_frontend` needs, so that it does not hold up the event loop."""
-    for name in _SERVING_MODULES:
-        importlib.import_module(name)
 
 
 async def build_frontend(

@@ -66,6 +66,7 @@ def serve_reading(pipe: Connection, rules: RequestRules, settings: ServerSetting
 
     allow_stop_strings(settings.max_stop)
     with api.start_imports(engine=False):
+        api.import_serving()
         from server.vllm.handlers import request_models
 
         models = request_models()

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
-
-from jsonschema.protocols import Validator
-from jsonschema.validators import (
-    Draft4Validator,
-    Draft6Validator,
-    Draft7Validator,
-    Draft201909Validator,
-    Draft202012Validator,
-    validator_for,
-)
-from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+from typing import TYPE_CHECKING, Any
 
 from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.form.well_formed import is_well_formed
 
-_DRAFTS = {
-    Draft4Validator: 4,
-    Draft6Validator: 6,
-    Draft7Validator: 7,
-    Draft201909Validator: 2019,
-    Draft202012Validator: 2020,
-}
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
 
 
 def check_form(schema: Any) -> None:
     """Raise `UnusableError` for a schema of draft 3, or one that its meta-schema refuses."""
+    # See `trial_process` for when jsonschema is imported.
+    from jsonschema.validators import Draft202012Validator, validator_for
+
     named = schema.get("$schema") if isinstance(schema, dict) else None
     if isinstance(named, str) and "draft-03" in named:
         raise UnusableError(
@@ -40,7 +27,7 @@ def check_form(schema: Any) -> None:
     # It takes no other types of `$schema`.
     known = schema if isinstance(named, str) else True
     kind = validator_for(known, Draft202012Validator)
-    if kind in _DRAFTS and is_well_formed(schema, _DRAFTS[kind]):
+    if (draft := _drafts().get(kind)) is not None and is_well_formed(schema, draft):
         return
     if kind is Draft202012Validator:
         judge = _latest()
@@ -51,11 +38,28 @@ def check_form(schema: Any) -> None:
 
 
 @functools.cache
+def _drafts() -> dict[type[Validator], int]:
+    """Return the years or numbers of the drafts by their validators."""
+    from jsonschema import validators
+
+    return {
+        validators.Draft4Validator: 4,
+        validators.Draft6Validator: 6,
+        validators.Draft7Validator: 7,
+        validators.Draft201909Validator: 2019,
+        validators.Draft202012Validator: 2020,
+    }
+
+
+@functools.cache
 def _latest() -> Validator:
     """Return the validator of 2020-12's meta-schema, with its vocabularies in one schema.
 
     Seven vocabularies, each with a dynamic reference to all of them, take three times as long.
     """
+    from jsonschema.validators import Draft202012Validator
+    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+
     outer = Draft202012Validator.META_SCHEMA
     base = "https://json-schema.org/draft/2020-12/"
     parts = [outer, *(REGISTRY.contents(base + part["$ref"]) for part in outer["allOf"])]

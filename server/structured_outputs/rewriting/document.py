@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
-
-from jsonschema.protocols import Validator
-from jsonschema.validators import Draft4Validator, Draft202012Validator, extend
+from typing import TYPE_CHECKING, Any
 
 from server.structured_outputs.constraint import Undeclared
 from server.structured_outputs.schema_walk import Schema, every_schema, resolve
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
 
 NOT_ONE_OF = "\0notOneOf"
 """Internal keyword: excluded values."""
@@ -29,12 +30,6 @@ NEGATIVE = "\0negative"
 """Internal keyword: the schema comes from a negation, and so evaluates no property."""
 SILENT = "\0silent"
 """Internal keyword: a schema that applies, all parts of which are `NEGATIVE`."""
-
-
-# In draft 4, 1.0 is not an integer.
-_Draft4 = extend(  # type: ignore[no-untyped-call]
-    Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER
-)
 
 
 class InexactError(ValueError):
@@ -109,5 +104,23 @@ class SchemaDocument:
     def is_valid(self, value: Any, schema: Any) -> bool:
         """Return True if a JSON value satisfies a schema of this document."""
         if self._validator is None:
-            self._validator = (_Draft4 if self._draft == 4 else Draft202012Validator)(self.root)
+            self._validator = _validator_of(self.root, self._draft)
         return self._validator.evolve(schema=schema).is_valid(value)
+
+
+def _validator_of(root: Any, draft: int) -> Validator:
+    # See `trial_process` for when jsonschema is imported.
+    from jsonschema.validators import Draft202012Validator
+
+    return (_draft_4() if draft == 4 else Draft202012Validator)(root)
+
+
+@functools.cache
+def _draft_4() -> type[Validator]:
+    """Return a validator of this document's keywords; in draft 4, 1.0 is not an integer."""
+    from jsonschema.validators import Draft4Validator, Draft202012Validator, extend
+
+    kind: type[Validator] = extend(  # type: ignore[no-untyped-call]
+        Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER
+    )
+    return kind

@@ -25,10 +25,10 @@ def parameters(function: Any) -> list[str]:
 
 _IMPORTS = """
 import sys
-import server.vllm.frontend as frontend
+import server.vllm.serving_imports as serving_imports
 name = "vllm.entrypoints.launchers.api_server.app_state"
 assert name not in sys.modules
-frontend.import_serving()
+serving_imports.import_serving()
 assert name in sys.modules
 assert "vllm.entrypoints.pooling.scoring.protocol" in sys.modules
 """

@@ -16,6 +16,7 @@ from rbln_backend.host.deferred_imports import (
     DeferredName,
     deferred_imports,
     followed_import,
+    import_deferred,
 )
 
 PACKAGE = "deferred_example"
@@ -113,3 +114,14 @@ def test_an_import_is_followed_by_its_action(package: str) -> None:
     with followed_import(f"{package}.part", lambda module: seen.append(module.TABLE)):
         importlib.import_module(f"{package}.user")
     assert seen == [{"a": 1}]
+
+
+def test_references_become_names_when_a_module_is_imported_within_the_block(package: str) -> None:
+    with deferred_imports([f"{package}.part", f"{package}.part.below"]):
+        user = importlib.import_module(f"{package}.user")
+        import_deferred([f"{package}.part"])
+        part = importlib.import_module(f"{package}.part")
+        assert user.Base is part.Base
+        assert user.double is part.double
+        # Another deferred module's names stay references.
+        assert isinstance(user.deep, DeferredName)

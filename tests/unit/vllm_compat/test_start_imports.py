@@ -9,7 +9,13 @@ import sys
 import pytest
 import torch
 
-from rbln_backend.vllm_compat.start_imports import _COMMON, _ENGINE, DynamoMarks
+from rbln_backend.vllm_compat.start_imports import (
+    _COMMON,
+    _ENGINE,
+    _HTTP,
+    _SERVING,
+    DynamoMarks,
+)
 
 LEFT_OUT = ("torch._dynamo", "sympy", "openai", "compressed_tensors", "aiohttp", "fastapi")
 ENGINE_IMPORTS = f"""
@@ -75,7 +81,7 @@ def test_operators_name_the_place_of_their_caller_as_torch_does() -> None:
     assert int(ours.split(":")[1]) + 1 == int(theirs.split(":")[1])
 
 
-@pytest.mark.parametrize("name", [*_COMMON, *_ENGINE])
+@pytest.mark.parametrize("name", [*_COMMON, *_ENGINE, *_HTTP, *_SERVING])
 def test_every_deferred_module_exists(name: str) -> None:
     assert importlib.util.find_spec(name) is not None
 
