@@ -14,6 +14,7 @@ COMMANDS = {
     "decode": "in_process.decode",
     "experts": "in_process.experts",
     "kernels": "in_process.kernels",
+    "kv_routing": "over_http.kv_routing",
     "metrics_cost": "metrics.cost",
     "padding": "over_http.padding",
     "peers": "engines.peers",

@@ -7,8 +7,10 @@ from typing import Any
 
 from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
 from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore, WindowTransfers
+from rbln_backend.kv_cache.unit_events import report_stored
 from rbln_backend.kv_cache.window_log import WindowLog
 from rbln_backend.vllm_compat.surface import (
+    BlockHash,
     BlockPool,
     FullAttentionManager,
     KVCacheBlock,
@@ -68,6 +70,8 @@ class PagedManager(FullAttentionManager):
                 prefix = request.block_hashes[end // unit - 1]
                 key = make_block_hash_with_group_id(prefix, self.kv_cache_group_id)
                 self.block_pool._insert_block_hash(key, block, num_tokens=end)
+        group = self.kv_cache_group_id
+        report_stored(self.block_pool, request, known // unit, stop // unit, group)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._num_indexed.pop(request_id, None)
@@ -90,6 +94,7 @@ class WindowManager(SingleTypeKVCacheManager):
         self.log = WindowLog(
             max(0, kv_cache_spec.log_pages - 1), kv_cache_spec.page_tokens, kv_cache_spec.window
         )
+        self.log.on_evicted = self._report_evicted
         self._transfers = WindowTransfers()
 
     @property
@@ -161,10 +166,25 @@ class WindowManager(SingleTypeKVCacheManager):
         for page in range(first, end):
             target = self.log.add(request.block_hashes[page])
             if target is not None:
+                report_stored(self.block_pool, request, page, page + 1, self.kv_cache_group_id)
                 slot = page * unit - window_start
                 self._transfers.stores.append(
                     WindowStore(self.kv_cache_group_id, block.block_id, slot, target)
                 )
+
+    def refill(self, request: Request, first: int, end: int) -> list[int]:
+        """Return the log's pages for the pages ``first`` to ``end`` of a request, new if missing.
+
+        The caller fills them.
+        """
+        for page in range(first, end):
+            if self.log.find([request.block_hashes[page]]) is None:
+                report_stored(self.block_pool, request, page, page + 1, self.kv_cache_group_id)
+        return [self.log.refill(block_hash) for block_hash in request.block_hashes[first:end]]
+
+    def _report_evicted(self, block_hash: bytes) -> None:
+        name = make_block_hash_with_group_id(BlockHash(block_hash), self.kv_cache_group_id)
+        self.block_pool._emit_block_removed_events([name])
 
     @classmethod
     def find_longest_cache_hit(

@@ -10,11 +10,13 @@ from rbln_backend.vllm_compat.surface import (
     KVCacheBlocks,
     KVCacheEvent,
     KVCacheManager,
+    KVCacheSpecKind,
     Request,
 )
 
 # Options with which vLLM's scheduler allocates for a running request.
 _RUNNING = {"num_lookahead_tokens": 0}
+_WINDOW_KIND = KVCacheSpecKind.SLIDING_WINDOW.value
 # All attributes of vLLM's manager. A new one in another release may refer to its coordinator.
 _ATTRIBUTES = frozenset(
     """
@@ -43,7 +45,12 @@ class RblnKvCacheManager(KVCacheManager):
         self.coordinator = self.ours = coordinator
         self.block_pool = coordinator.block_pool
         self._unit = coordinator.block_pool.hash_block_size
-        self._events = BlockEvents(coordinator.block_pool, coordinator.paged)
+        self._events = BlockEvents(coordinator.block_pool, coordinator.paged, coordinator.windows)
+        # Upstream does not know the kind of our window groups.
+        known = list(self.kv_cache_event_metadata)
+        for window in coordinator.windows:
+            known[window.kv_cache_group_id] = (_WINDOW_KIND, window.log.window)
+        self.kv_cache_event_metadata = tuple(known)
 
     def estimate_cached_tokens(self, request: Request) -> int:
         """Return the tokens of a request that others can share: whole units, not whole blocks."""
@@ -57,7 +64,7 @@ class RblnKvCacheManager(KVCacheManager):
         return self.ours.peek_hit(request.block_hashes, request.num_tokens - 1)
 
     def take_events(self) -> list[KVCacheEvent]:
-        return self._events.filter(super().take_events())
+        return [*self._events.filter(super().take_events())]
 
     def allocate_slots(
         self,

@@ -9,7 +9,7 @@ are in the log.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rbln_backend.kv_cache.layout import page_span
 
@@ -26,6 +26,8 @@ class WindowLog:
         self._page_tokens = page_tokens
         self.window = window
         self.num_pages = num_pages
+        self.on_evicted: Callable[[bytes], None] | None = None
+        """Called with the prefix hash of a page that another prefix replaces."""
 
     @property
     def num_used(self) -> int:
@@ -62,8 +64,15 @@ class WindowLog:
         if block_hash in self._pages:
             self._pages.move_to_end(block_hash)
             return None
-        page = self._free.pop() if self._free else self._pages.popitem(last=False)[1]
+        page = self._free.pop() if self._free else self._evict()
         self._pages[block_hash] = page
+        return page
+
+    def _evict(self) -> int:
+        """Remove the least recently used prefix; return its page."""
+        block_hash, page = self._pages.popitem(last=False)
+        if self.on_evicted is not None:
+            self.on_evicted(block_hash)
         return page
 
     def find(self, hashes: Sequence[bytes]) -> list[int] | None:

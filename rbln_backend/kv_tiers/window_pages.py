@@ -31,9 +31,9 @@ class WindowPages:
 
     def load(self, request: Request, found: WindowPage) -> PageMove:
         """Return the move of a page that was read into the log."""
-        log = self._managers[found.group].log
-        hashes = self._hashes(request, found.number)
-        return PageMove(found.page, self._parts(found.group, [log.refill(x) for x in hashes]))
+        first = found.number * self._units
+        pages = self._managers[found.group].refill(request, first, first + self._units)
+        return PageMove(found.page, self._parts(found.group, pages))
 
     def store(self, request: Request, group: int, number: int) -> PageMove | None:
         """Return the move of a page out of the log, None where the log lacks a part of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
@@ -16,6 +17,7 @@ from rbln_backend.scheduler.output import with_transfers
 from rbln_backend.vllm_compat.surface import (
     BlockHash,
     KVCacheConfig,
+    KVEventBatch,
     Request,
     Scheduler,
     SchedulerOutput,
@@ -117,6 +119,14 @@ class PrefixReuse:
     def close(self) -> None:
         if self.tiers is not None:
             self.tiers.close()
+
+
+def publish_events(scheduler: Scheduler) -> None:
+    """Publish the queued KV events at once; upstream publishes after the next step."""
+    if events := scheduler.kv_cache_manager.take_events():
+        # The classes of events have no common base that batches accept.
+        batch = KVEventBatch(ts=time.time(), events=events)  # type: ignore[arg-type]
+        scheduler.kv_event_publisher.publish(batch)
 
 
 def hashers(algorithm_name: str, unit: int) -> Hashers:

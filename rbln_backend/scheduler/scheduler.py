@@ -33,7 +33,11 @@ from rbln_backend.scheduler.narrowing import StepView
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
 from rbln_backend.scheduler.plain_decode import PlainDecode, can_repeat_steps
 from rbln_backend.scheduler.prefill_order import PrefillOrder
-from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
+from rbln_backend.scheduler.prefix_reuse import (
+    PrefixReuse,
+    publish_events,
+    settle_prefix_caching,
+)
 from rbln_backend.scheduler.prompts import PromptScheduler, Turn
 from rbln_backend.scheduler.reports.prompt_reports import PromptReports
 from rbln_backend.scheduler.sharing import will_compute_prefix_of
@@ -137,6 +141,11 @@ class RblnScheduler(PromptScheduler):
         if not scheduler_output.has_structured_output_requests:
             return None
         return self._masks.take(scheduler_output)
+
+    def reset_prefix_cache(self, *args: bool, **options: bool) -> bool:
+        done = super().reset_prefix_cache(*args, **options)
+        publish_events(self)
+        return bool(done)
 
     def reset_connector_cache(self) -> bool:
         """Remove every page that the KV tiers hold of this model; False without tiers."""

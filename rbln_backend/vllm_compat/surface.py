@@ -19,6 +19,7 @@ from vllm.distributed.kv_events import (
     BlockRemoved,
     BlockStored,
     KVCacheEvent,
+    KVEventBatch,
 )
 from vllm.distributed.parallel_state import (
     destroy_distributed_environment,
@@ -88,9 +89,11 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     KVCacheBlock,
+    generate_block_hash_extra_keys,
     get_kv_cache_configs,
     get_request_block_hasher,
     make_block_hash_with_group_id,
+    maybe_convert_block_hash,
     resolve_none_hash_seed,
 )
 from vllm.v1.core.sched.interface import PauseState
@@ -116,6 +119,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    KVCacheSpecKind,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowMLASpec,

@@ -1,4 +1,4 @@
-"""A router that follows KV events knows at every moment which whole blocks an engine holds."""
+"""A router that follows KV events knows at every moment which units an engine can reuse."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.request import Request
 
 from tests.unit.kv_cache.test_reuse import MAX_LEN, SHAPES, World
@@ -22,6 +22,8 @@ class Router:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        kinds = world.manager.kv_cache_event_metadata
+        self.windows = {group: window for group, (_, window) in enumerate(kinds)}
         self.held: set[tuple[int | None, Any]] = set()
         self.tokens: dict[Any, list[int]] = {}
         self.seen: list[Request] = []
@@ -44,7 +46,7 @@ class Router:
 
     def _store(self, event: BlockStored) -> None:
         size, parent = event.block_size, event.parent_block_hash
-        assert size == self._world.shape.block_size
+        assert size == self._world.shape.unit
         assert len(event.token_ids) == size * len(event.block_hashes)
         assert event.extra_keys is not None
         assert len(event.extra_keys) == len(event.block_hashes)
@@ -56,15 +58,33 @@ class Router:
             parent = block_hash
 
     def _in_pool(self) -> set[tuple[int | None, Any]]:
-        pool, units = self._world.coordinator.block_pool, self._world.shape
-        each = units.block_size // units.unit
-        return {
+        world = self._world.coordinator
+        hashes = {block_hash for request in self.seen for block_hash in request.block_hashes}
+        held = {
             (group.kv_cache_group_id, maybe_convert_block_hash(block_hash))
-            for request in self.seen
-            for block_hash in request.block_hashes[each - 1 :: each]
-            for group in self._world.coordinator.paged
-            if pool.get_cached_block(block_hash, [group.kv_cache_group_id])
+            for block_hash in hashes
+            for group in world.paged
+            if world.block_pool.get_cached_block(block_hash, [group.kv_cache_group_id])
         }
+        return held | {
+            (window.kv_cache_group_id, maybe_convert_block_hash(BlockHash(block_hash)))
+            for window in world.windows
+            for block_hash in window.log._pages
+        }
+
+    def predict(self, request: Request) -> int:
+        """Return the tokens that a prefix hit will save, from events alone."""
+        unit: int = self._world.shape.unit
+        names = [maybe_convert_block_hash(x) for x in request.block_hashes]
+        last: int = (request.num_tokens - 1) // unit
+        for end in range(last, 0, -1):
+            if all(
+                (group, name) in self.held
+                for group, window in self.windows.items()
+                for name in names[max(0, end * unit - window) // unit if window else 0 : end]
+            ):
+                return end * unit
+        return 0
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -83,7 +103,8 @@ def test_events_match_the_blocks_of_the_pool(name: str, seed: int) -> None:
             if rng.random() < 0.4:
                 # Prefixes are looked up for requests that are not admitted yet, too.
                 for request in world.waiting:
-                    world.manager.get_computed_blocks(request)
+                    predicted = router.predict(request)
+                    assert world.manager.get_computed_blocks(request)[1] == predicted
                 world.admit(rng.randrange(1, 4))
             elif world.running:
                 request = rng.choice(world.running)
@@ -96,7 +117,7 @@ def test_events_match_the_blocks_of_the_pool(name: str, seed: int) -> None:
         world.release(world.running[-1])
     assert world.coordinator.reset_prefix_cache()
     router.read()
-    assert (reports > 0) == bool(world.coordinator.paged)
+    assert reports > 0 and not router.held
 
 
 @pytest.mark.parametrize("name", ["full", "sub-block", "hybrid", "one window"])
@@ -113,18 +134,24 @@ def test_a_reused_prefix_is_reported_once_for_requests_in_full_mode(
     router.seen += world.running
     router.read()
     world.add("second", [*tokens, 90, 91], None, extra)
+    assert router.predict(world.waiting[0]) > 0
     for _ in range(3):
         world.manager.get_computed_blocks(world.waiting[0])
     world.admit()
     assert world.hits > 0
-    whole = world.hits // world.shape.block_size * world.shape.block_size
-    reused = {name for name, prefix in router.tokens.items() if len(prefix) <= whole}
-    reports = [event for event in router.read() if reused & {*event.block_hashes}]
-    if extra == FULL and reused:
-        (report,) = reports
-        assert (list(report.token_ids), report.parent_block_hash) == (tokens[:whole], None)
-    else:
+    known = {name for name, prefix in router.tokens.items() if len(prefix) <= world.hits}
+    reports = [event for event in router.read() if known & {*event.block_hashes}]
+    if extra != FULL:
         assert reports == []
+        return
+    assert len(reports) == len(router.windows)
+    for report in reports:
+        assert report.group_idx is not None
+        # Of a window, only the pages that the request resumes from.
+        window, unit = router.windows[report.group_idx], world.shape.unit
+        first = max(0, world.hits - window) // unit * unit if window else 0
+        assert list(report.token_ids) == tokens[first : world.hits]
+        assert (report.parent_block_hash is None) == (first == 0)
 
 
 def test_a_removal_is_reported_for_the_last_block_with_its_tokens() -> None:
