@@ -181,7 +181,7 @@ def import_deferred(names: Collection[str]) -> None:
     for name in names:
         _import(name)
     for module in list(sys.modules.values()):
-        # Some modules make attributes when they are asked, so only their dictionary is read.
+        # Reading an attribute may import something; reading the dictionary does not.
         space = getattr(module, "__dict__", {})
         for key, value in list(space.items()):
             if type(value) is DeferredName and value._is_of(names):

@@ -44,7 +44,7 @@ from server.host.importing import without_garbage_collection
 from server.host.tasks import in_daemon_thread, in_thread
 from server.observability.vllm_log import bound_vllm_log
 from server.settings import ServerSettings
-from server.vllm.importing import allow_stop_strings, import_vllm
+from server.vllm.importing import allow_stop_strings, import_serving, import_vllm
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -211,7 +211,6 @@ class VllmLauncher:
         api.refuse_twins()
         allow_stop_strings(self._settings.max_stop)
         from server.vllm.flags import parse_arguments
-        from server.vllm.serving_imports import import_serving
 
         self._parts.end("imports")
         args = parse_arguments(self._argv, self._settings, may_fetch=True)

@@ -1,11 +1,25 @@
-"""First import of vLLM in a process: without its compiler, with this server's limits."""
+"""Imports of vLLM in a process: without its compiler, with this server's limits, in two parts."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
+from rbln_backend import api
+
 _INDUCTOR = "torch._inductor.lowering"
+# By name: linters remove import statements without a use.
+_SERVING_MODULES = (
+    "server.vllm.frontend",
+    "server.vllm.responses.requests",
+    "vllm.entrypoints.anthropic.serving",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.entrypoints.pooling.classify.protocol",
+    "vllm.entrypoints.pooling.embed.protocol",
+    "vllm.entrypoints.pooling.pooling.protocol",
+    "vllm.entrypoints.pooling.scoring.protocol",
+)
 
 
 def import_vllm() -> None:
@@ -31,3 +45,10 @@ def allow_stop_strings(number: int) -> None:
     from vllm import envs
 
     envs.environment_variables["VLLM_MAX_STOP_STRINGS"] = lambda: number
+
+
+def import_serving() -> None:
+    """Import what `build_frontend` needs; called in a thread while the engine loads the model."""
+    api.import_serving()
+    for name in _SERVING_MODULES:
+        importlib.import_module(name)

@@ -25,10 +25,10 @@ def parameters(function: Any) -> list[str]:
 
 _IMPORTS = """
 import sys
-import server.vllm.serving_imports as serving_imports
+from server.vllm.importing import import_serving
 name = "vllm.entrypoints.launchers.api_server.app_state"
 assert name not in sys.modules
-serving_imports.import_serving()
+import_serving()
 assert name in sys.modules
 assert "vllm.entrypoints.pooling.scoring.protocol" in sys.modules
 """
