@@ -132,8 +132,8 @@ class TileAttention {
   void arrange_values() {
     VecU odd{};
     for (int64_t key = 0; key < halves() * kHalf; key += 2) {
-      fetch(tile_.fetch_keys + key * stride(), args_.head_size);
-      fetch(tile_.fetch_keys + (key + 1) * stride(), args_.head_size);
+      for (int64_t next = key; next < std::min(key + 2, tile_.next_count); ++next)
+        fetch(tile_.next_keys + next * stride(), args_.head_size);
       for (int64_t d = 0; d < width_; d += kLanes) {
         const VecU first = value_words(key, d), second = value_words(key + 1, d);
         odd |= (VecU)((first & 0x7f800000u) == 0x7f800000u);

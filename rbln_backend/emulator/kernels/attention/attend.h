@@ -21,6 +21,7 @@ template <class W, int R, int P>
 __attribute__((noinline, aligned(64))) void score_tile(int64_t depth, const float* queries,
                                                        const W* keys, float scale,
                                                        const char* ahead, int64_t panel_bytes,
+                                                       int64_t ahead_panels,
                                                        int64_t element_bytes, float* scores) {
   VecF acc[R][P * kPanelVectors] = {};
   const W* panels[P];
@@ -29,7 +30,9 @@ __attribute__((noinline, aligned(64))) void score_tile(int64_t depth, const floa
 #pragma GCC unroll 8
   for (int p = 0; p < P; ++p) {
     panels[p] = keys + p * kPanel * depth;
-    fetch.address[p] = ahead + p * panel_bytes;
+    // Beyond what is to come, what is there.
+    fetch.address[p] = p < ahead_panels ? ahead + p * panel_bytes
+                                        : reinterpret_cast<const char*>(panels[p]);
   }
   multiply_panels<W, R, P>(panels, queries, depth, fetch, acc);
 #pragma GCC unroll 16
@@ -43,8 +46,9 @@ __attribute__((noinline, aligned(64))) void score_tile(int64_t depth, const floa
 template <class T, int R, int C>
 __attribute__((noinline, aligned(64))) void weigh_tile(int64_t keys, const float* weights,
                                                        const T* values, int64_t value_stride,
-                                                       const char* ahead, const float* factors,
-                                                       float* sums, int64_t sum_stride) {
+                                                       const char* ahead, int64_t ahead_rows,
+                                                       const float* factors, float* sums,
+                                                       int64_t sum_stride) {
   VecF acc[R][C];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -53,7 +57,8 @@ __attribute__((noinline, aligned(64))) void weigh_tile(int64_t keys, const float
       acc[r][c] = load(sums + r * sum_stride + c * kLanes);
       if (factors != nullptr) acc[r][c] *= factors[r];
     }
-  multiply_rows<T, R, C, kRowStride>(keys, weights, values, value_stride, ahead, acc);
+  multiply_rows<T, R, C, kRowStride>(keys, weights, values, value_stride, ahead, ahead_rows,
+                                    acc);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -120,6 +125,18 @@ class Attention {
         transpose_panel(tile_.keys + i, args_.head_size, panel);
       }
     }
+    fetch_rest();
+  }
+
+  // Of the next tile, what this one's products do not fetch: they have one row each.
+  void fetch_rest() const {
+    for (int64_t i = count_; i < std::min(kKeys, tile_.next_count); ++i) {
+      const T* const row = tile_.next_keys + i * args_.cache_stride.slot;
+      for (int64_t d = 0; d < args_.head_size; d += 64 / int64_t(sizeof(T))) {
+        __builtin_prefetch(row + d, 0, 2);
+        __builtin_prefetch(row + args_.cache_stride.kv + d, 0, 2);
+      }
+    }
   }
 
   // Values are read where they lie if few rows use them; else, or where they lie apart or a row is
@@ -155,7 +172,6 @@ class Attention {
   void attend_group(int64_t row0) {
     score<R>(row0);
     rows_.softmax(row0, R);
-    // The first scores have fetched them.
     if (!has_values_) load_values();
     // Keys that every row sees, between what the first rows see alone and what the last ones do.
     const int64_t end = rows_.to(row0), start = std::min(rows_.from(row0 + R - 1), end);
@@ -181,11 +197,13 @@ class Attention {
 
   template <int R, int P>
   void score_panels(int64_t row0, int64_t key) {
-    const int64_t stride = tile_.value_stride;
+    const int64_t stride = args_.cache_stride.slot;
+    const T* const values = tile_.next_keys + args_.cache_stride.kv;
     score_tile<W, R, P>(depth_, s_.queries + row0 * words(),
                         reinterpret_cast<const W*>(s_.keys + key * words()), args_.scale,
-                        reinterpret_cast<const char*>(tile_.fetch_values + key * stride),
-                        stride * kPanel * int64_t(sizeof(T)), int64_t(sizeof(T)),
+                        reinterpret_cast<const char*>(values + key * stride),
+                        stride * kPanel * int64_t(sizeof(T)),
+                        (tile_.next_count - key + kPanel - 1) / kPanel, int64_t(sizeof(T)),
                         rows_.scores(row0) + key);
   }
 
@@ -205,14 +223,17 @@ class Attention {
   void weigh(int64_t row0, int64_t d, int64_t begin, int64_t end, const float* factors) {
     const float* weights = rows_.scores(row0) + begin;
     float* sums = rows_.sums(row0) + d;
-    const char* ahead = reinterpret_cast<const char*>(tile_.fetch_keys + d * kKeys);
+    const int64_t skipped = d * kKeys;
+    const char* ahead = reinterpret_cast<const char*>(tile_.next_keys + skipped);
+    const int64_t rows =
+        (tile_.next_count * args_.cache_stride.slot - skipped) / (C * kLanes);
     if (in_place_) {
       const int64_t stride = tile_.value_stride;
       weigh_tile<T, R, C>(end - begin, weights, tile_.values[0] + begin * stride + d, stride,
-                          ahead, factors, sums, width_);
+                          ahead, rows, factors, sums, width_);
     } else {
       weigh_tile<float, R, C>(end - begin, weights, s_.values + begin * width_ + d, width_, ahead,
-                              factors, sums, width_);
+                              rows, factors, sums, width_);
     }
   }
 

@@ -4,6 +4,9 @@
 namespace rbln {
 namespace {
 
+constexpr int64_t kClaims = 4;   // of a thread, so that all end at about the same time
+constexpr int64_t kMaxRuns = 8;  // of a claim
+
 // The keys of one request and head, through its block table.
 template <class T>
 class Pages {
@@ -11,6 +14,13 @@ class Pages {
   Pages(const AttentionArgs& args, int64_t batch, int64_t head)
       : args_(args), table_(args.tables + batch * args.table_width),
         cache_(static_cast<T*>(args.cache) + head * args.cache_stride.head) {}
+
+  // Reads end at `end`. The tile before it fetches `count` keys at `next`.
+  void end_at(int64_t end, const T* next, int64_t count) {
+    end_ = end;
+    after_ = next;
+    after_count_ = count;
+  }
 
   int64_t reach() const { return args_.table_width * args_.block_size; }
 
@@ -30,9 +40,13 @@ class Pages {
     }
     const int64_t apart = tile.value_stride == 0 ? count : 1;
     for (int64_t i = 0; i < apart; ++i) tile.values[i] = tile.keys[i] + args_.cache_stride.kv;
-    const bool turn = ++slot == block_size && page + 1 < args_.table_width;
-    tile.fetch_values = tile.values[0];
-    tile.fetch_keys = turn ? row(page + 1, 0) : tile.keys[count - 1];
+    tile.next_count = end_ - begin - count;
+    if (tile.next_count <= 0) {
+      tile.next_keys = after_;
+      tile.next_count = after_count_;
+    } else {
+      tile.next_keys = ++slot == block_size ? row(page + 1, 0) : tile.keys[count - 1] + stride;
+    }
   }
 
  private:
@@ -43,6 +57,9 @@ class Pages {
   const AttentionArgs& args_;
   const int64_t* table_;
   T* cache_;
+  int64_t end_ = 0;
+  const T* after_ = nullptr;
+  int64_t after_count_ = 0;
 };
 
 // Stores the new keys and values of one request and head; positions past the table are dropped.
@@ -66,27 +83,57 @@ int64_t total_work(const AttentionArgs& args) {
   return keys * args.kv_heads * args.group * args.head_size;
 }
 
+// Runs of queries, all that one item computes. The last of a request see the most keys: they go
+// first.
+template <class T>
+struct Runs {
+  const AttentionArgs& args;
+  int64_t tokens, tiles, heads;
+
+  explicit Runs(const AttentionArgs& args_)
+      : args(args_), tokens(tokens_per_item(args_)),
+        tiles((args_.length + tokens - 1) / tokens), heads(args_.batch * args_.kv_heads) {}
+
+  int64_t count() const { return heads * tiles; }
+
+  QueryRun at(int64_t item) const {
+    const int64_t batch = item % heads / args.kv_heads, head = item % heads % args.kv_heads;
+    const int64_t first = (tiles - 1 - item / heads) * tokens;
+    const int64_t window = args.window == 0 ? kUnlimited : args.window;
+    return {batch, head, first, std::min(tokens, args.length - first), args.starts[batch],
+            Pages<T>(args, batch, head).reach(), window};
+  }
+
+  // What an item reads; if `next` is another one, it comes after on this thread.
+  Pages<T> pages(int64_t item, int64_t next) const {
+    const QueryRun run = at(item), after = at(next);
+    Pages<T> pages(args, run.batch, run.head);
+    const int64_t limit = after.limit(0), low = after.low(limit, args.chunk);
+    pages.end_at(run.limit(run.count - 1), Pages<T>(args, after.batch, after.head).row(low),
+                 next == item ? 0 : after.limit(after.count - 1) - low);
+    return pages;
+  }
+};
+
 template <class T>
 void run(const AttentionArgs& args) {
-  const int64_t tokens = tokens_per_item(args);
-  const int64_t tiles = (args.length + tokens - 1) / tokens;
-  const int64_t heads = args.batch * args.kv_heads;
+  const Runs<T> runs(args);
   const int threads = team_size(total_work(args), kSerialWork);
-  if (tiles > 1)
-    parallel_for(heads, 1, threads, [&](int64_t bh) {
+  if (runs.tiles > 1)
+    parallel_for(runs.heads, 1, threads, [&](int64_t bh) {
       write_cache<T>(args, bh / args.kv_heads, bh % args.kv_heads);
     });
-  parallel_for(heads * tiles, 1, threads, [&](int64_t item) {
+  // Neighbours, so that one fetches the next one's first keys.
+  const int64_t some = std::clamp<int64_t>(runs.count() / (threads * kClaims), 1, kMaxRuns);
+  parallel_for((runs.count() + some - 1) / some, 1, threads, [&](int64_t claim) {
     thread_local Scratch scratch;
-    // The last query tiles see the most keys: they go first.
-    const int64_t bh = item % heads, first = (tiles - 1 - item / heads) * tokens;
-    const int64_t batch = bh / args.kv_heads, head = bh % args.kv_heads;
-    if (tiles == 1) write_cache<T>(args, batch, head);
-    const Pages<T> pages(args, batch, head);
-    const int64_t count = std::min(tokens, args.length - first);
-    const int64_t window = args.window == 0 ? kUnlimited : args.window;
-    const QueryRun run{batch, head, first, count, args.starts[batch], pages.reach(), window};
-    attend<T>(args, scratch, pages, run);
+    const int64_t end = std::min(runs.count(), (claim + 1) * some);
+    for (int64_t item = claim * some; item < end; ++item) {
+      const QueryRun run = runs.at(item);
+      if (runs.tiles == 1) write_cache<T>(args, run.batch, run.head);
+      const Pages<T> pages = runs.pages(item, std::min(item + 1, end - 1));
+      attend<T>(args, scratch, pages, run);
+    }
   });
 }
 

@@ -45,9 +45,9 @@ struct KeyTile {
   const T* keys[kKeys];
   const T* values[kKeys];  // where value_stride is not 0, the first alone
   int64_t value_stride;    // between the values of neighbours, or 0 where they lie apart
-  // Prefetched data: the values that this tile's weights will multiply,
-  // or the next tile's where these are there already; then the next tile's keys.
-  const T *fetch_values, *fetch_keys;
+  // What is fetched meanwhile: the first rows of the next tile, a slot apart.
+  const T* next_keys;
+  int64_t next_count;
 };
 
 // Tokens [first, first + count) of a request, all query heads of one KV head. Token t sees the
@@ -55,6 +55,14 @@ struct KeyTile {
 struct QueryRun {
   int64_t batch, head, first, count;
   int64_t start, end, window;
+
+  // The end of the keys that a token of the run sees.
+  int64_t limit(int64_t token) const { return std::min(start + first + token + 1, end); }
+  // The first key that the token with this limit sees.
+  int64_t low(int64_t limit, int64_t chunk) const {
+    const int64_t of_chunk = chunk == 0 ? 0 : (limit - 1) / chunk * chunk;
+    return std::max(of_chunk, limit - window);
+  }
 };
 
 struct Scratch {
@@ -90,8 +98,7 @@ class QueryRows {
   // After the scratch is reserved.
   void begin() {
     for (int64_t row = 0; row < count_; ++row)
-      s_.limits[size_t(row)] =
-          std::min(run_.start + run_.first + row / args_.group + 1, run_.end);
+      s_.limits[size_t(row)] = run_.limit(row / args_.group);
     std::fill_n(s_.sums, count_ * width_, 0.0f);
     std::fill_n(s_.totals, count_ * kLanes, 0.0f);
     std::fill_n(s_.exponents, count_, kNoExponent);
@@ -108,10 +115,7 @@ class QueryRows {
 
   // A row sees the keys [low, limit); both grow from row to row.
   int64_t limit(int64_t row) const { return s_.limits[size_t(row)]; }
-  int64_t low(int64_t row) const {
-    const int64_t of_chunk = args_.chunk == 0 ? 0 : (limit(row) - 1) / args_.chunk * args_.chunk;
-    return std::max(of_chunk, limit(row) - run_.window);
-  }
+  int64_t low(int64_t row) const { return run_.low(limit(row), args_.chunk); }
 
   // The keys of the tile that the following is about.
   void move_to(int64_t begin, int64_t keys) {

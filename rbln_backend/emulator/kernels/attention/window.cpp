@@ -41,8 +41,9 @@ class Window {
     }
     const bool old = begin >= before_ && begin + count <= start_, fresh = begin >= start_;
     tile.value_stride = old ? args_.cache_stride.slot : fresh ? args_.v_stride.token : 0;
-    tile.fetch_values = tile.values[0];
-    tile.fetch_keys = tile.keys[count - 1];
+    const int64_t next = begin + count;
+    tile.next_keys = slot(next - before_);
+    tile.next_count = start_ - next;  // none of the new keys, which have just been written
   }
 
   // Makes slots [begin, end) what they are after the step. What a slot takes is never before it,
@@ -75,9 +76,8 @@ class Window {
     for (int64_t i = 0; i < count; ++i) tile.keys[i] = slot(std::max<int64_t>(0, first + i));
     for (int64_t i = 0; i < apart; ++i) tile.values[i] = tile.keys[i] + args_.cache_stride.kv;
     tile.value_stride = first < 0 ? 0 : args_.cache_stride.slot;
-    tile.fetch_keys = slot(end);
-    // Values that were moved are in the caches.
-    tile.fetch_values = dropped() == 0 ? tile.values[0] : tile.fetch_keys + args_.cache_stride.kv;
+    tile.next_keys = slot(end);
+    tile.next_count = kept() - end;
   }
 
   void move(int64_t begin, int64_t end) const {
