@@ -230,11 +230,11 @@ class RblnConfig(BaseModel):
     verify_lengths: OptionalSizes = None
     """With speculation, the tokens per request of a decode step: its latest token and the drafts
     that are checked. The largest must be `num_speculative_tokens` + 1. Unset: powers of two up to
-    it.
+    it; on an NPU the largest alone.
     """
-    verify_tokens: Number = 64
+    verify_tokens: OptionalNumber = None
     """Largest number of tokens of such a step over all requests, at most a chunk; larger sizes are
-    not compiled.
+    not compiled. Unset: 64; on an NPU a chunk.
     """
     share_drafts: Switch = False
     """With the method `suffix`: drafts for one API key may come from finished answers of others.

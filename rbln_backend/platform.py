@@ -13,6 +13,7 @@ from rbln_backend.bucketing.chunk_plan import step_tokens_of
 from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
 from rbln_backend.compilation import settle_compilation
+from rbln_backend.compiler.sdk.shapes import settle_npu
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_tiers.offloading_config import take_tiers
@@ -190,7 +191,7 @@ class RblnPlatform(Platform):
         rbln = _set_reuse_unit(vllm_config, rbln, device.npu)
         rbln = _settle_prompts(vllm_config, rbln, can_join=device.joint_prompts)
         if device.npu is not None:
-            rbln = _settle_npu(vllm_config, rbln, device.npu)
+            rbln = settle_npu(vllm_config, rbln, device.npu)
         model = model_config(vllm_config)
         if rbln.enforce_model_fp32 and model is not None:
             model.dtype = torch.float32
@@ -373,27 +374,3 @@ def _settle_buckets(vllm_config: VllmConfig, rbln: RblnConfig) -> EngineBuckets 
         None if model.runner_type == "pooling" else largest_decode(vllm_config),
         None if speculation is None else speculation.num_speculative_tokens,
     )
-
-
-def _settle_npu(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu) -> RblnConfig:
-    """Settle one prefill shape unless others are configured: each graph takes NPU memory.
-
-    Raises ``ConfigError`` for shapes that the compiler rejects.
-    """
-    from rbln_backend.compiler.sdk import limits
-
-    if rbln.use_custom_kernel:
-        raise ConfigError(
-            "use_custom_kernel (RBLN_USE_CUSTOM_KERNEL): these kernels are the vendor's own "
-            "(vllm-rbln) and not part of this backend; unset it, or use device='emulated'"
-        )
-    model, chunk = model_config(vllm_config), vllm_config.scheduler_config.max_num_batched_tokens
-    chunks = rbln.prefill_chunk_buckets or (chunk,)
-    if model is not None and model.attn_type != "encoder_only":
-        block_size = vllm_config.cache_config.block_size
-        limits.check_block(block_size)
-        limits.check_chunks(block_size, chunks)
-        limits.check_num_blocks(vllm_config.cache_config.num_gpu_blocks_override or 0)
-        assert rbln.sub_block_size is not None
-        limits.check_reuse_unit(npu, rbln.sub_block_size, chunk)
-    return rbln.model_copy(update={"prefill_chunk_buckets": chunks})

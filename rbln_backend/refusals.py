@@ -22,8 +22,8 @@ from rbln_backend.unsupported import (
     KV_TIERS,
     MULTIMODAL,
     QUANTIZATION,
+    SPECULATION_KERNELS,
     SPECULATION_METHOD,
-    SPECULATION_ON_NPU,
     SPECULATION_POOLING,
     SPECULATION_RANKS,
     STATE_SPACE,
@@ -90,8 +90,6 @@ def _check_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for an unsupported combination with speculative decoding."""
-    from rbln_backend.compiler.device import device_capabilities
-
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model = model_config(vllm_config)
     assert speculation is not None
@@ -99,7 +97,7 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         raise SPECULATION_METHOD.refusal(f"method {speculation.method!r}")
     refuse_first(
         {
-            SPECULATION_ON_NPU: rbln.use_custom_kernel or not device_capabilities(rbln).drafts,
+            SPECULATION_KERNELS: rbln.use_custom_kernel,
             SPECULATION_POOLING: model is not None and model.runner_type == "pooling",
             SPECULATION_RANKS: parallel.pipeline_parallel_size > 1
             or (parallel.data_parallel_size > 1 and model is not None and model.is_moe),

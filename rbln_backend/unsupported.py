@@ -229,11 +229,17 @@ SPECULATION_RANKS = Feature(
     "whose ranks agree on requests and chunks alone",
     "use --tensor-parallel-size, or drop --speculative-config",
 )
-SPECULATION_ON_NPU = Feature(
-    "speculative decoding on an NPU or with RBLN_USE_CUSTOM_KERNEL",
-    "--speculative-config",
-    "whose decode ops there are not known to write several tokens of a request across blocks",
-    "drop --speculative-config, or run it on the emulated device",
+SPECULATION_KERNELS = Feature(
+    "speculative decoding with RBLN_USE_CUSTOM_KERNEL",
+    "--speculative-config with RBLN_USE_CUSTOM_KERNEL",
+    "whose custom decode kernels are not known to write several tokens of a request",
+    "drop --speculative-config, or unset RBLN_USE_CUSTOM_KERNEL",
+)
+SPECULATION_WINDOWS = Feature(
+    "speculative decoding of sliding windows that an NPU shifts",
+    "--speculative-config with Mistral, Gemma-3 or gpt-oss on an NPU other than RBLN-CR13",
+    "whose shifted window loses its oldest token to a draft that is rejected afterwards",
+    "drop --speculative-config, or run it on RBLN-CR13 or on the emulated device",
 )
 PREFILL_PROMPTS = Feature(
     "several prompts in one prefill step on an NPU, of a model that pools, or with "

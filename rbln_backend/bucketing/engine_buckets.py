@@ -16,6 +16,9 @@ from rbln_backend.errors import BucketError
 MIN_DERIVED_CHUNK = 16
 """Smallest chunk in tokens worth its own graph when the chunks are derived."""
 
+DEFAULT_VERIFY_TOKENS = 64
+"""Largest number of tokens of a step that checks drafts, over all requests."""
+
 MAX_DERIVED_CHUNKS = 6
 """Largest number of derived chunk sizes, the chunk included."""
 
@@ -48,7 +51,7 @@ class EngineBuckets:
             return buckets
         lengths = draft_lengths(config.verify_lengths, drafts)
         # vLLM's scheduler gives no step more tokens than a chunk has.
-        tokens = min(config.verify_tokens, chunk_tokens)
+        tokens = min(config.verify_tokens or DEFAULT_VERIFY_TOKENS, chunk_tokens)
         return replace(buckets, verify=VerifyTable(buckets.decode, lengths, tokens))
 
 

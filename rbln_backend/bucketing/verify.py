@@ -45,9 +45,12 @@ class VerifyTable:
         bucket = self._buckets.find(requests)
         return ((bucket, 1), *((bucket, length) for length in self._lengths[bucket]))
 
-    def longest(self, requests: int) -> int:
-        """Return the largest number of tokens per request in a step of `requests`."""
-        return max((length for _, length in self.sizes(requests)), default=1)
+    def longest(self, requests: int, room: int) -> int:
+        """Return the most tokens per request in a step of `requests`, at most `room`; at least 1.
+
+        A bucket's lengths are compiled: a step of `n` tokens may have to take more of them.
+        """
+        return max((n for _, n in self.sizes(requests) if n <= room), default=1)
 
     def find(self, requests: int, tokens: int) -> Size:
         """Return the smallest size for `tokens` of each of `requests`; raises `BucketError`."""

@@ -32,8 +32,6 @@ class Capabilities:
     """One SDK op computes a layer of experts."""
     adapters: bool
     """Graphs with LoRA slots."""
-    drafts: bool
-    """VERIFY graphs."""
     joint_prompts: bool
     """A prefill chunk may hold tokens of several prompts."""
     window_logs: bool
@@ -61,7 +59,6 @@ EMULATED = Capabilities(
     picks_tokens=False,
     fused_experts=False,
     adapters=True,
-    drafts=True,
     joint_prompts=True,
     window_logs=True,
 )
@@ -77,7 +74,6 @@ def npu_capabilities(npu: Npu) -> Capabilities:
         picks_tokens=True,
         fused_experts=True,
         adapters=False,
-        drafts=False,
         joint_prompts=False,
         window_logs=False,
         stores_binaries=True,

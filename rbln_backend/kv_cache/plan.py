@@ -21,7 +21,7 @@ from rbln_backend.kv_cache.specs import (
     window_of,
     window_spec,
 )
-from rbln_backend.unsupported import CHUNKED_ATTENTION, UNEQUAL_HEADS
+from rbln_backend.unsupported import CHUNKED_ATTENTION, SPECULATION_WINDOWS, UNEQUAL_HEADS
 from rbln_backend.vllm_compat.surface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -54,7 +54,12 @@ class KvLimits:
     own_ops: bool = True
     """Attention runs in our ops, which support chunked attention and values narrower than keys."""
     checks_drafts: bool = False
-    """Steps may roll tokens back, which is impossible once a window has slid."""
+    """Steps may roll tokens back, which is impossible once a window has been shifted."""
+
+    @property
+    def stores_windows(self) -> bool:
+        """Window layers store their window alone."""
+        return self.appends_windows or not self.checks_drafts
 
 
 def plan_specs(
@@ -64,7 +69,7 @@ def plan_specs(
 
     Other layers read the caches of ``shared`` layers. A window would have slid before they read
     it, so ``shared`` layers keep their whole context. So do all layers where drafts are checked: a
-    rejected draft would have dropped the oldest token of a window.
+    rejected draft would have dropped the oldest token of a window. Windows in pages lose none.
 
     Raises ``UnsupportedModelError`` for a kind of cache without an op, ``ConfigError`` for window
     layers without the hybrid KV cache manager.
@@ -72,12 +77,12 @@ def plan_specs(
     dense = {name: check_supported(name, spec) for name, spec in layers.items()}
     windows = {
         name: None
-        if limits.checks_drafts or name in shared
+        if not limits.stores_windows or name in shared
         else window_of(spec, limits.max_model_len)
         for name, spec in dense.items()
     }
     if not limits.own_ops:
-        _refuse_own_ops(dense, limits.max_model_len)
+        _refuse_own_ops(dense, limits)
     if any(windows.values()) and not limits.hybrid:
         raise ConfigError(
             "sliding-window layers keep one block per request, which needs vLLM's hybrid KV cache "
@@ -96,9 +101,13 @@ def plan_specs(
     return planned
 
 
-def _refuse_own_ops(layers: Mapping[str, AttentionSpec], context: int) -> None:
+def _refuse_own_ops(layers: Mapping[str, AttentionSpec], limits: KvLimits) -> None:
     """Raise ``UnsupportedModelError`` for a layer that only our own ops can compute."""
+    context = limits.max_model_len
     for name, spec in layers.items():
+        window = window_of(spec, context)
+        if window is not None and not limits.stores_windows:
+            raise SPECULATION_WINDOWS.refusal(f"layer {name} with a window of {window}")
         if isinstance(spec, ChunkedLocalAttentionSpec) and spec.attention_chunk_size < context:
             raise CHUNKED_ATTENTION.refusal(f"layer {name}")
         if spec.head_size_v not in (0, spec.head_size):

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
-from rbln_backend.vllm_compat.surface import BlockPool, Request
+from rbln_backend.scheduler.background import Rows
+from rbln_backend.vllm_compat.surface import BlockPool
 
 
 class DraftCapacity:
-    """Limits drafts to compiled sizes and to free KV blocks, so that none causes a preemption."""
+    """Limits drafts to compiled sizes within the context and to free KV blocks.
 
-    def __init__(self, table: VerifyTable, block_size: int, groups: int) -> None:
+    A step takes as many tokens of each request, padding included: none may lie beyond
+    ``max_model_len``, where an NPU's op has no place for them. Drafts never cause a preemption.
+    """
+
+    def __init__(
+        self, table: VerifyTable, *, block_size: int, groups: int, max_model_len: int
+    ) -> None:
         """``groups``: number of KV cache groups; each holds every token."""
         self._table, self._block_size, self._groups = table, block_size, groups
+        self._max_model_len = max_model_len
 
-    def cut(self, decoding: Sequence[Request], blocks: BlockPool) -> None:
+    def cut(self, rows: Rows, blocks: BlockPool) -> None:
         """Drop the drafts that no compiled step checks; drop all where free blocks are too few."""
+        decoding = rows.decoding
         if self._table is NO_DRAFTS or not decoding:
             return
-        longest = self._table.longest(len(decoding))
+        room = self._max_model_len - max(r.num_computed_tokens for r in rows.visible)
+        longest = self._table.longest(len(decoding), room)
         # Blocks that the tokens of one request can need.
         each = (1 + longest // self._block_size) * self._groups
         if blocks.get_num_free_blocks() < len(decoding) * each:

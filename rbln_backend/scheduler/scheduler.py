@@ -106,7 +106,12 @@ class RblnScheduler(PromptScheduler):
         self._expired: list[Request] = []
         self._prompt_reports = PromptReports(board)
         groups = len(self.kv_cache_config.kv_cache_groups)
-        self._drafts = DraftCapacity(sizes.verify, self.block_size, groups)
+        self._drafts = DraftCapacity(
+            sizes.verify,
+            block_size=self.block_size,
+            groups=groups,
+            max_model_len=self.max_model_len,
+        )
         self._most_partial = configured(vllm_config).max_num_partial_prefills
         self._shortest_first = (
             configured(vllm_config).prefill_policy == "shortest" and self._chunks is not None
@@ -300,7 +305,7 @@ class RblnScheduler(PromptScheduler):
             beginner = self._beginner(rows)
         elif hidden := self._prefilling():
             rows = Rows([r for r in self.running if r not in hidden], hidden=hidden)
-        self._drafts.cut(rows.decoding, self.kv_cache_manager.block_pool)
+        self._drafts.cut(rows, self.kv_cache_manager.block_pool)
         if beginner is None:
             return self._schedule_rows(rows, 0, throttle_prefills)
         others = [request for request in self._waiting() if request is not beginner]

@@ -78,7 +78,7 @@ def test_a_wrong_variable_is_an_error_that_names_it(
         ),
         (
             {"speculative_config": DRAFTS, "rbln": {"use_custom_kernel": True}},
-            "speculative decoding on an NPU or with RBLN_USE_CUSTOM_KERNEL",
+            "speculative decoding with RBLN_USE_CUSTOM_KERNEL",
         ),
     ],
 )

@@ -2,7 +2,9 @@
 
 Its argument is a JSON list of jobs: the model's path, the options of ``LLM``, batches of prompts
 (token ids), how many tokens to answer with, and after how many steps the first request of each
-batch is aborted, if it is. It prints the greedy tokens of every job's batches behind ``RESULT``.
+batch is aborted, if it is. Then, if they are given, the seed of sampled tokens, which are greedy
+otherwise, and whether steps check as many drafts as there are, whatever they gain. It prints the
+tokens of every job's batches behind ``RESULT``.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ def _answer(
     batches: list[list[list[int]]],
     max_tokens: int,
     abort_after: int | None,
+    seed: int | None = None,
+    checks_all_drafts: bool = False,
 ) -> list[list[list[int]]]:
     from vllm import LLM, SamplingParams
 
@@ -35,12 +39,24 @@ def _answer(
 
         inspect_models_here()
     llm = LLM(path, **options)
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    if checks_all_drafts:
+        _check_all_drafts(llm.llm_engine.engine_core.engine_core)
+    temperature = 0.0 if seed is None else 1.2
+    params = SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True
+    )
     answers = [_generate(llm.llm_engine, batch, params, abort_after) for batch in batches]
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
     return answers
+
+
+def _check_all_drafts(core: Any) -> None:
+    """Steps of the double take as long with drafts as they happen to."""
+    from tests.engine.oracle import MOST, AnyLength
+
+    core.model_executor.driver_worker.worker._runner._drafting._chooser = AnyLength(MOST + 1)
 
 
 def _generate(

@@ -42,6 +42,10 @@ class Job:
     """The steps after which the first request of each batch is aborted."""
     reference: Path | None = None
     """A checkpoint of the same values that transformers reads; None: the same one."""
+    seed: int | None = None
+    """Of sampled tokens; None: the most probable ones."""
+    checks_all_drafts: bool = False
+    """As many as there are, whatever they gain."""
     cache_scales: tuple[tuple[float, float], ...] = ()
     """Of keys and values by layer, in a cache of e4m3; none in another."""
 
@@ -90,6 +94,8 @@ def run(
             "batches": job.batches,
             "max_tokens": job.max_tokens,
             "abort_after": job.abort_after,
+            "seed": job.seed,
+            "checks_all_drafts": job.checks_all_drafts,
         }
         for job in jobs
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import rebel
@@ -29,6 +30,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, idx: Tensor, tables: Ten
     return found
 
 
+def window_attend(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, idx: Tensor, tables: Tensor, window: int
+) -> Tensor:
+    """The op of a window in pages, which has no phases."""
+    found: Tensor = OPS.sliding_window_attention_v1(
+        q, k, v, kv, idx, SCALE, tables, window, True, None, None
+    )
+    return found
+
+
 def few(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, idx: Tensor, tables: Tensor) -> Tensor:
     """The same op without the arguments after ``slot_mapping``."""
     found: Tensor = OPS.flash_causal_attention_naive_prefill(q, k, v, kv, SCALE, idx, tables, SCALE)
@@ -38,6 +49,11 @@ def few(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, idx: Tensor, tables: Tensor
 def tokens(length: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     q = torch.randn(batch, HEADS, GROUP, length, SIZE)
     return q, *(torch.randn(batch, HEADS, 1, length, SIZE) for _ in "kv")
+
+
+def padded(rows: Tensor, length: int) -> Tensor:
+    """rows [..., L, D] and zeros behind them: [..., length, D]."""
+    return functional.pad(rows, (0, 0, 0, length - rows.shape[-2]))
 
 
 def start(position: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -106,6 +122,33 @@ def a_prompt_in_chunks_and_a_decode() -> None:
     assert torch.allclose(found, expected[..., -1:, :], atol=1e-5)
 
 
+def a_decode_of_several_tokens_across_blocks() -> None:
+    """Of two requests, the longer one first; the tokens of the other stay in its first block."""
+    window, drafts = 64, 4
+    for op in (attend, partial(window_attend, window=window)):
+        device = Device()
+        lengths, tables = (BLOCK + 2, CHUNK + drafts), (blocks(3, 1), blocks(2, 0))
+        requests = [tokens(length) for length in lengths]
+        shown = window if op is not attend else None
+        ends = []
+        for (q, k, v), length, table in zip(requests, lengths, tables, strict=True):
+            for at in range(0, length - drafts, CHUNK):
+                # The padding of the last chunk is written over by the decode step.
+                part = [padded(x[..., at : at + CHUNK, :], CHUNK) for x in (q, k, v)]
+                device.compile(op)(*part, device.kv, start(at), table)
+            ends.append(plain(q, k, v, shown)[..., -drafts:, :])
+        last = [
+            torch.cat([x[..., -drafts:, :] for x in parts]) for parts in zip(*requests, strict=True)
+        ]
+        starts = torch.tensor([[length - drafts] for length in lengths])
+        found = device.compile(op)(*last, device.kv, starts, torch.stack(tables))
+        assert torch.allclose(found, torch.cat(ends), atol=1e-5)
+        shortest_first = (x.flip(0) for x in (*last, starts, torch.stack(tables)))
+        q, k, v, starts, table = shortest_first
+        found = device.compile(op)(q, k, v, device.kv, starts, table)
+        assert not torch.allclose(found, torch.cat(ends[::-1]), atol=1e-5)
+
+
 def a_copy_of_a_block() -> None:
     device = Device()
     q, k, v = tokens(2 * CHUNK)
@@ -125,13 +168,13 @@ def both_ops_of_a_window() -> None:
     for at in range(0, length, CHUNK // 2):
         part = [x[..., at : at + CHUNK // 2, :] for x in (q, k, v)]
         real = part[0].shape[3]
-        padded = [functional.pad(x, (0, 0, 0, CHUNK // 2 - real)) for x in part]
+        rows = [padded(x, CHUNK // 2) for x in part]
         found = OPS.sliding_window_attention_v1(
-            *(*padded, kv, start(at), SCALE, blocks(2, 1), window, True, None, None)
+            *(*rows, kv, start(at), SCALE, blocks(2, 1), window, True, None, None)
         )
         held = min(at, window)
         other = OPS.sliding_window_attention_naive_prefill(
-            *(*padded, shifted, start(held), start(held + real), SCALE, blocks(1), SCALE, None)
+            *(*rows, shifted, start(held), start(held + real), SCALE, blocks(1), SCALE, None)
         )
         for name, x in (("append", found), ("shift", other)):
             right = torch.allclose(x[..., :real, :], expected[..., at : at + real, :], atol=1e-5)
@@ -194,6 +237,12 @@ def a_block_of_another_size() -> None:
 
 def a_chunk_that_does_not_divide_the_block() -> None:
     Device().prefill(*tokens(96), 0, 1, 0)
+
+
+def a_decode_that_ends_behind_its_table() -> None:
+    decode = Device()
+    q, k, v = tokens(4)
+    decode.compile(attend)(q, k, v, decode.kv, start(BLOCK - 3), blocks(2)[None])
 
 
 def gradients_on() -> None:

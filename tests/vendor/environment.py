@@ -41,7 +41,8 @@ def _fill(place: Path, site: Path) -> None:
     theirs = next((place / "lib").glob("python*")) / "site-packages"
     for name in _shared(site):
         if not (theirs / name).exists():
-            (theirs / name).symlink_to(site / name)
+            # A worktree, through which the packages are found here, may be gone tomorrow.
+            (theirs / name).symlink_to((site / name).resolve())
 
 
 def native_library() -> Path:

@@ -65,6 +65,12 @@ class Run:
 
 
 _WINDOW = {"sliding_window": 64}
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 4,
+}
 HOST = Run()
 DEVICE = Run(device_tensors=True, options=_FIXED_KV)
 WITHOUT_NPU = replace(
@@ -82,6 +88,7 @@ RUNS: Mapping[str, Run] = {
     "window shift": replace(HOST, family="mistral", fields=_WINDOW, double={"npu": "RBLN-CR03"}),
     "experts": replace(HOST, family="qwen3_moe"),
     "fp8 cache": replace(HOST, options={"kv_cache_dtype": "fp8"}, cache_scales=((1.0, 1.0),) * 3),
+    "drafts": replace(HOST, options={"speculative_config": NGRAM}),
     "two ranks": replace(HOST, options={"tensor_parallel_size": 2}),
     "compile only": WITHOUT_NPU,
     # As many blocks as their estimate of a CR13 says fit; of small heads that would be too many.

@@ -159,28 +159,24 @@ class StepInputs:
         for group in self.groups:
             group.advance(places)
 
-    def fill_verify(
-        self,
-        token_ids: IntArray,
-        counts: IntArray,
-        num_computed: IntArray,
-        block_rows: Sequence[IntArray],
-    ) -> None:
-        """Fill the latest token and the drafts of n <= B requests; the rest becomes padding.
+    def fill_verify(self, rows: DecodeRows, drafts: Sequence[Sequence[int]]) -> None:
+        """Fill the latest token and the ``drafts`` of n <= B requests; the rest becomes padding.
 
-        ``token_ids`` [n, L], of which ``counts`` [n] are real; ``num_computed`` [n]; ``block_rows``
-        by group [n, ...].
+        ``drafts`` [n], less than L of each.
         """
-        rows, places = len(counts), np.arange(self.spec.query_len)
-        real = places < counts[:, None]
-        self.token_ids[:rows] = np.where(real, token_ids, 0)
-        self.positions[:rows] = np.where(real, num_computed[:, None] + places, 0)
-        self.token_ids[rows:] = 0
-        self.positions[rows:] = 0
+        count = len(drafts)
+        for whole in (self.token_ids, self.positions):
+            whole[...] = 0
+        self.token_ids[:count, 0] = rows.token_ids
+        self.positions[:count, 0] = rows.num_computed
+        for row, own in enumerate(drafts):
+            end, first = 1 + len(own), rows.num_computed[row]
+            self.token_ids[row, 1:end] = own
+            self.positions[row, 1:end] = np.arange(first + 1, first + end)
         # A graph writes all its query rows: padding goes to the slots of the request's later tokens
         # or to the null block, because vLLM ends a row of blocks with zeros.
-        for group, blocks in zip(self.groups, block_rows, strict=True):
-            group.fill(num_computed, 1, blocks)
+        for group, blocks in zip(self.groups, rows.block_rows, strict=True):
+            group.fill(rows.num_computed, 1, blocks)
 
     def fill_idle(self) -> None:
         """Fill every row with padding: the null block, and no adapter."""

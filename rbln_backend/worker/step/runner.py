@@ -129,8 +129,8 @@ class StepRunner:
         # The next stage arranges its rows in the same order.
         self._stage.send(outputs)
         if batch.phase is Phase.VERIFY:
-            length = step.spec.length
-            return StepOutputs(outputs, lambda output: output.unflatten(0, (-1, length)))
+            rows, length = self._rows, step.spec.length
+            return StepOutputs(outputs, lambda o: rows.restore(o.unflatten(0, (-1, length))))
         return StepOutputs(outputs, None if batch.phase.takes_chunk else self._rows.restore)
 
     def _run_padding(self, step_round: StepRound) -> None:
@@ -166,18 +166,9 @@ class StepRunner:
         if batch.decode_prefill:
             rows = rows.with_prefills(batch.decode_prefill)
         if batch.phase is Phase.VERIFY:
-            _fill_verify(inputs, batch, rows)
+            rows = self._rows.arrange(rows, inputs.spec.bucket)
+            drafts = [*batch.drafts, *((),) * len(batch.decode_prefill)]
+            inputs.fill_verify(rows, self._rows.rearrange(drafts))
             return
         inputs.fill_decode(*self._rows.arrange(rows, inputs.spec.bucket))
         self._filled = inputs, batch
-
-
-def _fill_verify(inputs: StepInputs, batch: StepBatch, rows: DecodeRows) -> None:
-    """Fill each row with a request's latest token and its drafts, in scheduling order."""
-    counts = np.ones(batch.num_rows, dtype=np.int64)
-    counts[: batch.num_reqs] += np.fromiter(map(len, batch.drafts), dtype=np.int64)
-    tokens = np.zeros((len(counts), inputs.spec.query_len), dtype=np.int64)
-    tokens[:, 0] = rows.token_ids
-    for row, drafts in zip(tokens, batch.drafts, strict=False):
-        row[1 : 1 + len(drafts)] = drafts
-    inputs.fill_verify(tokens, counts, rows.num_computed, rows.block_rows)

@@ -39,6 +39,7 @@ RULES = {
     "meta": Rule("every node that computes has an example_value", "vendor"),
     "no_grad": Rule("a graph is compiled with gradients off", "vendor"),
     "options": Rule("option keys are known ones, of the known types", "vendor"),
+    "positions": Rule("the tokens of a decode step lie within the block table", "vendor"),
     "rows": Rule(
         "CR13's decode kernel reads of a block column as many rows as reach it: longest first",
         "ours",

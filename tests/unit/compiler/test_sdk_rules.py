@@ -154,6 +154,20 @@ def test_rows_go_longest_first_and_come_back() -> None:
     assert restored.tolist() == [110.0, 120.0, 130.0, 0.0]
 
 
+def test_rows_with_drafts_go_longest_first_and_come_back() -> None:
+    group = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one_block=False)
+    inputs, order = StepInputs.allocate(GraphSpec.of(Phase.VERIFY, 4, 3), [group]), LongestFirst()
+    rows = DecodeRows(np.array([11, 12]), np.array([5, 20]), [np.array([[1, 0, 0], [2, 3, 0]])])
+    inputs.fill_verify(order.arrange(rows, 4), order.rearrange([[7, 8], [9]]))
+    assert inputs.token_ids.tolist() == [[12, 9, 0], [11, 7, 8], [0] * 3, [0] * 3]
+    assert inputs.positions.tolist() == [[20, 21, 0], [5, 6, 7], [0] * 3, [0] * 3]
+    (paged,) = inputs.groups
+    assert isinstance(paged, PagedInputs)
+    assert paged.seq_idx[:, 0].tolist() == [20, 5, 0, 0]
+    logits = torch.arange(12.0).view(4, 3)
+    assert order.restore(logits)[:2].tolist() == [[3.0, 4.0, 5.0], [0.0, 1.0, 2.0]]
+
+
 def test_no_more_blocks_than_numbers() -> None:
     common = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "block_size": 1024}
     page = 2 * 1024 * 32 * 4

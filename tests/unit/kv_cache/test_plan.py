@@ -150,3 +150,12 @@ def test_other_kinds_are_rejected_by_layer() -> None:
     sliding = SlidingWindowMLASpec(block_size=32, sliding_window=64, **HEADS)
     with pytest.raises(UnsupportedModelError, match=r"layers\.3"):
         plan({"layers.3": sliding})
+
+
+def test_drafts_keep_windows_in_pages_and_nothing_that_is_shifted() -> None:
+    layers = {"a": full(), "b": window(48)}
+    assert plan(layers, checks_drafts=True)["b"] == plan({"b": full()})["b"]
+    (in_pages,) = plan({"b": window(48)}, checks_drafts=True, appends_windows=True).values()
+    assert isinstance(in_pages, SlidingWindowSpec)
+    with pytest.raises(UnsupportedModelError, match="layer b with a window of 48: speculative"):
+        plan(layers, checks_drafts=True, own_ops=False)

@@ -104,7 +104,7 @@ def _checked(
 
     def fake(*arguments: Any) -> Tensor:
         check_paged(*(arguments[n] for n in (0, 3, idx, table)), is_prefill=is_prefill)
-        return torch.empty_like(arguments[0], memory_format=torch.contiguous_format)
+        return torch.empty_like(arguments[0])
 
     return body, fake
 

@@ -11,6 +11,7 @@ import torch
 from rebel.device_info import target_name
 from rebel.ops.library import describe
 from rebel.rules import is_on, require
+from rebel.settings import SETTINGS
 from torch import Tensor
 
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 512, 16384
@@ -86,14 +87,23 @@ def run_paged(
     """Write the L new tokens of each request from position ``seq_idx`` on, then attend.
 
     A token sees positions up to its own, the last ``window`` of them if there is one; with ``mask``
-    [B or 1, 1, 1, L, C] it sees what that says instead. Positions beyond the table are dropped.
+    [B or 1, 1, 1, L, C] it sees what that says instead. A chunk's positions beyond the table are
+    dropped; a decode step has none (rule ``positions``).
+
+    The result has the strides of ``q``: vllm_rbln views it as tokens where B and L are above 1.
     """
     size, rows = cache.block_size, tables.reshape(q.shape[0], -1).long()
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    reached = _rows_read(q, seq_idx, rows.shape[1], size)
+    out = torch.empty_like(q)
+    if tables.dim() == 2:
+        last = int(seq_idx.max()) + q.shape[3]
+        room = rows.shape[1] * size
+        require("positions", last <= room, f"a decode step ends at {last}, its table at {room}")
+    reached = _rows_read(q, seq_idx, tables, size)
     for row in range(q.shape[0]):
         start, length = int(seq_idx[row].sum()), q.shape[3]
         end = min(start + length, rows.shape[1] * size)
+        if "draft_rows" in SETTINGS.broken and tables.dim() == 2:
+            end = start + 1
         new = torch.arange(start, end)
         cache.write(
             *(rows[row][new // size], new % size),
@@ -112,17 +122,17 @@ def run_paged(
     return out
 
 
-def _rows_read(q: Tensor, seq_idx: Tensor, columns: int, size: int) -> Tensor:
+def _rows_read(q: Tensor, seq_idx: Tensor, tables: Tensor, size: int) -> Tensor:
     """Of each block column [P], how many rows of the batch the kernel reads (rule ``rows``).
 
     vllm_rbln/v1/worker/rbln_model_runner.py, ``sort_batch_by_length``: as many as have tokens
-    there, so that batches are sorted by length.
+    there, the L of this step included, so that batches are sorted by length.
     """
-    batch, length = q.shape[0], q.shape[3]
-    if length > 1 or batch == 1 or target_name() != "RBLN-CR13" or not is_on("rows"):
+    batch, length, columns = q.shape[0], q.shape[3], tables.shape[-1]
+    if batch == 1 or target_name() != "RBLN-CR13" or not is_on("rows"):
         return torch.full((columns,), batch)
     firsts = torch.arange(columns) * size
-    return (seq_idx.reshape(batch, 1) >= firsts).sum(dim=0)
+    return (seq_idx.reshape(batch, 1) + length > firsts).sum(dim=0)
 
 
 def check_paged(
@@ -145,4 +155,5 @@ def check_paged(
     require("blocks", power, f"the block size is {block}")
     count = kv_cache.shape[0]
     require("blocks", count <= _LARGEST_BLOCK_ID, f"{count} blocks are more than 16 bits number")
-    require("blocks", block % length == 0, f"a chunk of {length} does not divide block {block}")
+    fits = tables.dim() == 2 or block % length == 0
+    require("blocks", fits, f"a chunk of {length} does not divide block {block}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from rebel.ops.library import CUSTOM, RBLN, define
+from rebel.ops.library import CUSTOM, define
 from torch import Tensor
 
 _EXPERT_MAP = "Tensor? expert_map"
@@ -42,12 +42,3 @@ def _fake(x: Tensor, *rest: object, **named: object) -> Tensor:
 
 for _name, _arguments in UNDONE.items():
     define(CUSTOM, _name, _arguments, _refuse(_name), _fake)
-define(
-    RBLN,
-    "rejection_sample",
-    "Tensor draft_token_ids, Tensor target_probs, Tensor cu_num_draft_tokens, Tensor? top_k,"
-    " Tensor? top_p",
-    _refuse("rejection_sample"),
-    lambda draft, *rest: (draft, draft),
-    result="(Tensor, Tensor)",
-)

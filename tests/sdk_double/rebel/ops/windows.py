@@ -46,7 +46,7 @@ def _fake_append(
     assert isinstance(tables, Tensor)
     check_paged(q, kv_cache, seq_idx, tables, is_prefill=None)
     require("schema", rest[3] is True and rest[4] is None, "v1 is causal, and without a mask")
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return torch.empty_like(q)
 
 
 def shift(
@@ -67,7 +67,7 @@ def shift(
     L rows are real. Afterwards the block holds the latest tokens again, from slot 0 on.
     """
     window, blocks = kv_cache.shape[-2], tables.reshape(-1).long()
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    out = torch.zeros_like(q)
     for row, block in enumerate(blocks.tolist()):
         old = int(cache_seq_len.reshape(-1)[row])
         real = int(cache_offset.reshape(-1)[row]) - old
@@ -102,7 +102,7 @@ def _fake_shift(
 ) -> Tensor:
     for name, lengths in (("cache_seq_len", cache_seq_len), ("cache_offset", cache_offset)):
         require("schema", list(lengths.shape) == [q.shape[0], 1], f"{name} is {describe(lengths)}")
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return torch.empty_like(q)
 
 
 define(CUSTOM, "sliding_window_attention_v1", _APPEND, append, _fake_append)
