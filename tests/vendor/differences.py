@@ -21,7 +21,7 @@ class Difference:
 ALLOWED = (
     Difference(
         "theirs",
-        r"(op rbln::top_k_top_p|input sampler|option sampler) ?.*",
+        r"(op rbln::(top_k_top_p|rejection_sample)|input sampler|option sampler) ?.*",
         "their sampler is graphs of its own; our model graphs end in argmax, as those of their "
         "drafters, and other tokens are sampled by vLLM on the host",
     ),

@@ -22,7 +22,7 @@ WIDE = [
     pytest.param(name, marks=pytest.mark.wide)
     for name in (
         *("llama device", "one block", "window", "window device", "window shift"),
-        *("experts", "fp8 cache", "two ranks"),
+        *("experts", "fp8 cache", "drafts", "two ranks"),
     )
 ]
 

@@ -63,6 +63,11 @@ def test_a_dropped_copy_makes_their_answer_wrong(tmp_path: Path) -> None:
     assert hit != hit_expected
 
 
+def test_tokens_behind_the_first_matter_to_their_drafts(tmp_path: Path) -> None:
+    run = run_vendor(RUNS["drafts"], tmp_path, broken="draft_rows")
+    assert run.tokens != run.expected()
+
+
 def test_compile_only_leaves_binaries_that_a_host_with_an_npu_takes(tmp_path: Path) -> None:
     cold, warm = tmp_path / "cold", tmp_path / "warm"
     cold.mkdir()
@@ -112,6 +117,7 @@ def test_every_rule_of_theirs_had_something_to_look_at(
         "meta": bool(answered("llama host").calls("compile")),
         "no_grad": bool(answered("llama host").calls("compile")),
         "options": all(line["options"] for line in answered("llama host").calls("compile")),
+        "positions": _calls_op(answered("drafts"), "rbln::rejection_sample"),
         "runtime": all(line["dummy"] for line in answered("compile only").calls("runtime")),
         "schema": bool(_attention_calls(answered("llama host"))),
         "static": bool(answered("llama host").calls("mark_static_address")),
@@ -125,6 +131,10 @@ def test_every_rule_of_theirs_had_something_to_look_at(
 def _hits(run: Answered) -> set[bool]:
     """Of graphs that are cached: those of their sampler are not."""
     return {line["hit"] for line in run.calls("compile") if "cache_dir" in line["options"]}
+
+
+def _calls_op(run: Answered, wanted: str) -> bool:
+    return any(name == wanted for line in run.calls("compile") for name, _ in line["sdk_ops"])
 
 
 def _attention_calls(run: Answered) -> list[object]:
