@@ -81,8 +81,10 @@ def _run(
 
     outlive_readers()
     export_log_level(settings)
-    # An engine that replays records nothing.
-    private = settings.model_copy(update={"audit_log": None, "data_dir": None})
+    # It records nothing, and adapters are compared by their digests.
+    private = settings.model_copy(
+        update={"audit_log": None, "data_dir": None, "lora_base_names": ("*",)}
+    )
     if private.engine_start == "forkserver":
         from server.engine.process import start_forkserver
 

@@ -116,8 +116,7 @@ def test_a_flipped_bit_of_a_weight_is_found(logged: Logged, tmp_path: Path) -> N
     weights.write_bytes(content)
     (file,) = log_files(logged.root)
     header = json.loads(file.read_bytes().splitlines()[0])
-    # The adapter names the folder of its base model.
-    flags = [str(changed), *header["argv"][1:], "--lora-base-names", "*"]
+    flags = [str(changed), *header["argv"][1:]]
     status, report = replayed(tmp_path, str(logged.root), *flags)
     assert status == 1
     assert [entry["field"] for entry in report["engine"]] == ["weights"]
