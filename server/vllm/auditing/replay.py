@@ -6,6 +6,7 @@ answer has, without stop strings: these end an answer, and change no token befor
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -53,6 +54,8 @@ class Replay:
         self._requests = itertools.count()
         # By the digest of their weights: a name may stand for other weights later.
         self._loaded: dict[str, LoRARequest] = {}
+        # Answers run together, and the first loads the adapter of all.
+        self._loading = asyncio.Lock()
 
     async def run(self, record: Mapping[str, Any]) -> TokenDifference | None:
         """Return the first difference from a record, None if all tokens are the same.
@@ -118,8 +121,9 @@ class Replay:
         name, path, digest = recorded["name"], recorded["path"], recorded["digest"]
         if self._adapters is None:
             raise ReplayError(f"its adapter {name!r} needs --enable-lora")
-        if digest not in self._loaded:
-            self._loaded[digest] = await self._load(self._adapters, name, path, digest)
+        async with self._loading:
+            if digest not in self._loaded:
+                self._loaded[digest] = await self._load(self._adapters, name, path, digest)
         return self._loaded[digest]
 
     async def _load(
