@@ -181,6 +181,7 @@ def _placement() -> dict[str, Schema]:
             resource={"type": "string", "pattern": "^rebellions\\.ai/[A-Za-z0-9_]+$"},
             deviceClassName=NAME,
             selectors=many(TEXT),
+            matchAttribute={"type": "string", "pattern": "^([a-z0-9.-]+/[A-Za-z0-9_]+)?$"},
             claimTemplate=NAME,
             nodeLabels=FLAG,
             family=one_of("", "ATOM", "REBEL"),

@@ -177,6 +177,9 @@ def test_npus_of_the_dra_driver() -> None:
     template = of_kind(documents, "ResourceClaimTemplate")
     request = template["spec"]["spec"]["devices"]["requests"][0]["exactly"]
     assert (request["deviceClassName"], request["count"]) == ("npu.rebellions.ai", 2)
+    assert template["spec"]["spec"]["devices"]["constraints"] == [
+        {"requests": ["npu"], "matchAttribute": "npu.rebellions.ai/productName"}
+    ]
     given = server(DRA)
     claim = {"name": "npu", "resourceClaimTemplateName": template["metadata"]["name"]}
     assert given.pod["resourceClaims"] == [claim]

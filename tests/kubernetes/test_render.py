@@ -17,7 +17,7 @@ from deploy.kubernetes.values_schema import OWNED
 from server.settings import ServerSettings
 from tests.kubernetes.api_schemas import NEWEST, problems
 from tests.kubernetes.chart import helm, notes, of_kind, refusal, render
-from tests.kubernetes.value_sets import ALL_ON, DATA, EXTRAS, RAY, VALUE_SETS
+from tests.kubernetes.value_sets import ALL_ON, DATA, EXTRAS, KSERVE, PLUGIN, RAY, VALUE_SETS
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)
@@ -244,3 +244,7 @@ def test_the_notes_say_how_to_ask() -> None:
     assert "WARNING: no auth.apiKeys" in notes()
     assert "Bearer $KEY" in notes(ALL_ON)
     assert "WARNING" not in notes(ALL_ON)
+    assert "Start-up may take 1800 s" in notes()
+    assert "Start-up may take 7200 s" in notes(PLUGIN)
+    assert "baseRefs: [{name: llm-rbln-serve}]" in notes(KSERVE)
+    assert "port-forward" not in notes(KSERVE)

@@ -6,7 +6,11 @@ import copy
 import json
 import re
 import subprocess
+import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import yaml
@@ -143,6 +147,26 @@ def test_no_replica_is_left_when_nothing_waits() -> None:
     }
     found = of_kind(render(other), "ScaledObject")["spec"]["triggers"][2]["metadata"]["query"]
     assert found.endswith('queue_size{namespace="serving",model_name="llama"})')
+
+
+def test_the_helm_test_asks_the_service(tmp_path: Path) -> None:
+    (tmp_path / "readyz").write_text("ready")
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "models").write_text('{"data": [{"id": "tiny"}]}')
+    pod = of_kind(render({"service": {"port": 81}}), "Pod")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    *command, address = pod["spec"]["containers"][0]["command"]
+    assert address == "http://llm-rbln-serve:81"
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as service:
+        Thread(target=service.serve_forever, daemon=True).start()
+        command = [sys.executable, *command[1:], f"http://127.0.0.1:{service.server_port}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        (tmp_path / "readyz").unlink()
+        failed = subprocess.run(command, capture_output=True, text=True, check=False)
+        service.shutdown()
+    assert done.stdout == "ready: 200\nmodels: ['tiny']\n", done.stderr
+    assert failed.returncode != 0
 
 
 def test_gateways_let_the_api_in_alone() -> None:

@@ -50,6 +50,7 @@ DRA: Values = {
         "kind": "dra",
         "count": 2,
         "nodeLabels": False,
+        "matchAttribute": "npu.rebellions.ai/productName",
         "selectors": ["device.attributes['npu.rebellions.ai'].productName.startsWith('RBLN-CR')"],
     },
     "model": {

@@ -1,0 +1,94 @@
+"""The Ray Serve application in a real Ray, where that is installed, and its RayService manifest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from tests.architecture.source_tree import ROOT
+from tests.checkpoints import CheckpointCache
+from tests.kernel_cache import share_kernels
+from tests.kubernetes.api_schemas import NEWEST, problems
+from tests.kubernetes.nginx_process import free_ports
+from tests.server.real_server import FLAGS
+
+MANIFEST = ROOT / "deploy" / "kubernetes" / "presets" / "rayservice.yaml"
+_RUN = """
+import sys
+import ray
+from ray import serve
+from examples.ray_serve import build
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20)
+serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+serve.run(build({"arguments": sys.argv[2], "start_s": 300}))
+print("RUNNING", flush=True)
+sys.stdin.read()
+serve.shutdown()
+"""
+
+
+def test_the_manifest_carries_the_application() -> None:
+    source, service = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
+    assert [x for doc in (source, service) for x in problems(doc, NEWEST)] == []
+    # Else run `make chart`.
+    assert source["data"]["ray_serve.py"] == (ROOT / "examples" / "ray_serve.py").read_text()
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    (application,) = config["applications"]
+    assert application["import_path"] == "ray_serve:build"
+    (deployment,) = application["deployments"]
+    # Each replica takes the NPUs of one pod.
+    (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert group["replicas"] == deployment["num_replicas"]
+    assert deployment["ray_actor_options"]["resources"] == {"replica": 1}
+    assert group["rayStartParams"]["resources"] == "'{\"replica\": 1}'"
+    for spec in (service["spec"]["rayClusterConfig"]["headGroupSpec"], group):
+        pod = spec["template"]["spec"]
+        (volume,) = [v for v in pod["volumes"] if "configMap" in v]
+        assert volume["configMap"]["name"] == source["metadata"]["name"]
+        env = {one["name"]: one["value"] for one in pod["containers"][0]["env"]}
+        mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
+        assert env["PYTHONPATH"] == mounts[volume["name"]]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.wide
+@pytest.mark.timeout(600)
+def test_replicas_answer_and_stream(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+    (port,) = free_ports(1)
+    environment = {
+        **os.environ,
+        "VLLM_CACHE_ROOT": str(share_kernels(tmp_path / "cache")),
+        "PYTHONPATH": str(ROOT),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    arguments = " ".join([str(checkpoints("llama")), *FLAGS])
+    with subprocess.Popen(
+        [sys.executable, "-c", _RUN, str(port), arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert "RUNNING\n" in iter(process.stdout.readline, ""), "it ended"
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        body = {"model": FLAGS[1], "prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.json()["usage"]["completion_tokens"] == 5, answer.text
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            lines = [line for line in stream.iter_lines() if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]" and len(lines) > 2
+        assert client.get("/v1/absent").json()["error"]["code"] == "route_not_found"
+        process.stdin.close()
+        begun = time.monotonic()
+        assert process.wait(90) == 0
+        assert time.monotonic() - begun < 60
