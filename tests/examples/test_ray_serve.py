@@ -27,7 +27,7 @@ from ray import serve
 from examples.ray_serve import build
 ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20)
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-serve.run(build({"arguments": sys.argv[2], "start_s": 300}))
+serve.run(build({"arguments": sys.argv[2], "start_s": 500}))
 print("RUNNING", flush=True)
 sys.stdin.read()
 serve.shutdown()
