@@ -60,6 +60,7 @@ struct Item {
   const LinearArgs& args;
   const Activations<T>& x;
   int64_t first, last, panel;
+  int64_t next;  // the panel of this thread's next item
 
   // One group and P panels over depths [begin, end), the sums continued from and left in `sums`.
   template <int R, int P>
@@ -73,12 +74,12 @@ struct Item {
   }
 
   // A lone group runs ahead of itself. Several share the fetching of what comes next: the next block
-  // of these panels, or the next item's first.
+  // of these panels, or the first of this thread's next item.
   template <int P>
   Ahead<P> ahead_of(const T* const (&panels)[P], int64_t nth, int64_t begin, int64_t end) const {
     constexpr int64_t kStep = Layout<T>::kStep, kDepthBytes = kPanel * int64_t(sizeof(T));
     const int64_t groups = last - first, steps = (end - begin) / kStep;
-    const int64_t onward = end < x.depth ? end - begin : kItemPanels * x.depth - begin;
+    const int64_t onward = end < x.depth ? end - begin : (next - panel) * x.depth - begin;
     Ahead<P> ahead;
     ahead.step = kStep * kDepthBytes / groups;
     const int64_t start = groups == 1 ? kAhead : onward * kDepthBytes + nth * steps * ahead.step;
@@ -128,7 +129,10 @@ void run(const LinearArgs& args) {
   parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
     const int64_t first = item / tiles * block_groups;
     const int64_t last = std::min(first + block_groups, x.groups.count);
-    Item<T>{args, x, first, last, item % tiles * kItemPanels}.run();
+    // Threads that keep pace claim in turn.
+    const int64_t further = (item + 1) % grain == 0 ? 1 + (threads - 1) * grain : 1;
+    const int64_t panel = item % tiles * kItemPanels;
+    Item<T>{args, x, first, last, panel, panel + further * kItemPanels}.run();
   });
 }
 
