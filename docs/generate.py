@@ -283,14 +283,15 @@ def vllm_serve_page() -> str:
     return _page(
         "# Moving from `vllm serve`",
         NOTICE,
-        "Replace `vllm serve MODEL` by `rbln-serve serve MODEL`: the flags of the engine, of chat "
-        "templates, tools and LoRA keep their names and meanings. This page lists what is absent. "
-        "A refused flag ends the start with exit code 2, an absent route answers 404 "
-        "`route_not_found`.",
+        upstream_page.INTRODUCTION,
         "## Absent routes",
         _table(upstream_page.ROUTE_HEADER, upstream_page.absent_route_rows()),
         "## Flags with another name or nothing to do",
         _table(upstream_page.ACCEPTED_HEADER, upstream_page.accepted_flag_rows()),
+        "## Flags of which some values are refused",
+        _table(upstream_page.ACCEPTED_HEADER, upstream_page.checked_flag_rows()),
+        "## Flags as in vLLM",
+        _table(upstream_page.HONOURED_HEADER, upstream_page.honoured_flag_rows()),
         "## Refused flags",
         _table(upstream_page.FLAG_HEADER, upstream_page.refused_flag_rows()),
         "Settings of the same name in both (`--host`, `--api-key`, `--ssl-keyfile` and others) are "

@@ -6,16 +6,29 @@ Routes are read from the syntax trees of the installed vLLM; nothing of it is im
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from server.request.route_table import ROUTES
-from server.vllm.refused_flags import FULFILLED_FLAGS, REFUSED_FLAGS, RENAMED_FLAGS
+from server.vllm.flag_table import (
+    CHECKED_FLAGS,
+    FULFILLED_FLAGS,
+    HONOURED_FLAGS,
+    REFUSED_FLAGS,
+    RENAMED_FLAGS,
+)
 
+INTRODUCTION = (
+    "Replace `vllm serve MODEL` by `rbln-serve serve MODEL`. In the image `vllm serve` is the "
+    "same command, so that manifests written for vLLM's image start this server. The page lists "
+    "the absent routes and every flag of `vllm serve`. A refused flag ends the start with exit "
+    "code 2, an absent route answers 404 `route_not_found`."
+)
 ROUTE_HEADER = ("Routes of `vllm serve`", "vLLM offers them", "Here")
 FLAG_HEADER = ("Flags", "Why they are refused")
-ACCEPTED_HEADER = ("Flag", "Here")
+ACCEPTED_HEADER = ("Flags", "Here")
+HONOURED_HEADER = ("About", "Flags")
 
 _METHODS = {"get", "post", "put", "delete", "websocket"}
 # Folder or file below vllm/entrypoints: when vLLM offers its routes, and what to use here.
@@ -60,19 +73,33 @@ def absent_route_rows() -> Iterable[tuple[str, ...]]:
 
 def refused_flag_rows() -> Iterable[tuple[str, ...]]:
     """Yield the refused flags of each reason."""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in REFUSED_FLAGS.items():
-        by_reason.setdefault(reason, []).append(_flag(name))
-    for reason, flags in by_reason.items():
-        yield ", ".join(flags), reason
+    yield from _by_text(REFUSED_FLAGS)
+
+
+def checked_flag_rows() -> Iterable[tuple[str, ...]]:
+    """Yield the flags of which the engine accepts some values."""
+    yield from _by_text(CHECKED_FLAGS)
+
+
+def honoured_flag_rows() -> Iterable[tuple[str, ...]]:
+    """Yield the flags that keep their meaning, by subject."""
+    for subject, names in HONOURED_FLAGS.items():
+        yield subject, ", ".join(_flag(name) for name in names)
+
+
+def _by_text(flags: Mapping[str, str]) -> Iterable[tuple[str, ...]]:
+    by_text: dict[str, list[str]] = {}
+    for name, text in flags.items():
+        by_text.setdefault(text, []).append(_flag(name))
+    for text, named in by_text.items():
+        yield ", ".join(named), text
 
 
 def accepted_flag_rows() -> Iterable[tuple[str, ...]]:
     """Yield the flags that are renamed or need no setting here."""
     for name, own in RENAMED_FLAGS.items():
         yield _flag(name), _flag(own)
-    for name, effect in FULFILLED_FLAGS.items():
-        yield _flag(name), effect
+    yield from _by_text(FULFILLED_FLAGS)
     yield "`--api-server-count 1`", "one HTTP process, as always; other numbers are refused"
 
 

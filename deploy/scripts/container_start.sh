@@ -9,5 +9,6 @@ case "${1:-}" in
     fetch) HF_HUB_OFFLINE=0 exec rbln-serve "$@" ;;
     serve | batch | check | compile | cache | tune | chat | bench | parity | collect-env | completion | \
         --help | -h | --version) exec rbln-serve "$@" ;;
+    vllm) exec "$@" ;;
     *) exec rbln-serve serve "$@" ;;
 esac

@@ -32,7 +32,7 @@ from rbln_backend.errors import CheckpointError, ConfigError
 from server.frontend import LaunchError
 from server.observability.logging import drop_request_lines
 from server.settings import ServerSettings
-from server.vllm.refused_flags import FULFILLED_FLAGS, FULFILLED_VALUES, REFUSED_FLAGS
+from server.vllm.flag_table import FULFILLED_FLAGS, FULFILLED_VALUES, REFUSED_FLAGS
 
 logger = logging.getLogger(__name__)
 

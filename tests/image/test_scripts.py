@@ -54,6 +54,7 @@ def test_any_user_of_group_0_may_write_where_containers_write(tmp_path: Path) ->
         *(((command, "/models/a"), f"{command} /models/a") for command in COMMANDS),
         (("./compile",), "serve ./compile"),
         (("--version",), "--version"),
+        (("vllm", "serve", "/models/a"), "serve /models/a"),
     ],
 )
 def test_a_container_serves_unless_told_otherwise_and_shares_its_files(
@@ -62,8 +63,24 @@ def test_a_container_serves_unless_told_otherwise_and_shares_its_files(
     command = tmp_path / "rbln-serve"
     command.write_text('#!/bin/sh\necho "$@"\numask\n')
     command.chmod(0o755)
+    (tmp_path / "vllm").symlink_to(SCRIPTS / "vllm.sh")
     done = run("container_start.sh", *arguments, PATH=f"{tmp_path}:/usr/bin:/bin")
     assert done.stdout.splitlines() == [passed_on, "0002"]
+
+
+def test_other_commands_of_vllm_are_its_own(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    done = run("vllm.sh", "bench", "serve", PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert done.stdout == "-m vllm.entrypoints.cli.main bench serve\n"
+
+
+def test_the_image_finds_our_vllm_first() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert "ENV PATH=/opt/rbln-serve/bin:/opt/venv/bin:" in text
+    install = (SCRIPTS / "install_prefix.sh").read_text(encoding="utf-8")
+    assert 'install -m 755 deploy/scripts/vllm.sh "$prefix/bin/vllm"' in install
 
 
 def test_trimming_keeps_what_runs(tmp_path: Path) -> None:

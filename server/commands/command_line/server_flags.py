@@ -15,7 +15,7 @@ from server.commands.command_line.flag_names import (
 from server.commands.command_line.setting_flags import add_setting_flags
 from server.observability.logging import configure
 from server.settings import ServerSettings, SettingsError, load_settings
-from server.vllm.refused_flags import RENAMED_FLAGS
+from server.vllm.flag_table import RENAMED_FLAGS
 
 PROG = "rbln-serve"
 _ABOUT = {

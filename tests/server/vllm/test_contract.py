@@ -147,7 +147,7 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from server.settings import ServerSettings
-    from server.vllm.refused_flags import (
+    from server.vllm.flag_table import (
         FULFILLED_FLAGS,
         FULFILLED_VALUES,
         REFUSED_FLAGS,
