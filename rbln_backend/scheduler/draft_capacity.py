@@ -15,7 +15,7 @@ class DraftCapacity:
     """
 
     def __init__(
-        self, table: VerifyTable, *, block_size: int, groups: int, max_model_len: int
+        self, table: VerifyTable, block_size: int, groups: int, max_model_len: int
     ) -> None:
         """``groups``: number of KV cache groups; each holds every token."""
         self._table, self._block_size, self._groups = table, block_size, groups

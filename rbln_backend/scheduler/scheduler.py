@@ -106,12 +106,7 @@ class RblnScheduler(PromptScheduler):
         self._expired: list[Request] = []
         self._prompt_reports = PromptReports(board)
         groups = len(self.kv_cache_config.kv_cache_groups)
-        self._drafts = DraftCapacity(
-            sizes.verify,
-            block_size=self.block_size,
-            groups=groups,
-            max_model_len=self.max_model_len,
-        )
+        self._drafts = DraftCapacity(sizes.verify, self.block_size, groups, self.max_model_len)
         self._most_partial = configured(vllm_config).max_num_partial_prefills
         self._shortest_first = (
             configured(vllm_config).prefill_policy == "shortest" and self._chunks is not None

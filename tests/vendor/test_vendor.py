@@ -63,11 +63,6 @@ def test_a_dropped_copy_makes_their_answer_wrong(tmp_path: Path) -> None:
     assert hit != hit_expected
 
 
-def test_tokens_behind_the_first_matter_to_their_drafts(tmp_path: Path) -> None:
-    run = run_vendor(RUNS["drafts"], tmp_path, broken="draft_rows")
-    assert run.tokens != run.expected()
-
-
 def test_compile_only_leaves_binaries_that_a_host_with_an_npu_takes(tmp_path: Path) -> None:
     cold, warm = tmp_path / "cold", tmp_path / "warm"
     cold.mkdir()
