@@ -126,6 +126,14 @@ _LATENCY = (
         "From the first chunk of a later prompt to the next chunk of the overtaken one.",
         "s",
     ),
+    Panel(
+        "Predicted first tokens",
+        "timeseries",
+        (*quantiles("rbln_objective_first_token_ratio"),),
+        "Actual time to the first token over the predicted one, of requests with an objective. "
+        "Above 1 a token came later than predicted.",
+        "none",
+    ),
 )
 
 _TRAFFIC = (

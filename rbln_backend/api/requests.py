@@ -13,5 +13,11 @@ from rbln_backend.lora.adapter_files import TensorName, check_config, check_tens
 from rbln_backend.lora.target import Target
 from rbln_backend.scheduler.constraints import AGING, is_prefill, prefill_block_reason
 from rbln_backend.scheduler.fairness.key_share import SHARE_ARGS, KeyShare
+from rbln_backend.scheduler.objectives.objective import (
+    OBJECTIVE_ARGS,
+    OBJECTIVE_MISSED,
+    Miss,
+    Objective,
+)
 from rbln_backend.speculation.drafter import EXTRA_ARGS
 from rbln_backend.speculation.prediction import Prediction

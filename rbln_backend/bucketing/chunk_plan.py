@@ -66,6 +66,10 @@ class ChunkPlan:
             self._first.append(-taken)
         self._costs = costs
 
+    def bucket(self, tokens: int) -> int:
+        """Return the compiled size of a chunk of so many tokens."""
+        return self._table.find(min(tokens, self.largest))
+
     def next_chunk(self, left: int) -> int:
         """Return the tokens of the next step for `left` >= 1 remaining tokens."""
         return self._first[left] if left <= self.largest else self.largest

@@ -12,7 +12,7 @@ from rbln_backend.scheduler.background import is_background
 from rbln_backend.scheduler.constraints import adapter_fits, needs_chunk
 from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from rbln_backend.scheduler.narrowing import NarrowedScheduler
-from rbln_backend.scheduler.prefix_reuse import PrefixReuse
+from rbln_backend.scheduler.prefix_reuse import PrefixReuse, publish_events
 from rbln_backend.scheduler.priority_first import behind_priority
 from rbln_backend.scheduler.sharing import StepBounds, adapter_of, prompts_together
 from rbln_backend.vllm_compat.surface import Request, SchedulerOutput
@@ -35,6 +35,7 @@ class PromptScheduler(NarrowedScheduler):
     _chunks: ChunkPlan | None
     _reuse: PrefixReuse
     _prompts: FairPrompts
+    _decode_steps_per_chunk: int
     _shortest_first: bool
     """False for ``prefill_policy="fcfs"`` and for models that pool."""
     _most_partial: int
@@ -45,6 +46,15 @@ class PromptScheduler(NarrowedScheduler):
 
     def _waiting(self) -> Iterable[Request]:
         return chain(self.skipped_waiting, self.waiting)
+
+    def reset_prefix_cache(self, *args: bool, **options: bool) -> bool:
+        done = super().reset_prefix_cache(*args, **options)
+        publish_events(self)
+        return bool(done)
+
+    def reset_connector_cache(self) -> bool:
+        """Remove every page that the KV tiers hold of this model; False without tiers."""
+        return self._reuse.clear_tiers()
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)

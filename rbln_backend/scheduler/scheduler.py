@@ -30,14 +30,12 @@ from rbln_backend.scheduler.draft_capacity import DraftCapacity
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from rbln_backend.scheduler.narrowing import StepView
+from rbln_backend.scheduler.objectives.load_ahead import load_ahead
+from rbln_backend.scheduler.objectives.objective_gate import ObjectiveGate
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
 from rbln_backend.scheduler.plain_decode import PlainDecode, can_repeat_steps
 from rbln_backend.scheduler.prefill_order import PrefillOrder
-from rbln_backend.scheduler.prefix_reuse import (
-    PrefixReuse,
-    publish_events,
-    settle_prefix_caching,
-)
+from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.scheduler.prompts import PromptScheduler, Turn
 from rbln_backend.scheduler.reports.prompt_reports import PromptReports
 from rbln_backend.scheduler.sharing import will_compute_prefix_of
@@ -104,6 +102,8 @@ class RblnScheduler(PromptScheduler):
         self._background = Background(sizes.decode, self.max_num_running_reqs, self._stages, board)
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
+        self._refused: list[Request] = []
+        self._objectives = ObjectiveGate(board, self._chunks, sizes.decode)
         self._prompt_reports = PromptReports(board)
         groups = len(self.kv_cache_config.kv_cache_groups)
         self._drafts = DraftCapacity(sizes.verify, self.block_size, groups, self.max_model_len)
@@ -122,6 +122,7 @@ class RblnScheduler(PromptScheduler):
         self._background.add(request)
         if not is_background(request):
             self._expiry.add(request.request_id, waited_s=time.time() - request.arrival_time)
+            self._objectives.add(request, partial(load_ahead, self, request))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._end_late_requests()
@@ -135,21 +136,13 @@ class RblnScheduler(PromptScheduler):
             self._plain.note(output)
         output = self._reuse.finish(output)
         self._masks.begin(output)
+        self._objectives.begin(output)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         if not scheduler_output.has_structured_output_requests:
             return None
         return self._masks.take(scheduler_output)
-
-    def reset_prefix_cache(self, *args: bool, **options: bool) -> bool:
-        done = super().reset_prefix_cache(*args, **options)
-        publish_events(self)
-        return bool(done)
-
-    def reset_connector_cache(self) -> bool:
-        """Remove every page that the KV tiers hold of this model; False without tiers."""
-        return self._reuse.clear_tiers()
 
     def shutdown(self) -> None:
         self._masks.close()
@@ -160,6 +153,7 @@ class RblnScheduler(PromptScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
+        self._objectives.end(scheduler_output)
         if self._masks.roll_back(scheduler_output):
             self._plain.forget()
         outputs = self._plain.update(scheduler_output, model_runner_output, self._report)
@@ -167,6 +161,7 @@ class RblnScheduler(PromptScheduler):
             outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._reuse.report()
         self._prompt_reports.report(scheduler_output, outputs)
+        self._objectives.report(self._refused, self.requests, outputs)
         report_expired(self._expired, outputs)
         return outputs
 
@@ -174,10 +169,12 @@ class RblnScheduler(PromptScheduler):
         return EngineCoreOutputs(scheduler_stats=self.make_stats())
 
     def _end_late_requests(self) -> None:
-        """End requests that exceeded the queue limit without ever being scheduled."""
+        """End requests that waited too long, or would miss their objectives."""
         late = [i for i in self._expiry.take_due() if never_scheduled(self.requests.get(i))]
         if late:
             self._expired += self.finish_requests(late, RequestStatus.FINISHED_ERROR)
+        if missed := self._objectives.missed:
+            self._refused += self.finish_requests(missed, RequestStatus.FINISHED_ERROR)
 
     def _schedule_step(self, throttle_prefills: bool) -> SchedulerOutput:
         if not self._background.is_there(self.requests):

@@ -1,6 +1,7 @@
 """vLLM's output processor with queue timeouts, progress of prompts and deferred prompt logprobs.
 
-The scheduler ends a request that exceeds `--max-queue-s` with our stop reason. vLLM's serving
+The scheduler ends a request that exceeds `--max-queue-s`, or would miss its objective, with our
+stop reason. vLLM's serving
 classes handle its error differently per endpoint, and some log a traceback. So the request's record
 stores the error, which takes precedence in the front end.
 """
@@ -15,10 +16,11 @@ from weakref import WeakKeyDictionary
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.output_processor import OutputProcessorOutput
 
-from rbln_backend.api.requests import PROMPT_PROGRESS, QUEUE_TIMEOUT
+from rbln_backend.api.requests import OBJECTIVE_MISSED, PROMPT_PROGRESS, QUEUE_TIMEOUT, Miss
 from server.engine.direct_outputs import push_to
 from server.engine.spans import TracedOutputs
-from server.errors import QueueTimeoutError
+from server.errors import QueueTimeoutError, ServerError
+from server.request.options.objective import missed
 from server.request.record import RequestRecord, record_var
 from server.vllm.logprobs.late import late_var
 from server.vllm.logprobs.prompt import LateLogprobs
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from server.vllm.auditing.answers import AuditLog
     from server.vllm.engine_client import EngineClient
 
-_REPORTS = (QUEUE_TIMEOUT, PROMPT_PROGRESS)
+_REPORTS = (QUEUE_TIMEOUT, OBJECTIVE_MISSED, PROMPT_PROGRESS)
 """Stop reasons of outputs that are reports of our scheduler."""
 
 
@@ -84,7 +86,10 @@ class QueueAwareOutputs(TracedOutputs):
         while engine_core_outputs and engine_core_outputs[0].stop_reason in _REPORTS:
             report, *engine_core_outputs = engine_core_outputs
             if report.stop_reason == QUEUE_TIMEOUT:
-                late += self._end(report.request_id)
+                late += self._end(report.request_id, queue_timeout(self._max_queue_s))
+            elif report.stop_reason == OBJECTIVE_MISSED:
+                miss = Miss(**(report.kv_transfer_params or {}))
+                late += self._end(report.request_id, missed(miss))
             else:
                 self._show_progress(report)
         done = super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
@@ -100,17 +105,17 @@ class QueueAwareOutputs(TracedOutputs):
         if record is not None and record.progress is not None and report.kv_transfer_params:
             record.progress.update(report.kv_transfer_params)
 
-    def _end(self, request_id: str) -> list[str]:
+    def _end(self, request_id: str, error: ServerError) -> list[str]:
         """End a request with all its sequences; return ids that the engine may still run."""
         state = self.request_states.get(request_id)
         if state is None or (queue := state.queue) is None:
             return []
         if (record := self._records.get(queue)) is not None:
-            record.failure = queue_timeout(self._max_queue_s)
+            record.failure = error
         whole = request_id if state.parent_req is None else state.parent_req.request_id
         ended = self.abort_requests((whole,), internal=True)
         # Replaces the last output: a stream fails before its first frame.
-        queue.put(GracefulHTTPError(QUEUE_TIMEOUT, HTTPStatus.SERVICE_UNAVAILABLE))
+        queue.put(GracefulHTTPError(error.code, HTTPStatus(error.status)))
         return ended
 
 

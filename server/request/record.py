@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
+from rbln_backend.api.requests import Objective
 from server.errors import ServerError
 from server.key_limits.ledger import KeyUse
 from server.key_limits.limits import NO_LIMITS, KeyLimits
@@ -109,7 +110,8 @@ class RequestRecord:
     engine. `direct` sends the frames of a stream that differ in their text alone. `key_use` is the
     request's use of its API key's limits, None without a key. `bounds_answer`: the body says how
     many tokens an answer may have. `progress` is that of a stream's prompt, None for other answers.
-    `audited_body` is the request's body for the audit log, None without one.
+    `objective` has the latest times of its tokens. `audited_body` is the body for the
+    audit log, None without one.
     """
 
     route: Route
@@ -145,6 +147,7 @@ class RequestRecord:
     bounds_answer: bool = False
     progress: PromptProgress | None = None
     audited_body: bytes | None = None
+    objective: Objective = field(default_factory=Objective)
 
     def guided_by(self, kind: str) -> None:
         """Set how the answer is guided, unless the request's own constraint has set it."""

@@ -1,0 +1,1 @@
+"""Admission by objective: requests whose first token or token pace would come too late."""

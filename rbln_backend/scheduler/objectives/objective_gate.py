@@ -1,0 +1,129 @@
+"""Refusal of requests that would miss their objectives, and how good the predictions were."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.scheduler.objectives.forecast import LoadAhead, forecast
+from rbln_backend.scheduler.objectives.objective import (
+    OBJECTIVE_MISSED,
+    Miss,
+    Objective,
+)
+from rbln_backend.scheduler.objectives.step_clock import PREFILL, StepClock
+from rbln_backend.vllm_compat.surface import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    Request,
+    SchedulerOutput,
+)
+
+
+class ObjectiveGate:
+    """Compares predictions with the objectives of new requests, and later with what happened."""
+
+    def __init__(
+        self,
+        board: MetricsBoard,
+        chunks: ChunkPlan | None,
+        decode: BucketTable | None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Sizes are None for models that pool, whose requests have no objectives.
+
+        ``clock`` is the one of requests' arrival times, in seconds.
+        """
+        self._ratio = board.histogram("rbln_objective_first_token_ratio")
+        self._clock, self._chunks = clock, chunks
+        self._steps = StepClock(self._bucket)
+        self._decode = decode
+        self._missed: dict[str, Miss] = {}
+        self._expected: dict[str, tuple[float, float]] = {}
+        """Arrival and predicted seconds to the first token of admitted requests."""
+
+    def _bucket(self, phase: str, size: int) -> int:
+        """Return the compiled size of a step."""
+        if self._chunks is None or self._decode is None:
+            return size
+        if phase == PREFILL:
+            return self._chunks.bucket(size)
+        return self._decode.find(min(size, self._decode.largest))
+
+    def begin(self, step: SchedulerOutput) -> None:
+        """Note a step that was scheduled."""
+        self._steps.begin(step)
+
+    def end(self, step: SchedulerOutput) -> None:
+        """Note that a step has run."""
+        self._steps.end(step)
+
+    def add(self, request: Request, load: Callable[[], LoadAhead]) -> None:
+        """Check a new request; ``load`` is called if it has an objective."""
+        params = request.sampling_params
+        objective = Objective.of(params.extra_args if params is not None else None)
+        if not objective or self._chunks is None:
+            return
+        expected = forecast(load(), self._steps.seconds, self._chunks.next_chunk)
+        waited = max(0.0, self._clock() - request.arrival_time)
+        first = None if expected.first_token_s is None else waited + expected.first_token_s
+        miss = _miss("ttft", first, objective.ttft_ms)
+        miss = miss or _miss("tpot", expected.token_s, objective.tpot_ms)
+        if miss is not None:
+            self._missed[request.request_id] = miss
+        elif first is not None:
+            self._expected[request.request_id] = (request.arrival_time, first)
+
+    @property
+    def missed(self) -> list[str]:
+        """Requests to end before the next step, which ``report`` reports after it."""
+        return list(self._missed)
+
+    def report(
+        self,
+        refused: list[Request],
+        requests: Mapping[str, Request],
+        outputs: dict[int, EngineCoreOutputs],
+    ) -> None:
+        """Observe the first tokens of a step's ``outputs``, and add refusals at their front.
+
+        ``requests`` are unfinished ones. Empties ``refused``.
+        """
+        if self._expected:
+            self._observe(outputs)
+            for name in self._expected.keys() - requests.keys():
+                del self._expected[name]
+        if self._missed:
+            self._refuse(refused, outputs)
+
+    def _observe(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        now = self._clock()
+        for answered in [out for step in outputs.values() for out in step.outputs]:
+            if answered.new_token_ids and answered.request_id in self._expected:
+                arrival, expected = self._expected.pop(answered.request_id)
+                self._ratio.observe((now - arrival) / max(expected, 1e-6))
+
+    def _refuse(self, ended: list[Request], outputs: dict[int, EngineCoreOutputs]) -> None:
+        for request in ended:
+            refusal = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=OBJECTIVE_MISSED,
+                kv_transfer_params=self._missed.pop(request.request_id).as_report(),
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            step = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+            step.outputs.insert(0, refusal)
+        ended.clear()
+        self._missed.clear()
+
+
+def _miss(name: str, predicted_s: float | None, limit_ms: float | None) -> Miss | None:
+    if predicted_s is None or limit_ms is None or 1000 * predicted_s <= limit_ms:
+        return None
+    return Miss(name, 1000 * predicted_s, limit_ms)
