@@ -112,8 +112,7 @@ _LATENCY = (
         "Overtaken prompts",
         "timeseries",
         (Query(rate("rbln_prefill_overtaken_total"), "overtaken"),),
-        "Prompts per second that a shorter one overtook after it had arrived "
-        "(--prefill-policy shortest).",
+        "Prompts per second that a shorter, later one overtook (--prefill-policy shortest).",
         "ops",
     ),
     Panel(
@@ -130,9 +129,7 @@ _LATENCY = (
         "Predicted first tokens",
         "timeseries",
         (*quantiles("rbln_objective_first_token_ratio"),),
-        "Actual time to the first token over the predicted one, of requests with an objective. "
-        "Above 1 a token came later than predicted.",
-        "none",
+        "Actual over predicted time to the first token, of requests with an objective.",
     ),
 )
 

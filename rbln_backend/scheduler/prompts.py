@@ -15,7 +15,7 @@ from rbln_backend.scheduler.narrowing import NarrowedScheduler
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, publish_events
 from rbln_backend.scheduler.priority_first import behind_priority
 from rbln_backend.scheduler.sharing import StepBounds, adapter_of, prompts_together
-from rbln_backend.vllm_compat.surface import Request, SchedulerOutput
+from rbln_backend.vllm_compat.surface import EngineCoreOutputs, Request, SchedulerOutput
 
 
 class Turn(NamedTuple):
@@ -46,6 +46,9 @@ class PromptScheduler(NarrowedScheduler):
 
     def _waiting(self) -> Iterable[Request]:
         return chain(self.skipped_waiting, self.waiting)
+
+    def _report(self) -> EngineCoreOutputs:
+        return EngineCoreOutputs(scheduler_stats=self.make_stats())
 
     def reset_prefix_cache(self, *args: bool, **options: bool) -> bool:
         done = super().reset_prefix_cache(*args, **options)

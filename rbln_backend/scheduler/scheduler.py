@@ -165,9 +165,6 @@ class RblnScheduler(PromptScheduler):
         report_expired(self._expired, outputs)
         return outputs
 
-    def _report(self) -> EngineCoreOutputs:
-        return EngineCoreOutputs(scheduler_stats=self.make_stats())
-
     def _end_late_requests(self) -> None:
         """End requests that waited too long, or would miss their objectives."""
         late = [i for i in self._expiry.take_due() if never_scheduled(self.requests.get(i))]

@@ -13,7 +13,7 @@ Seconds = Callable[[str, int], float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAhead:
-    """What the device computes before the first token of a new request.
+    """Work of the device before the first token of a new request.
 
     ``own`` and ``prompts`` are tokens left to compute: of the request itself, after its prefix hit,
     and of the prompts before it. ``answers`` are the tokens that each running answer may still get.
