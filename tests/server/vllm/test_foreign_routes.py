@@ -23,6 +23,8 @@ TURNS = [
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
 MARKED = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
 FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-model-len", "256")
+MANIFEST = ("--disable-access-log-for-endpoints=/health,/metrics", "--shutdown-timeout", "30")
+"""Flags of manifests of llm-d and KServe."""
 TRUST = "--trust-request-chat-template"
 
 
@@ -31,7 +33,7 @@ def server(
     checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealServer]:
     checkpoint = checkpoints("llama", dtype="float32")
-    with RealServer(checkpoint, tmp_path_factory.mktemp("r"), *FLAGS, TRUST) as up:
+    with RealServer(checkpoint, tmp_path_factory.mktemp("r"), *FLAGS, *MANIFEST, TRUST) as up:
         up.until_ready()
         yield up
 
