@@ -3,8 +3,9 @@
 Its argument is a JSON list of jobs: the model's path, the options of ``LLM``, batches of prompts
 (token ids), how many tokens to answer with, and after how many steps the first request of each
 batch is aborted, if it is. Then, if they are given, the seed of sampled tokens, which are greedy
-otherwise, and whether steps check as many drafts as there are, whatever they gain. It prints the
-tokens of every job's batches behind ``RESULT``.
+otherwise, whether steps check as many drafts as there are, whatever they gain, and the texts (token
+ids) that vLLM's n-gram drafts are read from. It prints the tokens of every job's batches behind
+``RESULT``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def _answer(
     abort_after: int | None,
     seed: int | None = None,
     checks_all_drafts: bool = False,
+    texts: list[list[int]] | None = None,
 ) -> list[list[list[int]]]:
     from vllm import LLM, SamplingParams
 
@@ -38,9 +40,11 @@ def _answer(
         from rbln_backend.vllm_compat.patches import inspect_models_here
 
         inspect_models_here()
+    if texts is not None:
+        _draft_from(texts)
     llm = LLM(path, **options)
     if checks_all_drafts:
-        _check_all_drafts(llm.llm_engine.engine_core.engine_core)
+        _check_all_drafts(llm.llm_engine)
     temperature = 0.0 if seed is None else 1.2
     params = SamplingParams(
         temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True
@@ -52,11 +56,29 @@ def _answer(
     return answers
 
 
-def _check_all_drafts(core: Any) -> None:
+def _draft_from(texts: list[list[int]]) -> None:
+    """Tokens of tiny random models repeat nothing: without this, no draft would be right."""
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    def propose(
+        self: Any, most: int, sampled: list[list[int]], counts: Any, tokens: Any, *rest: object
+    ) -> list[list[int]]:
+        drafts: list[list[int]] = []
+        for drawn, count, row in zip(sampled, counts, tokens, strict=False):
+            known = row[:count].tolist()
+            right = [text[count : count + most] for text in texts if text[:count] == known]
+            drafts.append(right[0] if drawn and right else [])
+        return drafts
+
+    setattr(NgramProposer, "propose", propose)  # noqa: B010 - a method, to the type checker
+
+
+def _check_all_drafts(engine: Any) -> None:
     """Steps of the double take as long with drafts as they happen to."""
     from tests.engine.oracle import MOST, AnyLength
 
-    core.model_executor.driver_worker.worker._runner._drafting._chooser = AnyLength(MOST + 1)
+    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker._runner._drafting._chooser = AnyLength(MOST + 1)
 
 
 def _generate(

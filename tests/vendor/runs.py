@@ -47,6 +47,8 @@ class Run:
     device_tensors: bool = False
     cache_scales: tuple[tuple[float, float], ...] = ()
     """Of keys and values by layer, in a cache of e4m3; none in another."""
+    lengths: tuple[int, ...] = ()
+    """Of the first prompts; empty: see ``rounds``."""
 
     def checkpoint(self, make: CheckpointCache) -> Path:
         """A tiny member of the family that takes prompts of two blocks."""
@@ -58,7 +60,7 @@ class Run:
         """
         rng = random.Random(7)
         one_block = self.options.get("max_model_len") == BLOCK
-        lengths = (300, 90, 40 if one_block else BLOCK + 76)
+        lengths = self.lengths or (300, 90, 40 if one_block else BLOCK + 76)
         first, *others = ([rng.randrange(10, 500) for _ in range(n)] for n in lengths)
         again = first[: CHUNK + 72] + [rng.randrange(10, 500) for _ in range(30)]
         return [[first, *others], [again]]
@@ -88,7 +90,12 @@ RUNS: Mapping[str, Run] = {
     "window shift": replace(HOST, family="mistral", fields=_WINDOW, double={"npu": "RBLN-CR03"}),
     "experts": replace(HOST, family="qwen3_moe"),
     "fp8 cache": replace(HOST, options={"kv_cache_dtype": "fp8"}, cache_scales=((1.0, 1.0),) * 3),
-    "drafts": replace(HOST, options={"speculative_config": NGRAM}),
+    # Answers that cross into the second block, and that end with the context.
+    "drafts": replace(
+        HOST,
+        options={"speculative_config": NGRAM},
+        lengths=(300, BLOCK - 5, 2 * BLOCK - NUM_TOKENS),
+    ),
     "two ranks": replace(HOST, options={"tensor_parallel_size": 2}),
     "compile only": WITHOUT_NPU,
     # As many blocks as their estimate of a CR13 says fit; of small heads that would be too many.
@@ -96,6 +103,19 @@ RUNS: Mapping[str, Run] = {
         HOST, fields={"head_dim": 128}, options={"num_gpu_blocks_override": None}
     ),
 }
+
+
+def expected_of(run: Run, checkpoint: Path) -> list[list[list[int]]]:
+    """The tokens of transformers, round by round."""
+    return [
+        [
+            reference_generate(
+                checkpoint, prompt, NUM_TOKENS, cache_scales=run.cache_scales
+            ).token_ids
+            for prompt in batch
+        ]
+        for batch in run.rounds()
+    ]
 
 
 @dataclass(frozen=True)
@@ -109,16 +129,7 @@ class Answered:
 
     def expected(self) -> list[list[list[int]]]:
         """The same rounds by transformers."""
-        scales = self.run.cache_scales
-        return [
-            [
-                reference_generate(
-                    self.checkpoint, prompt, NUM_TOKENS, cache_scales=scales
-                ).token_ids
-                for prompt in batch
-            ]
-            for batch in self.run.rounds()
-        ]
+        return expected_of(self.run, self.checkpoint)
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -148,6 +159,13 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
         "max_tokens": NUM_TOKENS,
         "abort_after": None,
     }
+    if "speculative_config" in run.options:
+        expected = zip(run.rounds(), expected_of(run, checkpoint), strict=True)
+        job["texts"] = [
+            prompt + answer
+            for prompts, answers in expected
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
     done = subprocess.run(
         [str(vendor_python()), str(SCRIPT), json.dumps([job])],
         env=environment | dict(run.environment),
