@@ -19,7 +19,7 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 
 from rbln_backend.api.models import weights_digest
-from rbln_backend.api.requests import EXTRA_ARGS, PROGRESS_ARGS, SHARE_ARGS
+from rbln_backend.api.requests import EXTRA_ARGS, OBJECTIVE_ARGS, PROGRESS_ARGS, SHARE_ARGS
 from rbln_backend.errors import ConfigError
 from server.audit.writer import AuditCounts, AuditWriter, timestamp
 from server.errors import ServerError
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 Content = Literal["request", "tokens", "digest"]
 
 _SEED_BITS = 62
-# Of this server's extra arguments none changes an answer, and a key's share is no client's.
-_OURS = (EXTRA_ARGS, PROGRESS_ARGS, SHARE_ARGS)
+# Of this server's extra arguments none changes an answer; an objective could refuse its replay.
+_OURS = (EXTRA_ARGS, OBJECTIVE_ARGS, PROGRESS_ARGS, SHARE_ARGS)
 
 
 class _Audited(NamedTuple):

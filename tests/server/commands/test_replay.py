@@ -72,7 +72,11 @@ def logged(
     with RealServer(checkpoint, folder, *flags) as server:
         server.until_ready()
         for route, body, _ in BODIES:
-            answer = server.client.post(route, json={"model": "tiny", **body})
+            answer = server.client.post(
+                route,
+                json={"model": "tiny", **body},
+                headers={"x-llm-d-slo-ttft-ms": "600000"},
+            )
             assert answer.status_code == 200, answer.text
         info = server.client.get("/v1/server_info").json()["audit"]
         assert info["dropped"] == 0
@@ -102,6 +106,8 @@ def test_unseeded_answers_have_seeds_of_their_own(logged: Logged) -> None:
     assert sorted(seeds) == [min(seeds) + index for index in range(3)]
     assert {record["adapter"]["name"] for record in answers if record["adapter"]} == {"blue"}
     assert all("text" not in record["body"] for record in answers)
+    # A replay with the request's objective could be refused.
+    assert b"slo_objective" not in file.read_bytes()
 
 
 def test_a_flipped_bit_of_a_weight_is_found(logged: Logged, tmp_path: Path) -> None:
