@@ -76,8 +76,8 @@ def describe_machine() -> Machine:
 def read_bandwidth(size: int) -> float:
     """Return the bytes per second at which all cores together read a buffer of `size` bytes.
 
-    The best pass of 0.8 seconds. A buffer that fits in the last-level cache gives that cache's
-    bandwidth, as weights of that size would.
+    The best pass of 0.8 seconds, in huge pages, with and without fetches ahead. A buffer that fits
+    in the last-level cache gives that cache's bandwidth, as weights of that size would.
     """
     return _probe(len(os.sched_getaffinity(0)), "read", str(size))
 

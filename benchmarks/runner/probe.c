@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -73,22 +74,29 @@ static double chain_rate(float (*multiply)(long), double flops_per_turn) {
   return best;
 }
 
-static int64_t combine(const I* data, size_t count) {
+// Fetches 2 KB ahead if `fetches`: which of both is faster depends on the processor.
+static int64_t combine(const I* data, size_t count, int fetches) {
   I a = {0}, b = a, c = a, d = a;
-  size_t i = 0;
-  for (; i + 4 <= count; i += 4) a |= data[i], b |= data[i + 1], c |= data[i + 2], d |= data[i + 3];
+  for (size_t i = 0; i + 4 <= count; i += 4) {
+    const char* const ahead = (const char*)(data + i) + 2048;
+    if (fetches)
+      for (int n = 0; n < 4; ++n) __builtin_prefetch(ahead + n * BYTES, 0, 2);
+    a |= data[i], b |= data[i + 1], c |= data[i + 2], d |= data[i + 3];
+  }
   a |= b | c | d;
   return a[0];
 }
 
-// The best pass of 0.8 s over one buffer, which every thread reads a run of.
+// The best pass of 0.8 s over one buffer in huge pages, which every thread reads a run of.
 static double read_rate(size_t size) {
   const size_t huge = (size_t)1 << 21, count = size / BYTES;
   I* data = aligned_alloc(huge, (size + huge - 1) / huge * huge);
   if (data == NULL) return 0;
+  madvise(data, size, MADV_HUGEPAGE);
   const double begin = omp_get_wtime();
   double best = 0;
   int64_t seen = 0;
+  int fetches = 0;
 #pragma omp parallel
   {
     const size_t t = omp_get_thread_num(), n = omp_get_num_threads();
@@ -99,8 +107,9 @@ static double read_rate(size_t size) {
 #pragma omp parallel reduction(| : seen)
     {
       const size_t t = omp_get_thread_num(), n = omp_get_num_threads();
-      seen |= combine(data + count * t / n, count * (t + 1) / n - count * t / n);
+      seen |= combine(data + count * t / n, count * (t + 1) / n - count * t / n, fetches);
     }
+    fetches = !fetches;
     const double rate = size / (omp_get_wtime() - start);
     if (rate > best && seen != 0) best = rate;
   }
