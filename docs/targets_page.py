@@ -40,6 +40,12 @@ def targets_blocks() -> Iterator[str]:
     )
     results = saved_results()
     yield summary(results)
+    yield (
+        "What keeps the missed ones from their bounds, and what was tried: [decode steps, prefill "
+        "and attention](kernels.md#a-decode-step) (part 3), [the engine "
+        "process](engine.md#plain-decode-steps) (4), [starts]"
+        "(engine.md#start-up-and-what-the-operator-sees) (7)."
+    )
     yield "\n".join(result_table(results, link="../benchmarks/results"))
 
 
