@@ -242,6 +242,7 @@ class VllmLauncher:
         assert isinstance(engine, EngineClient)
         defer_stats(engine)
         socket = receive_directly(engine)
+        engine.audit = audit
         install_output_processor(
             engine,
             self._settings.max_queue_s,

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import IterationStats
 
     from server.vllm.auditing.answers import AuditLog
-    from server.vllm.engine_client import EngineClient
 
 _REPORTS = (QUEUE_TIMEOUT, OBJECTIVE_MISSED, PROMPT_PROGRESS)
 """Stop reasons of outputs that are reports of our scheduler."""
@@ -159,7 +158,7 @@ def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
 
 
 def install_output_processor(
-    engine: EngineClient, max_queue_s: float, *, logs_deltas: bool, audit: AuditLog | None = None
+    engine: AsyncLLM, max_queue_s: float, *, logs_deltas: bool, audit: AuditLog | None = None
 ) -> None:
     """Replace a new engine's output processor before its first request.
 
@@ -167,7 +166,6 @@ def install_output_processor(
     """
     assert engine.output_handler is None, "outputs are processed already"
     keep_token_texts()
-    engine.audit = audit
     engine.output_processor = (
         QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas)
         if audit is None

@@ -33,6 +33,7 @@ MAY_BE_EMPTY = {
     "In flight by key": "likewise",
     "Refused by limits of a key": "likewise",
     "KV tiers": "the server has none",
+    "Predicted first tokens": "no request has an objective",
     "Drafts accepted": "the server does not speculate",
     "Tokens a step": "likewise",
     "Gain of steps that check drafts": "likewise",
