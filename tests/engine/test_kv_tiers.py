@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,11 @@ def test_windows_are_resumed_where_files_have_all_of_them(
 
 @pytest.fixture(scope="module")
 def tiered(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
-    """An engine whose pages are in a folder alone."""
+    """An engine with a checkpoint of its own, whose pages are in a folder alone."""
     folder = tmp_path_factory.mktemp("tier")
-    return engines.fresh("llama", num_gpu_blocks_override=40, **offloading(folder)), folder
+    own = shutil.copytree(engines.checkpoints("llama"), tmp_path_factory.mktemp("own") / "llama")
+    options = {"num_gpu_blocks_override": 40, **offloading(folder)}
+    return engines.fresh(checkpoint=own, **options), folder
 
 
 def test_damaged_files_are_misses(tiered: tuple[Engine, Path]) -> None:
