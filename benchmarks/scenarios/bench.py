@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients.http_sample import Meter, send_load, settle
+from benchmarks.clients.http_sample import Meter, send_load, settle, settle_after_start
 from benchmarks.clients.load import Load, RequestOutcome
 from benchmarks.engines.server_process import ServerError, ServerProcess, ServerSide, Serving
 from benchmarks.engines.sides import server_side
@@ -84,6 +84,8 @@ class Bench:
                 server = ServerProcess(side, serving, self.folder / f"{model}-{name}.log")
                 try:
                     servers.append(stack.enter_context(server))
+                    with server.awake():
+                        settle_after_start(server)
                 except (ServerError, OSError) as error:
                     self.notes.append(f"**Failed**: {name} on {model}: {first_line(error)}")
                     say(f"  {self.notes[-1]}")

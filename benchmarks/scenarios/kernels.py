@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -30,12 +31,13 @@ def _attention(checkpoint: Path, _attempt: int) -> Sample:
 
     from benchmarks.in_process.kernels import CACHE_ROOT, attention_case, best_seconds
     from benchmarks.runner.limits import measure_limits
-    from rbln_backend.emulator.kernel_set import load_kernels
+    from rbln_backend.emulator.kernel_set import load_kernels, set_threads
 
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     heads = config["num_key_value_heads"]
     shape = (heads, config["num_attention_heads"] // heads, config["head_dim"])
     load_kernels(CACHE_ROOT, "native")
+    set_threads(len(os.sched_getaffinity(0)))
     meter = ChildMeter()
     with torch.inference_mode():
         case = attention_case(torch.bfloat16, 1, *shape, _PROMPT - _CHUNK, _CHUNK)
