@@ -67,6 +67,18 @@ def replay(
     return 0 if report.is_clean else 1
 
 
+def replay_settings(argv: Sequence[str], settings: ServerSettings) -> ServerSettings:
+    """Return the settings of a server's command line for its replay, which records nothing.
+
+    Adapters are compared by their digests, so that the names of their base models do not matter.
+    """
+    adapts = any(word.replace("_", "-") == "--enable-lora" for word in argv)
+    names = ("*",) if adapts else settings.lora_base_names
+    return settings.model_copy(
+        update={"audit_log": None, "data_dir": None, "lora_base_names": names}
+    )
+
+
 def _run(
     argv: Sequence[str],
     settings: ServerSettings,
@@ -81,10 +93,7 @@ def _run(
 
     outlive_readers()
     export_log_level(settings)
-    # It records nothing, and adapters are compared by their digests.
-    private = settings.model_copy(
-        update={"audit_log": None, "data_dir": None, "lora_base_names": ("*",)}
-    )
+    private = replay_settings(argv, settings)
     if private.engine_start == "forkserver":
         from server.engine.process import start_forkserver
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from server.audit.log_files import log_files
+from server.commands.replay import replay_settings
+from server.settings import ServerSettings
 from tests.adapters import make_adapter
 from tests.checkpoints import CheckpointCache
 from tests.graph_cache import graph_cache
@@ -133,6 +135,14 @@ def test_a_flipped_bit_of_a_weight_is_found(logged: Logged, tmp_path: Path) -> N
     first = report["different"][0]
     assert first["recorded"]["logprob"] <= 0
     assert first["replayed"]["logprob"] is not None
+
+
+def test_base_names_are_set_only_with_adapters(tmp_path: Path) -> None:
+    """`--lora-base-names` is refused without `--enable-lora`."""
+    settings = ServerSettings(audit_log=tmp_path)
+    assert replay_settings(["model"], settings).lora_base_names == settings.lora_base_names
+    assert replay_settings(["model", "--enable_lora"], settings).lora_base_names == ("*",)
+    assert replay_settings(["model"], settings).audit_log is None
 
 
 def test_a_removed_line_is_found_without_an_engine(logged: Logged, tmp_path: Path) -> None:
