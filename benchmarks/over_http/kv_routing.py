@@ -1,4 +1,4 @@
-"""Prefix hits of requests that a router sends to several servers, by what it knows of their caches.
+"""Prefix hits of requests that a router sends to several servers, by its view of their caches.
 
 ``python -m benchmarks kv_routing --save``. Requests of several groups, each with a common prefix,
 go one by one to servers whose KV blocks are much longer than the prefixes. The router knows the
@@ -191,7 +191,7 @@ class _Worker:
 
 
 def _known(way: str, hit: int, block: int) -> int:
-    """Return the tokens of a hit that a router knows of."""
+    """Return the tokens of a hit that are in a router's view."""
     if way == _NONE:
         return 0
     return hit if way == _UNITS else hit // block * block

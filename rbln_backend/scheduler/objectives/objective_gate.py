@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.scheduler.expiry import report_end
 from rbln_backend.scheduler.objectives.forecast import LoadAhead, forecast
 from rbln_backend.scheduler.objectives.objective import (
     OBJECTIVE_MISSED,
@@ -15,12 +16,7 @@ from rbln_backend.scheduler.objectives.objective import (
     Objective,
 )
 from rbln_backend.scheduler.objectives.step_clock import PREFILL, StepClock
-from rbln_backend.vllm_compat.surface import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    Request,
-    SchedulerOutput,
-)
+from rbln_backend.vllm_compat.surface import EngineCoreOutputs, Request, SchedulerOutput
 
 
 class ObjectiveGate:
@@ -108,17 +104,8 @@ class ObjectiveGate:
 
     def _refuse(self, ended: list[Request], outputs: dict[int, EngineCoreOutputs]) -> None:
         for request in ended:
-            refusal = EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=request.get_finished_reason(),
-                stop_reason=OBJECTIVE_MISSED,
-                kv_transfer_params=self._missed.pop(request.request_id).as_report(),
-                events=request.take_events(),
-                trace_headers=request.trace_headers,
-            )
-            step = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
-            step.outputs.insert(0, refusal)
+            miss = self._missed.pop(request.request_id)
+            report_end(request, outputs, OBJECTIVE_MISSED, miss.as_report())
         ended.clear()
         self._missed.clear()
 

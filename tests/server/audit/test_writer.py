@@ -73,7 +73,7 @@ def test_stop_refuses_requests_and_loses_no_record(tmp_path: Path) -> None:
 
 
 def test_continue_drops_records_and_says_how_many(tmp_path: Path) -> None:
-    """A `gap` record stands where they are absent; the chain is whole."""
+    """A `gap` record is where they are absent; the chain is whole."""
     writer = AuditWriter(LogFiles(tmp_path, _LIMITS), _header, "continue", 100)
     with _full_disk(2000):
         for number in range(10):
