@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -21,6 +22,13 @@ def clean_environ(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("VLLM_RBLN_", "RBLN_")):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def propagating_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `caplog` see our loggers, which commands and engines of this process send elsewhere."""
+    for name in ("server", "rbln_backend"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
 
 
 @pytest.fixture(scope="session")

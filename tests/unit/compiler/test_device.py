@@ -29,12 +29,6 @@ class CompileContext:
 Install = Callable[[str], None]
 
 
-@pytest.fixture(autouse=True)
-def heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine in this process, as other tests make, sends our loggers elsewhere."""
-    monkeypatch.setattr(logging.getLogger("rbln_backend"), "propagate", True)
-
-
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Write a package called ``rebel`` with the given source; it is forgotten afterwards."""
