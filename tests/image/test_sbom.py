@@ -53,8 +53,8 @@ def _pins() -> dict[str, str]:
     found = {}
     for name in ("torch.txt", "cpu.lock", "dev.lock"):
         text = (ROOT / "requirements" / name).read_text(encoding="utf-8")
-        for package, version, digest in re.findall(
-            r"^(\S+)==(\S+) --hash=sha256:(\w+)$", text, re.M
+        for package, version, digest, _ in re.findall(
+            r"^(\S+)==(\S+) --hash=sha256:(\w+)( --hash=sha256:\w+)?$", text, re.M
         ):
             found[f"pkg:pypi/{package}@{version.replace('+', '%2B')}"] = digest
     return found
