@@ -132,6 +132,7 @@ def _lines(folder: Path, size: int) -> Iterator[Prepared]:
         lines = read_lines(path, rules)
         while found := list(islice(lines, _LINES_AT_ONCE)):
             store.database.run_now(table.add_lines, "batch", found)  # type: ignore[arg-type]
+        store.database.run_now(table.duplicates, "batch", 1)
 
     def finish(db: sqlite3.Connection, _: int) -> None:
         lines = table.waiting_lines(db, "batch", [], 32)

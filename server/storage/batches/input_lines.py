@@ -7,6 +7,7 @@ the line runs, by the code that validates HTTP requests.
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from server.storage.raw_json import (
 MAX_ID_CHARS = 512
 _SHARED_BYTES = 2000
 """Bytes of the first message that group lines with a common prefix."""
+_KNOWN_PREFIXES = 1 << 16
+"""Bound of the prefixes in memory (about 10 MB); the oldest is forgotten."""
 _ABSENT = Raw(b"")
 
 
@@ -44,7 +47,10 @@ class _Line(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """Valid line: its offset and length in bytes, and its sort key `shared`."""
+    """Valid line: its offset and length in bytes, and its sort key `shared`.
+
+    `shared` is equal for lines with a common prefix, and ascends with their first line.
+    """
 
     number: int
     custom_id: str
@@ -52,6 +58,25 @@ class InputLine:
     bytes: int
     model: str | None
     shared: str
+
+
+class _Groups:
+    """Sort keys of prefixes, in the order of their first lines.
+
+    So lines of different prefixes are added to the end of the index, and not to random pages.
+    """
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, str] = OrderedDict()
+
+    def key(self, prefix: bytes, number: int) -> str:
+        """Return the key of the prefix's first line, or of `number` if it is the first."""
+        found = self._keys.get(prefix)
+        if found is None:
+            if len(self._keys) == _KNOWN_PREFIXES:
+                self._keys.popitem(last=False)
+            found = self._keys[prefix] = f"{number:012}"
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +91,7 @@ class LineRules:
 def read_lines(path: Path, rules: LineRules) -> Iterator[InputLine | LineError]:
     """Yield each line, or its error. Stops at the first line beyond `max_lines`."""
     number = place = 0
+    groups = _Groups()
     with path.open("rb") as file:
         while raw := file.readline(rules.max_bytes + 1):
             begin, place = place, place + len(raw)
@@ -88,15 +114,15 @@ def read_lines(path: Path, rules: LineRules) -> Iterator[InputLine | LineError]:
                     f"There are more than {rules.max_lines} lines (--max-batch-lines).",
                 )
                 return
-            yield _read(raw, number, begin, rules)
+            yield _read(raw, number, begin, rules, groups)
     if not number:
         yield _error("empty_file", None, "The file has no lines.")
 
 
-def duplicate_id(line: InputLine) -> LineError:
+def duplicate_id(number: int, custom_id: str) -> LineError:
     """Return the error of a line whose `custom_id` is not unique."""
-    message = f"'custom_id' {describe(line.custom_id)} is that of an earlier line."
-    return _error("duplicate_custom_id", line.number, message, "custom_id")
+    message = f"'custom_id' {describe(custom_id)} is that of an earlier line."
+    return _error("duplicate_custom_id", number, message, "custom_id")
 
 
 def body_of(raw: bytes) -> bytes:
@@ -118,7 +144,9 @@ def _skip_line(file: BinaryIO, step: int) -> int:
     return skipped
 
 
-def _read(raw: bytes, number: int, place: int, rules: LineRules) -> InputLine | LineError:
+def _read(
+    raw: bytes, number: int, place: int, rules: LineRules, groups: _Groups
+) -> InputLine | LineError:
     try:
         line = decode(raw, _Line)
     except UnknownNameError as error:
@@ -161,14 +189,15 @@ def _read(raw: bytes, number: int, place: int, rules: LineRules) -> InputLine | 
             f"'model' must be a string, got {described(model)}.",
             "body.model",
         )
-    return InputLine(number, custom_id, place, len(raw), string_of(model), _shared(fields))
+    shared = groups.key(_prefix(fields), number)
+    return InputLine(number, custom_id, place, len(raw), string_of(model), shared)
 
 
 def _described(value: Raw) -> str:
     return described(None if value is _ABSENT else bytes(value))
 
 
-def _shared(fields: dict[str, bytes]) -> str:
+def _prefix(fields: dict[str, bytes]) -> bytes:
     """Return a digest that is equal for lines with the same model and first message prefix."""
     first = first_item(fields.get("messages") or fields.get("input"))
     content = None
@@ -176,7 +205,7 @@ def _shared(fields: dict[str, bytes]) -> str:
         content = fields_of(first, "content").get("content")
     begin = content or fields.get("instructions") or b""
     text = fields.get("model", b"") + b" " + begin[:_SHARED_BYTES]
-    return hashlib.blake2b(text, digest_size=8).hexdigest()
+    return hashlib.blake2b(text, digest_size=8).digest()
 
 
 def _error(code: str, line: int | None, message: str, param: str | None = None) -> LineError:

@@ -171,14 +171,15 @@ class BatchRunner:
         while found := await asyncio.to_thread(_next_lines, lines):
             valid = [line for line in found if isinstance(line, InputLine)]
             errors += [line for line in found if not isinstance(line, InputLine)]
-            errors += await self._database.run(table.add_lines, batch.id, valid)
+            await self._database.run(table.add_lines, batch.id, valid)
             models |= {line.model for line in valid}
             if len(errors) >= _SHOWN_ERRORS:
                 break
+        errors += await self._database.read(table.duplicates, batch.id, _SHOWN_ERRORS)
+        errors.sort(key=lambda error: error["line"] or 0)
         return errors[:_SHOWN_ERRORS], models.pop() if len(models) == 1 else None
 
     async def _fail(self, batch: Batch, errors: list[LineError]) -> None:
-        errors.sort(key=lambda error: error["line"] or 0)
         await self._database.run(table.fail, batch.id, errors)
         logger.info("%s failed: %s", batch.id, errors[0]["message"])
 

@@ -165,7 +165,8 @@ class BatchService:
     ) -> Batch:
         """Create a batch with validated lines, whose ids may still be duplicates."""
         batch = self._create(db, request)
-        if errors := table.add_lines(db, batch.id, lines):
+        table.add_lines(db, batch.id, lines)
+        if errors := table.duplicates(db, batch.id, 1):
             raise body_error(errors[0])
         models = {line.model for line in lines}
         table.begin(db, batch.id, models.pop() if len(models) == 1 else None)

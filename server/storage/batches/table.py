@@ -83,17 +83,29 @@ def reload(db: sqlite3.Connection, batch_id: str) -> Batch:
     return Batch.of(db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone())
 
 
-def add_lines(db: sqlite3.Connection, batch_id: str, lines: Iterable[InputLine]) -> list[LineError]:
-    """Insert lines; return an error for each `custom_id` that is not unique."""
-    errors = []
-    for line in lines:
-        added = db.execute(
-            "INSERT OR IGNORE INTO lines VALUES (?, ?, ?, ?, ?, ?, 0)",
-            (batch_id, line.number, line.custom_id, line.place, line.bytes, line.shared),
-        )
-        if not added.rowcount:
-            errors.append(duplicate_id(line))
-    return errors
+def add_lines(db: sqlite3.Connection, batch_id: str, lines: Iterable[InputLine]) -> None:
+    """Insert lines; `duplicates` then tells whether their `custom_id`s are unique."""
+    db.executemany(
+        "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, 0)",
+        (
+            (batch_id, line.number, line.custom_id, line.place, line.bytes, line.shared)
+            for line in lines
+        ),
+    )
+
+
+def duplicates(db: sqlite3.Connection, batch_id: str, limit: int) -> list[LineError]:
+    """Return errors of the first `limit` lines with the `custom_id` of an earlier line.
+
+    One sort of all names: an index of them would be read and written at random for each line.
+    """
+    rows = db.execute(
+        "SELECT number, custom_id FROM (SELECT number, custom_id, row_number() OVER "
+        "(PARTITION BY custom_id ORDER BY number) AS nth FROM lines WHERE batch = ?) "
+        "WHERE nth > 1 ORDER BY number LIMIT ?",
+        (batch_id, limit),
+    )
+    return [duplicate_id(number, custom_id) for number, custom_id in rows]
 
 
 def delete_lines(db: sqlite3.Connection, batch_id: str) -> None:

@@ -172,15 +172,20 @@ async def test_wrong_lines_say_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_lines_that_begin_alike_are_known_by_their_first_message(tmp_path: Path) -> None:
-    def shared(*messages: Any, **fields: Any) -> str:
-        path = tmp_path / "in"
-        path.write_bytes(line_of(json.dumps({"messages": messages, **fields}).encode()))
-        (line,) = read_lines(path, LineRules(CHAT, 1, 1 << 20))
-        assert isinstance(line, InputLine)
-        return line.shared
-
     system = {"role": "system", "content": "You are a river."}
-    first = shared(system, {"role": "user", "content": "a"})
-    assert shared(system, {"role": "user", "content": "b"}) == first
-    assert shared({"role": "system", "content": "You are a lake."}) != first
-    assert shared(system, model="other") != first
+    bodies: list[dict[str, Any]] = [
+        {"messages": [system, {"role": "user", "content": "a"}]},
+        {"messages": [{"role": "system", "content": "You are a lake."}]},
+        {"messages": [system, {"role": "user", "content": "b"}]},
+        {"messages": [system], "model": "other"},
+        {"messages": [system]},
+    ]
+    path = tmp_path / "in"
+    path.write_bytes(b"\n".join(line_of(json.dumps(body).encode()) for body in bodies))
+    lines = read_lines(path, LineRules(CHAT, len(bodies), 1 << 20))
+    first, lake, second, other, third = (
+        line.shared for line in lines if isinstance(line, InputLine)
+    )
+    assert first == second == third
+    # New prefixes come last, so that they are added to the end of the index.
+    assert first < lake < other

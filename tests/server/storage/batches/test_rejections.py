@@ -114,6 +114,14 @@ async def test_wrong_input_fails_the_batch(
     assert service.frontend.headers == {}
 
 
+async def test_each_line_with_the_name_of_an_earlier_one_is_named(service: Running) -> None:
+    lines = [line(2), line(1), line(2), line(1, method="GET"), line(1), line(2)]
+    batch = await until_ended(service.client, await create(service.client, lines))
+    found = [(error["code"], error["line"]) for error in batch["errors"]["data"]]
+    duplicate = "duplicate_custom_id"
+    assert found == [(duplicate, 3), ("invalid_method", 4), (duplicate, 5), (duplicate, 6)]
+
+
 @pytest.mark.parametrize(
     ("change", "code", "param"),
     [
