@@ -25,6 +25,7 @@ COMMANDS = {
     "scenarios": "scenarios.command",
     "schemas": "schemas.command",
     "same_file": "compare.same_file",
+    "several_models": "over_http.several_models",
     "speculation": "over_http.speculation",
     "step_profile": "in_process.step_profile",
     "storm": "over_http.storm",

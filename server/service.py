@@ -201,6 +201,17 @@ class Service:
             await asyncio.sleep(_PROGRESS_PERIOD_S)
 
 
+def publish_url(settings: ServerSettings, listener: socket.socket, run_dir: Path) -> str:
+    """Write the URL for programs on this host to the run directory; return the one for the log."""
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    scheme = "https" if settings.ssl_certfile else "http"
+    host = "localhost" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
+    address = listener.getsockname()
+    (run_dir / "url").write_text(local_url(scheme, address), encoding="ascii")
+    return f"{scheme}://{host}:{address[1]}"
+
+
 def local_url(scheme: str, address: tuple[Any, ...]) -> str:
     """Return the URL of a socket bound to `address`, for programs on this host."""
     host, port = address[:2]
@@ -208,12 +219,13 @@ def local_url(scheme: str, address: tuple[Any, ...]) -> str:
     return f"{scheme}://[{local}]:{port}" if ":" in local else f"{scheme}://{local}:{port}"
 
 
-async def _serve_http(server: HttpServer, listener: socket.socket, tls: Tls | None) -> None:
+async def serve_http(server: HttpServer, listener: socket.socket, tls: Tls | None) -> None:
+    """Serve on a bound socket until `server.should_exit`, with TLS files that may change."""
     async with contextlib.nullcontext() if tls is None else tls.following_files():
         await server.serve(sockets=[listener])
 
 
-def _warn_if_open(settings: ServerSettings) -> None:
+def warn_if_open(settings: ServerSettings) -> None:
     """Log the operations that are open to any client of a server without keys."""
     if settings.listens_locally or settings.api_key or settings.api_key_file is not None:
         return
@@ -230,7 +242,7 @@ def _warn_if_open(settings: ServerSettings) -> None:
     )
 
 
-def _stop_signals() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """Return the signals that drain; SIGHUP is one unless `nohup` has it ignored."""
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     return [name for name in signals if signal.getsignal(name) is not signal.SIG_IGN]
@@ -251,10 +263,7 @@ async def serve(
     admission = Admission(settings.max_in_flight)
     metrics = ServerMetrics(run_dir)
     metrics.set_versions(launcher.versions())
-    scheme = "https" if settings.ssl_certfile else "http"
-    host = "localhost" if settings.host in ("0.0.0.0", "::") else settings.host  # noqa: S104
-    url = f"{scheme}://{host}:{listener.getsockname()[1]}"
-    (run_dir / "url").write_text(local_url(scheme, listener.getsockname()), encoding="ascii")
+    url = publish_url(settings, listener, run_dir)
     service = Service(settings, lifecycle, admission, launcher, run_dir, url)
     app = create_app(
         settings,
@@ -267,13 +276,13 @@ async def serve(
         service.background,
     )
     loop = asyncio.get_running_loop()
-    for name in _stop_signals():
+    for name in stop_signals():
         loop.add_signal_handler(name, service.stop, name.name)
     tls = Tls(settings) if settings.ssl_certfile else None
     connections = Connections(settings, metrics)
     server = HttpServer(http_config(app, settings, tls), settings, connections)
-    http = asyncio.create_task(_serve_http(server, listener, tls))
-    _warn_if_open(settings)
+    http = asyncio.create_task(serve_http(server, listener, tls))
+    warn_if_open(settings)
     eta_s = lifecycle.eta_s
     logger.info(
         "listening on %s after %.2f s; starting the engine%s",

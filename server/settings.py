@@ -11,9 +11,9 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from server.setting_groups.audit import AuditSettings
@@ -99,6 +99,34 @@ def export_log_level(settings: ServerSettings) -> None:
     Engine processes inherit the variable. Call this before vLLM is imported.
     """
     os.environ.setdefault(_VLLM_LOG_LEVEL, _LEVELS_OF_VLLM[settings.log_level])
+
+
+def environment_of_model(
+    settings: ServerSettings, without: Collection[str], values: Mapping[str, object]
+) -> dict[str, str]:
+    """Return the environment of a model's own server process.
+
+    It has the settings given here, but for the names in `without`, and `values` by setting name.
+    Secrets are there because command lines are visible to all users of the host.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(ENV_PREFIX)}
+    names = sorted(settings.model_fields_set - set(without))
+    given = {name: getattr(settings, name) for name in names} | dict(values)
+    texts = {name: _as_text(value) for name, value in given.items() if value is not None}
+    return kept | {f"{ENV_PREFIX}{name.upper()}": text for name, text in texts.items()}
+
+
+def adopt_environment(variables: Mapping[str, str]) -> None:
+    """Replace this process's environment."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _as_text(value: object) -> str:
+    """Return the text of a variable that sets `value`."""
+    if isinstance(value, tuple | list):
+        return json.dumps([_as_text(item) for item in value])
+    return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
 
 
 def silence_vllm() -> None:

@@ -42,6 +42,7 @@ def answer_file(source: Path, target: Path, settings: ServerSettings, serve: Ser
         update={
             "host": "127.0.0.1",
             "port": 0,
+            "uds": None,
             "data_dir": store,
             "console": False,
             "api_key": (SecretStr(f"batch={key}"),),

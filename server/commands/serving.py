@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import socket
 import sys
@@ -74,9 +75,9 @@ def run_server(
     export_log_level(settings)
     export_service_name()
     try:
-        listener = _listen(settings.host, settings.port)
+        listener = listen(settings)
     except OSError as error:
-        where = f"{settings.host}:{settings.port}"
+        where = settings.uds or f"{settings.host}:{settings.port}"
         raise SystemExit(f"{PROG}: cannot listen on {where}: {error}") from None
     if settings.engine_start == "forkserver":
         from server.engine.process import start_forkserver
@@ -97,7 +98,7 @@ def run_server(
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 service: Coroutine[Any, Any, int]
-                service = serve(settings, launcher, listener, run_dir, _process_start())
+                service = serve(settings, launcher, listener, run_dir, process_start())
                 if joined is not None:
                     service = joined(service, f"http://127.0.0.1:{listener.getsockname()[1]}")
                 code = runner.run(service)
@@ -113,8 +114,11 @@ def run_server(
     return code
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(settings: ServerSettings) -> socket.socket:
     """Return a listening socket, in whose backlog clients wait from now on."""
+    if settings.uds is not None:
+        return _listen_at_path(settings.uds)
+    host, port = settings.host, settings.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -127,7 +131,26 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _process_start() -> float:
+def _listen_at_path(path: Path) -> socket.socket:
+    """Return a listening Unix socket of this user alone; a socket without a server is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise FileExistsError(errno.EADDRINUSE, "another server listens there")
+            path.unlink()
+        # The mode of the file is set before it accepts connections.
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def process_start() -> float:
     """Return the start time of this process on the clock of `time.monotonic`."""
     stat = Path("/proc/self/stat").read_text(encoding="ascii")
     ticks = int(stat.rpartition(")")[2].split()[19])

@@ -127,6 +127,17 @@ class VllmEngine:
             process.kill()
 
 
+def component_versions() -> dict[str, str]:
+    """Return the versions of the components, without importing them."""
+    return {
+        "version": __version__,
+        "vllm": vllm_build().version,
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()}-{platform.machine()}".lower(),
+    }
+
+
 class VllmLauncher:
     """Builds the engine from vLLM's command line."""
 
@@ -147,13 +158,7 @@ class VllmLauncher:
 
     def versions(self) -> Mapping[str, str]:
         """Return the versions of the components, without importing them."""
-        return {
-            "version": __version__,
-            "vllm": vllm_build().version,
-            "torch": importlib.metadata.version("torch"),
-            "python": platform.python_version(),
-            "platform": f"{platform.system()}-{platform.machine()}".lower(),
-        }
+        return component_versions()
 
     def expected_s(self) -> float | None:
         """Return the seconds of an earlier start on this host, preferably of this command line."""

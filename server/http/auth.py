@@ -163,6 +163,7 @@ class Access:
         self._open_metrics = settings.open_metrics
         self._unguarded = settings.allow_unguarded_changes
         self._listens_locally = settings.listens_locally
+        self._on_socket = settings.uds is not None
 
     @asynccontextmanager
     async def following_files(self) -> AsyncIterator[None]:
@@ -182,7 +183,7 @@ class Access:
         digests = [hashlib.sha256(key).digest() for key in _sent_keys(scope["headers"])]
         if (admin := self._admin.find(digests)) is not None:
             return Caller(admin.name, True, admin.tiers, admin.owner, admin.limits)
-        api, local = self._api.find(digests), _is_local(scope)
+        api, local = self._api.find(digests), self._is_local(scope)
         trusted = not self._admin and self._listens_locally and local
         caller = Caller(None, trusted)
         if api is not None:
@@ -215,6 +216,13 @@ class Access:
     def owners(self) -> dict[str, str]:
         """Return the owners of all keys by name; unnamed keys are `api-1`, `admin-2`, ...."""
         return self._admin.owners() | self._api.owners()
+
+    def _is_local(self, scope: AsgiScope) -> bool:
+        """Return whether the client is on this host and no header shows a proxy or a browser."""
+        client = scope.get("client")
+        # Clients of a Unix socket have no address; its mode admits this user alone.
+        near = self._on_socket if client is None else str(client[0]).startswith(_LOCAL)
+        return near and not any(name.startswith(_PROXY_HEADERS) for name, _ in scope["headers"])
 
     def _requires_key(self, needed: Scope) -> bool:
         if needed in _CHANGES and self._admin:
@@ -309,11 +317,3 @@ def _sent_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
         elif name in _KEY_HEADERS:
             keys.append(value.strip())
     return [key for key in keys if key][:_MAX_CANDIDATES]
-
-
-def _is_local(scope: AsgiScope) -> bool:
-    """Return whether the client address is loopback and no header shows a proxy or a browser."""
-    client = scope.get("client")
-    if client is None or not str(client[0]).startswith(_LOCAL):
-        return False
-    return not any(name.startswith(_PROXY_HEADERS) for name, _ in scope["headers"])

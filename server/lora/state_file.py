@@ -19,6 +19,8 @@ from server.host.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
 
+STATE_FILE = "adapters.json"
+"""Name of the file in --lora-root."""
 VERSION = 1
 _MAX_BYTES = 16 * 1024 * 1024
 

@@ -21,7 +21,9 @@ class ListenSettings(BaseModel):
 
     @property
     def listens_locally(self) -> bool:
-        """Return whether `host` is a loopback address."""
+        """Return whether clients are programs on this host: a loopback address or a socket."""
+        if self.uds is not None:
+            return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -29,6 +31,16 @@ class ListenSettings(BaseModel):
 
     host: str = Field("0.0.0.0", description="Address to listen on.")  # noqa: S104
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 picks a free one.")
+    uds: OptionalPath = Field(
+        None,
+        description="Unix socket to listen on instead of --host and --port; only this user may "
+        "connect.",
+    )
+    models: OptionalPath = Field(
+        None,
+        description="File (YAML or JSON) of several models to serve instead of MODEL: name, path, "
+        "flags and pinned of each, and the memory that they share.",
+    )
     root_path: str = Field(
         "",
         pattern=r"^(/[^/?#\s]+)*$",

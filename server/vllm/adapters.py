@@ -21,7 +21,7 @@ from server.lora.adapter import Adapter
 from server.lora.fit import ServedModel
 from server.lora.port import EngineAdapter, Target
 from server.lora.registry import AdapterRegistry, RegistryLimits
-from server.lora.state_file import StateFile
+from server.lora.state_file import STATE_FILE, StateFile
 from server.request.record import RequestRecord
 from server.settings import ServerSettings
 from server.vllm.errors import RequestContext, from_exception
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 _leased: ContextVar[Adapter | None] = ContextVar("leased", default=None)
 """The adapter that the current request holds a lease of."""
-
-_STATE_FILE = "adapters.json"
 
 
 def lease(adapters: AdapterRegistry, name: str, record: RequestRecord) -> bool:
@@ -180,7 +178,7 @@ def _state_file(settings: ServerSettings) -> StateFile | None:
     if settings.lora_root is None:
         return None
     given = settings.lora_state_file
-    file = StateFile(given or settings.lora_root / _STATE_FILE)
+    file = StateFile(given or settings.lora_root / STATE_FILE)
     if file.writable():
         return file
     if given is not None:

@@ -26,7 +26,6 @@ REFUSED_FLAGS: dict[str, str] = {
             "grpc",
             "api_server_count",
             "data_parallel_multi_port_external_lb",
-            "uds",
             "middleware",
             "enable_offline_docs",
             "enable_scale_out",

@@ -32,14 +32,17 @@ class RealServer:
 
     def __init__(
         self,
-        checkpoint: Path,
+        checkpoint: Path | None,
         tmp_path: Path,
         *flags: str,
         output: Path | None = None,
         environment: Mapping[str, str] | None = None,
         own_imports: bool = False,
     ) -> None:
-        """``output`` is where it writes to, by default its log; ``environment`` adds variables."""
+        """``output`` is where it writes to, by default its log; ``environment`` adds variables.
+
+        Without a checkpoint the flags name what is served.
+        """
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
         kept |= {
             "VLLM_CACHE_ROOT": str(graph_cache()),
@@ -47,7 +50,8 @@ class RealServer:
             **(environment or {}),
         }
         self.log = tmp_path / "server.log"
-        command = ["serve", str(checkpoint), *FLAGS, "--host", "127.0.0.1", "--port", "0"]
+        served = () if checkpoint is None else (str(checkpoint), *FLAGS)
+        command = ["serve", *served, "--host", "127.0.0.1", "--port", "0"]
         command += ["--run-root", str(tmp_path), *flags]
         warm = None if own_imports or environment else warm_process()
         self.started = time.monotonic()

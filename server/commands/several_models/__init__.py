@@ -1,0 +1,1 @@
+"""`rbln-serve serve --models FILE`: the front process and the template of its models' processes."""

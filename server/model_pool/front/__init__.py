@@ -1,0 +1,1 @@
+"""The front process: its application, routes, metrics and life."""
