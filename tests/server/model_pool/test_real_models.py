@@ -64,14 +64,25 @@ def _models(server: RealServer) -> dict[str, Any]:
     return states
 
 
+def _chats(server: RealServer, model: str) -> float:
+    """The number of chats that the model has answered, of all its processes."""
+    page = server.client.get("/metrics", headers={"x-api-key": "a"}).text
+    lines = [x for x in page.splitlines() if x.startswith("rbln_http_requests_total{")]
+    chats = [x for x in lines if f'model_name="{model}"' in x and "chat/completions" in x]
+    return sum(float(line.split()[-1]) for line in chats if 'outcome="ok"' in line)
+
+
 def test_each_model_answers_by_its_name_and_the_other_one_leaves(server: RealServer) -> None:
-    for name, other in (("one", "two"), ("two", "one")):
+    for name, other, chats in (("one", "two", 1), ("two", "one", 1), ("one", "two", 2)):
         answer = _ask(server, name)
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == name
         states = _models(server)
         assert (states[name]["state"], states[other]["state"]) == ("ready", "asleep")
         assert answer.headers["x-request-id"]
+        # Counts continue over the loads of a model.
+        assert _chats(server, name) == chats
+    assert _chats(server, "two") == 1
     listed = server.client.get("/v1/models", headers={"x-api-key": "a"}).json()["data"]
     assert [card["id"] for card in listed] == ["one", "two"]
 
@@ -89,24 +100,6 @@ def test_an_absent_model_and_a_wrong_key_load_nothing(server: RealServer) -> Non
     assert {name: model["loads"] for name, model in _models(server).items()} == before
 
 
-def test_a_stream_keeps_its_model_until_its_end(server: RealServer) -> None:
-    body = {"model": "one", "prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    later: list[httpx.Response] = []
-    assert _ask(server, "one").status_code == 200
-    headers = {"x-api-key": "a"}
-    with server.client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
-        lines = stream.iter_lines()
-        assert next(lines).startswith("data: ")
-        other = threading.Thread(target=lambda: later.append(_ask(server, "two")))
-        other.start()
-        frames = [line for line in lines if line]
-    other.join(60)
-    assert frames[-1] == "data: [DONE]"
-    assert '"completion_tokens":200' in frames[-2]
-    assert later[0].json()["model"] == "two"
-
-
 def test_a_stream_that_waits_shows_the_progress_of_the_load(server: RealServer) -> None:
     assert _ask(server, "one").status_code == 200
     body = {"model": "two", "messages": HI, "max_tokens": 4, "stream": True}
@@ -119,16 +112,22 @@ def test_a_stream_that_waits_shows_the_progress_of_the_load(server: RealServer) 
     assert "left\n\ndata: {" in text
 
 
-def test_counts_of_a_model_continue_over_its_loads(server: RealServer) -> None:
-    counts = []
-    for name in ("one", "two", "one"):
-        assert _ask(server, name).status_code == 200
-        page = server.client.get("/metrics", headers={"x-api-key": "a"}).text
-        lines = [line for line in page.splitlines() if line.startswith("rbln_http_requests_total{")]
-        chats = [x for x in lines if 'model_name="one"' in x and "chat/completions" in x]
-        counts.append(sum(float(line.split()[-1]) for line in chats if 'outcome="ok"' in line))
-    assert counts[1] == counts[0]
-    assert counts[2] == counts[0] + 1
+def test_a_stream_keeps_its_model_until_its_end(server: RealServer) -> None:
+    body = {"model": "two", "prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    later: list[httpx.Response] = []
+    assert _ask(server, "two").status_code == 200
+    headers = {"x-api-key": "a"}
+    with server.client.stream("POST", "/v1/completions", json=body, headers=headers) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        other = threading.Thread(target=lambda: later.append(_ask(server, "one")))
+        other.start()
+        frames = [line for line in lines if line]
+    other.join(60)
+    assert frames[-1] == "data: [DONE]"
+    assert '"completion_tokens":200' in frames[-2]
+    assert later[0].json()["model"] == "one"
 
 
 def test_a_batch_goes_on_after_its_model_has_left(server: RealServer) -> None:
@@ -161,13 +160,33 @@ def test_a_batch_goes_on_after_its_model_has_left(server: RealServer) -> None:
 
 def test_a_stored_response_is_found_though_its_model_has_left(server: RealServer) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="a", max_retries=0)
-    first = client.responses.create(model="one", input="hi", max_output_tokens=16)
-    assert _ask(server, "two").status_code == 200
+    first = client.responses.create(model="two", input="hi", max_output_tokens=16)
+    assert _ask(server, "one").status_code == 200
     assert client.responses.retrieve(first.id).output == first.output
     later = client.responses.create(
-        model="one", input="a", previous_response_id=first.id, max_output_tokens=16
+        model="two", input="a", previous_response_id=first.id, max_output_tokens=16
     )
     assert later.previous_response_id == first.id
+
+
+def test_a_killed_model_is_started_again(server: RealServer) -> None:
+    assert _ask(server, "two").status_code == 200
+    loads = _models(server)["two"]["loads"]
+    titles = descendants(server.process.pid)
+    served = [pid for pid, title in titles.items() if "--served-model-name two" in title]
+    assert served, titles
+    for pid in served:
+        os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + 10
+    while _models(server)["two"]["state"] == "ready" and time.monotonic() < until:
+        time.sleep(0.05)
+    answer = _ask(server, "two")
+    if answer.status_code == 503:
+        assert answer.json()["error"]["code"] == "engine_failed"
+        time.sleep(float(answer.headers["retry-after"]))
+        answer = _ask(server, "two")
+    assert answer.status_code == 200
+    assert _models(server)["two"]["loads"] == loads + 1
 
 
 def test_an_operator_puts_a_model_to_sleep_and_wakes_it(server: RealServer) -> None:
@@ -183,23 +202,6 @@ def test_an_operator_puts_a_model_to_sleep_and_wakes_it(server: RealServer) -> N
     assert server.client.get("/is_sleeping", headers=root).json() == {"is_sleeping": True}
     wrong = server.client.post("/sleep?model=one&level=0", headers=root)
     assert wrong.json()["error"]["param"] == "level"
-
-
-def test_a_killed_model_is_started_again(server: RealServer) -> None:
-    assert _ask(server, "one").status_code == 200
-    served = [pid for pid, title in descendants(server.process.pid).items() if "serve" in title]
-    for pid in served:
-        if "model-0" in Path(f"/proc/{pid}/environ").read_text(errors="replace"):
-            os.kill(pid, signal.SIGKILL)
-    until = time.monotonic() + 10
-    while _models(server)["one"]["state"] == "ready" and time.monotonic() < until:
-        time.sleep(0.05)
-    answer = _ask(server, "one")
-    if answer.status_code == 503:
-        assert answer.json()["error"]["code"] == "engine_failed"
-        time.sleep(float(answer.headers["retry-after"]))
-        answer = _ask(server, "one")
-    assert answer.status_code == 200
 
 
 def test_the_end_leaves_no_process(checkpoints: CheckpointCache, tmp_path: Path) -> None:
