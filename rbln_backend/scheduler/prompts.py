@@ -8,6 +8,7 @@ from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.scheduler.background import is_background
 from rbln_backend.scheduler.constraints import adapter_fits, needs_chunk
 from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
@@ -15,7 +16,13 @@ from rbln_backend.scheduler.narrowing import NarrowedScheduler
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, publish_events
 from rbln_backend.scheduler.priority_first import behind_priority
 from rbln_backend.scheduler.sharing import StepBounds, adapter_of, prompts_together
-from rbln_backend.vllm_compat.surface import EngineCoreOutputs, Request, SchedulerOutput
+from rbln_backend.vllm_compat.surface import (
+    EngineCoreOutputs,
+    Request,
+    SchedulerOutput,
+    VllmConfig,
+    configured,
+)
 
 
 class Turn(NamedTuple):
@@ -223,3 +230,12 @@ class PromptScheduler(NarrowedScheduler):
         if len(running) < limit:
             return []
         return [r for r in self._waiting() if not adapter_fits(adapter_of(r), running, limit)]
+
+
+def chunk_plan(config: VllmConfig, chunks: BucketTable) -> ChunkPlan | None:
+    """Return the chunk plan; None for pooling models, as encoders' prompts cannot be cut."""
+    if config.model_config.runner_type == "pooling":
+        return None
+    rbln = configured(config)
+    assert rbln.prefill_step_tokens is not None
+    return ChunkPlan(chunks, rbln.prefill_step_tokens, rbln.chunk_prompts)

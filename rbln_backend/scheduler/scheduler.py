@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.grammar.early import EarlyVocabulary
 from rbln_backend.grammar.masks import StepMasks
@@ -36,7 +36,7 @@ from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
 from rbln_backend.scheduler.plain_decode import PlainDecode, can_repeat_steps
 from rbln_backend.scheduler.prefill_order import PrefillOrder
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
-from rbln_backend.scheduler.prompts import PromptScheduler, Turn
+from rbln_backend.scheduler.prompts import PromptScheduler, Turn, chunk_plan
 from rbln_backend.scheduler.reports.prompt_reports import PromptReports
 from rbln_backend.scheduler.sharing import will_compute_prefix_of
 from rbln_backend.vllm_compat.patches import apply_patches
@@ -51,6 +51,7 @@ from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     compiled_sizes,
     configured,
+    settled,
 )
 
 
@@ -97,8 +98,8 @@ class RblnScheduler(PromptScheduler):
         self._decode_steps_per_chunk = configured(vllm_config).decode_steps_per_chunk
         self._decodes_owed = 0
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
-        self._chunks = _chunk_plan(vllm_config)
         sizes = compiled_sizes(vllm_config)
+        self._chunks = chunk_plan(vllm_config, sizes.chunks)
         self._background = Background(sizes.decode, self.max_num_running_reqs, self._stages, board)
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
@@ -115,6 +116,7 @@ class RblnScheduler(PromptScheduler):
         hit = self._reuse.manager.peek_hit
         make_order = partial(PrefillOrder, hit, board, by_priority=by_priority)
         self._prompts = FairPrompts(make_order if self._shortest_first else None)
+        settled(vllm_config).size_changes.follow(self._take_sizes)
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)
@@ -164,6 +166,12 @@ class RblnScheduler(PromptScheduler):
         self._objectives.report(self._refused, self.requests, outputs)
         report_expired(self._expired, outputs)
         return outputs
+
+    def _take_sizes(self, sizes: EngineBuckets) -> None:
+        """Choose among ``sizes`` from the next step on."""
+        self._chunks = chunk_plan(self.vllm_config, sizes.chunks)
+        self._background.take_buckets(sizes.decode)
+        self._objectives.take_sizes(self._chunks, sizes.decode)
 
     def _end_late_requests(self) -> None:
         """End requests that waited too long, or would miss their objectives."""
@@ -382,13 +390,3 @@ def _board(config: VllmConfig) -> MetricsBoard:
     run_dir = configured(config).run_dir
     name = f"scheduler{config.parallel_config.data_parallel_index}"
     return MetricsBoard(Path(run_dir) if run_dir else None, name)
-
-
-def _chunk_plan(config: VllmConfig) -> ChunkPlan | None:
-    """Return the chunk plan; None for pooling models, as encoders' prompts cannot be cut."""
-    if config.model_config.runner_type == "pooling":
-        return None
-    rbln = configured(config)
-    assert rbln.prefill_step_tokens is not None
-    chunks = compiled_sizes(config).chunks
-    return ChunkPlan(chunks, rbln.prefill_step_tokens, rbln.chunk_prompts)

@@ -19,10 +19,8 @@ from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import Size
 from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.port import CompiledGraph, Compiler
-from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.emulator.packing import pack, pack_consuming
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches, sharing_layers
 from rbln_backend.moe.layers import moe_methods
@@ -41,6 +39,7 @@ from rbln_backend.vllm_compat.surface import (
     init_logger,
     set_forward_context,
 )
+from rbln_backend.worker.buckets.bucket_change import ServedGraphs
 from rbln_backend.worker.drafts.drafting import make_drafting
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.graphs.capture_pool import workers_of
@@ -49,6 +48,7 @@ from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Resul
 from rbln_backend.worker.graphs.functions import GraphFunction, can_pick_tokens
 from rbln_backend.worker.graphs.lm_head import SPEC as LM_HEAD
 from rbln_backend.worker.graphs.lm_head import LmHead
+from rbln_backend.worker.graphs.tensor_names import named_tensors
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.relay_runner import RelayRunner
@@ -167,6 +167,16 @@ class EngineBuild:
         """The file with the counts of step sizes."""
         return None if self._usage is None else self._usage.path
 
+    @property
+    def served(self) -> ServedGraphs:
+        """The graphs, and what makes others."""
+        return ServedGraphs(self._graphs, self._factory)
+
+    @property
+    def usage(self) -> UsageRecorder | None:
+        """The recorder of step sizes; None where nothing is recorded."""
+        return self._usage
+
     def close(self) -> None:
         """Write the counts that are only in memory."""
         if self._usage is not None:
@@ -252,23 +262,11 @@ class EngineBuild:
 
     def _make_factory(self) -> GraphFactory:
         parts = self._parts
-        table = TensorTable(pack, pack_consuming)
-        table.add_model(parts.model)
-        for name, layer in parts.attention_layers.items():
-            if isinstance(layer.impl, EncoderAttentionImpl):
-                continue
-            table.add(f"scale:{name}", layer.impl.scale_tensor)
-            if layer.impl.alibi_slopes is not None:
-                table.add(f"alibi:{name}", layer.impl.alibi_slopes)
-        for name, cache in self._kv_caches.tensors.items():
-            table.add(f"{KV}{name}", cache)
-        if parts.adapters is not None:
-            for name, stack in parts.adapters.tensors().items():
-                table.add(f"{ADAPTERS}{name}", stack)
+        layers, adapters = parts.attention_layers, parts.adapters
         return GraphFactory(
             model=parts.model,
             compiler=parts.compiler,
-            table=table,
+            table=named_tensors(parts.model, layers, self._kv_caches, adapters),
             store=self._store,
             key_fields=cache_fields(parts.vllm_config, parts.rbln, self._groups),
             forward_context=self._forward_context,

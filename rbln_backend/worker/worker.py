@@ -60,7 +60,7 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
-from rbln_backend.worker.adapter_calls import AdapterCalls
+from rbln_backend.worker.buckets.bucket_calls import BucketCalls
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, RebelProfiler, StepProfiler
@@ -110,7 +110,7 @@ def _reports_failure(
     return run
 
 
-class RblnWorker(AdapterCalls, WorkerBase):
+class RblnWorker(BucketCalls, WorkerBase):
     """A rank: init_device, load_model, KV cache, warm-up, then execute_model, sample_tokens."""
 
     def __init__(
@@ -144,7 +144,6 @@ class RblnWorker(AdapterCalls, WorkerBase):
         self._estimate: StartEstimate
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
-        self._build: EngineBuild | None = None
         self._runner: Runner | None = None
 
     @_reports_failure
@@ -353,6 +352,7 @@ class RblnWorker(AdapterCalls, WorkerBase):
     def shutdown(self) -> None:
         if self._adapters is not None:
             self._adapters.close()
+        self.stop_bucket_change()
         if self._build is not None:
             self._build.close()
         self._progress.close()

@@ -49,6 +49,10 @@ class ObjectiveGate:
             return self._chunks.bucket(size)
         return self._decode.find(min(size, self._decode.largest))
 
+    def take_sizes(self, chunks: ChunkPlan | None, decode: BucketTable | None) -> None:
+        """Predict with other compiled sizes; the measured times stay, as they are by size."""
+        self._chunks, self._decode = chunks, decode
+
     def begin(self, step: SchedulerOutput) -> None:
         """Note a step that was scheduled."""
         self._steps.begin(step)

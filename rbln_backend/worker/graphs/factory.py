@@ -24,7 +24,7 @@ from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.vllm_compat.surface import init_logger
 from rbln_backend.worker.graphs.capture_pool import CaptureQueue, capture_in_children
 from rbln_backend.worker.graphs.functions import WHOLE, GraphFunction, ModelPart, graph_function
-from rbln_backend.worker.graphs.trace_plan import TracePlan
+from rbln_backend.worker.graphs.trace_plan import TracePlan, ends_of
 
 logger = init_logger(__name__)
 
@@ -38,6 +38,14 @@ class GraphRequest(NamedTuple):
     spec: GraphSpec
     inputs: Mapping[str, Tensor]
     metadata: LayerMetadata | None
+
+
+class ObtainedProgram(NamedTuple):
+    """The program of a graph."""
+
+    spec: GraphSpec
+    program: Program
+    result: Result
 
 
 ForwardContext = Callable[[GraphRequest], AbstractContextManager[Any]]
@@ -54,6 +62,16 @@ class GraphListener(Protocol):
     def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
         """Called when a graph was captured or loaded."""
         ...
+
+
+class NoListener:
+    """Ignores progress."""
+
+    def graph_started(self, spec: GraphSpec) -> None:
+        pass
+
+    def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
+        pass
 
 
 def graph_key(
@@ -134,7 +152,18 @@ class GraphFactory:
         self, requests: Sequence[GraphRequest], listener: GraphListener
     ) -> dict[GraphSpec, Program]:
         """Return the program of every request, loaded or captured; raises ``CompileError``."""
-        programs: dict[GraphSpec, Program] = {}
+        return {made.spec: made.program for made in self.obtain_each(requests, listener)}
+
+    def obtain_each(
+        self,
+        requests: Sequence[GraphRequest],
+        listener: GraphListener,
+        beside: Sequence[GraphRequest] = (),
+    ) -> Iterator[ObtainedProgram]:
+        """Yield the program of every request when it is there; raises ``CompileError``.
+
+        ``beside``: graphs that the engine has, of whose stored programs others are derived.
+        """
         missing: dict[GraphSpec, GraphRequest] = {}
         locks: dict[GraphSpec, ExitStack] = {}
         # Of several processes that need a graph, one compiles it and the others wait and load it.
@@ -149,15 +178,14 @@ class GraphFactory:
                     missing[request.spec] = request
                     continue
                 lock.close()
-                programs[request.spec] = program
                 listener.graph_started(request.spec)
                 listener.graph_done(request.spec, "loaded", time.perf_counter() - started)
-            for spec, program, seconds in self._capture_all(missing, listener):
+                yield ObtainedProgram(request.spec, program, "loaded")
+            for spec, program, seconds in self._capture_all(missing, listener, beside):
                 self._save(missing[spec], program)
                 locks[spec].close()
-                programs[spec] = program
                 listener.graph_done(spec, "compiled", seconds)
-        return programs
+                yield ObtainedProgram(spec, program, "compiled")
 
     def pack_weights(self, programs: Iterable[Program]) -> None:
         """Pack the weights into the layout that ``programs``, all that will run, read."""
@@ -204,12 +232,31 @@ class GraphFactory:
         return self.bind(request, self._capture_function(request, function, names))
 
     def _capture_all(
-        self, missing: Mapping[GraphSpec, GraphRequest], listener: GraphListener
+        self,
+        missing: Mapping[GraphSpec, GraphRequest],
+        listener: GraphListener,
+        beside: Sequence[GraphRequest],
     ) -> Iterator[tuple[GraphSpec, Program, float]]:
-        plan = TracePlan(
-            list(missing), partial(self._check_spec, missing) if self._derives else None
-        )
-        for spec, program, seconds in self._trace(plan, missing, listener):
+        ends = ends_of([request.spec for request in beside]) if self._derives else []
+        known = {request.spec: request for request in beside if request.spec in ends}
+        requests = {**missing, **(known if missing else {})}
+        check = partial(self._check_spec, requests) if self._derives else None
+        plan = TracePlan(list(requests), check)
+        for spec, program, seconds in self._programs_of(plan, requests, known, listener):
+            if spec in missing:
+                yield spec, program, seconds
+
+    def _programs_of(
+        self,
+        plan: TracePlan,
+        requests: Mapping[GraphSpec, GraphRequest],
+        known: Mapping[GraphSpec, GraphRequest],
+        listener: GraphListener,
+    ) -> Iterator[tuple[GraphSpec, Program, float]]:
+        """Yield the programs of ``plan``, of which those of ``known`` may be stored."""
+        stored = ((spec, self._stored(known[spec]), 0.0) for spec in plan.wanted if spec in known)
+        found = ((spec, program, s) for spec, program, s in stored if program is not None)
+        for spec, program, seconds in chain(found, self._trace(plan, requests, listener)):
             yield spec, program, seconds
             began = time.perf_counter()
             for other, derived in plan.add(spec, program):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from rbln_backend.compiler.programs.derivation import (
     DerivationError,
@@ -83,6 +83,12 @@ class TracePlan:
 
     def _sized(self, spec: GraphSpec) -> SizedProgram:
         return SizedProgram(self._programs[spec], _sizes(spec))
+
+
+def ends_of(specs: Sequence[GraphSpec]) -> list[GraphSpec]:
+    """Return the smallest and the largest graph of each series: others may be derived of them."""
+    ends = ((series[0], series[-1]) for series in _series_of(specs))
+    return list(dict.fromkeys(chain.from_iterable(ends)))
 
 
 def _series_of(specs: Sequence[GraphSpec]) -> list[list[GraphSpec]]:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import KernelSet
@@ -43,13 +44,14 @@ class SelfDescription:
         self._rbln = rbln
         self._board = board
         self._runtime: RuntimeInfo | None = None
+        self._usage_file: str | None = None
 
     def started(self) -> None:
         """Tell what is known before anything is done."""
         self._writer.write("settings", self._rbln.to_dict())
         self._writer.write("model", _model_info(self._config, None, None))
         self._writer.write("limits", _limits_info(self._config))
-        self._writer.write("buckets", _buckets_info(self._config, None))
+        self.takes_buckets(compiled_sizes(self._config))
 
     def has_device(self, compiler: Compiler) -> None:
         """Describe an NPU."""
@@ -79,7 +81,12 @@ class SelfDescription:
 
     def records_usage(self, file: Path) -> None:
         """Describe the file with the counts of step sizes."""
-        self._writer.write("buckets", _buckets_info(self._config, str(file)))
+        self._usage_file = str(file)
+        self.takes_buckets(compiled_sizes(self._config))
+
+    def takes_buckets(self, sizes: EngineBuckets) -> None:
+        """Describe the compiled sizes that steps run in from now on."""
+        self._writer.write("buckets", _buckets_info(sizes, self._usage_file))
 
     def has_kv_caches(self, kv_cache_config: KVCacheConfig) -> None:
         """Describe the allocated KV cache."""
@@ -144,9 +151,8 @@ def _limits_info(config: VllmConfig) -> LimitsInfo:
     )
 
 
-def _buckets_info(config: VllmConfig, usage_file: str | None) -> BucketsInfo:
+def _buckets_info(sizes: EngineBuckets, usage_file: str | None) -> BucketsInfo:
     """The compiled sizes."""
-    sizes = compiled_sizes(config)
     return BucketsInfo(
         decode=list(sizes.decode or ()), prefill=list(sizes.chunks), usage_file=usage_file
     )

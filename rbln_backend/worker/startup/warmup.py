@@ -14,7 +14,7 @@ from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
+from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, NoListener, Result
 from rbln_backend.worker.startup.phase_timer import timed_phase
 
 _BY_TOKEN = (Phase.DECODE, Phase.VERIFY)
@@ -65,7 +65,7 @@ class WarmUp:
         """Make the graphs with a compiler that compiles when it loads a program."""
         specs = [request.spec for request in requests]
         self._progress.phase("compile", "capturing")
-        programs = factory.obtain_all(requests, _NoListener())
+        programs = factory.obtain_all(requests, NoListener())
         restored = factory.restore_binaries(specs)
         self._progress.phase("compile")
         graphs = []
@@ -164,13 +164,3 @@ def _seconds(graph: CompiledGraph) -> float:
     started = time.perf_counter()
     graph.run()
     return time.perf_counter() - started
-
-
-class _NoListener:
-    """Ignores captures, after which graphs still have to be compiled."""
-
-    def graph_started(self, spec: GraphSpec) -> None:
-        pass
-
-    def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
-        pass

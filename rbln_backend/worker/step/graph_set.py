@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,14 +23,15 @@ class StepGraph(NamedTuple):
     graph: CompiledGraph
 
 
-@dataclass(frozen=True)
+@dataclass
 class GraphSet:
     """Bucket tables, one set of buffers per graph, and the dispatch."""
 
     tables: Mapping[Phase, BucketTable]
     verify: VerifyTable
-    inputs: Mapping[GraphSpec, StepInputs]
+    inputs: dict[GraphSpec, StepInputs]
     dispatch: GraphDispatch
+    make_inputs: Callable[[GraphSpec], StepInputs]
     prompts: int = 1
     _selected: dict[tuple[Phase, int, int], StepGraph] = field(default_factory=dict)
 
@@ -47,7 +48,7 @@ class GraphSet:
         """Allocate buffers of every chunk, bucket and length; large chunks hold ``prompts``."""
         specs = plan(tables, verify, has_logits=False, prompts=prompts)
         inputs = {spec: make_inputs(spec) for spec in specs}
-        return cls(tables, verify, inputs, dispatch, prompts)
+        return cls(tables, verify, inputs, dispatch, make_inputs, prompts)
 
     def select(self, phase: Phase, size: int, length: int = 1) -> StepGraph:
         """Return the smallest graph of ``phase`` for ``size`` tokens of a chunk or requests.
@@ -74,6 +75,29 @@ class GraphSet:
                 spec = spec_of(phase, table.find(size), self.prompts)
                 step = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
                 self._selected[(phase, size, 1)] = step
+
+    def specs_of(self, tables: Mapping[Phase, BucketTable]) -> list[GraphSpec]:
+        """Return the graphs that steps of ``tables`` run."""
+        return plan(tables, self.verify, has_logits=False, prompts=self.prompts)
+
+    def adopt(self, tables: Mapping[Phase, BucketTable], new: Iterable[StepGraph]) -> None:
+        """Select among the graphs of ``tables`` from the next step on; ``new`` are added.
+
+        Graphs of other tables stay until ``release``.
+        """
+        for step in new:
+            self.inputs[step.spec] = step.inputs
+            self.dispatch.add(step.graph)
+        self.tables = tables
+        self._selected.clear()
+
+    def release(self, keep: Iterable[GraphSpec] = ()) -> int:
+        """Drop the graphs that no step of ``tables`` runs, but for ``keep``; return how many."""
+        unused = self.inputs.keys() - {*self.specs_of(self.tables), *keep}
+        for spec in unused:
+            del self.inputs[spec]
+            self.dispatch.remove(spec)
+        return len(unused)
 
     def exchange(self, graph: CompiledGraph) -> None:
         """Replace the graph of the same spec by ``graph``."""

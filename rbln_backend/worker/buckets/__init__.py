@@ -1,0 +1,1 @@
+"""Changes of the compiled sizes while the engine serves."""

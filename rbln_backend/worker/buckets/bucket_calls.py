@@ -1,0 +1,126 @@
+"""Worker methods that the server calls by name to change the compiled sizes while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rbln_backend.bucketing.engine_buckets import EngineBuckets
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.usage import PHASES
+from rbln_backend.vllm_compat.surface import VllmConfig, compiled_sizes, settled
+from rbln_backend.worker.adapter_calls import AdapterCalls
+from rbln_backend.worker.buckets.bucket_change import BucketChange
+
+if TYPE_CHECKING:
+    from rbln_backend.worker.engine_build import EngineBuild
+    from rbln_backend.worker.startup.self_description import SelfDescription
+
+_STOPPED = "the engine shuts down"
+
+
+class BucketCalls(AdapterCalls):
+    """Methods of a worker, called between two steps. No call waits for a compiler."""
+
+    vllm_config: VllmConfig
+    _description: SelfDescription
+    _build: EngineBuild | None = None
+    _change: BucketChange | None = None
+    _sizes: EngineBuckets | None = None
+    """The sizes since the latest change; None before the first."""
+
+    def bucket_state(self) -> dict[str, Any]:
+        """Return the present sizes, the latest change, and why none is possible, if so."""
+        sizes = self._present_sizes()
+        return {
+            "decode": list(sizes.decode or ()),
+            "prefill": list(sizes.chunks),
+            "largest": {
+                "decode": sizes.decode.largest if sizes.decode is not None else 0,
+                "prefill": sizes.chunks.largest,
+            },
+            "refusal": self._refusal(),
+            "change": None if self._change is None else self._change.report(),
+            "graphs": 0 if self._build is None else len(self._build.served.graphs.inputs),
+        }
+
+    def start_bucket_change(self, decode: Sequence[int], prefill: Sequence[int]) -> dict[str, Any]:
+        """Begin to replace the sizes by `decode` and `prefill`, in place of a running change.
+
+        Raises `BucketError` for sizes that are not ascending or have other largest ones, and
+        where `bucket_state` has a refusal.
+        """
+        assert self._build is not None
+        self.stop_bucket_change("replaced by another change")
+        sizes = replace(
+            self._present_sizes(),
+            decode=BucketTable(tuple(decode)),
+            chunks=BucketTable(tuple(prefill)),
+        )
+        self._change = BucketChange(self._build.served, sizes, self._take_sizes)
+        return self._change.report()
+
+    def advance_bucket_change(self) -> dict[str, Any]:
+        """Do one piece of work of the change, at most a graph's run, and return its report."""
+        assert self._change is not None
+        self._change.advance()
+        return self._change.report()
+
+    def stop_bucket_change(self, reason: str = _STOPPED) -> None:
+        """Give up a change that is not done."""
+        change = self._change
+        if change is not None and not change.is_done and change.error is None:
+            change.close(reason)
+
+    def release_graphs(self) -> int:
+        """Free the graphs that neither the present sizes nor a change use; return how many."""
+        if self._build is None:
+            return 0
+        change = self._change
+        is_open = change is not None and not change.is_done and change.error is None
+        return self._build.served.graphs.release(change.specs if change and is_open else ())
+
+    def bucket_usage(self) -> dict[str, Any] | None:
+        """Return the counts of steps since the engine's start; None where none are recorded."""
+        usage = self._build.usage if self._build is not None else None
+        if usage is None:
+            return None
+        total = usage.total
+        return {phase: _lists(total.phases[phase]) for phase in PHASES}
+
+    def _present_sizes(self) -> EngineBuckets:
+        return self._sizes or compiled_sizes(self.vllm_config)
+
+    def _take_sizes(self, sizes: EngineBuckets) -> None:
+        self._sizes = sizes
+        settled(self.vllm_config).size_changes.announce(sizes)
+        self._description.takes_buckets(sizes)
+        assert self._build is not None
+        if self._build.usage is not None:
+            self._build.usage.take_buckets(list(sizes.decode or ()), list(sizes.chunks))
+
+    def _refusal(self) -> str | None:
+        """Return why this engine cannot change its sizes while it serves, or None."""
+        config, parallel = self.vllm_config, self.vllm_config.parallel_config
+        factory = self._build.served.factory if self._build is not None else None
+        reasons = {
+            "a model that pools has no decode steps": self._present_sizes().decode is None,
+            "--speculative-config: the sizes that check drafts are derived from the decode "
+            "buckets at the start": config.speculative_config is not None,
+            "several ranks (--tensor-parallel-size, --pipeline-parallel-size or "
+            "--data-parallel-size above 1) would swap at different steps": parallel.world_size > 1
+            or parallel.data_parallel_size > 1,
+            "the compiler of this device compiles in the engine's process, where steps would "
+            "wait for it": factory is None or factory.compiles_when_loading,
+            "the scheduler runs in another process": not settled(
+                config
+            ).size_changes.reaches_scheduler,
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _lists(usage: Any) -> dict[str, list[list[float]]]:
+    """Return counts as lists of pairs, because keys of a map arrive as text."""
+    names = ("steps_by_size", "steps_by_bucket", "seconds_by_bucket")
+    return {name: [[k, v] for k, v in getattr(usage, name).items()] for name in names}

@@ -1,0 +1,91 @@
+"""Bucket sets that change while requests run: same tokens, no compile in a step, no graph left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rbln_backend.worker.buckets.bucket_change import BucketChange
+from tests.engine.conftest import Engine, Engines
+from tests.engine.test_equality import make_prompts
+from tests.engine.test_scheduling import greedy, tokens
+
+pytestmark = pytest.mark.engine
+
+SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
+START = {"decode": [1, 2, 4, 8], "prefill": [16, 32, 64, 128]}
+CHANGES = [
+    {"decode": [3, 8], "prefill": START["prefill"]},
+    {"decode": [3, 5, 8], "prefill": [24, 128]},
+    START,
+]
+
+
+def _call(engine: Engine, method: str, *arguments: Any) -> Any:
+    return engine.core.collective_rpc(method, args=arguments)[0]
+
+
+def _change_while(engine: Engine, sizes: dict[str, list[int]], step: Callable[[], None]) -> Any:
+    """Change the sizes with a step between any two pieces of work; return the last report."""
+    report = _call(engine, "start_bucket_change", sizes["decode"], sizes["prefill"])
+    while report["phase"] not in ("done", "failed"):
+        step()
+        report = _call(engine, "advance_bucket_change")
+    return report
+
+
+def _run_changes(engine: Engine, prompts: list[list[int]]) -> dict[str, list[int]]:
+    """Change the sizes at all of `CHANGES` while `prompts` run; return their tokens."""
+    llm, left, results = engine.llm.llm_engine, list(enumerate(prompts)), {}
+
+    def step() -> None:
+        # One request joins at a time, so that batches of all sizes run.
+        if left:
+            number, prompt = left.pop(0)
+            llm.add_request(str(number), {"prompt_token_ids": prompt}, greedy(24))
+        for output in llm.step():
+            if output.finished:
+                results[output.request_id] = list(output.outputs[0].token_ids)
+
+    for sizes in CHANGES:
+        report = _change_while(engine, sizes, step)
+        assert report["error"] is None
+        assert report["done"] == report["total"]
+        state = _call(engine, "bucket_state")
+        assert {name: state[name] for name in START} == sizes
+        for _ in range(6):
+            step()
+        _call(engine, "release_graphs")
+        assert _call(engine, "bucket_state")["graphs"] == sum(map(len, sizes.values()))
+    while left or llm.has_unfinished_requests():
+        step()
+    return results
+
+
+def test_changes_while_requests_run_change_no_token(engines: Engines) -> None:
+    engine = engines.fresh(**SIZES)
+    prompts = make_prompts([5, 70, 130, 20, 17, 40, 9, 100] * 6, seed=3)
+    expected = tokens(engine.generate(prompts, greedy(24)))
+    results = _run_changes(engine, prompts)
+    assert [results[str(number)] for number in range(len(prompts))] == expected
+    steps = "rbln_bucket_steps_total"
+    for phase, bucket in (("decode", "3"), ("prefill", "24")):
+        assert engine.metric(steps, phase=phase, bucket=bucket) > 0
+    assert engine.total("rbln_recompiles_after_warmup_total") == 0
+
+
+def test_a_failed_change_leaves_the_sizes(engines: Engines, monkeypatch: Any) -> None:
+    engine = engines(**SIZES)
+
+    def lose(change: BucketChange) -> Any:
+        raise MemoryError("no memory for a capture")
+
+    monkeypatch.setattr(BucketChange, "_make", lose)
+    sizes = {"decode": [7, 8], "prefill": START["prefill"]}
+    report = _change_while(engine, sizes, lambda: None)
+    assert report["phase"] == "failed"
+    assert "no memory for a capture" in report["error"]
+    assert {name: _call(engine, "bucket_state")[name] for name in START} == START
+    assert len(tokens(engine.generate(make_prompts([5] * 7, seed=1), greedy(3)))) == 7
