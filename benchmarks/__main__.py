@@ -8,6 +8,7 @@ import sys
 
 COMMANDS = {
     "agents": "over_http.agents",
+    "bucket_changes": "over_http.bucket_changes",
     "bursts": "over_http.bursts",
     "compare": "compare.compare",
     "connections": "over_http.connections",

@@ -18,6 +18,9 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from server.admission import Admission
+from server.buckets.automatic import AutoBuckets
+from server.buckets.changes import BucketChanges
+from server.buckets.engine_buckets import BucketPort
 from server.errors import (
     MethodNotAllowedError,
     RequestError,
@@ -37,7 +40,7 @@ from server.observability.traffic import read_traffic
 from server.request.body import CLIENT_GONE, ClientGoneError
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
-from server.routes.admin import admin_router, cache_router, profile_router
+from server.routes.admin import admin_router, buckets_router, cache_router, profile_router
 from server.routes.batches import batches_router
 from server.routes.console import console_router
 from server.routes.files import files_router
@@ -79,8 +82,9 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         lag = background_task(follow_event_loop(metrics.observe_loop_lag))
-        recorded = background_task(history.follow())
-        async with access.following_files(), lag, recorded, storage.working(app), background():
+        recorded, tuned = background_task(history.follow()), auto.working()
+        stored = storage.working(app)
+        async with access.following_files(), lag, recorded, stored, tuned, background():
             yield
 
     storage = StorageServices(settings, lifecycle, admission, metrics.decode_times)
@@ -88,23 +92,22 @@ def create_app(
     storage.settle_owners(access.owners(), adopt=settings.adopt_unnamed_key_data)
     admission.divide(access.weights)
     advice = BucketAdvice(run_dir)
+    changes, auto = _live_buckets(settings, lifecycle, metrics, frontend)
     history = History(partial(read_traffic, run_dir / "metrics"))
     shown = ShownPaths(settings.lora_root)
     app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_OURS)
     app.include_router(health_router(lifecycle, versions))
-    app.include_router(
-        metrics_router(metrics, settings, lifecycle, admission, frontend, advice, storage)
-    )
-    app.include_router(
-        server_info_router(settings, lifecycle, versions, run_dir, advice, shown, frontend)
-    )
-    app.include_router(history_router(history))
+    info = (settings, lifecycle, versions, run_dir, advice, shown, frontend)
+    shared = (metrics, settings, lifecycle, admission, frontend, advice, storage)
+    for router in (metrics_router(*shared), server_info_router(*info), history_router(history)):
+        app.include_router(router)
     app.include_router(models_router(frontend, shown))
     _add_stored_work(app, storage, settings)
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
     _add_operation(app, settings, lifecycle, frontend)
+    app.include_router(buckets_router(settings, changes, advice))
     response_store = ResponseStore(frontend, storage.responses)
     add_inference_routes(app, frontend, response_store, settings, admission)
     app.add_exception_handler(HTTPException, _raise_ours)
@@ -119,6 +122,28 @@ def create_app(
         tracing=lambda: frontend().tracing if lifecycle.started else None,
     )
     return app
+
+
+def _live_buckets(
+    settings: ServerSettings,
+    lifecycle: Lifecycle,
+    metrics: ServerMetrics,
+    frontend: Callable[[], Frontend],
+) -> tuple[BucketChanges, AutoBuckets]:
+    """Return the driver of bucket changes, and what begins some by the tuner's advice."""
+
+    def port() -> BucketPort | None:
+        return frontend().buckets if lifecycle.started else None
+
+    changes = BucketChanges(port, metrics, settings.bucket_grace_s)
+    auto = AutoBuckets(
+        changes,
+        port,
+        window_s=settings.auto_buckets_window_s,
+        least_saving=settings.auto_buckets_min_saving,
+        applies=settings.auto_buckets,
+    )
+    return changes, auto
 
 
 def _add_stored_work(app: FastAPI, storage: StorageServices, settings: ServerSettings) -> None:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from server.admission import Capacity
 from server.audit.writer import AuditCounts
+from server.buckets.engine_buckets import BucketPort
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.request.options.draft_options import DraftOptions
@@ -154,6 +155,11 @@ class Frontend(Protocol):
         `stamp` are fields to add to the answer. Raises a `ServerError`, also from the generator.
         Cancelling the call or closing the generator aborts the request in the engine.
         """
+        ...
+
+    @property
+    def buckets(self) -> BucketPort | None:
+        """The engine's compiled sizes, None for a model that does not generate text."""
         ...
 
     async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:

@@ -17,6 +17,7 @@ from pydantic import SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from server.setting_groups.audit import AuditSettings
+from server.setting_groups.buckets import BucketSettings
 from server.setting_groups.http import (
     AccessSettings,
     AdapterSettings,
@@ -54,6 +55,7 @@ class ServerSettings(
     AdapterSettings,
     StorageSettings,
     AuditSettings,
+    BucketSettings,
     SchemaSettings,
     AdmissionSettings,
     AccessSettings,

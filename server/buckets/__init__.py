@@ -1,1 +1,1 @@
-"""Changes of the compiled sizes while the service answers: by request, and by the tuner's advice."""
+"""Changes of the compiled sizes while the service answers, by request or by the advice."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rbln_backend.bucketing.usage import Usage
 from server.buckets.effect import Effect, effect_of, since
@@ -22,6 +22,7 @@ from server.errors import (
 logger = logging.getLogger(__name__)
 
 Reason = Literal["request", "auto", "revert"]
+Shares = Mapping[str, float]
 RESULTS = ("done", "failed")
 _PERIOD_S = {"compile": 0.05}
 """Seconds between two calls of the engine while its child compiles."""
@@ -36,7 +37,7 @@ class _Change:
     tables: Tables
     old: Tables
     reason: Reason
-    predicted: float | None
+    predicted: Shares | None
     report: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     ended_at: float | None = None
@@ -47,17 +48,29 @@ class _Change:
     """Steps up to the swap."""
 
 
+class BucketMetrics(Protocol):
+    """Metrics of changes."""
+
+    def observe_bucket_change(self, reason: str, result: str) -> None:
+        """Publish that a change is `running`, or count one that is `done` or `failed`."""
+        ...
+
+    def observe_bucket_effect(self, savings: Shares) -> None:
+        """Publish the share of step time that the last change saved, by phase."""
+        ...
+
+
 class BucketChanges:
     """Runs changes in the background. Used from the event loop only."""
 
     def __init__(
         self,
         port: Callable[[], BucketPort | None],
-        observe: Callable[[Reason, str], None],
+        metrics: BucketMetrics,
         grace_s: float,
     ) -> None:
-        """`observe` counts a change's result. Graphs of earlier sizes stay for `grace_s` seconds."""
-        self._find_port, self._observe, self._grace_s = port, observe, grace_s
+        """Graphs of earlier sizes stay for `grace_s` seconds after a change."""
+        self._find_port, self._metrics, self._grace_s = port, metrics, grace_s
         self._running: _Change | None = None
         self._last: _Change | None = None
         self._task: asyncio.Task[None] | None = None
@@ -79,10 +92,10 @@ class BucketChanges:
         """Return the engine's report; raises `UnsupportedOperationError` if it has no buckets."""
         return await self._port().state()
 
-    async def begin(self, tables: Tables, reason: Reason, predicted: float | None = None) -> None:
+    async def begin(self, tables: Tables, reason: Reason, predicted: Shares | None = None) -> None:
         """Start a change to `tables`, which fit the engine's limits.
 
-        `predicted` is the share of step time that it should save. Raises
+        `predicted` is the share of step time that it should save, by phase. Raises
         `UnsupportedOperationError` where the engine cannot change its sizes, and
         `BucketChangeRunningError`.
         """
@@ -98,6 +111,7 @@ class BucketChanges:
             )
         old = {phase: list(state[phase]) for phase in ("decode", "prefill")}
         self._running = _Change(tables, old, reason, predicted)
+        self._metrics.observe_bucket_change(reason, "running")
         self._task = asyncio.ensure_future(self._run(self._running))
 
     async def wait(self) -> None:
@@ -117,7 +131,9 @@ class BucketChanges:
         if last is None or last.before is None or last.swapped is None or total is None:
             return None
         after = since(total, last.swapped)
-        return effect_of(last.before, last.old, after), after
+        effect = effect_of(last.before, last.old, after)
+        self._metrics.observe_bucket_effect({p: e["saving"] for p, e in effect.items() if e})
+        return effect, after
 
     async def status(self) -> BucketStatus:
         """Return the present sizes, the change in progress and the last one."""
@@ -168,7 +184,7 @@ class BucketChanges:
     def _end(self, change: _Change) -> None:
         change.ended_at, self._running = time.time(), None
         phase = change.report["phase"]
-        self._observe(change.reason, phase)
+        self._metrics.observe_bucket_change(change.reason, phase)
         if phase == "failed":
             logger.warning("Buckets did not change: %s", change.report["error"])
             # The counts of the present sizes begin at the last swap, not here.
@@ -218,6 +234,6 @@ def _result(change: _Change, effect: Effect | None) -> ChangeResult:
         seconds=round(report.get("seconds", 0.0), 3),
         ended_at=change.ended_at or 0.0,
         released=change.released,
-        predicted_saving=change.predicted,
+        predicted_saving=None if change.predicted is None else dict(change.predicted),
         effect=effect,
     )

@@ -60,12 +60,17 @@ def since(total: Usage, earlier: Usage) -> Usage:
     return Usage({p: total.phases[p].since(earlier.phases[p]) for p in PHASES})
 
 
-def advice_on(usage: Usage, tables: Tables) -> tuple[Tables, float]:
-    """Return the tuner's sizes for the steps of `usage`, and the share that it predicts to save.
+def advice_on(usage: Usage, tables: Tables) -> tuple[Tables, dict[str, float], float]:
+    """Return the tuner's sizes for the steps of `usage`, and the shares that they should save.
 
-    A phase without advice keeps its sizes.
+    The shares are by phase, and of all step time. A phase without advice keeps its sizes.
     """
     about = {f"{phase}_buckets": list(tables[phase]) for phase in PHASES}
     advice = advise(Usage(usage.phases, about))
     wanted = {p: list(a["suggested"]) if (a := advice[p]) else list(tables[p]) for p in PHASES}
-    return wanted, overall(advice, usage) or 0.0
+    return wanted, savings(advice), overall(advice, usage) or 0.0
+
+
+def savings(advice: Mapping[str, Mapping[str, Any] | None]) -> dict[str, float]:
+    """Return the predicted shares of step time by phase."""
+    return {phase: found["saving"] for phase, found in advice.items() if found is not None}

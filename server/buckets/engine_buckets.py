@@ -1,15 +1,21 @@
-"""`EngineBuckets`: the engine's calls that report and change its compiled sizes."""
+"""`EngineBucketCalls`: the engine's calls that report and change its compiled sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol
 
 from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage
 from server.errors import EngineFailedError
 
-CallWorkers = Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
-"""Calls a method of every worker by name, between two steps, and returns the results."""
+
+class CallWorkers(Protocol):
+    """Calls a method of every worker by name, between two steps."""
+
+    def __call__(self, method: str, *, args: tuple[Any, ...]) -> Awaitable[Any]:
+        """Return the results, a list with one item per worker."""
+        ...
+
 
 Tables = Mapping[str, list[int]]
 """Sizes by phase: `decode` in requests, `prefill` in tokens."""
@@ -39,7 +45,7 @@ class BucketPort(Protocol):
         ...
 
 
-class EngineBuckets:
+class EngineBucketCalls:
     """`BucketPort` over the worker's methods of the same names."""
 
     def __init__(self, call: CallWorkers) -> None:
@@ -71,16 +77,15 @@ class EngineBuckets:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
-            return (await self._call_workers(method, arguments))[0]
+            return (await self._call_workers(method, args=arguments))[0]
         except Exception as error:
             # The boundary to the engine, which raises exceptions of its own.
             raise EngineFailedError(f"The engine did not answer {method}: {error}") from error
 
 
 def _phase_usage(counts: Mapping[str, list[list[float]]]) -> PhaseUsage:
-    sizes, buckets, seconds = (
-        {int(size): value for size, value in counts[name]}
-        for name in ("steps_by_size", "steps_by_bucket", "seconds_by_bucket")
+    return PhaseUsage(
+        {int(size): int(steps) for size, steps in counts["steps_by_size"]},
+        {int(bucket): int(steps) for bucket, steps in counts["steps_by_bucket"]},
+        {int(bucket): seconds for bucket, seconds in counts["seconds_by_bucket"]},
     )
-    whole = [{size: int(steps) for size, steps in table.items()} for table in (sizes, buckets)]
-    return PhaseUsage(*whole, seconds)

@@ -35,7 +35,7 @@ class ChangeResult(TypedDict):
     seconds: float
     ended_at: float
     released: int | None
-    predicted_saving: float | None
+    predicted_saving: dict[str, float] | None
     effect: dict[str, Any] | None
 
 

@@ -179,6 +179,12 @@ def _chat(argv: Sequence[str]) -> int:
     return chat(argv)
 
 
+def _buckets(argv: Sequence[str]) -> int:
+    from server.commands.clients.buckets import buckets
+
+    return buckets(argv)
+
+
 def _bench(argv: Sequence[str]) -> int:
     from server.commands.clients.bench import bench
 
@@ -206,6 +212,7 @@ def _completion(argv: Sequence[str]) -> int:
 def _flags() -> dict[str, list[str]]:
     """Return the flags of each command."""
     from server.commands.cache.command import cache_parser
+    from server.commands.clients.buckets import buckets_parser
     from server.commands.clients.chat import chat_parser
     from server.commands.collect_env import collect_env_parser
     from server.commands.command_line.flag_names import BENCH_FLAGS, read_flags
@@ -223,6 +230,7 @@ def _flags() -> dict[str, list[str]]:
         "fetch": fetch_parser(),
         "cache": cache_parser(),
         "tune": tune_parser(),
+        "buckets": buckets_parser(),
         "chat": chat_parser(),
         "collect-env": collect_env_parser(),
     }
@@ -244,6 +252,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "fetch": (_fetch, "download a model"),
     "cache": (_cache, "list, check and move the compile cache"),
     "tune": (_tune, "suggest bucket sizes for recorded traffic"),
+    "buckets": (_buckets, "show or change the compiled sizes of a running server"),
     "parity": (_parity, "compare the engine with vLLM's CPU backend and transformers"),
     "collect-env": (_collect_env, "print versions, hardware and settings for a bug report"),
     "completion": (_completion, "print a completion script for bash, zsh or fish"),

@@ -115,6 +115,7 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/unload_lora_adapter", Scope.ADAPTERS),
     Route("/admin/drain", Scope.ADMIN, gated=False),
     Route("/admin/undrain", Scope.ADMIN, gated=False),
+    Route("/admin/buckets", Scope.ADMIN),
     Route("/reset_prefix_cache", Scope.ADMIN),
     Route("/start_profile", Scope.ADMIN),
     Route("/stop_profile", Scope.ADMIN),

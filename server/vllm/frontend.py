@@ -25,6 +25,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from rbln_backend import api
 from server.admission import Capacity
 from server.audit.writer import AuditCounts
+from server.buckets.engine_buckets import EngineBucketCalls
 from server.errors import (
     ContextLengthError,
     InternalError,
@@ -132,6 +133,8 @@ class VllmFrontend:
         self.tools = tools
         self.adapters: AdapterRegistry | None = state.adapters
         self.grammars: GrammarGate | None = engine.grammars
+        generates = "generate" in tasks
+        self.buckets = EngineBucketCalls(engine.collective_rpc) if generates else None
         self.profiler: Profiler | None = engine if api.profiles(engine.vllm_config) else None
         self._engine = engine
         self._models = state.openai_serving_models

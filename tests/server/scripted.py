@@ -19,6 +19,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 
 from server.admission import Capacity
+from server.buckets.engine_buckets import BucketPort
 from server.errors import ContextLengthError, InternalError
 from server.frontend import LaunchError, ParsedRequest, WireSchemas
 from server.host.job_counts import JobCounts
@@ -67,6 +68,7 @@ class ScriptedFrontend:
     tracing: Tracing | None = None
     profiler: ScriptedProfiler | None = None
     audit_counts: None = None
+    buckets: BucketPort | None = None
     resets: list[tuple[bool, bool]] = field(default_factory=list)
     max_json_depth: int = 64
     tools: ToolSupport = SHOWN

@@ -424,3 +424,20 @@ def test_a_long_prompt_has_progress(client: openai.OpenAI) -> None:
         model="tiny", prompt=prompt[:60], max_tokens=3, stream=True, extra_body=fields
     )
     assert all(chunk.choices for chunk in short)
+
+
+def test_buckets_change_while_streams_run(server: RealServer) -> None:
+    # The engine settles its configuration again after the scheduler is made.
+    path = "/admin/buckets"
+    start = server.client.get(path).json()
+    assert start["refusal"] is None
+    body = {"prompt": [5, 6, 7], "max_tokens": 48, "ignore_eos": True, "temperature": 0}
+    expected = server.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    sets = ({"decode": [3, start["decode"][-1]]}, {"decode": start["decode"]})
+    for sizes in sets:
+        assert server.client.post(path, json=sizes).status_code == 202
+        while (status := server.client.get(path).json())["change"] is not None:
+            answer = server.client.post("/v1/completions", json=body).json()
+            assert answer["choices"][0]["text"] == expected
+        assert (status["last"]["result"], status["decode"]) == ("done", sizes["decode"])
+    assert server.metric('rbln_bucket_changes_total{reason="request",result="done"}') == 2

@@ -1,1 +1,1 @@
-"""Commands that call a running server: `chat` and `bench`."""
+"""Commands that call a running server: `chat`, `bench` and `buckets`."""

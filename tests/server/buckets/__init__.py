@@ -1,0 +1,1 @@
+"""Changes of compiled sizes, over a scripted engine."""
