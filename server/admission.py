@@ -63,6 +63,10 @@ class Admission:
         self._since: dict[Permit, float] = {}
         self._refused = _Recent(_REFUSED_OVER_S)
 
+    def take_decode_buckets(self, buckets: tuple[int, ...]) -> None:
+        """Count the spare rows of other decode buckets from now on."""
+        self.rows = buckets
+
     def open(self, capacity: Capacity) -> None:
         """Start issuing permits for an engine of this capacity."""
         runs = capacity.max_num_seqs

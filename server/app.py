@@ -92,7 +92,7 @@ def create_app(
     storage.settle_owners(access.owners(), adopt=settings.adopt_unnamed_key_data)
     admission.divide(access.weights)
     advice = BucketAdvice(run_dir)
-    changes, auto = _live_buckets(settings, lifecycle, metrics, frontend)
+    changes, auto = _live_buckets(settings, lifecycle, admission, metrics, frontend)
     history = History(partial(read_traffic, run_dir / "metrics"))
     shown = ShownPaths(settings.lora_root)
     app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_OURS)
@@ -127,6 +127,7 @@ def create_app(
 def _live_buckets(
     settings: ServerSettings,
     lifecycle: Lifecycle,
+    admission: Admission,
     metrics: ServerMetrics,
     frontend: Callable[[], Frontend],
 ) -> tuple[BucketChanges, AutoBuckets]:
@@ -135,7 +136,8 @@ def _live_buckets(
     def port() -> BucketPort | None:
         return frontend().buckets if lifecycle.started else None
 
-    changes = BucketChanges(port, metrics, settings.bucket_grace_s)
+    taking = admission.take_decode_buckets
+    changes = BucketChanges(port, metrics, settings.bucket_grace_s, taking)
     auto = AutoBuckets(
         changes,
         port,

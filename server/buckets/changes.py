@@ -16,6 +16,7 @@ from server.buckets.status import BucketStatus, ChangeProgress, ChangeResult
 from server.errors import (
     BucketChangeRunningError,
     EngineFailedError,
+    ServerError,
     UnsupportedOperationError,
 )
 
@@ -68,8 +69,13 @@ class BucketChanges:
         port: Callable[[], BucketPort | None],
         metrics: BucketMetrics,
         grace_s: float,
+        take_decode: Callable[[tuple[int, ...]], None],
     ) -> None:
-        """Graphs of earlier sizes stay for `grace_s` seconds after a change."""
+        """Graphs of earlier sizes stay for `grace_s` seconds after a change.
+
+        `take_decode` is called with the decode buckets after each change.
+        """
+        self._take_decode = take_decode
         self._find_port, self._metrics, self._grace_s = port, metrics, grace_s
         self._running: _Change | None = None
         self._last: _Change | None = None
@@ -159,7 +165,7 @@ class BucketChanges:
         logger.info("Buckets change (%s) to %s", change.reason, change.tables)
         try:
             await self._drive(change)
-        except EngineFailedError as error:
+        except ServerError as error:
             change.report |= {"phase": "failed", "error": str(error)}
         self._end(change)
 
@@ -191,6 +197,7 @@ class BucketChanges:
             change.swapped = self._last.swapped if self._last is not None else None
             change.before = None
         else:
+            self._take_decode(tuple(change.tables["decode"]))
             seconds, graphs = change.report["seconds"], change.report["graphs"]
             logger.info("Buckets changed after %.1f s; new graphs: %s", seconds, graphs or "none")
         self._last = change

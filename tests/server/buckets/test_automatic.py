@@ -33,6 +33,7 @@ class Tuned:
     observed: Observed
     changes: BucketChanges
     auto: AutoBuckets
+    rows: list[tuple[int, ...]]
     now: float = 0.0
 
     async def look(self) -> None:
@@ -49,7 +50,8 @@ class Tuned:
 @asynccontextmanager
 async def tuned(*, applies: bool = True) -> AsyncIterator[Tuned]:
     engine, observed = ScriptedBuckets(), Observed()
-    changes = BucketChanges(lambda: engine, observed, grace_s=0.0)
+    rows: list[tuple[int, ...]] = []
+    changes = BucketChanges(lambda: engine, observed, grace_s=0.0, take_decode=rows.append)
     made: list[Tuned] = []
     auto = AutoBuckets(
         changes,
@@ -59,7 +61,7 @@ async def tuned(*, applies: bool = True) -> AsyncIterator[Tuned]:
         applies=applies,
         clock=lambda: made[0].now,
     )
-    made.append(Tuned(engine, observed, changes, auto))
+    made.append(Tuned(engine, observed, changes, auto, rows))
     yield made[0]
     changes.close()
 
@@ -71,6 +73,7 @@ async def test_a_saving_is_applied_once_an_hour() -> None:
         await t.look()
         assert t.observed.results == [("auto", "running"), ("auto", "done")]
         assert 9 in t.engine.tables["decode"]
+        assert t.rows == [tuple(t.engine.tables["decode"])], "batches use the padding of these"
         assert t.engine.tables["prefill"] == START["prefill"]
         t.skewed_load()
         await t.look()
