@@ -81,7 +81,7 @@ class Attention {
   Attention(const AttentionArgs& args, Scratch& scratch, Keys& keys, const QueryRun& run)
       : args_(args), s_(scratch), keys_(keys), groups_(run.count * args.group),
         depth_(round_up(args.head_size, Layout<W>::kStep)),
-        width_(round_up(args.value_size, kTileColumns)), rows_(args, scratch, run, width_) {
+        width_(round_up(args.value_size, kLanes)), rows_(args, scratch, run, width_) {
     s_.reserve(groups_.rows, width_, groups_.rows * words(), kKeys * words(), kKeys * width_);
   }
 
@@ -216,7 +216,9 @@ class Attention {
     if constexpr (is_narrow_group(R))
       for (; d + 2 * kTileColumns <= width_; d += 2 * kTileColumns)
         weigh<R, 2 * kTileVectors>(row0, d, begin, end, factors);
-    for (; d < width_; d += kTileColumns) weigh<R, kTileVectors>(row0, d, begin, end, factors);
+    for (; d + kTileColumns <= width_; d += kTileColumns)
+      weigh<R, kTileVectors>(row0, d, begin, end, factors);
+    for (; d < width_; d += kLanes) weigh<R, 1>(row0, d, begin, end, factors);
   }
 
   template <int R, int C>

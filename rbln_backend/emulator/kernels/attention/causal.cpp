@@ -4,9 +4,6 @@
 namespace rbln {
 namespace {
 
-constexpr int64_t kClaims = 4;   // of a thread, so that all end at about the same time
-constexpr int64_t kMaxRuns = 8;  // of a claim
-
 // The keys of one request and head, through its block table.
 template <class T>
 class Pages {
@@ -123,8 +120,7 @@ void run(const AttentionArgs& args) {
     parallel_for(runs.heads, 1, threads, [&](int64_t bh) {
       write_cache<T>(args, bh / args.kv_heads, bh % args.kv_heads);
     });
-  // Neighbours, so that one fetches the next one's first keys.
-  const int64_t some = std::clamp<int64_t>(runs.count() / (threads * kClaims), 1, kMaxRuns);
+  const int64_t some = items_at_once(runs.count(), threads);
   parallel_for((runs.count() + some - 1) / some, 1, threads, [&](int64_t claim) {
     thread_local Scratch scratch;
     const int64_t end = std::min(runs.count(), (claim + 1) * some);

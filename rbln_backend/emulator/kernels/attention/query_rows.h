@@ -39,6 +39,14 @@ inline int64_t tokens_per_item(const AttentionArgs& args) {
   return std::min(args.length, std::max<int64_t>(1, kQueryRows / args.group));
 }
 
+// Items that a thread claims at once: neighbours, so that one fetches the next one's first keys; few
+// enough that all threads end at about the same time.
+inline int64_t items_at_once(int64_t items, int threads) {
+  constexpr int64_t kClaims = 4;  // of a thread
+  constexpr int64_t kMost = 8;
+  return std::clamp<int64_t>(items / (threads * kClaims), 1, kMost);
+}
+
 // Where the rows of one tile lie.
 template <class T>
 struct KeyTile {
@@ -219,6 +227,7 @@ class QueryRows {
     const int64_t begin = from(row), end = to(row);
     if (begin >= end) return;
     float* x = scores(row);
+    if (end == kKeys && (begin_ - low(row)) % kLanes == 0 && begin == 0) return weigh_all(row);
     for (int64_t i = begin / kLanes * kLanes; i < end; i += kLanes) {
       const Exponential e = exp_parts(in_range(load(x + i)));
       store(x + i, e.fraction * power_of_two(e.exponent - s_.exponents[row]));
@@ -228,6 +237,21 @@ class QueryRows {
     store(x + end, VecF{});
     VecF total = load(s_.totals + row * kLanes) * s_.factors[row];
     for (int64_t i = start; i < end; i += kLanes) total += load(x + i);
+    store(s_.totals + row * kLanes, total);
+  }
+
+  // The same of a row that sees the whole tile, whose vectors stay in registers.
+  void weigh_all(int64_t row) {
+    float* const x = scores(row);
+    const VecF exponent = broadcast(s_.exponents[row]);
+    VecF total = load(s_.totals + row * kLanes) * s_.factors[row];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kKeys; i += kLanes) {
+      const Exponential e = exp_parts(in_range(load(x + i)));
+      const VecF weight = e.fraction * power_of_two(e.exponent - exponent);
+      store(x + i, weight);
+      total += weight;
+    }
     store(s_.totals + row * kLanes, total);
   }
 

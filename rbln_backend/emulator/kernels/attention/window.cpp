@@ -7,6 +7,7 @@
 // One new token sees exactly what the block holds afterwards. There the block slides tile by tile,
 // just before each is read, so that the step brings it through the caches once.
 #include <cstring>
+#include <utility>
 
 #include "attention/amx.h"
 
@@ -24,6 +25,12 @@ class Window {
                head * args.cache_stride.head) {}
 
   bool is_one_token() const { return args_.counts[batch_] == 1; }
+  // The last tile fetches the first keys of a head that comes after.
+  void go_on_to(const Window& other) {
+    next_block_ = other.block_;
+    next_kept_ = other.kept();
+  }
+
   // Tokens that the block holds after the step.
   int64_t kept() const { return end_ - after_; }
 
@@ -76,8 +83,9 @@ class Window {
     for (int64_t i = 0; i < count; ++i) tile.keys[i] = slot(std::max<int64_t>(0, first + i));
     for (int64_t i = 0; i < apart; ++i) tile.values[i] = tile.keys[i] + args_.cache_stride.kv;
     tile.value_stride = first < 0 ? 0 : args_.cache_stride.slot;
-    tile.next_keys = slot(end);
-    tile.next_count = kept() - end;
+    const bool is_last = end >= kept();
+    tile.next_keys = is_last ? next_block_ : slot(end);
+    tile.next_count = is_last ? next_kept_ : kept() - end;
   }
 
   void move(int64_t begin, int64_t end) const {
@@ -96,6 +104,8 @@ class Window {
   const int64_t batch_, head_, start_, end_;
   const int64_t before_, after_;  // the positions of slot 0
   T* const block_;
+  const T* next_block_ = nullptr;
+  int64_t next_kept_ = 0;
 };
 
 void write_zeros(const AttentionArgs& args, int64_t batch, int64_t head, int64_t first,
@@ -123,7 +133,11 @@ void run(const AttentionArgs& args) {
   const auto slide = [&](const Window<T>& window) {
     if (!window.is_one_token()) window.slide(0, window.kept());
   };
-  parallel_for(heads * tiles, 1, threads, [&](int64_t item) {
+  const auto window_of = [&](int64_t item) {
+    const int64_t bh = item % heads;
+    return Window<T>(args, bh / args.kv_heads, bh % args.kv_heads);
+  };
+  const auto compute = [&](int64_t item, bool is_last) {
     // The last query tiles see the most keys: they go first.
     const int64_t bh = item % heads, first = (tiles - 1 - item / heads) * tokens;
     const int64_t batch = bh / args.kv_heads, head = bh % args.kv_heads;
@@ -131,10 +145,18 @@ void run(const AttentionArgs& args) {
     const int64_t real = std::min(end, args.counts[batch]);
     write_zeros(args, batch, head, std::max(first, real), end);
     if (real <= first) return;
-    const Window<T> window(args, batch, head);
+    Window<T> window = window_of(item);
+    // A row of padding names no block.
+    if (!is_last && args.counts[(item + 1) % heads / args.kv_heads] > 0)
+      window.go_on_to(window_of(item + 1));
     thread_local Scratch scratch;
-    attend<T>(args, scratch, window, window.queries(first, real - first));
+    attend<T>(args, scratch, std::as_const(window), window.queries(first, real - first));
     if (tiles == 1) slide(window);
+  };
+  const int64_t items = heads * tiles, some = items_at_once(items, threads);
+  parallel_for((items + some - 1) / some, 1, threads, [&](int64_t claim) {
+    const int64_t end = std::min(items, (claim + 1) * some);
+    for (int64_t item = claim * some; item < end; ++item) compute(item, item + 1 == end);
   });
   if (tiles == 1) return;
   parallel_for(heads, 1, threads, [&](int64_t bh) {

@@ -29,6 +29,11 @@ inline int team_size(int64_t work, int64_t least_parallel_work) {
   return work < least_parallel_work ? 1 : team_threads();
 }
 
+// From item `i` of parallel_for to the next of the same thread: threads that keep pace claim in turn.
+inline int64_t to_own_next(int64_t i, int64_t grain, int threads) {
+  return (i + 1) % grain == 0 ? 1 + (threads - 1) * grain : 1;
+}
+
 // body(i) for every i in [0, count), claimed `grain` at a time.
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, int threads, const Body& body) {

@@ -73,10 +73,10 @@ struct Item : TileItem {
       write_tile<bf16>(args, g * kGroupRows, rows, at * kPanel, int(P * kPanel / kLanes), sums);
   }
 
-  // To the next block of these panels, or the next item's first.
+  // To the next block of these panels, or the first of this thread's next item.
   int64_t onward(int64_t begin, int64_t end) const {
     const int64_t depths = end < x.steps ? (end - begin) * amx::kDepth
-                                         : kItemPanels * depth() - begin * amx::kDepth;
+                                         : (next - panel) * depth() - begin * amx::kDepth;
     return depths * kPanel * int64_t(sizeof(bf16));
   }
 

@@ -18,6 +18,7 @@ inline constexpr int64_t kItemPanels = 4;
 struct TileItem {
   const TileActivations& x;
   int64_t first, last, panel;
+  int64_t next;  // the panel of this thread's next item
 
   // multiply.template operator()<R, P>(g, nth, sums), for every group g and P panels from the item's
   // nth on, with the same `sums` for them in every call: [rows of the group][P * kPanel].
@@ -78,7 +79,8 @@ void for_each_item(const LinearArgs& args, int64_t block_groups, const Run& run)
   parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
     const int64_t first = item / tiles * block_groups;
     const int64_t last = std::min(first + block_groups, x.groups());
-    run(TileItem{x, first, last, item % tiles * kItemPanels});
+    const int64_t panel = item % tiles * kItemPanels;
+    run(TileItem{x, first, last, panel, panel + to_own_next(item, grain, threads) * kItemPanels});
   });
 }
 

@@ -101,6 +101,7 @@ struct Item {
             tile<R, kItemPanels>(g, panel, begin, end, partial);
           } else {
             tile<R, kTilePanels>(g, panel, begin, end, partial);
+            if ((panel + kTilePanels) * kPanel >= args.columns) return;  // past the edge
             tile<R, kTilePanels>(g, panel + kTilePanels, begin, end, partial + R * kTileColumns);
           }
         });
@@ -129,10 +130,9 @@ void run(const LinearArgs& args) {
   parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
     const int64_t first = item / tiles * block_groups;
     const int64_t last = std::min(first + block_groups, x.groups.count);
-    // Threads that keep pace claim in turn.
-    const int64_t further = (item + 1) % grain == 0 ? 1 + (threads - 1) * grain : 1;
     const int64_t panel = item % tiles * kItemPanels;
-    Item<T>{args, x, first, last, panel, panel + further * kItemPanels}.run();
+    const int64_t next = panel + to_own_next(item, grain, threads) * kItemPanels;
+    Item<T>{args, x, first, last, panel, next}.run();
   });
 }
 

@@ -63,6 +63,7 @@ struct Item {
   const Activations<W>& x;
   const ChunkSums& sums;
   int64_t first, last, panel;
+  int64_t next;  // the panel of this thread's next item
 
   using Block = DepthBlock<Source, W, kItemPanels>;
 
@@ -116,7 +117,7 @@ struct Item {
   template <class N>
   void run_over() const {
     alignas(64) float totals[kBlockGroups * kMaxTileRows * kItemPanels * kPanel];
-    Block block(args, panel, std::is_same_v<N, W>);
+    Block block(args, panel, next, std::is_same_v<N, W>);
     const int64_t row0 = x.groups.begin(first);
     while (block.advance()) {
       for (int64_t g = first; g < last; ++g) {
@@ -161,7 +162,9 @@ void run(const QuantizedLinearArgs& args) {
   parallel_for(row_blocks * tiles, grain, threads, [&](int64_t item) {
     const int64_t first = item / tiles * kBlockGroups;
     const int64_t last = std::min(first + kBlockGroups, x.groups.count);
-    Item<Source, T, W>{args, x, sums, first, last, item % tiles * kItemPanels}.run();
+    const int64_t panel = item % tiles * kItemPanels;
+    const int64_t next = panel + to_own_next(item, grain, threads) * kItemPanels;
+    Item<Source, T, W>{args, x, sums, first, last, panel, next}.run();
   });
 }
 

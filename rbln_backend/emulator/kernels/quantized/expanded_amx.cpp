@@ -66,7 +66,7 @@ struct Item : TileItem {
 
   void run() const {
     alignas(64) float totals[kMaxRowBlock * kItemPanels * kPanel];
-    Block block(args, panel);
+    Block block(args, panel, next);
     amx::Block shape;
     while (block.advance())
       this->for_each_tile(shape, totals, [&]<int R, int P>(int64_t g, int64_t nth, float* partial) {

@@ -9,16 +9,17 @@
 namespace rbln {
 
 // Of kPanels panels from `panel` on, as numbers of type W where it `expands`; goes through the depth
-// block by block.
+// block by block. `next` is the panel from which the thread goes on.
 template <class Source_, class W, int kPanels>
 class DepthBlock {
  public:
   using Source = Source_;
   static constexpr int64_t kChunk = Source::kChunk;
 
-  DepthBlock(const QuantizedLinearArgs& args, int64_t panel, bool expands = true)
+  DepthBlock(const QuantizedLinearArgs& args, int64_t panel, int64_t next, bool expands = true)
       : args_(args),
         panel_(panel),
+        next_(next),
         scale_rows_(args.plain.depth / args.weight.group),
         expands_(expands) {}
 
@@ -49,9 +50,9 @@ class DepthBlock {
     return reinterpret_cast<const uint8_t*>(args_.weight.words) +
            bytes_of(inside(nth) * args_.plain.depth + begin_);
   }
-  // From there to what comes next: the next block, or the next panels' first.
+  // From there to what comes next: the next block, or the first of the thread's next panels.
   int64_t onward() const {
-    return bytes_of(is_last() ? kPanels * args_.plain.depth - begin_ : depths());
+    return bytes_of(is_last() ? (next_ - panel_) * args_.plain.depth - begin_ : depths());
   }
   static constexpr int64_t bytes_of(int64_t depths) { return depths * kPanel * Source::kBits / 8; }
 
@@ -90,7 +91,7 @@ class DepthBlock {
   }
 
   const QuantizedLinearArgs& args_;
-  const int64_t panel_, scale_rows_;
+  const int64_t panel_, next_, scale_rows_;
   const bool expands_;
   int64_t begin_ = 0, end_ = 0;
   alignas(64) W numbers_[kPanels][kBlockDepth * kPanel];
