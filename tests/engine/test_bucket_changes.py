@@ -42,7 +42,8 @@ def _run_changes(engine: Engine, prompts: list[list[int]]) -> dict[str, list[int
 
     Returns the tokens of each request; its name is its number.
     """
-    llm, numbers, results = engine.llm.llm_engine, count(), {}
+    llm, numbers = engine.llm.llm_engine, count()
+    results: dict[str, list[int]] = {}
 
     def step() -> None:
         # One request joins at a time, and few at first, so that batches of all sizes run.

@@ -83,7 +83,7 @@ def _call(client: httpx.Client, method: str, body: object = None) -> dict[str, A
         answer = client.request(method, _PATH, json=body)
         found = answer.json()
     except (httpx.HTTPError, ValueError) as error:
-        raise _BucketsError(f"{client.base_url}: {error or type(error).__name__}") from error
+        raise _BucketsError(f"{client.base_url}: {str(error) or type(error).__name__}") from error
     if not answer.is_success:
         raise _BucketsError(found.get("error", {}).get("message", f"HTTP {answer.status_code}"))
     return dict(found)
