@@ -48,7 +48,7 @@ from server.routes.health import health_router
 from server.routes.inference import add_inference_routes
 from server.routes.lora import lora_router
 from server.routes.message_batches import message_batches_router
-from server.routes.metrics import metrics_router
+from server.routes.metrics import metrics_router, usage_router
 from server.routes.models import models_router
 from server.routes.openapi import openapi_router
 from server.routes.response_store import ResponseStore
@@ -87,7 +87,7 @@ def create_app(
         async with access.following_files(), lag, recorded, stored, tuned, background():
             yield
 
-    storage = StorageServices(settings, lifecycle, admission, metrics.decode_times)
+    storage = StorageServices(settings, lifecycle, admission, metrics.decode_times, run_dir)
     access = Access(settings, storage.owner_salt)
     storage.settle_owners(access.owners(), adopt=settings.adopt_unnamed_key_data)
     admission.divide(access.weights)
@@ -149,10 +149,11 @@ def _live_buckets(
 
 
 def _add_stored_work(app: FastAPI, storage: StorageServices, settings: ServerSettings) -> None:
-    """Add the routes of files, batches and stored responses."""
+    """Add the routes of files, batches, stored responses and device time."""
     for router in (files_router, batches_router, message_batches_router):
         app.include_router(router(storage.require_batches, settings))
     app.include_router(responses_router(storage.require_responses))
+    app.include_router(usage_router(storage.usage))
 
 
 def _add_operation(

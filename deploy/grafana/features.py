@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deploy.grafana.accounting import ACCOUNTING
 from deploy.grafana.panel import Dashboard, Panel, Query, Row
 from deploy.grafana.promql import (
     MODEL,
@@ -350,6 +351,7 @@ FEATURES = Dashboard(
         Row("Batches and stored responses", _BATCHES),
         Row("Service tiers", _TIERS),
         Row("Speculation", _DRAFTS),
+        Row("Accounting", ACCOUNTING),
     ),
     (*PLACE, MODEL),
 )

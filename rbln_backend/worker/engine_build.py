@@ -60,6 +60,7 @@ from rbln_backend.worker.startup.cache_fields import cache_fields
 from rbln_backend.worker.startup.preflight import bucket_tables
 from rbln_backend.worker.startup.store_metrics import open_store, report_store_size
 from rbln_backend.worker.startup.warmup import WarmUp
+from rbln_backend.worker.step.accounts import StepMeters, step_accounts
 from rbln_backend.worker.step.adapter_rows import AdapterRows, NoAdapterRows, SlotRows
 from rbln_backend.worker.step.agreement import make_agreement
 from rbln_backend.worker.step.batches import RequestBatches
@@ -306,12 +307,15 @@ class EngineBuild:
         is_last = self._stage.part.is_last
         sizes = (largest_decode(config), self._graphs.prompts)
         batches = RequestBatches(self._input_batch, *sizes, samples=is_last)
+        place, specs = self._parts.place, list(self._graphs.inputs)
+        counts = self._parts.board.only_if(place.counts_steps)
+        metrics = StepMetrics(counts, specs, self._usage, self._sizes, engine=place.engine)
         steps = StepRunner(
             batches=batches,
             adapters=self._adapter_rows(batches),
             graphs=self._graphs,
             kv_caches=self._kv_caches,
-            metrics=self._step_metrics(),
+            meters=StepMeters(metrics, step_accounts(config, counts)),
             stage=self._stage,
             agreement=self._agreement,
             rows=_row_order(self._parts.compiler.capabilities),
@@ -342,12 +346,6 @@ class EngineBuild:
                 replies=self._parts.place.replies,
             ),
         )
-
-    def _step_metrics(self) -> StepMetrics:
-        place = self._parts.place
-        board = self._parts.board.only_if(place.counts_steps)
-        specs = list(self._graphs.inputs)
-        return StepMetrics(board, specs, self._usage, self._sizes, engine=place.engine)
 
     def _adapter_rows(self, batches: RequestBatches) -> AdapterRows:
         if self._parts.adapters is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from rbln_backend.api.requests import INTERNAL, RequestAccount
 from server.frontend import LaunchError
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ async def _generate(engine: AsyncLLM) -> bool:
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    account = RequestAccount(INTERNAL).as_args()
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=account)
     async for output in engine.generate(tokens_input([1]), params, _REQUEST_ID):
         if output.finished:
             return len(output.outputs[0].token_ids) == 1
@@ -37,7 +39,8 @@ async def _pool(engine: AsyncLLM, tasks: tuple[SupportedTask, ...]) -> bool:
     from vllm import PoolingParams
     from vllm.inputs import tokens_input
 
-    params = PoolingParams(task=engine.model_config.get_pooling_task(tasks))
+    task = engine.model_config.get_pooling_task(tasks)
+    params = PoolingParams(task=task, extra_kwargs=RequestAccount(INTERNAL).as_args())
     async for output in engine.encode(tokens_input([1]), params, _REQUEST_ID):
         if output.finished:
             return int(output.outputs.data.numel()) > 0

@@ -110,9 +110,15 @@ UPDATE responses SET
 """
 # Names of a large batch are in no order, so that each line would read and write a page of its own.
 _NAMES_WITHOUT_INDEX = "DROP INDEX lines_by_name;"
+_DEVICE_TIME = """
+CREATE TABLE device_time (
+    hour INTEGER NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, model TEXT NOT NULL,
+    seconds REAL NOT NULL, PRIMARY KEY (hour, kind, key, model)
+) WITHOUT ROWID;
+"""
 MIGRATIONS = (
     *(_FILES_AND_BATCHES, _RESPONSES, _LINES_NEVER_RUN, _OWNERS_BY_DIGEST, _USAGE),
-    *(_OUTPUT, _NAMES_WITHOUT_INDEX),
+    *(_OUTPUT, _NAMES_WITHOUT_INDEX, _DEVICE_TIME),
 )
 """Statements that migrate a database from each version to the next."""
 VERSION = len(MIGRATIONS)

@@ -21,7 +21,14 @@ from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from rbln_backend.api.requests import OBJECTIVE_ARGS, PROGRESS_ARGS, KeyShare
+from rbln_backend.api.requests import (
+    ACCOUNT_ARGS,
+    OBJECTIVE_ARGS,
+    PROGRESS_ARGS,
+    SHARE_ARGS,
+    KeyShare,
+    RequestAccount,
+)
 from server.errors import ContextLengthError, RateLimitError, ServerError
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord, record_var
@@ -220,15 +227,24 @@ def _reserve(record: RequestRecord, prompt: Any, params: Any) -> None:
 
 
 def _set_share(record: RequestRecord, params: Any) -> None:
-    """Pass the API key's share to the scheduler; it replaces one in a client's `vllm_xargs`."""
+    """Pass the API key's share and account to the engine.
+
+    They replace those in a client's `vllm_xargs`.
+    """
     caller = record.caller
-    if caller.key is None:
-        return
-    args = KeyShare(_key_number(caller.owner), caller.limits.weight).as_args()
+    args: dict[str, Any] = {}
+    if caller.key is not None:
+        args = KeyShare(_key_number(caller.owner), caller.limits.weight).as_args()
+        args |= RequestAccount(key=caller.key).as_args()
     if isinstance(params, SamplingParams):
-        params.extra_args = {**(params.extra_args or {}), **args}
+        params.extra_args = _with_ours(params.extra_args, args)
     else:
-        params.extra_kwargs = {**(params.extra_kwargs or {}), **args}
+        params.extra_kwargs = _with_ours(params.extra_kwargs, args)
+
+
+def _with_ours(given: dict[str, Any] | None, args: dict[str, Any]) -> dict[str, Any] | None:
+    left = {k: v for k, v in (given or {}).items() if k not in (SHARE_ARGS, ACCOUNT_ARGS)}
+    return {**left, **args} or None
 
 
 def _ask_for_progress(record: RequestRecord, prompt: Any, params: Any) -> None:

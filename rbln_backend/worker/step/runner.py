@@ -12,12 +12,12 @@ from rbln_backend.core import Phase, StepBatch, StepOutputs, StepResult, StepRou
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.scheduler.output import moves_kv, page_moves, window_transfers
 from rbln_backend.vllm_compat.surface import SchedulerOutput
+from rbln_backend.worker.step.accounts import StepMeters
 from rbln_backend.worker.step.adapter_rows import AdapterRows
 from rbln_backend.worker.step.agreement import StepAgreement
 from rbln_backend.worker.step.batches import RequestBatches
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.step.inputs import DecodeRows, RowOrder, StepInputs
-from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.plain_rows import PlainRows
 from rbln_backend.worker.step.stage import SoleStage, Stage
 
@@ -35,7 +35,7 @@ class StepRunner:
         graphs: GraphSet,
         adapters: AdapterRows,
         kv_caches: KvCaches,
-        metrics: StepMetrics,
+        meters: StepMeters,
         stage: Stage,
         agreement: StepAgreement,
         rows: RowOrder,
@@ -44,7 +44,7 @@ class StepRunner:
         self._graphs = graphs
         self._adapters = adapters
         self._kv_caches = kv_caches
-        self._metrics = metrics
+        self._metrics, self._accounts = meters
         self._stage = stage
         self._agreement = agreement
         self._rows = rows
@@ -61,6 +61,7 @@ class StepRunner:
         self._kv_caches.restore_windows(transfers)
         batch = self.batches.apply(scheduled)
         if batch is None:
+            self._accounts.flush()
             self._kv_caches.store_pages(pages.stores)
             return None
         started = time.perf_counter()
@@ -89,7 +90,7 @@ class StepRunner:
         started = time.perf_counter()
         self._advance(step.inputs, plain)
         self._adapters.fill(step.inputs, batch)
-        outputs = StepOutputs(self._run(step, count, count), self._rows.restore)
+        outputs = StepOutputs(self._run(step, batch), self._rows.restore)
         return StepResult(batch, outputs, time.perf_counter() - started)
 
     def _advance(self, inputs: StepInputs, plain: PlainRows) -> None:
@@ -125,7 +126,7 @@ class StepRunner:
         self._adapters.fill(step.inputs, batch)
         step.inputs.fill_mask(step_round.counts)
         self._stage.receive(step.inputs)
-        outputs = self._run(step, batch.num_rows, batch.num_tokens)
+        outputs = self._run(step, batch)
         # The next stage arranges its rows in the same order.
         self._stage.send(outputs)
         if batch.phase is Phase.VERIFY:
@@ -138,18 +139,21 @@ class StepRunner:
         self._filled = None
         step.inputs.fill_idle()
         step.inputs.fill_mask(step_round.counts)
-        self._run(step, 0, 0)
+        self._run(step, None)
 
     def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
         if scheduled.kv_cache_block_copies:
             copies = [(c.src_block_id, c.dst_block_id) for c in scheduled.kv_cache_block_copies]
             self._kv_caches.copy_blocks(copies)
 
-    def _run(self, step: StepGraph, num_reqs: int, num_tokens: int) -> tuple[Tensor, ...]:
+    def _run(self, step: StepGraph, batch: StepBatch | None) -> tuple[Tensor, ...]:
+        """Run a graph for ``batch``, None for padding alone; count and charge its time."""
         started = time.perf_counter()
         outputs = step.graph.run()
         seconds = time.perf_counter() - started
-        self._metrics.record(step.spec, num_reqs, num_tokens, seconds)
+        rows, tokens = (0, 0) if batch is None else (batch.num_rows, batch.num_tokens)
+        self._metrics.record(step.spec, rows, tokens, seconds)
+        self._accounts.charge(batch, seconds, self.batches.requests)
         return outputs
 
     def _fill(self, inputs: StepInputs, batch: StepBatch) -> None:

@@ -19,7 +19,13 @@ import msgspec
 from vllm.sampling_params import SamplingParams
 
 from rbln_backend.api.models import weights_digest
-from rbln_backend.api.requests import EXTRA_ARGS, OBJECTIVE_ARGS, PROGRESS_ARGS, SHARE_ARGS
+from rbln_backend.api.requests import (
+    ACCOUNT_ARGS,
+    EXTRA_ARGS,
+    OBJECTIVE_ARGS,
+    PROGRESS_ARGS,
+    SHARE_ARGS,
+)
 from rbln_backend.errors import ConfigError
 from server.audit.writer import AuditCounts, AuditWriter, timestamp
 from server.errors import ServerError
@@ -34,7 +40,7 @@ Content = Literal["request", "tokens", "digest"]
 
 _SEED_BITS = 62
 # Of this server's extra arguments none changes an answer; an objective could refuse its replay.
-_OURS = (EXTRA_ARGS, OBJECTIVE_ARGS, PROGRESS_ARGS, SHARE_ARGS)
+_OURS = (ACCOUNT_ARGS, EXTRA_ARGS, OBJECTIVE_ARGS, PROGRESS_ARGS, SHARE_ARGS)
 
 
 class _Audited(NamedTuple):

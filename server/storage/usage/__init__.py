@@ -1,0 +1,1 @@
+"""Device time by API key and model, hour by hour."""
