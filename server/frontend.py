@@ -28,6 +28,7 @@ from server.wire.endpoint import Endpoint, JsonObject
 
 if TYPE_CHECKING:
     # It needs opentelemetry, which is optional.
+    from server.observability.shadow_counts import ShadowCounts
     from server.observability.tracing import Tracing
 
 
@@ -186,6 +187,11 @@ class Frontend(Protocol):
     @property
     def grammars(self) -> GrammarGate | None:
         """The gate of structured outputs, None for a model that does not generate text."""
+        ...
+
+    @property
+    def shadow_counts(self) -> ShadowCounts | None:
+        """Results of shadow parity, None without it."""
         ...
 
     @property

@@ -351,7 +351,7 @@ FEATURES = Dashboard(
         Row("Batches and stored responses", _BATCHES),
         Row("Service tiers", _TIERS),
         Row("Speculation", _DRAFTS),
-        Row("Accounting", ACCOUNTING),
+        Row("Accounting and shadow parity", ACCOUNTING),
     ),
     (*PLACE, MODEL),
 )

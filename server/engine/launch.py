@@ -115,6 +115,8 @@ class VllmEngine:
             # It would report the shutdown as a failure and log a traceback.
             handler.cancel()
         audit = self._engine.audit
+        if self._engine.shadow is not None:
+            self._engine.shadow.close()
         if audit is not None:
             audit.end_all("abort")
         await in_thread(partial(self._engine.shutdown, timeout=timeout_s))
@@ -183,6 +185,8 @@ class VllmLauncher:
                 frontend = await build_frontend(engine, args, tasks, self._settings)
                 self._parts.end("front end")
                 await self_test(engine, tasks)
+                if engine.shadow is not None:
+                    engine.shadow.start(engine, frontend.adapters)
                 self._parts.end("self-test")
                 logger.info("start-up: %s", self._parts.line({_ENGINE: self._engine_phases()}))
                 bound_vllm_log()
@@ -248,11 +252,17 @@ class VllmLauncher:
         defer_stats(engine)
         socket = receive_directly(engine)
         engine.audit = audit
+        if self._settings.shadow_rate > 0:
+            from server.vllm.auditing.shadow import ShadowParity
+
+            report = None if audit is None else audit.put
+            engine.shadow = ShadowParity(self._settings.shadow_rate, report)
+        followers = [f for f in (audit, engine.shadow) if f is not None]
         install_output_processor(
             engine,
             self._settings.max_queue_s,
             logs_deltas=args.enable_log_outputs,
-            audit=audit,
+            followers=followers,
         )
         self._parts.end(_ENGINE)
         serving.result()

@@ -8,7 +8,7 @@ stores the error, which takes precedence in the front end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError, ServerError
 from server.request.options.objective import missed
 from server.request.record import RequestRecord, record_var
+from server.vllm.auditing.shadow import PREFIX, ShadowParity
 from server.vllm.logprobs.late import late_var
 from server.vllm.logprobs.prompt import LateLogprobs
 from server.vllm.logprobs.texts import keep_token_texts
@@ -118,16 +119,27 @@ class QueueAwareOutputs(TracedOutputs):
         return ended
 
 
-class AuditedOutputs(QueueAwareOutputs):
-    """The output processor of an engine whose answers are recorded."""
+class FollowedOutputs(QueueAwareOutputs):
+    """The output processor of an engine whose answers are recorded, or computed again."""
 
-    def __init__(self, engine: AsyncLLM, max_queue_s: float, audit: AuditLog, **options: bool):
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        max_queue_s: float,
+        followers: Sequence[AuditLog | ShadowParity],
+        **options: bool,
+    ) -> None:
         super().__init__(engine, max_queue_s, **options)
-        self._audit = audit
+        self._followers = followers
 
     def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
         super().add_request(request, *args, **kwargs)
-        self._audit.begin(request, self.request_states[request.request_id])
+        for follower in self._followers:
+            follower.begin(request, self.request_states[request.request_id])
+
+    def _update_stats_from_output(self, req_state: RequestState, *args: Any) -> None:
+        if not _is_shadow(req_state):
+            super()._update_stats_from_output(req_state, *args)
 
     # vLLM calls it once for each sequence that ends by itself.
     def _update_stats_from_finished(
@@ -136,17 +148,26 @@ class AuditedOutputs(QueueAwareOutputs):
         finish_reason: FinishReason | None,
         iteration_stats: IterationStats | None,
     ) -> None:
-        super()._update_stats_from_finished(req_state, finish_reason, iteration_stats)
-        self._audit.end((req_state.request_id,), str(finish_reason))
+        counted = None if _is_shadow(req_state) else iteration_stats
+        super()._update_stats_from_finished(req_state, finish_reason, counted)
+        for follower in self._followers:
+            follower.end((req_state.request_id,), str(finish_reason))
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
         aborted = super().abort_requests(request_ids, internal)
-        self._audit.end(aborted, "abort")
+        for follower in self._followers:
+            follower.end(aborted, "abort")
         return aborted
 
     def propagate_error(self, e: Exception) -> None:
         super().propagate_error(e)
-        self._audit.end_all("error")
+        for follower in self._followers:
+            follower.end_all("error")
+
+
+def _is_shadow(state: RequestState) -> bool:
+    """Return whether a request computes an answer again: it is no client's."""
+    return state.external_req_id.startswith(PREFIX)
 
 
 def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
@@ -158,16 +179,20 @@ def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
 
 
 def install_output_processor(
-    engine: AsyncLLM, max_queue_s: float, *, logs_deltas: bool, audit: AuditLog | None = None
+    engine: AsyncLLM,
+    max_queue_s: float,
+    *,
+    logs_deltas: bool,
+    followers: Sequence[AuditLog | ShadowParity],
 ) -> None:
     """Replace a new engine's output processor before its first request.
 
-    ``logs_deltas``: vLLM logs the text of each answer. ``audit`` records the answers.
+    ``logs_deltas``: vLLM logs the text of each answer. ``followers`` see each answer.
     """
     assert engine.output_handler is None, "outputs are processed already"
     keep_token_texts()
     engine.output_processor = (
         QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas)
-        if audit is None
-        else AuditedOutputs(engine, max_queue_s, audit, logs_deltas=logs_deltas)
+        if not followers
+        else FollowedOutputs(engine, max_queue_s, followers, logs_deltas=logs_deltas)
     )

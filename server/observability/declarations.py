@@ -5,6 +5,7 @@ from __future__ import annotations
 from rbln_backend.api.reports import MetricDecl
 from server.errors import REJECTIONS
 from server.host.job_counts import GRAMMAR_RESULTS, READING_RESULTS
+from server.observability.shadow_counts import SHADOW_RESULTS
 from server.structured_outputs.request_constraints import GUIDES
 
 MAX_ADAPTERS_SHOWN = 100
@@ -210,6 +211,13 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         "rbln_audit_failing",
         "1 while --audit-log cannot be written; with --audit-on-full stop requests get 503.",
     ),
+    _counter(
+        "rbln_shadow_answers_total",
+        "Sampled answers of --shadow-rate; result is same or different (computed again), or "
+        "dropped (too many waited, or there was no spare row).",
+        "result",
+    ),
+    _gauge("rbln_shadow_waiting", "Sampled answers that wait to be computed again."),
     _gauge(
         "rbln_bucket_suggested",
         "1 for each size that the tuner suggests for the recorded steps, across restarts; 0 for a "
@@ -251,4 +259,5 @@ CLOSED_LABELS = {
     "rbln_lora_loads_total": LOAD_RESULTS,
     "rbln_batch_lines_total": LINE_RESULTS,
     "rbln_batch_tokens_total": LINE_TOKENS,
+    "rbln_shadow_answers_total": SHADOW_RESULTS,
 }

@@ -41,6 +41,7 @@ from server.observability.declarations import (
     OUTCOMES,
     SERVER_METRICS,
 )
+from server.observability.shadow_counts import ShadowCounts, ShadowResult
 from server.settings import ServerSettings
 from server.structured_outputs.request_constraints import GUIDES
 
@@ -68,6 +69,7 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._board_dir = run_dir / "metrics"
         self._audited: dict[str, int] = {}
+        self._shadowed: Mapping[ShadowResult, int] = {}
         made = {decl.name: self._make(decl) for decl in SERVER_METRICS}
         self._gauges = {k: v for k, v in made.items() if isinstance(v, Gauge)}
         self._counters = {k: v for k, v in made.items() if isinstance(v, Counter)}
@@ -264,6 +266,14 @@ class ServerMetrics:
         self._audited = totals
         self._gauges["rbln_audit_waiting_records"].set(counts.waiting)
         self._gauges["rbln_audit_failing"].set(counts.is_failing)
+
+    def observe_shadow(self, counts: ShadowCounts) -> None:
+        """Publish the results of shadow parity, which are totals since its start."""
+        for result, total in counts.results.items():
+            counter = self._counters["rbln_shadow_answers_total"].labels(result)
+            counter.inc(total - self._shadowed.get(result, 0))
+        self._shadowed = counts.results
+        self._gauges["rbln_shadow_waiting"].set(counts.waiting)
 
     def _add_jobs(self, counts: JobCounts, total: str, duration: str) -> None:
         for result, count in counts.results.items():

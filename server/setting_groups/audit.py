@@ -48,3 +48,10 @@ class AuditSettings(BaseModel):
         description="Seconds after its last record for which a file of the audit log is kept. 0: "
         "until --audit-max-bytes.",
     )
+    shadow_rate: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of greedy and seeded answers that are computed again in spare rows and "
+        "compared token by token, from 0 to 1. 0: none.",
+    )

@@ -23,6 +23,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 
 from rbln_backend.api.requests import (
     ACCOUNT_ARGS,
+    BACKGROUND_PRIORITY,
     OBJECTIVE_ARGS,
     PROGRESS_ARGS,
     SHARE_ARGS,
@@ -52,6 +53,7 @@ from server.vllm.sampling import (
 if TYPE_CHECKING:
     from server.structured_outputs.gate import GrammarGate
     from server.vllm.auditing.answers import AuditLog
+    from server.vllm.auditing.shadow import ShadowParity
 
 _TAGGED_SCHEMA = '"json_schema": '
 """Text before each schema in a structural tag."""
@@ -67,6 +69,7 @@ class EngineClient(AsyncLLM):
 
     grammars: GrammarGate | None = None
     audit: AuditLog | None = None
+    shadow: ShadowParity | None = None
     rewrites_tools = False
     """True if no grammar of tools may have a schema that is not rewritten."""
 
@@ -100,7 +103,10 @@ class EngineClient(AsyncLLM):
                 predicted = await predicted_tokens(self, text)
                 set_draft_options(params, record, prompt, predicted)
         if record is None:
-            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+            collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
+            if kwargs.get("priority", 0) >= BACKGROUND_PRIORITY:
+                self._flex += self._states(request_id, collector)
+            return collector
         _reserve(record, prompt, params)
         _set_share(record, params)
         _ask_for_progress(record, prompt, params)

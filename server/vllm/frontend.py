@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
 
     from server.lora.registry import AdapterRegistry
+    from server.observability.shadow_counts import ShadowCounts
     from server.observability.tracing import Tracing
     from server.structured_outputs.gate import GrammarGate
     from server.vllm.engine_client import EngineClient
@@ -187,6 +188,11 @@ class VllmFrontend:
     def audit_counts(self) -> AuditCounts | None:
         """State of the audit log, None without one."""
         return None if self._engine.audit is None else self._engine.audit.counts()
+
+    @property
+    def shadow_counts(self) -> ShadowCounts | None:
+        """Results of shadow parity, None without it."""
+        return None if self._engine.shadow is None else self._engine.shadow.counts()
 
     @property
     def keep_alive_s(self) -> float:

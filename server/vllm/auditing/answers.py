@@ -112,6 +112,10 @@ class AuditLog:
         """Record every running sequence."""
         self.end([*self._running], reason)
 
+    def put(self, record: Mapping[str, Any]) -> None:
+        """Record something else than an answer."""
+        self._writer.put(lambda: record)
+
     def counts(self) -> AuditCounts:
         """Return the state of the log."""
         return self._writer.counts()
@@ -130,7 +134,7 @@ class AuditLog:
         content: dict[str, Any] = {
             "prompt": list(request.prompt_token_ids or ()),
             "output": list(state.detokenizer.output_token_ids),
-            "params": _plain(request.sampling_params),
+            "params": plain_params(request.sampling_params),
         }
         if request.mm_features or request.prompt_embeds is not None:
             content["other_inputs"] = True
@@ -181,7 +185,7 @@ def _identity(record: RequestRecord) -> Identity:
     )
 
 
-def _plain(params: SamplingParams) -> dict[str, Any]:
+def plain_params(params: SamplingParams) -> dict[str, Any]:
     """Return parameters as JSON values, without those that change no answer."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(params))
     extra = {k: v for k, v in (plain.pop("extra_args", None) or {}).items() if k not in _OURS}
