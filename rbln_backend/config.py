@@ -276,7 +276,9 @@ class RblnConfig(BaseModel):
     the emulated device, the prefill chunk on an NPU.
     """
     window_prefix_cache: Annotated[Switch, Env("VLLM_RBLN_WINDOW_PREFIX_CACHE")] = True
-    """Keep prefix caching for models with sliding-window layers, through a log of their KV."""
+    """Keep prefix caching for models with sliding-window layers, through a log of their KV, or on
+    RBLN-CR13 through the pages in which they lie.
+    """
     window_prefix_tokens: Annotated[OptionalNumber, Env("VLLM_RBLN_WINDOW_PREFIX_TOKENS")] = None
     """Tokens that the prefix log of a sliding window keeps; unset: four windows for each of
     `max_num_seqs` requests, within an eighth of the memory.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rbln_backend.compiler.capabilities import Capabilities
     from rbln_backend.compiler.programs.program import Program
     from rbln_backend.core import GraphSpec
-    from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
+    from rbln_backend.kv_cache.transfers import HeadCopy, WindowRestore, WindowStore
     from rbln_backend.parallel.collectives import Group
 
 
@@ -51,8 +51,11 @@ class KvMemory(Protocol):
         """
         ...
 
-    def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks ``(source, destination)`` along axis 0 of each cache [num_blocks, ...]."""
+    def copy_heads(self, caches: Sequence[Tensor], copies: Sequence[HeadCopy]) -> None:
+        """Copy the first tokens of blocks in each cache [num_blocks, 2, Hkv, 1, block_size, D].
+
+        ``caches`` are those of one KV cache group, that of all ``copies``.
+        """
         ...
 
     def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:

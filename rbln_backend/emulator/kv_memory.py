@@ -12,7 +12,7 @@ from rbln_backend.emulator.memory import reserve_pages, zeros_on_demand
 from rbln_backend.errors import DeviceMemoryError
 
 if TYPE_CHECKING:
-    from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
+    from rbln_backend.kv_cache.transfers import HeadCopy, WindowRestore, WindowStore
 
 
 class HostKvMemory:
@@ -39,12 +39,11 @@ class HostKvMemory:
             ) from error
         return cache
 
-    def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """As ``KvMemory``: caches [num_blocks, ...]."""
-        sources = torch.tensor([source for source, _ in copies])
-        destinations = torch.tensor([destination for _, destination in copies])
+    def copy_heads(self, caches: Sequence[Tensor], copies: Sequence[HeadCopy]) -> None:
+        """As ``KvMemory``: caches [num_blocks, 2, Hkv, 1, block_size, D]."""
         for cache in caches:
-            cache[destinations] = cache[sources]
+            for source, target, _, tokens in copies:
+                cache[target, ..., :tokens, :] = cache[source, ..., :tokens, :]
 
     def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
         """As ``KvMemory``: cache [num_blocks, ...], page [2, Hkv, 1, tokens, D]."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rbln_backend.kv_cache.group_managers import PagedManager, WindowManager
-from rbln_backend.kv_cache.transfers import WindowTransfers
+from rbln_backend.kv_cache.group_managers import (
+    AppendedWindowManager,
+    HeadSharingManager,
+    PagedManager,
+    WindowManager,
+)
+from rbln_backend.kv_cache.transfers import HeadCopy, WindowTransfers
 from rbln_backend.vllm_compat.surface import (
     BlockHash,
     KVCacheBlock,
@@ -21,7 +26,8 @@ class RblnKvCoordinator(KVCacheCoordinator):
     """vLLM's coordinator with hits that end at any multiple of ``hash_block_size`` tokens.
 
     A hit ends where every group can resume: paged groups share blocks and copy the head of the
-    last one, window groups refill a window block from their log.
+    last one, windows in pages those that the window reaches, and window groups refill a window
+    block from their log.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -29,9 +35,8 @@ class RblnKvCoordinator(KVCacheCoordinator):
         managers = self.single_type_managers
         self.paged = [m for m in managers if isinstance(m, PagedManager)]
         self.windows = [m for m in managers if isinstance(m, WindowManager)]
+        self.appended = [m for m in managers if isinstance(m, AppendedWindowManager)]
         self._enable_caching = bool(options["enable_caching"])
-        # vLLM's own manager of windows in pages cannot find hits inside blocks.
-        assert not self._enable_caching or len(self.paged) + len(self.windows) == len(managers)
         self._hit_tokens: dict[str, int] = {}
         self._unwritten: set[BlockHash] = set()
         self.on_cached: Callable[[Request, int], None] | None = None
@@ -79,6 +84,8 @@ class RblnKvCoordinator(KVCacheCoordinator):
         hit = self._shorten_to_windows(block_hashes, hit)
         for manager in self.paged:
             del found[manager.kv_cache_group_id][-(-hit // manager.block_size) :]
+        for appended in self.appended:
+            found[appended.kv_cache_group_id] = appended.find(block_hashes, hit)
         return found, hit
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -119,13 +126,15 @@ class RblnKvCoordinator(KVCacheCoordinator):
         found = (n for n, prefix in enumerate(block_hashes) if prefix in self._unwritten)
         return next(found, len(block_hashes))
 
-    def _shorten_to_windows(self, block_hashes: Sequence[bytes], hit: int) -> int:
+    def _shorten_to_windows(self, block_hashes: Sequence[BlockHash], hit: int) -> int:
         """Return the longest prefix, up to ``hit`` tokens, that every window group can resume."""
         previous = -1
         while hit != previous:
             previous = hit
             for window in self.windows:
                 hit = window.log.longest(block_hashes, hit)
+            for appended in self.appended:
+                hit = appended.longest(block_hashes, hit)
         return hit
 
     def allocate_new_computed_blocks(
@@ -145,10 +154,11 @@ class RblnKvCoordinator(KVCacheCoordinator):
             self._count_hit(num_local_computed_tokens)
 
     def _count_hit(self, num_tokens: int) -> None:
-        if not self.paged:
+        in_blocks = (*self.paged, *self.appended)
+        if not in_blocks:
             self._add_hit("window", num_tokens)
             return
-        in_head = num_tokens % self.paged[0].block_size
+        in_head = num_tokens % in_blocks[0].block_size
         self._add_hit("sub_block", in_head)
         self._add_hit("block", num_tokens - in_head)
 
@@ -161,6 +171,12 @@ class RblnKvCoordinator(KVCacheCoordinator):
             transfers.restores += taken.restores
             transfers.stores += taken.stores
         return transfers
+
+    def take_head_copies(self) -> list[HeadCopy]:
+        """Return the copies of the step just scheduled, in the order of upstream's."""
+        managers = self.single_type_managers
+        sharing = (m for m in managers if isinstance(m, HeadSharingManager))
+        return [copy for manager in sharing for copy in manager.take_head_copies()]
 
     def take_hit_tokens(self) -> dict[str, int]:
         """Return the tokens that prefix hits saved since the last call, by kind of hit.

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from rbln_backend.kv_cache.group_managers import PagedManager, WindowManager
+from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.layout import page_span
 from rbln_backend.kv_cache.unit_events import report_stored, units_of
 from rbln_backend.vllm_compat.surface import (
     AllBlocksCleared,
-    BlockPool,
     BlockRemoved,
     BlockStored,
     KVCacheEvent,
@@ -31,10 +30,11 @@ class BlockEvents:
     a unit can be reused and one when it no longer can.
     """
 
-    def __init__(
-        self, pool: BlockPool, paged: Sequence[PagedManager], windows: Sequence[WindowManager]
-    ) -> None:
-        self._pool, self._paged, self._windows = pool, paged, windows
+    def __init__(self, coordinator: RblnKvCoordinator) -> None:
+        self._pool, self._paged = coordinator.block_pool, coordinator.paged
+        logged = [(m.log.window, m.kv_cache_group_id) for m in coordinator.windows]
+        appended = [(m.sliding_window, m.kv_cache_group_id) for m in coordinator.appended]
+        self._windows = logged + appended
         self._held: Counter[_Name] = Counter()
         self._reused: list[KVCacheEvent] = []
 
@@ -50,9 +50,8 @@ class BlockEvents:
         begin = len(queue)
         for group in self._paged:
             report_stored(self._pool, request, 0, num_tokens // unit, group.kv_cache_group_id)
-        for window in self._windows:
-            span = page_span(num_tokens, window.log.window, unit)
-            report_stored(self._pool, request, *span, window.kv_cache_group_id)
+        for window, number in self._windows:
+            report_stored(self._pool, request, *page_span(num_tokens, window, unit), number)
         self._reused += queue[begin:]
 
     def filter(self, events: Sequence[KVCacheEvent]) -> list[_Change]:

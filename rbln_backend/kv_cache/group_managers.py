@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rbln_backend.kv_cache.specs import PagedSpec, WindowSpec
-from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore, WindowTransfers
+from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec, WindowSpec
+from rbln_backend.kv_cache.transfers import HeadCopy, WindowRestore, WindowStore, WindowTransfers
 from rbln_backend.kv_cache.unit_events import report_stored
 from rbln_backend.kv_cache.window_log import WindowLog
 from rbln_backend.vllm_compat.surface import (
@@ -17,20 +17,56 @@ from rbln_backend.vllm_compat.surface import (
     KVCacheSpecRegistry,
     Request,
     SingleTypeKVCacheManager,
+    SlidingWindowManager,
     make_block_hash_with_group_id,
 )
 
 
-class PagedManager(FullAttentionManager):
-    """Full attention whose blocks can be hit at any multiple of the pool's hash granularity.
+class HeadSharingManager(SingleTypeKVCacheManager):
+    """Blocks that can be hit at any multiple of the pool's hash granularity.
 
-    Upstream finds such hits and copies the shared head of a block into the new request's own
-    block; it registers the end of a prompt only. Here every boundary of every block is registered.
+    Upstream copies the shared head of a block into the new request's own block; it registers the
+    end of a prompt only. Here every boundary of every block is registered, and copies have the
+    number of shared tokens.
     """
 
-    def __init__(self, kv_cache_spec: PagedSpec, **options: Any) -> None:
+    def __init__(self, kv_cache_spec: PagedSpec | AppendedWindowSpec, **options: Any) -> None:
         super().__init__(kv_cache_spec, **options)
         self._num_indexed: dict[str, int] = {}
+        self._head_tokens: dict[str, int] = {}
+        self._head_copies: list[HeadCopy] = []
+
+    def take_head_copies(self) -> list[HeadCopy]:
+        """Return the copies decided since the last call, as ``take_pending_cow_copies``."""
+        taken, self._head_copies = self._head_copies, []
+        return taken
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        super().add_local_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            num_local_computed_tokens,
+            num_external_computed_tokens,
+        )
+        self._head_tokens[request_id] = num_local_computed_tokens % self.block_size
+
+    def _apply_cow(
+        self,
+        request_id: str,
+        block_idx: int,
+        source_block: KVCacheBlock,
+        cow_block: KVCacheBlock,
+    ) -> None:
+        super()._apply_cow(request_id, block_idx, source_block, cow_block)
+        ends = (source_block.block_id, cow_block.block_id)
+        tokens = self._head_tokens[request_id]
+        self._head_copies.append(HeadCopy(*ends, self.kv_cache_group_id, tokens))
 
     def cache_blocks(
         self,
@@ -53,6 +89,8 @@ class PagedManager(FullAttentionManager):
         blocks = self.req_to_blocks[request.request_id]
         for index in range(first_block, -(-end // self.block_size)):
             start, stop = index * self.block_size, min(end, (index + 1) * self.block_size)
+            if blocks[index].is_null:
+                continue
             # Upstream drops the heads of a block when it registers the whole block.
             is_whole = stop % self.block_size == 0
             known = start if is_whole else max(start, num_indexed)
@@ -75,7 +113,57 @@ class PagedManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._num_indexed.pop(request_id, None)
+        self._head_tokens.pop(request_id, None)
         return list(super().pop_blocks_for_free(request_id))
+
+
+class PagedManager(HeadSharingManager, FullAttentionManager):
+    """Full attention: every block of a prefix is found, and the head of the last one."""
+
+
+class AppendedWindowManager(HeadSharingManager, SlidingWindowManager):
+    """Sliding windows in pages: the blocks in a prefix's window are found, and the last's head.
+
+    Upstream finds whole blocks only.
+    """
+
+    def longest(self, block_hashes: Sequence[BlockHash], max_tokens: int) -> int:
+        """Return the longest prefix, up to ``max_tokens``, whose window is in the cache.
+
+        A multiple of the pool's hash granularity.
+        """
+        unit = self.block_pool.hash_block_size
+        length, reach = -1, max_tokens // unit * unit
+        while length != reach:
+            length = reach
+            reach = self._reach(block_hashes, length)
+        return length
+
+    def find(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> list[KVCacheBlock]:
+        """Return the blocks of a prefix that ``longest`` found, null blocks before its window."""
+        first = self.get_num_skipped_tokens(num_tokens) // self.block_size
+        found = [self._null_block] * first
+        for start in range(first * self.block_size, num_tokens, self.block_size):
+            block = self._cached(block_hashes, min(start + self.block_size, num_tokens))
+            assert block is not None, "the block was found before"
+            found.append(block)
+        return found
+
+    def _reach(self, block_hashes: Sequence[BlockHash], length: int) -> int:
+        """Return ``length`` if its window is in the cache, else the next prefix that may be."""
+        end, oldest = length, self.get_num_skipped_tokens(length)
+        while end > oldest:
+            if self._cached(block_hashes, end) is None:
+                # Longer prefixes need the rest of this block, too.
+                return end - self.block_pool.hash_block_size
+            end = (end - 1) // self.block_size * self.block_size
+        return length
+
+    def _cached(self, block_hashes: Sequence[BlockHash], end: int) -> KVCacheBlock | None:
+        """Return a block that has the tokens before ``end`` from the last boundary of blocks on."""
+        prefix = block_hashes[end // self.block_pool.hash_block_size - 1]
+        found = self.block_pool.get_cached_block(prefix, [self.kv_cache_group_id])
+        return found[0] if found else None
 
 
 class WindowManager(SingleTypeKVCacheManager):
@@ -204,3 +292,4 @@ def register_specs() -> None:
     """Register our specs and their managers with vLLM; idempotent."""
     KVCacheSpecRegistry.register(PagedSpec, PagedManager, PagedSpec)
     KVCacheSpecRegistry.register(WindowSpec, WindowManager, WindowSpec)
+    KVCacheSpecRegistry.register(AppendedWindowSpec, AppendedWindowManager, AppendedWindowSpec)

@@ -7,6 +7,7 @@ from typing import Any
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.events import BlockEvents
 from rbln_backend.vllm_compat.surface import (
+    KVCacheBlock,
     KVCacheBlocks,
     KVCacheEvent,
     KVCacheManager,
@@ -45,7 +46,7 @@ class RblnKvCacheManager(KVCacheManager):
         self.coordinator = self.ours = coordinator
         self.block_pool = coordinator.block_pool
         self._unit = coordinator.block_pool.hash_block_size
-        self._events = BlockEvents(coordinator.block_pool, coordinator.paged, coordinator.windows)
+        self._events = BlockEvents(coordinator)
         # Upstream does not know the kind of our window groups.
         known = list(self.kv_cache_event_metadata)
         for window in coordinator.windows:
@@ -62,6 +63,13 @@ class RblnKvCacheManager(KVCacheManager):
             return 0
         # The last token is always computed, for its logits.
         return self.ours.peek_hit(request.block_hashes, request.num_tokens - 1)
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
+        """As upstream, with a ``HeadCopy`` for each copy."""
+        copies, retained = super().take_kv_cache_block_copies()
+        heads = self.ours.take_head_copies()
+        assert [head[:2] for head in heads] == copies, "a group copies blocks of its own"
+        return heads, retained
 
     def take_events(self) -> list[KVCacheEvent]:
         return [*self._events.filter(super().take_events())]

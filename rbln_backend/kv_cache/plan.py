@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import log_pages
 from rbln_backend.kv_cache.specs import (
+    AppendedWindowSpec,
     LayerSpec,
     PagedSpec,
     WindowSpec,
@@ -26,7 +27,6 @@ from rbln_backend.vllm_compat.surface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     KVCacheSpec,
-    SlidingWindowSpec,
 )
 
 # Tokens. Finding and copying smaller pages costs more than they save.
@@ -176,5 +176,5 @@ def paged_bytes_per_block(specs: Iterable[KVCacheSpec]) -> int:
 
     Where some of them are windows, vLLM's pool needs less: groups of layers share its memory.
     """
-    paged = (PagedSpec, SlidingWindowSpec)
+    paged = (PagedSpec, AppendedWindowSpec)
     return sum(spec.page_size_bytes for spec in specs if isinstance(spec, paged))

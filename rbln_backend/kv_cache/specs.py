@@ -91,15 +91,22 @@ class WindowSpec(AttentionSpec):
         )
 
 
-LayerSpec: TypeAlias = PagedSpec | WindowSpec | SlidingWindowSpec
-"""Specs of a layer; vLLM's ``SlidingWindowSpec`` is for windows in pages, which are freed again."""
+@dataclass(frozen=True, kw_only=True)
+class AppendedWindowSpec(SlidingWindowSpec):
+    """A sliding-window layer in pages, which are freed once the window has left them.
+
+    Blocks of ``block_size`` tokens, shared between equal prefixes as those of ``PagedSpec`` are.
+    """
+
+
+LayerSpec: TypeAlias = PagedSpec | WindowSpec | AppendedWindowSpec
 
 
 def window_in(spec: LayerSpec) -> int | None:
     """Return the window of a layer in tokens, None for one that keeps its whole context."""
     if isinstance(spec, WindowSpec):
         return spec.window
-    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    return spec.sliding_window if isinstance(spec, AppendedWindowSpec) else None
 
 
 def bytes_per_token(spec: AttentionSpec) -> int:
@@ -143,9 +150,9 @@ def parts_of(spec: LayerSpec) -> int:
     return 2 if spec.head_size_v else 1
 
 
-def appended_window_spec(spec: AttentionSpec, window: int, block_size: int) -> SlidingWindowSpec:
-    """Return vLLM's spec of a layer that keeps the last ``window`` tokens in pages."""
-    return SlidingWindowSpec(
+def appended_window_spec(spec: AttentionSpec, window: int, block_size: int) -> AppendedWindowSpec:
+    """Return our spec of a layer that keeps the last ``window`` tokens in pages."""
+    return AppendedWindowSpec(
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,

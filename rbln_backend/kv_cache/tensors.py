@@ -12,7 +12,7 @@ from torch import Tensor
 from rbln_backend.kv_cache.e4m3 import log_scales, share_scales
 from rbln_backend.kv_cache.layout import kv_cache_shape
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs, parts_of
-from rbln_backend.kv_cache.transfers import PageMove, WindowTransfers
+from rbln_backend.kv_cache.transfers import HeadCopy, PageMove, WindowTransfers
 from rbln_backend.vllm_compat.surface import KVCacheConfig
 
 if TYPE_CHECKING:
@@ -38,13 +38,11 @@ class KvCaches:
 
     memory: KvMemory
     tensors: Mapping[str, Tensor]
-    paged: Sequence[Tensor]
-    """Caches [num_blocks, ...] of layers that keep the whole context."""
     windows: Mapping[int, Sequence[LoggedWindow]]
     """The window layers with a log, by KV cache group."""
     groups: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
-    """Sources and targets of pages of KV tiers, by KV cache group: the paged layers' caches
-    [num_blocks, ...], and the window layers' logs [num_pages, ...]."""
+    """Tensors to copy by KV cache group: the caches [num_blocks, ...] of layers in pages, and the
+    window layers' logs [num_pages, ...]."""
 
     @classmethod
     def allocate(
@@ -72,7 +70,7 @@ class KvCaches:
                     log = _allocate_log(memory, name, spec)
                     windows.setdefault(index, []).append(LoggedWindow(cache, log))
                     groups.setdefault(index, []).append(log)
-        return cls(memory, tensors, list(paged.values()), windows, groups)
+        return cls(memory, tensors, windows, groups)
 
     @property
     def num_bytes(self) -> int:
@@ -91,9 +89,12 @@ class KvCaches:
                     share_scales(layer, layers[owner])
         log_scales(layers)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks ``(source, destination)`` in every paged layer."""
-        self.memory.copy_blocks(self.paged, copies)
+    def copy_heads(self, copies: Sequence[HeadCopy]) -> None:
+        """Copy the first tokens of blocks in the layers of their groups. Called before a step."""
+        for group in dict.fromkeys(copy.group for copy in copies):
+            # A stage of a pipeline may have no layer of a group.
+            if caches := self.groups.get(group):
+                self.memory.copy_heads(caches, [copy for copy in copies if copy.group == group])
 
     def load_pages(self, moves: Sequence[PageMove]) -> None:
         """Copy pages of host memory into their blocks. Called before a step."""

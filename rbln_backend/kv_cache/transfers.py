@@ -42,6 +42,18 @@ class WindowTransfers:
         return bool(self.restores or self.stores)
 
 
+class HeadCopy(NamedTuple):
+    """Before the step: copy the first tokens of a shared block into a request's own block.
+
+    Two fields have the names of vLLM's ``KVCacheBlockCopy``, in whose place it stands.
+    """
+
+    src_block_id: int
+    dst_block_id: int
+    group: int
+    num_tokens: int
+
+
 class PagePart(NamedTuple):
     """Tokens that lie together in each layer of a KV cache group."""
 

@@ -19,8 +19,9 @@ class KvMetrics:
         self._windows = [_WindowGauges(board, window) for window in coordinator.windows]
         pool = coordinator.block_pool
         self._paged_used = None
-        if coordinator.paged:
-            group = str(coordinator.paged[0].kv_cache_group_id)
+        in_blocks = (*coordinator.paged, *coordinator.appended)
+        if in_blocks:
+            group = str(in_blocks[0].kv_cache_group_id)
             labels = {"group": group, "kind": "paged"}
             board.gauge("rbln_kv_blocks", **labels).set(pool.num_gpu_blocks - 1)
             self._paged_used = board.gauge("rbln_kv_blocks_used", **labels)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import cast
 
-from rbln_backend.kv_cache.transfers import PageMoves, WindowTransfers
+from rbln_backend.kv_cache.transfers import HeadCopy, PageMoves, WindowTransfers
 from rbln_backend.vllm_compat.surface import CachedRequestData, SchedulerOutput
 
 _NO_TRANSFERS = WindowTransfers()
@@ -51,6 +53,11 @@ def window_transfers(output: SchedulerOutput) -> WindowTransfers:
 def page_moves(output: SchedulerOutput) -> PageMoves:
     """Return the pages of KV tiers that a step moves; empty for a plain output."""
     return output.page_moves if isinstance(output, MovingSchedulerOutput) else _NO_PAGES
+
+
+def head_copies(output: SchedulerOutput) -> Sequence[HeadCopy]:
+    """Return the heads of blocks that a step copies; ``RblnKvCacheManager`` has made them."""
+    return cast("Sequence[HeadCopy]", output.kv_cache_block_copies or ())
 
 
 def moves_kv(output: SchedulerOutput) -> bool:

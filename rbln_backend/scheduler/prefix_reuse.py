@@ -8,7 +8,12 @@ from collections.abc import Callable
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.plan import reuse_unit_of
-from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, window_in
+from rbln_backend.kv_cache.specs import (
+    AppendedWindowSpec,
+    WindowSpec,
+    any_layer_spec,
+    window_in,
+)
 from rbln_backend.kv_tiers.tier_setup import make_tiering
 from rbln_backend.kv_tiers.tiering import KvTiering
 from rbln_backend.reporting.stats import MetricsBoard
@@ -148,7 +153,7 @@ def hashers(algorithm_name: str, unit: int) -> Hashers:
 
 
 def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Disable prefix caching where window layers have no log to resume from."""
+    """Disable prefix caching where window layers have neither pages nor a log to resume from."""
     cache = vllm_config.cache_config
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     layers = [any_layer_spec(spec) for spec in specs]
@@ -156,12 +161,15 @@ def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
     if not cache.enable_prefix_caching or not windows:
         return
     logged = [spec for spec in windows if isinstance(spec, WindowSpec) and spec.log_pages]
-    if len(logged) < len(windows):
+    in_pages = [spec for spec in windows if isinstance(spec, AppendedWindowSpec)]
+    if not configured(vllm_config).window_prefix_cache or len(logged + in_pages) < len(windows):
         cache.enable_prefix_caching = False
         logger.warning(
             "Prefix caching is not available for %s. It has been automatically disabled.",
             "sliding window models",
         )
+        return
+    if not logged:
         return
     chunk = vllm_config.scheduler_config.max_num_batched_tokens
     smallest = min(spec.window for spec in logged)

@@ -107,6 +107,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import (
     FullAttentionManager,
     SingleTypeKVCacheManager,
+    SlidingWindowManager,
     register_all_kvcache_specs,
 )
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs

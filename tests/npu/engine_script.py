@@ -3,9 +3,9 @@
 Its argument is a JSON list of jobs: the model's path, the options of ``LLM``, batches of prompts
 (token ids), how many tokens to answer with, and after how many steps the first request of each
 batch is aborted, if it is. Then, if they are given, the seed of sampled tokens, which are greedy
-otherwise, whether steps check as many drafts as there are, whatever they gain, and the texts (token
-ids) that vLLM's n-gram drafts are read from. It prints the tokens of every job's batches behind
-``RESULT``.
+otherwise, whether steps check as many drafts as there are, whatever they gain, the texts (token
+ids) that vLLM's n-gram drafts are read from, and the quantisation method of vLLM that is to accept
+float32. It prints the tokens of every job's batches behind ``RESULT``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def _answer(
     seed: int | None = None,
     checks_all_drafts: bool = False,
     texts: list[list[int]] | None = None,
+    float32_method: str | None = None,
 ) -> list[list[list[int]]]:
     from vllm import LLM, SamplingParams
 
@@ -42,6 +43,8 @@ def _answer(
         inspect_models_here()
     if texts is not None:
         _draft_from(texts)
+    if float32_method is not None:
+        _accept_float32(float32_method)
     llm = LLM(path, **options)
     if checks_all_drafts:
         _check_all_drafts(llm.llm_engine)
@@ -71,6 +74,17 @@ def _draft_from(texts: list[list[int]]) -> None:
         return drafts
 
     setattr(NgramProposer, "propose", propose)  # noqa: B010 - a method, to the type checker
+
+
+def _accept_float32(method: str) -> None:
+    """Let vLLM's configuration of ``method`` accept float32, whose tokens can be compared."""
+    import torch
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    config = get_quantization_config(method)
+    setattr(config, "get_supported_act_dtypes", lambda _: [torch.float32])  # noqa: B010
 
 
 def _check_all_drafts(engine: Any) -> None:

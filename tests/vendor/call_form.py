@@ -76,8 +76,9 @@ def phase_of(compiled: Mapping[str, Any]) -> str:
     attention = [name for name in names if "attention" in name]
     if not attention:
         return "sampler" if names else "head"
-    if any(name.endswith(("prefill", "decode")) for name in attention):
-        return "prefill" if attention[0].endswith("prefill") else "decode"
+    told = [name for name in attention if name.endswith(("prefill", "decode"))]
+    if told:
+        return "prefill" if told[0].endswith("prefill") else "decode"
     # The window op of CR13 is one for both: a table of one request has one axis.
     (tables,) = {arguments[6] for name, arguments in compiled["sdk_ops"] if name in attention}
     return "prefill" if tables.endswith("1d") else "decode"
@@ -126,7 +127,7 @@ def write(names: Iterable[str]) -> None:
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             answered = run_vendor(RUNS[name], Path(folder))
-        forms[name] = call_form(answered.log_path)
+            forms[name] = call_form(answered.log_path)
     KEPT.write_text(json.dumps(dict(sorted(forms.items())), indent=1) + "\n")
 
 

@@ -55,6 +55,14 @@ _WITH_DEVICE_TENSORS = (
         "torch-rbln sets them where its own collectives are set up; ours are gloo's on the host",
     ),
 )
+_PADDING_MASK = (
+    Difference(
+        "theirs",
+        r"input decode host on cpu int32 1d",
+        "their mask of padding tokens is made in the graph, from how many tokens each data-"
+        "parallel engine has; ours comes ready",
+    ),
+)
 OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
     "two ranks": (
         Difference(
@@ -63,22 +71,31 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
             "releases before 0.12 set it under model parallelism, and warn of 0; 0.12 does not",
         ),
     ),
-    "window": (
-        Difference(
-            "theirs",
-            r"copy_kv by the runtime",
-            "they reuse the prefixes of windows that the op of CR13 appends to; ours reuses none "
-            "of windows on an NPU, as documented",
-        ),
-    ),
     "llama device": _WITH_DEVICE_TENSORS,
     "window device": _WITH_DEVICE_TENSORS,
-    "experts": (
+    "experts": _PADDING_MASK,
+    "fp8 experts": _PADDING_MASK,
+    "mxfp4 experts": (
+        *_PADDING_MASK,
         Difference(
             "theirs",
-            r"input decode host on cpu int32 1d",
-            "their mask of padding tokens is made in the graph, from how many tokens each data-"
-            "parallel engine has; ours comes ready",
+            r"input (prefill|decode) host on cpu (uint8 3d|bfloat16 2d)",
+            "their experts are buffers of the module, ours its parameters, as all weights are",
+        ),
+        Difference(
+            "ours",
+            r"input (prefill|decode) weight on cpu uint8 3d",
+            "as above",
+        ),
+        Difference(
+            "theirs",
+            r"op custom_moe_glu_mxfp4\(float32 2d, (uint8 3d, uint8 3d, bfloat16 2d, ){3}.*",
+            "their biases are bfloat16 in a model of any dtype, ours have the model's",
+        ),
+        Difference(
+            "ours",
+            r"op custom_moe_glu_mxfp4\(float32 2d, (uint8 3d, uint8 3d, float32 2d, ){3}.*",
+            "as above",
         ),
     ),
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +15,8 @@ from typing import Any
 
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import SCRIPT
+from tests.npu.test_engines import YARN_OVER_LONG
+from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 from tests.reference import reference_generate
 from tests.sdk_double.launch import read_log
 from tests.vendor.environment import vendor_environment, vendor_python
@@ -49,10 +54,29 @@ class Run:
     """Of keys and values by layer, in a cache of e4m3; none in another."""
     lengths: tuple[int, ...] = ()
     """Of the first prompts; empty: see ``rounds``."""
+    recipe: Recipe | None = None
+    """How the weights are quantised; None: they are float32."""
 
     def checkpoint(self, make: CheckpointCache) -> Path:
         """A tiny member of the family that takes prompts of two blocks."""
-        return make(self.family, max_position_embeddings=2 * BLOCK, **self.fields)
+        fields = {"max_position_embeddings": 2 * BLOCK} | dict(self.fields)
+        if self.recipe is None:
+            return make(self.family, **fields)
+        text = repr((self.family, self.recipe, sorted(fields.items())))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        place = make(self.family, **fields).parent / f"{self.family}-quantized-{digest}"
+        if not place.exists():
+            building = Path(tempfile.mkdtemp(prefix="building-", dir=place.parent))
+            make_quantized_checkpoint(self.family, building, self.recipe, **fields)
+            try:
+                building.rename(place)
+            except OSError:
+                shutil.rmtree(building)
+        return place
+
+    def reference(self, checkpoint: Path) -> Path:
+        """The float32 checkpoint of the same values, which transformers reads."""
+        return checkpoint if self.recipe is None else checkpoint / "plain"
 
     def rounds(self) -> list[list[list[int]]]:
         """Three prompts, the last of two blocks where there are two; then one that begins as the
@@ -73,6 +97,7 @@ NGRAM = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 4,
 }
+_FP8 = Recipe(format="fp8", block=(32, 64))
 HOST = Run()
 DEVICE = Run(device_tensors=True, options=_FIXED_KV)
 WITHOUT_NPU = replace(
@@ -90,6 +115,20 @@ RUNS: Mapping[str, Run] = {
     "window shift": replace(HOST, family="mistral", fields=_WINDOW, double={"npu": "RBLN-CR03"}),
     "experts": replace(HOST, family="qwen3_moe"),
     "fp8 cache": replace(HOST, options={"kv_cache_dtype": "fp8"}, cache_scales=((1.0, 1.0),) * 3),
+    "fp8 blocks": replace(HOST, recipe=_FP8),
+    "fp8 experts": replace(
+        HOST,
+        family="qwen3_moe",
+        fields={"moe_intermediate_size": 128},
+        recipe=replace(_FP8, skipped=("mlp.gate",)),
+    ),
+    # As gpt-oss is published.
+    "mxfp4 experts": replace(
+        HOST,
+        family="gpt_oss",
+        fields={"intermediate_size": 64, "rope_parameters": YARN_OVER_LONG},
+        recipe=Recipe(format="mxfp4"),
+    ),
     # Answers that cross into the second block, and that end with the context.
     "drafts": replace(
         HOST,
@@ -107,10 +146,11 @@ RUNS: Mapping[str, Run] = {
 
 def expected_of(run: Run, checkpoint: Path) -> list[list[list[int]]]:
     """The tokens of transformers, round by round."""
+    reference = run.reference(checkpoint)
     return [
         [
             reference_generate(
-                checkpoint, prompt, NUM_TOKENS, cache_scales=run.cache_scales
+                reference, prompt, NUM_TOKENS, cache_scales=run.cache_scales
             ).token_ids
             for prompt in batch
         ]
@@ -159,6 +199,10 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
         "max_tokens": NUM_TOKENS,
         "abort_after": None,
     }
+    if run.recipe is not None:
+        config = json.loads((checkpoint / "config.json").read_text())
+        method = config["quantization_config"]["quant_method"]
+        job["float32_method"] = {"mxfp4": "gpt_oss_mxfp4"}.get(method, method)
     if "speculative_config" in run.options:
         expected = zip(run.rounds(), expected_of(run, checkpoint), strict=True)
         job["texts"] = [

@@ -23,6 +23,7 @@ WIDE = [
     for name in (
         *("llama device", "one block", "window", "window device", "window shift"),
         *("experts", "fp8 cache", "drafts", "two ranks"),
+        *("fp8 blocks", "fp8 experts", "mxfp4 experts"),
     )
 ]
 
@@ -41,6 +42,7 @@ def test_our_calls_are_theirs_but_for_named_differences(
         dict(OPTIONS) | options,
         theirs.rounds(),
         NUM_TOKENS,
+        reference=theirs.reference(checkpoint),
         cache_scales=theirs.cache_scales,
     )
     environment = torch_rbln_variables() if theirs.device_tensors else {}

@@ -63,6 +63,15 @@ def test_a_dropped_copy_makes_their_answer_wrong(tmp_path: Path) -> None:
     assert hit != hit_expected
 
 
+@pytest.mark.parametrize(
+    ("name", "broken"), [("fp8 experts", "scales"), ("mxfp4 experts", "nibbles")]
+)
+def test_experts_of_other_values_answer_otherwise(name: str, broken: str, tmp_path: Path) -> None:
+    """Their experts are those of the double's ops: another order of the parts shows."""
+    run = run_vendor(RUNS[name], tmp_path, broken=broken)
+    assert run.tokens != run.expected()
+
+
 def test_compile_only_leaves_binaries_that_a_host_with_an_npu_takes(tmp_path: Path) -> None:
     cold, warm = tmp_path / "cold", tmp_path / "warm"
     cold.mkdir()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rbln_backend.kv_cache.transfers import WindowRestore, WindowStore
+    from rbln_backend.kv_cache.transfers import HeadCopy, WindowRestore, WindowStore
 
 
 def _held_as(dtype: torch.dtype) -> torch.dtype:
@@ -55,11 +55,13 @@ class StaticKvMemory(_NpuKvMemory):
         self._context.mark_static_address(cache, name)
         return cache
 
-    def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """As ``KvMemory``, caches [num_blocks, ...]; the SDK copies in all caches."""
-        num_tokens = caches[0].shape[4]
-        for source, destination in copies:
-            self._runtimes[0]._copy_kv_cache(source, destination, num_tokens)
+    def copy_heads(self, caches: Sequence[Tensor], copies: Sequence[HeadCopy]) -> None:  # noqa: ARG002
+        """As ``KvMemory``, caches [num_blocks, ...]; the SDK copies in those of all groups.
+
+        A block belongs to one group at a time, so the others' layers lose nothing.
+        """
+        for source, target, _, tokens in copies:
+            self._runtimes[0]._copy_kv_cache(source, target, tokens)
 
 
 class TensorKvMemory(_NpuKvMemory):
@@ -76,8 +78,9 @@ class TensorKvMemory(_NpuKvMemory):
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def copy_blocks(self, caches: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
-        """As ``KvMemory``: caches [num_blocks, ...]."""
-        sources = [cache[source] for cache in caches for source, _ in copies]
-        targets = [cache[target] for cache in caches for _, target in copies]
+    def copy_heads(self, caches: Sequence[Tensor], copies: Sequence[HeadCopy]) -> None:
+        """As ``KvMemory``: caches [num_blocks, 2, Hkv, 1, block_size, D]."""
+        pairs = [(cache, copy) for cache in caches for copy in copies]
+        sources = [cache[c.src_block_id][..., : c.num_tokens, :] for cache, c in pairs]
+        targets = [cache[c.dst_block_id][..., : c.num_tokens, :] for cache, c in pairs]
         torch._foreach_copy_(targets, sources)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rbln_backend.core import Phase, StepBatch, StepOutputs, StepResult, StepRound
 from rbln_backend.kv_cache.tensors import KvCaches
-from rbln_backend.scheduler.output import moves_kv, page_moves, window_transfers
+from rbln_backend.scheduler.output import head_copies, moves_kv, page_moves, window_transfers
 from rbln_backend.vllm_compat.surface import SchedulerOutput
 from rbln_backend.worker.step.accounts import StepMeters
 from rbln_backend.worker.step.adapter_rows import AdapterRows
@@ -143,8 +143,7 @@ class StepRunner:
 
     def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
         if scheduled.kv_cache_block_copies:
-            copies = [(c.src_block_id, c.dst_block_id) for c in scheduled.kv_cache_block_copies]
-            self._kv_caches.copy_blocks(copies)
+            self._kv_caches.copy_heads(head_copies(scheduled))
 
     def _run(self, step: StepGraph, batch: StepBatch | None) -> tuple[Tensor, ...]:
         """Run a graph for ``batch``, None for padding alone; count and charge its time."""

@@ -14,7 +14,7 @@ from tests.unit.kv_cache.test_reuse import MAX_LEN, SHAPES, World
 
 FULL = {"kv_cache_report_mode": "full"}
 EXTRAS: list[dict[str, str] | None] = [None, FULL, {"kv_cache_report_mode": "incremental"}]
-NAMES = ("full", "sub-block", "hybrid", "hybrid, two windows", "one window")
+NAMES = ("full", "sub-block", "hybrid", "hybrid, two windows", "one window", "hybrid in pages")
 
 
 class Router:
@@ -63,7 +63,7 @@ class Router:
         held = {
             (group.kv_cache_group_id, maybe_convert_block_hash(block_hash))
             for block_hash in hashes
-            for group in world.paged
+            for group in (*world.paged, *world.appended)
             if world.block_pool.get_cached_block(block_hash, [group.kv_cache_group_id])
         }
         return held | {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from rebel.ops.library import CUSTOM, define, describe
 from rebel.rules import require
+from rebel.settings import SETTINGS
 from torch import Tensor
 from torch.nn import functional
 
@@ -86,7 +87,10 @@ def moe_glu_blocks(
 
 
 def _from_blocks(weight: Tensor, scale: Tensor, group: int) -> Tensor:
+    """Weight [E, N, K] in float32; with ``scales`` broken groups have each other's scales."""
     _, columns, depth = weight.shape
+    if "scales" in SETTINGS.broken:
+        scale = scale.flip(2)
     rows = -(-columns // scale.shape[1])
     spread = scale.float().repeat_interleave(rows, 1)[:, :columns].repeat_interleave(group, 2)
     return weight.float() * spread[:, :, :depth]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from rebel.ops.library import CUSTOM, define, describe
 from rebel.rules import require
+from rebel.settings import SETTINGS
 from torch import Tensor
 from torch.nn import functional
 
@@ -28,8 +29,14 @@ _ARGUMENTS = ", ".join(
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Blocks [N, K / 2] and scales [N, K / 32] to float32 [N, K]."""
-    fields = torch.stack([blocks & 0xF, blocks >> 4], dim=-1).flatten(-2)
+    """Blocks [N, K / 2] and scales [N, K / 32] to float32 [N, K].
+
+    With ``nibbles`` broken the first number of a byte is in its upper half.
+    """
+    halves = [blocks & 0xF, blocks >> 4]
+    if "nibbles" in SETTINGS.broken:
+        halves.reverse()
+    fields = torch.stack(halves, dim=-1).flatten(-2)
     powers = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
     return _E2M1[fields.long()] * powers
 
