@@ -13,8 +13,7 @@ from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
 from rbln_backend.compiler.sdk.npu import Npu, RankMemory
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.errors import ConfigError
-from rbln_backend.kv_cache.specs import PagedSpec
-from rbln_backend.vllm_compat.surface import SlidingWindowSpec
+from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec
 from rbln_backend.worker.startup import npu_memory
 from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs
 from rbln_backend.worker.step.inputs import DecodeRows, LongestFirst, StepInputs
@@ -171,7 +170,7 @@ def test_rows_with_drafts_go_longest_first_and_come_back() -> None:
 def test_no_more_blocks_than_numbers() -> None:
     common = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "block_size": 1024}
     page = 2 * 1024 * 32 * 4
-    full, window = PagedSpec(**common), SlidingWindowSpec(**common, sliding_window=64)
+    full, window = PagedSpec(**common), AppendedWindowSpec(**common, sliding_window=64)
     assert npu_memory._smallest_group_bytes([full, full]) == 2 * page
     # Of two kinds the smaller one may fill a group.
     assert npu_memory._smallest_group_bytes([full, full, window]) == page
