@@ -159,6 +159,8 @@ class _Soak:
         async with httpx.AsyncClient(base_url=self._url, timeout=300) as client:
             await _until_ready(client)
             for name in _MODELS:
+                # Kernels are built and graphs captured where the store has none.
+                (await client.post(f"/wake_up?model={name}", timeout=700)).raise_for_status()
                 for number in range(_PROMPTS):
                     answer = await client.post("/v1/completions", json=self._body(name, number))
                     answer.raise_for_status()

@@ -43,6 +43,7 @@ class FrontService:
         self._lifecycle = lifecycle
         self._pool = pool
         self._prepare = prepare
+        self._prepared = asyncio.Event()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._reason = "stop"
@@ -63,7 +64,7 @@ class FrontService:
 
     async def run(self, url: str) -> int:
         """Serve until the end and return the exit code."""
-        pool = asyncio.create_task(self._pool.run())
+        pool = asyncio.create_task(self._run_pool())
         stop = asyncio.create_task(self._stop.wait())
         start = asyncio.create_task(self._begin(url))
         try:
@@ -84,8 +85,14 @@ class FrontService:
             await self._pool.close()
             logger.info("stopped")
 
+    async def _run_pool(self) -> None:
+        """Load models once their memory is known."""
+        await self._prepared.wait()
+        await self._pool.run()
+
     async def _begin(self, url: str) -> None:
         await self._prepare()
+        self._prepared.set()
         pinned = [model for model in self._pool.models.values() if model.entry.pinned]
         while not all(model.state is ModelState.READY for model in pinned):
             for model in pinned:
