@@ -127,7 +127,7 @@ def require_sound(source: Path, max_bytes: int) -> None:
         if not isinstance(line, InputLine):
             errors.append(line)
         elif line.custom_id in seen:
-            errors.append(duplicate_id(line))
+            errors.append(duplicate_id(line.number, line.custom_id))
         else:
             seen.add(line.custom_id)
     if errors:
