@@ -143,9 +143,14 @@ class BucketChanges:
 
     async def status(self) -> BucketStatus:
         """Return the present sizes, the change in progress and the last one."""
-        state = await self.state()
+        measured = self._last
         effect = await self.effect()
+        # Sizes and change are of one moment: no change ends between an answer of the engine and
+        # the lines that follow it.
+        state = await self.state()
         running, last = self._running, self._last
+        if last is not measured:
+            effect = None
         return BucketStatus(
             status="changing" if running is not None else "idle",
             decode=state["decode"],

@@ -14,6 +14,7 @@ import openai
 import psutil
 import pytest
 
+from server.commands.clients.buckets import buckets
 from tests.checkpoints import CheckpointCache
 from tests.server.real_server import RealServer
 from tests.server.routes.test_server_info import (
@@ -441,3 +442,19 @@ def test_buckets_change_while_streams_run(server: RealServer) -> None:
             assert answer["choices"][0]["text"] == expected
         assert (status["last"]["result"], status["decode"]) == ("done", sizes["decode"])
     assert server.metric('rbln_bucket_changes_total{reason="request",result="done"}') == 2
+
+
+def test_the_command_shows_and_changes_buckets(
+    server: RealServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = ["--url", str(server.client.base_url)]
+    start = server.client.get("/admin/buckets").json()["decode"]
+    assert buckets([*url, "--apply", "--decode", f"2,{start[-1]}"]) == 0
+    assert f"decode: 2,{start[-1]}\n" in capsys.readouterr().out
+    assert buckets([*url, "--apply", "--decode", f"2,{start[-1] + 1}"]) == 1
+    assert f"no size above max_num_seqs {start[-1]}" in capsys.readouterr().err
+    assert buckets([*url, "--apply", "--decode", ",".join(map(str, start))]) == 0
+    capsys.readouterr()
+    assert buckets([*url, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["decode"], shown["last"]["result"]) == (start, "done")
