@@ -52,6 +52,7 @@ install_wheels() {
 write_compiler() {
   mkdir -p "$bin"
   # A cross compiler knows no "native".
+  # shellcheck disable=SC2016
   printf '#!/bin/bash\nexec aarch64-linux-gnu-g++ "${@/-march=native/-march=armv8.2-a+dotprod}"\n' >"$bin/g++"
   chmod +x "$bin/g++"
 }
@@ -62,6 +63,7 @@ write_compiler
 ln -sfn "$root/lib/ld-linux-aarch64.so.1" /lib/ld-linux-aarch64.so.1
 cd "$here"
 # The features that levels are chosen by are read from /proc/cpuinfo. What builds the levels of x86-64 is left out.
+# shellcheck disable=SC2016
 exec unshare --mount bash -c 'mount --bind "$0/cpuinfo" /proc/cpuinfo; exec "$@"' "$root" \
   qemu-aarch64 -cpu "$cpu" -E PATH="$bin:/usr/bin:/bin" -E HOME="$folder/home" -E OMP_NUM_THREADS=1 \
   -E VLLM_NO_USAGE_STATS=1 -E HF_HUB_OFFLINE=1 -E PYTHONPATH="$site:$here" \

@@ -137,9 +137,17 @@ class FollowedOutputs(QueueAwareOutputs):
         for follower in self._followers:
             follower.begin(request, self.request_states[request.request_id])
 
-    def _update_stats_from_output(self, req_state: RequestState, *args: Any) -> None:
-        if not _is_shadow(req_state):
-            super()._update_stats_from_output(req_state, *args)
+    def _update_stats_from_output(
+        self,
+        req_state: RequestState,
+        engine_core_output: EngineCoreOutput,
+        engine_core_timestamp: float | None,
+        iteration_stats: IterationStats | None,
+    ) -> None:
+        counted = None if _is_shadow(req_state) else iteration_stats
+        super()._update_stats_from_output(
+            req_state, engine_core_output, engine_core_timestamp, counted
+        )
 
     # vLLM calls it once for each sequence that ends by itself.
     def _update_stats_from_finished(
