@@ -116,6 +116,8 @@ class BucketChanges:
                 "A change of the buckets is not complete; GET /admin/buckets has its progress."
             )
         old = {phase: list(state[phase]) for phase in ("decode", "prefill")}
+        if predicted is not None:
+            predicted = {p: share for p, share in predicted.items() if tables[p] != old[p]}
         self._running = _Change(tables, old, reason, predicted)
         self._metrics.observe_bucket_change(reason, "running")
         self._task = asyncio.ensure_future(self._run(self._running))
@@ -137,7 +139,7 @@ class BucketChanges:
         if last is None or last.before is None or last.swapped is None or total is None:
             return None
         after = since(total, last.swapped)
-        effect = effect_of(last.before, last.old, after)
+        effect = effect_of(last.before, last.old, last.tables, after)
         self._metrics.observe_bucket_effect({p: e["saving"] for p, e in effect.items() if e})
         return effect, after
 

@@ -17,15 +17,21 @@ LEAST_MEASURED_STEPS = 100
 Effect = dict[str, dict[str, Any] | None]
 
 
-def effect_of(before: Usage, old: Tables, after: Usage) -> Effect:
-    """Return by phase the steps since the change, and the share of step time that it saved.
+def effect_of(before: Usage, old: Tables, new: Tables, after: Usage) -> Effect:
+    """Return by phase the steps since the change to `new`, and the share of step time it saved.
 
     `before` has the steps before the change in the sizes `old`, `after` those since. The same
     steps, by their real size, are counted in the old sizes at the times measured before; so the
     load may differ. A prompt would have been cut otherwise by the old chunks: for `prefill` the
-    share is an estimate. None for a phase with too few steps on either side.
+    share is an estimate. None for a phase whose sizes are the same, or with too few steps on either
+    side.
     """
-    return {p: _effect(before.phases[p], list(old[p]), after.phases[p]) for p in PHASES}
+    return {
+        p: _effect(before.phases[p], list(old[p]), after.phases[p])
+        if list(new[p]) != list(old[p])
+        else None
+        for p in PHASES
+    }
 
 
 def _effect(before: PhaseUsage, old: list[int], after: PhaseUsage) -> dict[str, Any] | None:
