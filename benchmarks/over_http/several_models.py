@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -49,13 +48,18 @@ _COMPILED = re.compile(r'rbln_compile_cache_requests_total\{[^}]*result="miss"[^
 class Counts:
     """Answers by status, answers that were not the model's, seconds of waits and of loads."""
 
-    statuses: Counter[int] = field(default_factory=Counter)
+    # No Counter: `asdict` does not copy one.
+    statuses: dict[int, int] = field(default_factory=dict)
     wrong: int = 0
     progress_comments: int = 0
     warm_s: list[float] = field(default_factory=list)
     """Seconds of answers to models that were loaded."""
     waited_s: list[float] = field(default_factory=list)
     """Seconds of answers to models that had to be loaded, or left meanwhile."""
+
+    def add(self, status: int) -> None:
+        """Count an answer of `status`."""
+        self.statuses[status] = self.statuses.get(status, 0) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +222,7 @@ class _Soak:
 
     async def _whole(self, client: httpx.AsyncClient, name: str, prompt: int) -> str | None:
         answer = await client.post("/v1/completions", json=self._body(name, prompt))
-        self._counts.statuses[answer.status_code] += 1
+        self._counts.add(answer.status_code)
         if answer.status_code != 200:
             await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
             return None
@@ -230,7 +234,7 @@ class _Soak:
         body = {**self._body(name, prompt), "stream": True}
         text, ended = "", False
         async with client.stream("POST", "/v1/completions", json=body) as answer:
-            self._counts.statuses[answer.status_code] += 1
+            self._counts.add(answer.status_code)
             async for line in answer.aiter_lines():
                 self._counts.progress_comments += line.startswith(": loading")
                 ended |= line == "data: [DONE]"
