@@ -99,7 +99,7 @@ function showChanges(now) {
   const parts = [];
   if (now.sum("rbln_bucket_change_running")) parts.push("The sizes change now");
   for (const { labels, value } of now.all("rbln_bucket_changes_total")) {
-    parts.push(`${number(value)} ${labels.result === "done" ? "changes" : "failed changes"} (${labels.reason})`);
+    if (value) parts.push(`changes (${labels.reason}): ${number(value)} ${labels.result}`);
   }
   const savings = now.all("rbln_bucket_change_saving_ratio");
   if (savings.length) {

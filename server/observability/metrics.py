@@ -192,7 +192,10 @@ class ServerMetrics:
     def observe_bucket_change(self, reason: str, result: str) -> None:
         """Publish that a change of buckets is `running`, or count one that ended."""
         self._gauges["rbln_bucket_change_running"].set(result == "running")
-        if result != "running":
+        if result == "running":
+            # Of the change before.
+            self._gauges["rbln_bucket_change_saving_ratio"].clear()
+        else:
             self._counters["rbln_bucket_changes_total"].labels(reason, result).inc()
 
     def observe_bucket_effect(self, savings: Mapping[str, float]) -> None:
