@@ -13,7 +13,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Match
 
@@ -31,6 +30,7 @@ from server.frontend import Frontend
 from server.host.tasks import background_task
 from server.http.auth import Access
 from server.http.middleware import GateMiddleware, RequestMiddleware
+from server.http.origins import allow_origins
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.event_loop import follow_event_loop
@@ -114,7 +114,7 @@ def create_app(
     app.add_exception_handler(ClientGoneError, _end_aborted)
     # The last one added is the first to see a request.
     app.add_middleware(GateMiddleware, lifecycle=lifecycle, admission=admission, access=access)
-    _allow_origins(app, settings)
+    allow_origins(app, settings)
     app.add_middleware(
         RequestMiddleware,
         lifecycle=lifecycle,
@@ -165,20 +165,6 @@ def _add_operation(
     app.include_router(profile_router(frontend))
     if settings.console:
         app.include_router(console_router())
-
-
-def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
-    """Allow pages of other origins to call the API and read the gate's errors."""
-    if not settings.allowed_origins:
-        return
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=settings.allowed_origins,
-        allow_methods=settings.allowed_methods,
-        allow_headers=settings.allowed_headers,
-        allow_credentials=settings.allow_credentials,
-        expose_headers=("x-request-id", "request-id", "retry-after", "retry-after-ms"),
-    )
 
 
 def _methods(request: Request) -> set[str]:

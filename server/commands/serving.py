@@ -74,11 +74,7 @@ def run_server(
     outlive_readers()
     export_log_level(settings)
     export_service_name()
-    try:
-        listener = listen(settings)
-    except OSError as error:
-        where = settings.uds or f"{settings.host}:{settings.port}"
-        raise SystemExit(f"{PROG}: cannot listen on {where}: {error}") from None
+    listener = listen_or_exit(settings)
     if settings.engine_start == "forkserver":
         from server.engine.process import start_forkserver
 
@@ -114,8 +110,16 @@ def run_server(
     return code
 
 
-def listen(settings: ServerSettings) -> socket.socket:
-    """Return a listening socket, in whose backlog clients wait from now on."""
+def listen_or_exit(settings: ServerSettings) -> socket.socket:
+    """Return a listening socket, in whose backlog clients wait; raises `SystemExit` without one."""
+    try:
+        return _listen(settings)
+    except OSError as error:
+        where = settings.uds or f"{settings.host}:{settings.port}"
+        raise SystemExit(f"{PROG}: cannot listen on {where}: {error}") from None
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
     if settings.uds is not None:
         return _listen_at_path(settings.uds)
     host, port = settings.host, settings.port

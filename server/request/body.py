@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
@@ -62,8 +64,18 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     if length.isascii() and length.isdigit() and int(length[:18]) > settings.max_body_bytes:
         raise _too_large(settings)
     try:
-        async with asyncio.timeout(settings.body_timeout_s):
+        async with body_timeout(settings):
             return await _collect(request, settings)
+    except ClientDisconnect:
+        raise ClientGoneError from None
+
+
+@asynccontextmanager
+async def body_timeout(settings: ServerSettings) -> AsyncIterator[None]:
+    """Bound the time in which the block receives a body. Raises `BodyTimeoutError`."""
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            yield
     except TimeoutError:
         raise BodyTimeoutError(
             f"The request body did not arrive within {settings.body_timeout_s:g} s "
@@ -71,8 +83,6 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
             # The rest of the body would be parsed as the next request.
             headers={"connection": "close"},
         ) from None
-    except ClientDisconnect:
-        raise ClientGoneError from None
 
 
 def _check_media_type(given: str) -> None:

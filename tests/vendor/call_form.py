@@ -66,8 +66,8 @@ def _compile(line: Mapping[str, Any]) -> Iterator[str]:
         if name.startswith("_c10d_functional::"):
             yield f"collective {phase} {name.removeprefix('_c10d_functional::')}"
     for name, arguments in line["sdk_ops"]:
-        told = ", ".join(_argument(text) for text in arguments)
-        yield f"op {name.removeprefix('rbln_custom_ops::')}({told})"
+        kinds = ", ".join(_argument(text) for text in arguments)
+        yield f"op {name.removeprefix('rbln_custom_ops::')}({kinds})"
 
 
 def phase_of(compiled: Mapping[str, Any]) -> str:
@@ -76,9 +76,9 @@ def phase_of(compiled: Mapping[str, Any]) -> str:
     attention = [name for name in names if "attention" in name]
     if not attention:
         return "sampler" if names else "head"
-    told = [name for name in attention if name.endswith(("prefill", "decode"))]
-    if told:
-        return "prefill" if told[0].endswith("prefill") else "decode"
+    kinds = [name for name in attention if name.endswith(("prefill", "decode"))]
+    if kinds:
+        return "prefill" if kinds[0].endswith("prefill") else "decode"
     # The window op of CR13 is one for both: a table of one request has one axis.
     (tables,) = {arguments[6] for name, arguments in compiled["sdk_ops"] if name in attention}
     return "prefill" if tables.endswith("1d") else "decode"

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from server.commands.command_line.server_flags import PROG, server_parser, split
+from server.commands.command_line.server_flags import server_parser, split
 from server.commands.command_line.setting_flags import flag_of
 from server.commands.several_models.template_process import serve_forks
 from server.lora.state_file import STATE_FILE
@@ -86,17 +86,13 @@ def _flag(word: str) -> str:
 
 def _run(settings: ServerSettings, file: ModelsFile, argv: dict[str, list[str]]) -> int:
     from rbln_backend.host.process_life import outlive_readers
-    from server.commands.serving import listen, process_start
+    from server.commands.serving import listen_or_exit, process_start
     from server.host.run_folder import run_folder
 
     outlive_readers()
     export_log_level(settings)
     export_service_name()
-    try:
-        listener = listen(settings)
-    except OSError as error:
-        where = settings.uds or f"{settings.host}:{settings.port}"
-        raise SystemExit(f"{PROG}: cannot listen on {where}: {error}") from None
+    listener = listen_or_exit(settings)
     with run_folder(settings.run_root) as run_dir:
         template = ProcessTemplate(serve_forks, close=[listener])
         try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from urllib.parse import parse_qsl, unquote, urlencode
@@ -13,7 +11,6 @@ import msgspec
 from starlette.types import Scope
 
 from server.errors import (
-    BodyTimeoutError,
     BodyTooLargeError,
     InvalidJsonError,
     InvalidTypeError,
@@ -32,6 +29,7 @@ from server.model_pool.choice.batch_files import (
 from server.model_pool.choice.stored_objects import StoredObjects
 from server.model_pool.forwarding import RequestBody
 from server.model_pool.pooled_model import PooledModel
+from server.request.body import body_timeout
 from server.request.route_table import Route
 from server.settings import ServerSettings
 
@@ -150,20 +148,6 @@ def query_of(scope: Scope, name: str) -> str | None:
     """Return a field of the query, None without one."""
     fields = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
     return next((value for key, value in fields if key == name), None)
-
-
-@asynccontextmanager
-async def body_timeout(settings: ServerSettings) -> AsyncIterator[None]:
-    """Bound the time in which the block receives a body. Raises `BodyTimeoutError`."""
-    try:
-        async with asyncio.timeout(settings.body_timeout_s):
-            yield
-    except TimeoutError:
-        raise BodyTimeoutError(
-            f"The request body did not arrive within {settings.body_timeout_s:g} s "
-            "(--body-timeout-s).",
-            headers={"connection": "close"},
-        ) from None
 
 
 def take_query(scope: Scope, name: str) -> str | None:

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
 from server.errors import MethodNotAllowedError, RouteNotFoundError, describe
 from server.http.auth import Access
+from server.http.origins import allow_origins
 from server.lifecycle import Lifecycle
 from server.model_pool.choice.model_choice import ChosenModel, ModelChoice
 from server.model_pool.forwarding import Headers, RequestBody, forward, unless_gone
@@ -67,15 +67,7 @@ def create_front_app(
     forwarder = Forwarder(pool, choice, own, settings.stream_commit_s)
     app.router.routes.append(StarletteRoute("/{path:path}", forwarder, methods=_METHODS))
     app.add_middleware(FrontMiddleware, lifecycle=lifecycle, access=access, metrics=metrics)
-    if settings.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origins,
-            allow_methods=settings.allowed_methods,
-            allow_headers=settings.allowed_headers,
-            allow_credentials=settings.allow_credentials,
-            expose_headers=("x-request-id", "request-id", "retry-after", "retry-after-ms"),
-        )
+    allow_origins(app, settings)
     return app
 
 

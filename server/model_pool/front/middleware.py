@@ -13,16 +13,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.errors import InternalError, ServerError
 from server.http.auth import Access
 from server.http.error_responses import send_error
+from server.http.middleware import begin_record
 from server.http.spans import METHODS
 from server.lifecycle import Lifecycle
 from server.model_pool.front.routes import front_route_of
-from server.observability.logging import FIELDS, REQUEST_LOGGER, request_id_var
+from server.observability.logging import FIELDS, REQUEST_LOGGER
 from server.observability.metrics import ServerMetrics
 from server.request.body import CLIENT_GONE, ClientGoneError
 from server.request.record import RequestRecord
-from server.request.request_id import ANTHROPIC_HEADER, HEADER, request_id_of, with_request_id
+from server.request.request_id import ANTHROPIC_HEADER, HEADER
 from server.request.route_table import Scope as KeyScope
-from server.request.route_table import is_anthropic, route_path
+from server.request.route_table import route_path
 
 logger = logging.getLogger(REQUEST_LOGGER)
 
@@ -47,18 +48,7 @@ class FrontMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = request_id_of(scope["headers"])
-        scope["headers"] = with_request_id(scope["headers"], request_id)
-        state = scope.setdefault("state", {})
-        route = front_route_of(route_path(scope))
-        record = state["record"] = RequestRecord(
-            route,
-            scope["method"],
-            time.perf_counter(),
-            request_id,
-            is_anthropic(route, scope),
-        )
-        request_id_var.set(request_id)
+        record = begin_record(scope, front_route_of(route_path(scope)))
         sends = _recorded(send, record)
         try:
             await self._pass(record, scope, receive, sends)
@@ -68,10 +58,10 @@ class FrontMiddleware:
             record.outcome = "aborted"
         except Exception:
             # The boundary of a request: an error must not end the process.
-            logger.exception("%s %s failed", record.method, route.template)
+            logger.exception("%s %s failed", record.method, record.route.template)
             await send_error(InternalError("Internal error."), sends, record)
         finally:
-            if record.error is not None or not state.get(FORWARDED):
+            if record.error is not None or not scope["state"].get(FORWARDED):
                 self._finish(record)
 
     async def _pass(

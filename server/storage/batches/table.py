@@ -84,7 +84,7 @@ def reload(db: sqlite3.Connection, batch_id: str) -> Batch:
 
 
 def add_lines(db: sqlite3.Connection, batch_id: str, lines: Iterable[InputLine]) -> None:
-    """Insert lines; `duplicates` then tells whether their `custom_id`s are unique."""
+    """Insert lines; `duplicates` then finds `custom_id`s that are not unique."""
     db.executemany(
         "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, 0)",
         (

@@ -206,7 +206,7 @@ class World:
         oldest, start, end = places
         size = self.shape.block_size
         for position in range(oldest, end):
-            assert ids[position // size], "the null block is nobody's"
+            assert ids[position // size], "the null block belongs to no request"
             slot = cache[ids[position // size], :, position % size]
             if position >= start:
                 slot[0], slot[1] = tokens[position], position
