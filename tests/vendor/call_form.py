@@ -66,8 +66,8 @@ def _compile(line: Mapping[str, Any]) -> Iterator[str]:
         if name.startswith("_c10d_functional::"):
             yield f"collective {phase} {name.removeprefix('_c10d_functional::')}"
     for name, arguments in line["sdk_ops"]:
-        kinds = ", ".join(_argument(text) for text in arguments)
-        yield f"op {name.removeprefix('rbln_custom_ops::')}({kinds})"
+        shown = ", ".join(_argument(text) for text in arguments)
+        yield f"op {name.removeprefix('rbln_custom_ops::')}({shown})"
 
 
 def phase_of(compiled: Mapping[str, Any]) -> str:
