@@ -24,11 +24,21 @@ def clean_environ(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-@pytest.fixture(autouse=True)
-def propagating_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `caplog` see our loggers, which commands and engines of this process send elsewhere."""
-    for name in ("server", "rbln_backend"):
-        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+@pytest.fixture
+def caplog(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """See all records of our loggers, which commands and engines of this process send elsewhere."""
+    dispatch, seen = logging.Logger.callHandlers, caplog.handler
+
+    def see(logger: logging.Logger, record: logging.LogRecord) -> None:
+        dispatch(logger, record)
+        ours = logger.name.partition(".")[0] in ("server", "rbln_backend")
+        if ours and not any(record is old for old in seen.records):
+            seen.handle(record)
+
+    monkeypatch.setattr(logging.Logger, "callHandlers", see)
+    return caplog
 
 
 @pytest.fixture(scope="session")
