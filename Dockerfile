@@ -4,16 +4,19 @@
 #       --secret id=pip.conf,src=$HOME/.config/rbln/pip.conf .     RBLN NPUs
 # Every step is a script of deploy/scripts, which tests run, too.
 #
-# What changes rarely comes first, and each stage copies only what its step reads: a change of a
-# line of this project replaces the layer of /opt/rbln-serve, not that of its packages.
+# What changes rarely comes first, and each stage copies only what its step reads, scripts as well:
+# a change of a line of this project or of a script repeats one step, and replaces the layer of
+# /opt/rbln-serve, not that of its packages.
 
 # Tag and digest: the digest decides, the tag is for readers.
 ARG BASE=python:3.11.16-slim-trixie@sha256:be1575ed968de893bd54f4c56315ff7c4736ce522c1bca08fd521731aafc0d76
 
 FROM ${BASE} AS packages
 WORKDIR /src
-COPY deploy/scripts deploy/scripts
+COPY deploy/scripts/install_packages.sh deploy/scripts/
 RUN ["deploy/scripts/install_packages.sh", "g++"]
+COPY deploy/scripts/make_venv.sh deploy/scripts/create_venv.sh deploy/scripts/find_python.sh \
+    deploy/scripts/fetch_pip.py deploy/scripts/install_locked.sh deploy/scripts/
 COPY requirements/torch.txt requirements/cpu.lock requirements/pip.txt requirements/
 RUN ["deploy/scripts/make_venv.sh", "/opt/venv", "/opt/rbln-serve", "requirements/torch.txt", "requirements/cpu.lock"]
 
@@ -22,6 +25,7 @@ COPY rbln_backend/__init__.py rbln_backend/errors.py rbln_backend/
 COPY rbln_backend/host rbln_backend/host
 COPY rbln_backend/store rbln_backend/store
 COPY rbln_backend/emulator rbln_backend/emulator
+COPY deploy/scripts/build_bundle.sh deploy/scripts/settle_times.sh deploy/scripts/
 RUN ["deploy/scripts/build_bundle.sh", "/opt/venv", "/opt/bundle"]
 
 FROM packages AS project
@@ -30,11 +34,13 @@ COPY deploy/vllm-metadata deploy/vllm-metadata
 COPY default_model/checkpoint default_model/checkpoint
 COPY rbln_backend rbln_backend
 COPY server server
+COPY deploy/scripts/install_prefix.sh deploy/scripts/settle_times.sh deploy/scripts/vllm.sh deploy/scripts/
 RUN ["deploy/scripts/install_prefix.sh", "/opt/venv", "/opt/rbln-serve", "/opt/default-model"]
 
 FROM ${BASE} AS runtime
 # tini is process 1: it forwards signals and reaps orphans of the server's processes.
-RUN --mount=type=bind,source=deploy/scripts,target=/tmp/scripts \
+RUN --mount=type=bind,source=deploy/scripts/install_packages.sh,target=/tmp/scripts/install_packages.sh \
+    --mount=type=bind,source=deploy/scripts/prepare_runtime.sh,target=/tmp/scripts/prepare_runtime.sh \
     /tmp/scripts/install_packages.sh tini && /tmp/scripts/prepare_runtime.sh
 COPY deploy/scripts/container_start.sh deploy/scripts/container_health.py /opt/container/
 # Nothing is fetched or reported at start, or written outside the volumes and /tmp. USER and LOGNAME
@@ -67,21 +73,25 @@ ENTRYPOINT ["/usr/bin/tini", "--", "/opt/container/container_start.sh"]
 CMD ["/opt/default-model", "--served-model-name", "default-model"]
 
 FROM packages AS packages-emulated
+COPY deploy/scripts/trim_venv.sh deploy/scripts/settle_times.sh deploy/scripts/
 RUN ["deploy/scripts/trim_venv.sh", "/opt/venv"]
 
 FROM packages AS packages-npu
 COPY pyproject.toml ./
+COPY deploy/scripts/install_sdk.sh deploy/scripts/
 # A pip.conf with the vendor's index and the account's credentials; mounted for this step only.
 RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf,required=true \
     deploy/scripts/install_sdk.sh /opt/venv /run/secrets/pip.conf
 
 # Bills of materials, including Debian's packages of the base stage.
 FROM packages-emulated AS sbom-emulated
+COPY deploy/scripts/write_sbom.sh deploy/scripts/write_sbom.py deploy/scripts/
 COPY --from=project /opt/rbln-serve /opt/rbln-serve
 COPY --from=runtime /var/lib/dpkg/status /src/dpkg-status
 RUN ["deploy/scripts/write_sbom.sh", "/opt/venv", "/opt/sbom.cdx.json", "/src/dpkg-status"]
 
 FROM packages-npu AS sbom-npu
+COPY deploy/scripts/write_sbom.sh deploy/scripts/write_sbom.py deploy/scripts/
 COPY --from=project /opt/rbln-serve /opt/rbln-serve
 COPY --from=runtime /var/lib/dpkg/status /src/dpkg-status
 RUN ["deploy/scripts/write_sbom.sh", "/opt/venv", "/opt/sbom.cdx.json", "/src/dpkg-status"]
