@@ -1,10 +1,12 @@
 """Resolves cpu.in, dev.in and site.in into locks: `python requirements/lock.py [--upgrade]`.
 
-Run it with the Python that the service runs on. Versions that are locked already stay unless
+Run it with the Python that the service runs on, 3.11. Versions that are locked already stay unless
 --upgrade is given, so that adding one package moves nothing else. A line marked `# no-deps` is
-taken without its requirements.
+taken without its requirements. A later Python, which runs an installed wheel, writes the same
+versions with the hashes of its own wheels: `python3.12 requirements/lock.py` makes
+python3.12/cpu.lock.
 
-A lock names one file of each package and architecture, by its SHA-256: the wheel for CPython 3.11
+A lock names one file of each package and architecture, by its SHA-256: the wheel for that CPython
 on x86-64 Linux, where it was tested, and in cpu.lock the wheel for aarch64, where that is another
 file. Wheels alone: to build a source release would run its code, and fetch what nothing here pins.
 """
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+_VERSION = "{}.{}".format(*sys.version_info)
 # The newest glibc whose wheels are taken on aarch64: Debian 12's.
 _GLIBC = 36
 _AARCH64 = [f"manylinux_2_{minor}_aarch64" for minor in range(17, _GLIBC + 1)]
@@ -68,7 +71,7 @@ def _add_aarch64(pins: dict[str, str]) -> dict[str, str]:
     """Return the lines of `pins` with the hashes of the wheels on aarch64 where they differ."""
     exact = [line.split()[0] for line in pins.values()]
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--no-deps", "--target", folder, "--python-version", "3.11"]
+        options = ["--no-deps", "--target", folder, "--python-version", _VERSION]
         options += [word for name in _AARCH64 for word in ("--platform", name)]
         others = _resolve(exact, [], *options)
     return {
@@ -85,10 +88,9 @@ def _locked(path: Path) -> list[str]:
     return [line.split()[0] for line in lines if line and not line.startswith("#")]
 
 
-def _lock(name: str, base: list[str], *, upgrade: bool) -> None:
-    """Write <name>.lock: everything <name>.in needs that `base` does not hold already."""
-    target = HERE / f"{name}.lock"
-    constraints = base + ([] if upgrade else _locked(target))
+def _lock(name: str, base: list[str], target: Path, *, upgrade: bool) -> None:
+    """Write `target`: everything <name>.in needs that `base` does not hold already."""
+    constraints = base + ([] if upgrade else _locked(HERE / f"{name}.lock"))
     resolved, alone = _requirements(HERE / f"{name}.in")
     pins = _resolve(resolved, constraints) | _resolve(alone, constraints, "--no-deps")
     held = {_normal(line.split("==")[0]) for line in base}
@@ -97,17 +99,25 @@ def _lock(name: str, base: list[str], *, upgrade: bool) -> None:
     lines = [pins[package] for package in sorted(pins)]
     header = f"# Made by requirements/lock.py from {name}.in for install_locked.sh."
     target.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
-    sys.stdout.write(f"{target.name}: {len(lines)} packages\n")
+    sys.stdout.write(f"{target.relative_to(HERE)}: {len(lines)} packages\n")
 
 
 def main() -> None:
-    """Write the locks: dev.lock on top of the service's, site.lock for its own environment."""
+    """Write the locks: dev.lock on top of the service's, site.lock for its own environment.
+
+    On a later Python: that of the service alone.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="take the newest that is allowed")
     upgrade: bool = parser.parse_args().upgrade
-    _lock("cpu", [], upgrade=upgrade)
-    _lock("dev", _locked(HERE / "cpu.lock"), upgrade=upgrade)
-    _lock("site", [], upgrade=upgrade)
+    if _VERSION != "3.11":
+        folder = HERE / f"python{_VERSION}"
+        folder.mkdir(exist_ok=True)
+        _lock("cpu", [], folder / "cpu.lock", upgrade=False)
+        return
+    _lock("cpu", [], HERE / "cpu.lock", upgrade=upgrade)
+    _lock("dev", _locked(HERE / "cpu.lock"), HERE / "dev.lock", upgrade=upgrade)
+    _lock("site", [], HERE / "site.lock", upgrade=upgrade)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# create_venv.sh VENV: creates a virtual environment of Python 3.11 with pip. $PYTHON may name the Python.
+# create_venv.sh VENV [VERSION]: creates a virtual environment of Python 3.11, or VERSION, with pip. $PYTHON
+# may name the Python.
 set -euo pipefail
 
 venv=$1
 scripts=$(dirname "$0")
-python=$("$scripts/find_python.sh")
+python=$("$scripts/find_python.sh" ${2:+"$2"})
 if "$python" -c 'import ensurepip' 2>/dev/null; then
     "$python" -m venv "$venv"
 else

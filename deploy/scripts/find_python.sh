@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Prints the Python 3.11 to build the environment with; $PYTHON, if set, is the only candidate.
+# find_python.sh [VERSION]: prints the Python (default: 3.11) to build the environment with; $PYTHON, if
+# set, is the only candidate.
 set -euo pipefail
 
-wanted=3.11
+wanted=${1:-3.11}
 for candidate in ${PYTHON:-python$wanted python3}; do
     found=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
     if [ "$found" = "$wanted" ] && "$candidate" -c 'import venv' 2>/dev/null; then

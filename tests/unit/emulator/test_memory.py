@@ -101,6 +101,7 @@ def test_zeros_are_lent_when_they_are_used() -> None:
     assert zeros_on_demand((0, 4), torch.float32).shape == (0, 4)
 
 
+@pytest.mark.host_memory
 def test_reserved_pages_are_mapped_at_once_and_keep_their_content() -> None:
     before = resident_bytes()
     cache = HostKvMemory(reserved=True).allocate("k", (64, 1 << 20), torch.bfloat16)
@@ -112,6 +113,7 @@ def test_reserved_pages_are_mapped_at_once_and_keep_their_content() -> None:
     assert bool((cache == 1).all())
 
 
+@pytest.mark.host_memory
 def test_memory_that_the_system_does_not_have_is_an_error(tmp_path: Path) -> None:
     # Pages behind the end of a file cannot be mapped, as those beyond a limit of memory.
     with (tmp_path / "cut").open("w+b") as file:
@@ -126,6 +128,7 @@ def test_memory_that_the_system_does_not_have_is_an_error(tmp_path: Path) -> Non
         HostKvMemory(reserved=True).allocate("layer.3", (1 << 47,), torch.uint8)
 
 
+@pytest.mark.host_memory
 def test_huge_pages_are_advised_where_the_system_has_them() -> None:
     system = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     allowed = system.exists() and "[never]" not in system.read_text()

@@ -20,6 +20,7 @@ Pack = Callable[[Tensor], Tensor]
 SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LINUX = tuple(int(number) for number in os.uname().release.split(".")[:2])
 pytestmark = [
+    pytest.mark.host_memory,
     pytest.mark.skipif(
         not SYSTEM.exists() or "[madvise]" not in SYSTEM.read_text(),
         reason="needs advised huge pages",
