@@ -78,5 +78,6 @@ exec unshare --mount bash -c 'mount --bind "$0/cpuinfo" /proc/cpuinfo; exec "$@"
   qemu-aarch64 -cpu "$cpu" -E PATH="$bin:/usr/bin:/bin" -E HOME="$folder/home" -E OMP_NUM_THREADS=1 \
   -E VLLM_NO_USAGE_STATS=1 -E HF_HUB_OFFLINE=1 -E PYTHONPATH="$site:$here" \
   -E LD_LIBRARY_PATH="$root/lib/aarch64-linux-gnu:$root/usr/lib/aarch64-linux-gnu:$cuda" \
-  "$root/lib/ld-linux-aarch64.so.1" "$root/usr/bin/python3.11" -m pytest tests/unit/emulator -p no:cacheprovider -p no:xdist -o timeout=0 -m 'not host_memory' \
+  "$root/lib/ld-linux-aarch64.so.1" "$root/usr/bin/python3.11" -m pytest tests/unit/emulator \
+  -p no:cacheprovider -p no:xdist -o timeout=0 -m 'not host_memory' \
   --ignore-glob '*/test_build*.py' --ignore-glob '*/test_variants.py' --ignore-glob '*/test_tiles.py' "$@"
