@@ -46,8 +46,8 @@ _FLAGS = (
     "-O2 -std=c++20 -pthread -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno"
     " -Wall -Wextra -Wno-psabi"
 ).split()
-# Of one call, which takes a minute of processor time at most: against a compiler that hangs, not against
-# a host that gives it a twentieth of a core.
+# Of one call, which takes a minute of processor time at most: against a compiler that hangs, not
+# against a host that gives it a twentieth of a core.
 _COMPILE_TIMEOUT_S = 3600
 # Sleeps until the other end of its standard input closes, then kills its process group.
 _GUARD = ("/bin/sh", "-c", "read _; kill -s KILL 0")
