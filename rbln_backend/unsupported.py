@@ -152,10 +152,18 @@ CONTEXT_PARALLEL = Feature(
     "use --tensor-parallel-size",
 )
 HOSTS = Feature(
-    "ranks on other hosts that no Ray places",
-    "--nnodes, --data-parallel-size-local, -hybrid-lb, -external-lb, --data-parallel-backend ray",
-    "which starts all ranks itself or has Ray start them",
-    "use --distributed-executor-backend ray, or one service per host behind a load balancer",
+    "ranks on other hosts that neither Ray nor --headless starts",
+    "--nnodes, --data-parallel-size-local 0, --data-parallel-hybrid-lb, -external-lb, "
+    "--data-parallel-backend ray",
+    "whose other hosts run --headless servers or are found by Ray",
+    "use --distributed-executor-backend ray, --headless on the other hosts, or one service per "
+    "host behind a load balancer",
+)
+EXPERTS_APART = Feature(
+    "data-parallel experts on several hosts",
+    "--data-parallel-size-local below --data-parallel-size with a mixture of experts",
+    "whose experts' ranks exchange tokens on one host",
+    "give --data-parallel-size-local no value, or use one service per host behind a load balancer",
 )
 OWN_LAUNCHER = Feature(
     "ranks that the user starts",

@@ -241,6 +241,10 @@ class MethodNotAllowedError(RequestError, status=405, code="method_not_allowed")
     """The path exists, but not for this method."""
 
 
+class HeadlessError(RequestError, status=404, code="headless"):
+    """A headless server has no API."""
+
+
 class ModelNotFoundError(RequestError, status=404, code="model_not_found"):
     """The requested model is not served here."""
 

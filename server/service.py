@@ -131,7 +131,10 @@ class Service:
         self._lifecycle.mark_ready()
         if (ready_after_s := self._lifecycle.ready_after_s) is not None:
             self._launcher.keep_ready_s(ready_after_s)
-        logger.info("ready: %s serves %s after %.1f s", self._url, models, ready_after_s)
+        logger.info(
+            "ready: %s serves %s after %.1f s",
+            *(self._url, models or "no API (--headless)", ready_after_s),
+        )
         death = asyncio.create_task(self._watch(engine))
         try:
             await asyncio.wait({death, stop}, return_when=asyncio.FIRST_COMPLETED)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from rbln_backend.errors import ConfigError
 from rbln_backend.unsupported import (
+    EXPERTS_APART,
     HOSTS,
     LORA_EXPERTS_APART,
     LORA_SHARDS,
@@ -43,6 +44,7 @@ def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
     refusals = {
         OWN_LAUNCHER: parallel.distributed_executor_backend == "external_launcher",
         HOSTS: _spans_hosts(parallel),
+        EXPERTS_APART: _lacks_engines(parallel) and config.model_config.is_moe,
         MICRO_BATCHES: parallel.use_ubatching,
         LORA_SHARDS: lora is not None and lora.fully_sharded_loras,
         LORA_EXPERTS_APART: lora is not None
@@ -56,12 +58,12 @@ def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
 
 
 def _spans_hosts(parallel: ParallelConfig) -> bool:
-    """Return True if the engine would wait for processes that this service does not start."""
+    """Return True if the engine would wait for processes that neither we nor `--headless` start."""
     return (
         parallel.nnodes > 1
         or parallel.local_engines_only
         or parallel.data_parallel_backend == "ray"
-        or _lacks_engines(parallel)
+        or (_lacks_engines(parallel) and parallel.data_parallel_size_local < 1)
     )
 
 

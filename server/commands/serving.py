@@ -10,11 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from server.commands.command_line.server_flags import PROG
 from server.commands.command_line.setting_flags import flag_of
 from server.settings import ServerSettings, SettingsError, export_log_level, export_service_name
+
+if TYPE_CHECKING:
+    from server.engine.launch import VllmLauncher
+    from server.headless.launch import HeadlessLauncher
 
 _BACKLOG = 2048
 _SWITCH_S = 0.001
@@ -85,10 +89,9 @@ def run_server(
 
             import uvloop
 
-            from server.engine.launch import VllmLauncher
             from server.service import serve
 
-        launcher = VllmLauncher(engine_argv, settings, run_dir)
+        launcher = _launcher(settings, engine_argv, run_dir)
         # Conversations are rendered in threads, which yield to the event loop after 1 ms.
         sys.setswitchinterval(_SWITCH_S)
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -108,6 +111,18 @@ def run_server(
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _launcher(
+    settings: ServerSettings, engine_argv: list[str], run_dir: Path
+) -> VllmLauncher | HeadlessLauncher:
+    if settings.headless:
+        from server.headless.launch import HeadlessLauncher
+
+        return HeadlessLauncher(engine_argv, settings, run_dir)
+    from server.engine.launch import VllmLauncher
+
+    return VllmLauncher(engine_argv, settings, run_dir)
 
 
 def listen_or_exit(settings: ServerSettings) -> socket.socket:

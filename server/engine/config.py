@@ -56,7 +56,7 @@ def engine_config(
     engine_args.shutdown_timeout = math.ceil(settings.drain_timeout_s)
     context = UsageContext.OPENAI_API_SERVER
     try:
-        config = engine_args.create_engine_config(usage_context=context)
+        config = engine_args.create_engine_config(usage_context=context, headless=settings.headless)
         _check_prefill_options(config, settings)
         _limit_backlog(config, settings)
         return engine_args, config

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rbln_backend import api
 from rbln_backend.api.reports import (
@@ -36,7 +36,7 @@ from server.engine.process import (
     engine_processes,
 )
 from server.engine.self_test import self_test
-from server.engine.socket import EngineSocket, receive_directly
+from server.engine.socket import EngineSocket, receive_directly, watch_others
 from server.engine.start_parts import StartParts
 from server.engine.watch import HangWatch, IdleWatch
 from server.engine.weight_files import read_ahead, refuse_damaged_weights
@@ -48,6 +48,9 @@ from server.vllm.importing import allow_stop_strings, import_serving, import_vll
 
 if TYPE_CHECKING:
     from argparse import Namespace
+
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
     from server.vllm.engine_client import EngineClient
     from server.vllm.frontend import VllmFrontend
@@ -65,6 +68,7 @@ class VllmEngine:
     ) -> None:
         self._engine = engine
         self._frontend = frontend
+        self._others = watch_others(engine)
         self._hang_watch, self._idle_watch = hang, idle
         self._hang: str | None = None
         self._processes = engine_processes()
@@ -85,6 +89,8 @@ class VllmEngine:
         """Return why the engine has failed, None while it runs; kills an engine that hangs."""
         if self._hang is not None:
             return self._hang
+        if self._others is not None and (end := self._others.lost()) is not None:
+            return f"a data-parallel engine of another host has closed its connection to {end}"
         for process in self._processes:
             if process.exitcode is not None:
                 return f"engine process {process.name} ended with exit code {process.exitcode}"
@@ -140,8 +146,8 @@ def component_versions() -> dict[str, str]:
     }
 
 
-class VllmLauncher:
-    """Builds the engine from vLLM's command line."""
+class Launcher:
+    """Reads vLLM's command line and makes the engine's configuration; a subclass starts it."""
 
     def __init__(self, argv: Sequence[str], settings: ServerSettings, run_dir: Path) -> None:
         self._argv = list(argv)
@@ -149,7 +155,7 @@ class VllmLauncher:
         self._run_dir = run_dir
         self._model = ""
         self._ready_times = _ready_times(argv)
-        self._built: Future[tuple[Namespace, EngineClient, EngineSocket]] | None = None
+        self._built: Future[Any] | None = None
         self._imports = ExitStack()
         self._parts = StartParts()
 
@@ -170,6 +176,33 @@ class VllmLauncher:
         """Record the seconds of this start."""
         if self._ready_times is not None:
             self._ready_times.keep(seconds)
+
+    async def abandon(self) -> None:
+        """End the engine processes of an unfinished launch."""
+        await in_thread(end_engine_processes)
+
+    def _configure(self) -> tuple[Namespace, AsyncEngineArgs, VllmConfig]:
+        """Import vLLM and make the engine's configuration from the flags."""
+        in_daemon_thread(partial(read_ahead, self._argv))
+        # Left when the engine has been tested. It imports torch, so it is entered in this thread.
+        self._imports.enter_context(api.start_imports(engine=False))
+        import_vllm()
+        # Before vLLM parses the flags, whose defaults come from the platform.
+        api.refuse_twins()
+        allow_stop_strings(self._settings.max_stop)
+        from server.vllm.flags import parse_arguments
+
+        self._parts.end("imports")
+        args = parse_arguments(self._argv, self._settings, may_fetch=True)
+        self._model = args.model
+        refuse_damaged_weights(args.model, args.load_format)
+        engine_args, vllm_config = engine_config(args, self._settings, self._run_dir)
+        choose_start_method("spawn" if args.numa_bind else self._settings.engine_start)
+        return args, engine_args, vllm_config
+
+
+class VllmLauncher(Launcher):
+    """Builds the engine with its front end."""
 
     async def launch(self) -> VllmEngine:
         """Build the engine and test it with one request. Raises `LaunchError`."""
@@ -207,25 +240,8 @@ class VllmLauncher:
                 reported = ProgressReader(self._run_dir).poll().failure
                 raise launch_error(error, self._model, reported) from error
 
-    async def abandon(self) -> None:
-        """End the engine processes of an unfinished launch."""
-        await in_thread(end_engine_processes)
-
     def _build(self) -> tuple[Namespace, EngineClient, EngineSocket]:
-        in_daemon_thread(partial(read_ahead, self._argv))
-        # Left when the engine has been tested. It imports torch, so it is entered in this thread.
-        self._imports.enter_context(api.start_imports(engine=False))
-        import_vllm()
-        # Before vLLM parses the flags, whose defaults come from the platform.
-        api.refuse_twins()
-        allow_stop_strings(self._settings.max_stop)
-        from server.vllm.flags import parse_arguments
-
-        self._parts.end("imports")
-        args = parse_arguments(self._argv, self._settings, may_fetch=True)
-        self._model = args.model
-        refuse_damaged_weights(args.model, args.load_format)
-        engine_args, vllm_config = engine_config(args, self._settings, self._run_dir)
+        args, engine_args, vllm_config = self._configure()
         from server.vllm.auditing.provenance import open_audit_log
 
         audit = open_audit_log(
@@ -238,7 +254,6 @@ class VllmLauncher:
         from server.vllm.engine_client import EngineClient
 
         self._parts.end("configuration")
-        choose_start_method("spawn" if args.numa_bind else self._settings.engine_start)
         # The engine process loads the model while this one imports vLLM's serving modules.
         serving = in_daemon_thread(import_serving)
         engine = EngineClient.from_vllm_config(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -123,6 +124,35 @@ class OutputQueue(asyncio.Queue[Any]):
     def qsize(self) -> int:
         """Return the number of items."""
         return len(self._items)
+
+
+class DisconnectWatch:
+    """Reports the first connection to a bound socket that has been closed by its other end.
+
+    ZeroMQ itself waits for ever for a process that has gone.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        # Referenced: a socket without references is closed.
+        self._monitor = socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
+        self._events: zmq.Socket[Any] = zmq.Socket.shadow(self._monitor.underlying)
+        self._lost: str | None = None
+
+    def lost(self) -> str | None:
+        """Return the socket's address once a connection was closed, None before; never waits."""
+        if self._lost is None and self._events.poll(0):
+            self._lost = recv_monitor_message(self._events)["endpoint"].decode()
+        return self._lost
+
+
+def watch_others(engine: AsyncLLM) -> DisconnectWatch | None:
+    """Return the watch of data-parallel engines on other hosts, None if all run on this one."""
+    parallel = engine.vllm_config.parallel_config
+    if parallel.data_parallel_size_local >= parallel.data_parallel_size:
+        return None
+    resources: BackgroundResources = engine.engine_core.resources
+    assert isinstance(resources.input_socket, zmq.asyncio.Socket)
+    return DisconnectWatch(resources.input_socket)
 
 
 def receive_directly(engine: AsyncLLM) -> EngineSocket:

@@ -30,6 +30,11 @@ class LifeSettings(BaseModel):
     run_root: OptionalPath = Field(
         None, description="Parent of the run directory. Unset: the system's temporary directory."
     )
+    headless: bool = Field(
+        False,
+        description="Run data-parallel engines for the server at --data-parallel-address, without "
+        "an API; probes and metrics are answered.",
+    )
     engine_start: Literal["forkserver", "spawn"] = Field(
         "forkserver",
         description="Start method of the engine process; `spawn` is slower and needs no fork "

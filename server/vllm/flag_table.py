@@ -22,7 +22,6 @@ _CORES = "the process's affinity chooses the cores; use taskset or the container
 REFUSED_FLAGS: dict[str, str] = {
     **dict.fromkeys(
         (
-            "headless",
             "grpc",
             "api_server_count",
             "data_parallel_multi_port_external_lb",
@@ -225,11 +224,13 @@ CHECKED_FLAGS: Mapping[str, str] = {
         ("nnodes", "node_rank"), "one host; use `--distributed-executor-backend ray` for several"
     ),
     **dict.fromkeys(
-        (
-            *("data_parallel_start_rank", "data_parallel_size_local", "data_parallel_backend"),
-            *("data_parallel_hybrid_lb", "data_parallel_external_lb"),
-        ),
-        "one host starts all engines; use one server per host behind a load balancer",
+        ("data_parallel_start_rank", "data_parallel_size_local"),
+        "engines on other hosts are those of `--headless` servers "
+        "([parallelism](parallelism.md#engines-on-other-hosts))",
+    ),
+    **dict.fromkeys(
+        ("data_parallel_backend", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
+        "`mp`, one API for all engines; else use one server per host behind a load balancer",
     ),
     **dict.fromkeys(
         ("decode_context_parallel_size", "prefill_context_parallel_size"),
