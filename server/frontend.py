@@ -159,8 +159,8 @@ class Frontend(Protocol):
         ...
 
     @property
-    def buckets(self) -> BucketPort | None:
-        """The engine's compiled sizes, None for a model that does not generate text."""
+    def buckets(self) -> BucketPort:
+        """The engine's compiled sizes."""
         ...
 
     async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:

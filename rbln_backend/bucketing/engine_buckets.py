@@ -6,6 +6,7 @@ the maximum, so that the largest bucket always holds a full batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rbln_backend.bucketing.table import BucketTable
@@ -53,6 +54,15 @@ class EngineBuckets:
         # vLLM's scheduler gives no step more tokens than a chunk has.
         tokens = min(config.verify_tokens or DEFAULT_VERIFY_TOKENS, chunk_tokens)
         return replace(buckets, verify=VerifyTable(buckets.decode, lengths, tokens))
+
+    def resized(self, decode: Sequence[int], chunks: Sequence[int]) -> EngineBuckets:
+        """Return these sizes with others; `decode` is empty for a model that pools.
+
+        Raises `BucketError` for sizes that are not ascending.
+        """
+        buckets = BucketTable(tuple(decode)) if decode else None
+        verify = self.verify if buckets is None else self.verify.over(buckets)
+        return EngineBuckets(BucketTable(tuple(chunks)), buckets, verify)
 
 
 def decode_bucket_table(config: RblnConfig, max_batch_size: int) -> BucketTable:

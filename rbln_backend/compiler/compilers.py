@@ -24,8 +24,13 @@ from rbln_backend.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
-    """The SDK's compiler for the configured NPU; ``cache_dir``: this rank's own."""
+def make_rebel_compiler(
+    config: RblnConfig, cache_dir: Path | None, *, opens_device: bool = True
+) -> Compiler:
+    """The SDK's compiler for the configured NPU; ``cache_dir``: this rank's own.
+
+    ``opens_device``: False only compiles, whether or not the NPU is here.
+    """
     sdk, npu = installed_sdk(), find_npu(config)
     assert sdk is not None
     assert npu is not None
@@ -33,14 +38,15 @@ def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
     if found and config.force_npu_name not in (None, found):
         name = config.force_npu_name
         logger.warning("RBLN_FORCE_NPU_NAME=%s is ignored: the host has %s", name, found)
+    has_device = bool(found) and opens_device
     return RebelCompiler(
         sdk,
         npu=npu,
         cache_dir=cache_dir,
         strict=config.strict_mode,
         num_devices=config.num_devices_per_local_rank,
-        npu_tensors=bool(found) and uses_npu_tensors(config),
-        has_device=bool(found),
+        npu_tensors=has_device and uses_npu_tensors(config),
+        has_device=has_device,
     )
 
 

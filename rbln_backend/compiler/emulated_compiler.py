@@ -92,6 +92,7 @@ class EmulatedCompiler:
     name = "emulated"
     capabilities = EMULATED
     compiles_when_loading = False
+    compiles_without_device = True
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import importlib
 import io
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -49,10 +50,18 @@ def has_npu_tensors() -> bool:
 class RebelGraph:
     """A runtime returned by ``rbln_backend`` and the tensors it is called with."""
 
-    def __init__(self, spec: GraphSpec, runtime: Callable[..., Any], bound: BoundTensors) -> None:
+    def __init__(
+        self,
+        spec: GraphSpec,
+        runtime: Callable[..., Any],
+        bound: BoundTensors,
+        held: list[Any],
+    ) -> None:
+        """``held``: the list in which the SDK keeps its runtimes; the graph's leaves it with it."""
         self.spec = spec
         self._runtime = runtime
         self._bound = bound
+        weakref.finalize(self, _forget, held, runtime).atexit = False
 
     def run(self) -> tuple[Tensor, ...]:
         """As ``CompiledGraph.run``; outputs [...]."""
@@ -96,20 +105,22 @@ class RebelCompiler:
         self.hardware = npu.name
         self.capabilities = npu_capabilities(npu)
         self._backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
+        # Tensors on the NPU belong to the process that has opened it.
+        self.compiles_without_device = not npu_tensors
         self._moved = Moved(torch.device("rbln")) if npu_tensors else None
         self._num_devices = num_devices
         self._cache_dir = cache_dir
-        runtimes: list[Any] = []
+        self._runtimes: list[Any] = []
         modes = (["strict"] if strict else []) + ([] if has_device else ["compile_only"])
         self._options: dict[str, Any] = {
             "num_devices": num_devices,
             "mode": modes,
             "use_static_output": True,
-            "_runtime_holder": runtimes,
+            "_runtime_holder": self._runtimes,
         }
         if cache_dir is not None:
             self._options |= {"cache_dir": str(cache_dir), "mega_cache_only": True}
-        self.kv_memory = self._make_kv_memory(runtimes)
+        self.kv_memory = self._make_kv_memory(self._runtimes)
         self._groups: Mapping[str, Group] = {}
 
     def _make_kv_memory(self, runtimes: Sequence[Any]) -> KvMemory:
@@ -168,7 +179,7 @@ class RebelCompiler:
                 ) from error
             raise CompileError(f"compiling graph {spec} failed: {error}") from error
         logger.info("Compile time of %s: SDK %.2f s", spec, time.perf_counter() - started)
-        return RebelGraph(spec, runtime, bound)
+        return RebelGraph(spec, runtime, bound, self._runtimes)
 
     def _bind(self, program: Program, tensors: Sequence[Tensor]) -> BoundTensors:
         if self._moved is None:
@@ -197,6 +208,10 @@ class RebelCompiler:
         bundles = importlib.import_module("rebel.core.mega_cache")
         bundles.set_dir(str(self._cache_dir))
         return bundles
+
+
+def _forget(held: list[Any], runtime: object) -> None:
+    held[:] = [other for other in held if other is not runtime]
 
 
 def _no_room(error: Exception) -> Exception:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RANKS_EXECUTOR = "rbln_backend.worker.ranks_executor.RanksExecutor"
+"""The executor of several ranks on one host."""
+
 _WHOLE_ROWS: Final = "flashinfer_nvlink_two_sided"
 """The all-to-all backend with which vLLM gives every tensor-parallel rank all rows of a batch."""
 
@@ -90,9 +93,11 @@ def _check_stages(config: VllmConfig) -> None:
 
 
 def settle_parallel(parallel: ParallelConfig) -> None:
-    """Set the executor of one process and what ranks exchange."""
+    """Set the executors of one process and of one host, and what ranks exchange."""
     if parallel.distributed_executor_backend == "uni":
         parallel.distributed_executor_backend = "rbln_backend.worker.executor.DirectExecutor"
+    elif parallel.distributed_executor_backend == "mp":
+        parallel.distributed_executor_backend = RANKS_EXECUTOR
     parallel.disable_custom_all_reduce = True
     _keep_rows_whole(parallel)
 

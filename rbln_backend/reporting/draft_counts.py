@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rbln_backend.reporting.metric_cells import CounterHandle
 from rbln_backend.reporting.stats import MetricsBoard
+
+_NAMES = (
+    "rbln_draft_tokens_total",
+    "rbln_draft_accepted_tokens_total",
+    "rbln_draft_expected_gain_total",
+    "rbln_draft_gain_total",
+)
 
 
 class DraftCounts:
@@ -12,15 +20,17 @@ class DraftCounts:
 
     def __init__(self, board: MetricsBoard, sizes: Iterable[tuple[int, int]]) -> None:
         """``sizes`` are the compiled ones: requests, and tokens of each."""
-        self._cells = {
-            size: (
-                board.counter("rbln_draft_tokens_total", bucket=_shown(size)),
-                board.counter("rbln_draft_accepted_tokens_total", bucket=_shown(size)),
-                board.counter("rbln_draft_expected_gain_total", bucket=_shown(size)),
-                board.counter("rbln_draft_gain_total", bucket=_shown(size)),
-            )
-            for size in sizes
-        }
+        self._board = board
+        self._cells: dict[tuple[int, int], tuple[CounterHandle, ...]] = {}
+        self.add(sizes)
+
+    def add(self, sizes: Iterable[tuple[int, int]]) -> None:
+        """Count steps of ``sizes`` as well, where they are not counted yet."""
+        for size in sizes:
+            if size not in self._cells:
+                self._cells[size] = tuple(
+                    self._board.counter(name, bucket=_shown(size)) for name in _NAMES
+                )
 
     def record(
         self,

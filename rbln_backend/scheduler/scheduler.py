@@ -171,6 +171,7 @@ class RblnScheduler(PromptScheduler):
         """Choose among ``sizes`` from the next step on."""
         self._chunks = chunk_plan(self.vllm_config, sizes.chunks)
         self._background.take_buckets(sizes.decode)
+        self._drafts.take_sizes(sizes.verify)
         self._objectives.take_sizes(self._chunks, sizes.decode)
 
     def _end_late_requests(self) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rbln_backend.bucketing.engine_buckets import EngineBuckets
-from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.usage import PHASES
-from rbln_backend.vllm_compat.surface import VllmConfig, compiled_sizes, settled
+from rbln_backend.parallel.rules import RANKS_EXECUTOR
+from rbln_backend.vllm_compat.surface import VllmConfig, compiled_sizes, configured, settled
 from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.buckets.bucket_change import BucketChange
+from rbln_backend.worker.model_runner import RblnModelRunner
 
 if TYPE_CHECKING:
-    from rbln_backend.worker.engine_build import EngineBuild
+    from rbln_backend.worker.engine_build import EngineBuild, Runner
     from rbln_backend.worker.startup.self_description import SelfDescription
 
 _STOPPED = "the engine shuts down"
@@ -23,9 +23,12 @@ _STOPPED = "the engine shuts down"
 class BucketCalls(AdapterCalls):
     """Methods of a worker, called between two steps. No call waits for a compiler."""
 
+    opens_device = True
+    """False in a process that compiles for a change beside the one that has the NPU."""
     vllm_config: VllmConfig
     _description: SelfDescription
     _build: EngineBuild | None = None
+    _runner: Runner | None = None
     _change: BucketChange | None = None
     _sizes: EngineBuckets | None = None
     """The sizes since the latest change; None before the first."""
@@ -42,6 +45,7 @@ class BucketCalls(AdapterCalls):
             },
             "refusal": self._refusal(),
             "change": None if self._change is None else self._change.report(),
+            "verify": len(list(sizes.verify)),
             "graphs": 0 if self._build is None else len(self._build.served.graphs.inputs),
         }
 
@@ -52,19 +56,20 @@ class BucketCalls(AdapterCalls):
         where `bucket_state` has a refusal.
         """
         assert self._build is not None
+        assert self._runner is not None
         self.stop_bucket_change("replaced by another change")
-        sizes = replace(
-            self._present_sizes(),
-            decode=BucketTable(tuple(decode)),
-            chunks=BucketTable(tuple(prefill)),
-        )
-        self._change = BucketChange(self._build.served, sizes, self._take_sizes)
+        sizes = self._present_sizes().resized(decode, prefill)
+        served, charge = self._build.served, self._runner.steps.charge_warm_up
+        self._change = BucketChange(served, sizes, self._take_sizes, charge)
         return self._change.report()
 
-    def advance_bucket_change(self) -> dict[str, Any]:
-        """Do one piece of work of the change, at most a graph's run, and return its report."""
+    def advance_bucket_change(self, phase: str) -> dict[str, Any]:
+        """Do one piece of work of `phase`, at most a graph's run, and return the report.
+
+        `phase` is that of the rank that is behind: the others wait for it.
+        """
         assert self._change is not None
-        self._change.advance()
+        self._change.advance(phase)
         return self._change.report()
 
     def stop_bucket_change(self, reason: str = _STOPPED) -> None:
@@ -97,27 +102,40 @@ class BucketCalls(AdapterCalls):
         settled(self.vllm_config).size_changes.announce(sizes)
         self._description.takes_buckets(sizes)
         assert self._build is not None
+        if isinstance(self._runner, RblnModelRunner):
+            self._runner.take_verify_sizes(sizes.verify)
         if self._build.usage is not None:
             self._build.usage.take_buckets(list(sizes.decode or ()), list(sizes.chunks))
 
     def _refusal(self) -> str | None:
         """Return why this engine cannot change its sizes while it serves, or None."""
         config, parallel = self.vllm_config, self.vllm_config.parallel_config
-        factory = self._build.served.factory if self._build is not None else None
-        reasons = {
-            "a model that pools has no decode steps": self._present_sizes().decode is None,
-            "--speculative-config: the sizes that check drafts are derived from the decode "
-            "buckets at the start": config.speculative_config is not None,
-            "several ranks (--tensor-parallel-size, --pipeline-parallel-size or "
-            "--data-parallel-size above 1) would swap at different steps": parallel.world_size > 1
-            or parallel.data_parallel_size > 1,
-            "the compiler of this device compiles in the engine's process, where steps would "
-            "wait for it": factory is None or factory.compiles_when_loading,
-            "the scheduler runs in another process": not settled(
-                config
-            ).size_changes.reaches_scheduler,
+        if self._build is None:
+            return "the engine starts"
+        factory, rbln = self._build.served.factory, configured(config)
+        writes = not (rbln.disable_compile_cache or rbln.cache_read_only)
+        changes = settled(config).size_changes
+        passes_sizes = (
+            parallel.distributed_executor_backend == RANKS_EXECUTOR or changes.reaches_scheduler
+        )
+        # What the engine has, by the reason why it needs it.
+        conditions = {
+            "--data-parallel-size: its engines would swap at different steps": (
+                parallel.data_parallel_size == 1
+            ),
+            "the executor of these ranks does not pass sizes to the scheduler "
+            "(--distributed-executor-backend)": passes_sizes,
+            "several ranks on an NPU: compiling beside their steps was never run": (
+                parallel.world_size == 1 or not factory.compiles_when_loading
+            ),
+            "use_device_tensor: graphs over tensors on the NPU are compiled by the process that "
+            "has it, where steps would wait": factory.compiles_without_device,
+            "its graphs are compiled by another process, and no compile cache can be written "
+            "(VLLM_DISABLE_COMPILE_CACHE, VLLM_RBLN_CACHE_READ_ONLY)": (
+                writes or not factory.compiles_when_loading
+            ),
         }
-        return next((reason for reason, applies in reasons.items() if applies), None)
+        return next((reason for reason, holds in conditions.items() if not holds), None)
 
 
 def _lists(usage: Any) -> dict[str, list[list[float]]]:

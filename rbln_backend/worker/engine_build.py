@@ -171,7 +171,8 @@ class EngineBuild:
     @property
     def served(self) -> ServedGraphs:
         """The graphs, and what makes others."""
-        return ServedGraphs(self._graphs, self._factory)
+        others = [LM_HEAD] if self._generates and self._stage.part.is_last else []
+        return ServedGraphs(self._parts.vllm_config, self._graphs, self._factory, others)
 
     @property
     def usage(self) -> UsageRecorder | None:
@@ -226,10 +227,8 @@ class EngineBuild:
         return {str(r.spec): self._factory.key(r.spec).digest for r in self._requests()}
 
     def _requests(self) -> list[GraphRequest]:
-        specs = [*self._graphs.inputs]
-        if self._generates and self._stage.part.is_last:
-            specs.append(LM_HEAD)
-        return [self._request(spec) for spec in specs]
+        served = self.served
+        return [self._request(spec) for spec in (*served.graphs.inputs, *served.others)]
 
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
         graphs = warm_up.compile_all(self._requests(), self._factory)

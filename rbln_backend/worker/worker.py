@@ -34,6 +34,7 @@ from rbln_backend.kv_cache.specs import LayerSpec
 from rbln_backend.kv_cache.tensors import sharing_layers
 from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
+from rbln_backend.parallel.rules import RANKS_EXECUTOR
 from rbln_backend.reporting.description import DescriptionWriter
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
@@ -125,7 +126,7 @@ class RblnWorker(BucketCalls, WorkerBase):
         # A spawned process has run no code of ours before.
         outlive_readers()
         end_with_parent()
-        if vllm_config.parallel_config.distributed_executor_backend == "mp":
+        if vllm_config.parallel_config.distributed_executor_backend == RANKS_EXECUTOR:
             end_with_engine()
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         self._rbln = configured(vllm_config)
@@ -390,11 +391,10 @@ class RblnWorker(BucketCalls, WorkerBase):
         )
         for warning in announce_rank(devices):
             logger.warning(warning)
-        sdk = installed_sdk()
-        if self._rbln.profiler and sdk is not None:
+        if self._rbln.profiler and (sdk := installed_sdk()) is not None:
             self._profiler = RebelProfiler(sdk)
         writes = not self._rbln.disable_compile_cache and not self._rbln.cache_read_only
-        own = root / "sdk" / f"rank{place.number}"
-        rebel = make_rebel_compiler(self._rbln, own if writes else None)
+        own = root / "sdk" / f"rank{place.number}" if writes else None
+        rebel = make_rebel_compiler(self._rbln, own, opens_device=self.opens_device)
         self._description.has_device(rebel)
         return rebel

@@ -115,10 +115,11 @@ class LogFiles:
         """Begin another file with a header; return its bytes."""
         self._close_file()
         self._prune()
+        # Made before the file: one that cannot be encoded leaves none without a header.
+        line, after = append_to(self.link, header())
         path = self._root / f"audit-{self.link.seq:012d}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor, self._size = os.open(path, flags, _FILE_MODE), 0
-        line, after = append_to(self.link, header())
         try:
             self._write(line)
         except OSError:

@@ -2,7 +2,8 @@
 
 Records are encoded, written and synchronised in the thread: neither the event loop nor a step waits
 for a disk. Invariants (tests/server/audit/test_writer.py): with `stop`, no record is dropped while
-the process lives; with `continue`, a `gap` record has the number of those dropped before it.
+the process lives; with `continue`, a `gap` record has the number of those dropped before it. A
+record that cannot be made is such a failure as well, and does not end the thread.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class AuditWriter:
         self._records = self._num_bytes = self._dropped = self._failures = 0
         # Dropped records that no `gap` record has yet.
         self._gap = 0
-        self._is_failing = self._is_closing = False
+        self._is_failing = self._is_closing = self._has_given_up = False
         if files.repaired_bytes:
             self._waiting.append(lambda: _event("repair", removed_bytes=files.repaired_bytes))
         self._thread = threading.Thread(target=self._run, daemon=True, name="audit-log")
@@ -113,6 +114,7 @@ class AuditWriter:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
+        self._has_given_up = True
         if left := len(self._waiting):
             logger.error("audit log: %d records were not written before the end", left)
 
@@ -129,7 +131,7 @@ class AuditWriter:
                 # thread: it tries the disk again.
                 if not self._changed.wait(_RETRY_S if self._must_retry() else None):
                     return True
-            return bool(self._waiting)
+            return bool(self._waiting) and not self._has_given_up
 
     def _must_retry(self) -> bool:
         return self._stops and self._is_failing
@@ -140,7 +142,9 @@ class AuditWriter:
                 self._write(record)
             self._files.sync()
         except OSError as error:
-            self._note_failure(error)
+            self._note_failure(str(error))
+        except Exception as error:  # noqa: BLE001 (made of what a client sent)
+            self._note_failure(f"a record cannot be made: {type(error).__name__}: {error}", lost=1)
         else:
             if self._is_failing:
                 logger.warning("audit log: records are written again")
@@ -165,17 +169,18 @@ class AuditWriter:
             self._records += 1
             self._num_bytes += num_bytes
 
-    def _note_failure(self, error: OSError) -> None:
+    def _note_failure(self, reason: str, lost: int | None = None) -> None:
+        """Count a failure; with `continue`, drop the first `lost` waiting records, or all."""
         if not self._is_failing:
             effect = "requests get 503" if self._stops else "records are dropped"
             logger.error(
-                "audit log: %s; until it can be written, %s (--audit-on-full)", error, effect
+                "audit log: %s; until it can be written, %s (--audit-on-full)", reason, effect
             )
         with self._changed:
             self._is_failing = True
             self._failures += 1
             if not self._stops:
-                while self._waiting:
+                for _ in range(len(self._waiting) if lost is None else lost):
                     self._waiting.popleft()
                     self._drop()
             else:

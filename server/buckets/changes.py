@@ -41,6 +41,8 @@ class _Change:
     predicted: Shares | None
     report: dict[str, Any] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
+    phase: str = ""
+    phase_began: float = field(default_factory=time.monotonic)
     ended_at: float | None = None
     released: int | None = None
     before: Usage | None = None
@@ -95,7 +97,7 @@ class BucketChanges:
         return (last.old, last.reason) if last is not None and is_done else None
 
     async def state(self) -> dict[str, Any]:
-        """Return the engine's report; raises `UnsupportedOperationError` if it has no buckets."""
+        """Return the engine's report; raises `UnsupportedOperationError` before the start."""
         return await self._port().state()
 
     async def begin(self, tables: Tables, reason: Reason, predicted: Shares | None = None) -> None:
@@ -165,7 +167,7 @@ class BucketChanges:
     def _port(self) -> BucketPort:
         port = self._find_port()
         if port is None:
-            raise UnsupportedOperationError("This model pools; it has no decode buckets.")
+            raise UnsupportedOperationError("The engine has not started; its sizes are not known.")
         return port
 
     async def _run(self, change: _Change) -> None:
@@ -182,6 +184,8 @@ class BucketChanges:
             self._release.cancel()
         change.report = await port.start(change.tables)
         while (phase := change.report["phase"]) not in RESULTS:
+            if phase != change.phase:
+                change.phase, change.phase_began = phase, time.monotonic()
             await asyncio.sleep(_PERIOD_S.get(phase, _BETWEEN_S))
             if phase == "swap":
                 await self._note_usage(port, change)
@@ -204,7 +208,8 @@ class BucketChanges:
             change.swapped = self._last.swapped if self._last is not None else None
             change.before = None
         else:
-            self._take_decode(tuple(change.tables["decode"]))
+            if change.tables["decode"]:
+                self._take_decode(tuple(change.tables["decode"]))
             seconds, graphs = change.report["seconds"], change.report["graphs"]
             logger.info("Buckets changed after %.1f s; new graphs: %s", seconds, graphs or "none")
         self._last = change
@@ -223,11 +228,12 @@ def _progress(change: _Change) -> ChangeProgress:
     report = change.report
     done, total = report.get("done", 0), report.get("total", 0)
     elapsed = time.monotonic() - change.began
+    in_phase = time.monotonic() - change.phase_began
     return ChangeProgress(
         phase=report.get("phase", "start"),
         graphs={"done": done, "total": total},
         elapsed_s=round(elapsed, 3),
-        eta_s=round(elapsed * (total - done) / done, 3) if done else None,
+        eta_s=round(in_phase * (total - done) / done, 3) if done else None,
         decode=list(change.tables["decode"]),
         prefill=list(change.tables["prefill"]),
         reason=change.reason,

@@ -1,12 +1,18 @@
-"""`EngineBucketCalls`: the engine's calls that report and change its compiled sizes."""
+"""`EngineBucketCalls`: the engine's calls that report and change its compiled sizes.
+
+They go to all ranks. A change passes its phases on all of them together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage
 from server.errors import EngineFailedError
+
+_PHASES = ("compile", "warmup", "swap", "done")
+"""Of a change, in order."""
 
 
 class CallWorkers(Protocol):
@@ -50,34 +56,58 @@ class EngineBucketCalls:
 
     def __init__(self, call: CallWorkers) -> None:
         self._call_workers = call
+        self._phase = ""
+        """The phase of the rank that is behind the others."""
 
     async def state(self) -> dict[str, Any]:
         """Return the present sizes; see `BucketPort`."""
-        return dict(await self._call("bucket_state"))
+        states = await self._call("bucket_state")
+        refusals = [state["refusal"] for state in states if state["refusal"] is not None]
+        return {**states[0], "refusal": refusals[0] if refusals else None}
 
     async def start(self, tables: Tables) -> dict[str, Any]:
         """Begin a change; see `BucketPort`."""
         sizes = list(tables["decode"]), list(tables["prefill"])
-        return dict(await self._call("start_bucket_change", *sizes))
+        try:
+            return await self._common(await self._call("start_bucket_change", *sizes))
+        except EngineFailedError as error:
+            # Other ranks may have begun.
+            await self._call("stop_bucket_change", str(error))
+            raise
 
     async def advance(self) -> dict[str, Any]:
         """Do one piece of work; see `BucketPort`."""
-        return dict(await self._call("advance_bucket_change"))
+        return await self._common(await self._call("advance_bucket_change", self._phase))
 
     async def release(self) -> int:
         """Free the graphs of earlier sizes; see `BucketPort`."""
-        return int(await self._call("release_graphs"))
+        return int((await self._call("release_graphs"))[0])
 
     async def usage(self) -> Usage | None:
         """Return the counts of steps; see `BucketPort`."""
-        counts = await self._call("bucket_usage")
-        if counts is None:
+        found = [counts for counts in await self._call("bucket_usage") if counts is not None]
+        if not found:
             return None
+        (counts,) = found[:1]
         return Usage({phase: _phase_usage(counts[phase]) for phase in PHASES})
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    async def _common(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the report of the rank that is behind, or of one that failed.
+
+        After a failure the other ranks give up, too.
+        """
+        failed = [report for report in reports if report["phase"] == "failed"]
+        if failed:
+            if len(failed) < len(reports):
+                await self._call("stop_bucket_change", failed[0]["error"])
+            return dict(failed[0])
+        behind = min(reports, key=lambda r: (_PHASES.index(r["phase"]), r["done"]))
+        self._phase = behind["phase"]
+        return dict(behind)
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
         try:
-            return (await self._call_workers(method, args=arguments))[0]
+            return list(await self._call_workers(method, args=arguments))
         except Exception as error:
             # The boundary to the engine, which raises exceptions of its own.
             raise EngineFailedError(f"The engine did not answer {method}: {error}") from error

@@ -29,6 +29,11 @@ def requested_tables(
         raise InvalidValueError(
             "'decode' or 'prefill' must be given: a list of sizes, or \"auto\".", param="decode"
         )
+    if wanted["decode"] is not None and not state["decode"]:
+        raise UnsupportedOperationError(
+            "'decode' must be left out: this model pools, and has prefill graphs alone.",
+            param="decode",
+        )
     return {phase: _sizes(phase, wanted[phase], state, advice) for phase in PHASES}
 
 

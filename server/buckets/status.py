@@ -10,7 +10,10 @@ from server.lifecycle import GraphCounts
 
 
 class ChangeProgress(TypedDict):
-    """A change that is not complete, in the form of `/startupz`; times in seconds."""
+    """A change that is not complete, in the form of `/startupz`; times in seconds.
+
+    `graphs` and `eta_s` are of the phase.
+    """
 
     phase: str
     graphs: GraphCounts

@@ -25,7 +25,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from rbln_backend import api
 from server.admission import Capacity
 from server.audit.writer import AuditCounts
-from server.buckets.engine_buckets import EngineBucketCalls
+from server.buckets.engine_buckets import BucketPort, EngineBucketCalls
 from server.errors import (
     ContextLengthError,
     InternalError,
@@ -134,8 +134,7 @@ class VllmFrontend:
         self.tools = tools
         self.adapters: AdapterRegistry | None = state.adapters
         self.grammars: GrammarGate | None = engine.grammars
-        generates = "generate" in tasks
-        self.buckets = EngineBucketCalls(engine.collective_rpc) if generates else None
+        self.buckets: BucketPort = EngineBucketCalls(engine.collective_rpc)
         self.profiler: Profiler | None = engine if api.profiles(engine.vllm_config) else None
         self._engine = engine
         self._models = state.openai_serving_models

@@ -26,11 +26,13 @@ def run_ranks(
     *,
     environment: dict[str, str] | None = None,
     adapters: Sequence[Path | None] = (),
+    sizes: dict[str, list[int]] | None = None,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Answers of an engine with ``options`` beyond the tests' own, in a process of its own.
 
-    ``adapters`` has one or none for each prompt.
+    ``adapters`` has one or none for each prompt. ``sizes`` replace the engine's while it answers;
+    then it answers all prompts once more.
     """
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     root = Path(__file__).parents[2]
@@ -41,7 +43,14 @@ def run_ranks(
     }
     one_thread = {"additional_config": {"rbln": {"num_threads": 1}}}
     folders = [None if path is None else str(path) for path in adapters]
-    argument = [str(checkpoint), DEFAULTS | one_thread | options, prompts, NUM_TOKENS, folders]
+    argument = [
+        str(checkpoint),
+        DEFAULTS | one_thread | options,
+        prompts,
+        NUM_TOKENS,
+        folders,
+        sizes,
+    ]
     answers: list[dict[str, Any]] = run_script(
         SCRIPT, argument, inherited | ours | (environment or {}), timeout_s=TIMEOUT_S
     )

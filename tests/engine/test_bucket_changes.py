@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rbln_backend.speculation.chooser import Chooser, StepChoice
 from rbln_backend.worker.buckets.bucket_change import BucketChange
 from tests.engine.conftest import Engine, Engines
+from tests.engine.oracle import MOST
+from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.test_equality import make_prompts
+from tests.engine.test_pooling import EMBED, assert_close, vectors
 from tests.engine.test_scheduling import greedy, tokens
 
 pytestmark = pytest.mark.engine
 
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
+# Prompts come again, so that most drafts are of earlier answers.
+DRAFTS = {"speculative_config": {"method": "suffix", "num_speculative_tokens": MOST}}
 START = {"decode": [1, 2, 4, 8], "prefill": [16, 32, 64, 128]}
 CHANGES = [
     {"decode": [3, 8], "prefill": START["prefill"]},
@@ -33,7 +40,7 @@ def _change_while(engine: Engine, sizes: dict[str, list[int]], step: Callable[[]
     report = _call(engine, "start_bucket_change", sizes["decode"], sizes["prefill"])
     while report["phase"] not in ("done", "failed"):
         step()
-        report = _call(engine, "advance_bucket_change")
+        report = _call(engine, "advance_bucket_change", report["phase"])
     return report
 
 
@@ -64,20 +71,31 @@ def _run_changes(engine: Engine, prompts: list[list[int]]) -> dict[str, list[int
         for _ in range(60):
             step()
         _call(engine, "release_graphs")
-        assert _call(engine, "bucket_state")["graphs"] == sum(map(len, sizes.values()))
+        verify = _call(engine, "bucket_state")["verify"]
+        assert _call(engine, "bucket_state")["graphs"] == verify + sum(map(len, sizes.values()))
     return results
 
 
-def test_changes_while_requests_run_change_no_token(engines: Engines) -> None:
-    engine = engines.fresh(**SIZES)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_changes_while_requests_run_change_no_token(
+    engines: Engines, monkeypatch: Any, drafts: bool
+) -> None:
+    engine = engines.fresh(**SIZES, **(DRAFTS if drafts else {}))
+    # Steps of tiny models take as long with drafts as they happen to.
+    monkeypatch.setattr(Chooser, "choose", lambda *_: StepChoice(MOST + 1))
     prompts = make_prompts([5, 70, 130, 20, 17, 40, 9, 100], seed=3)
-    expected = tokens(engine.generate(prompts, greedy(24)))
+    expected = tokens(engines(**SIZES).generate(prompts, greedy(24)))
+    warm_up = {"kind": "warmup", "key": ""}
+    before = engine.total("rbln_device_seconds_total", **warm_up)
     results = _run_changes(engine, prompts)
+    assert engine.total("rbln_device_seconds_total", **warm_up) > before, "new graphs ran once"
     assert len(results) >= len(prompts)
     for number, found in results.items():
         assert found == expected[int(number) % len(prompts)]
+    if drafts:
+        assert engine.total("rbln_draft_accepted_tokens_total", bucket="3x4") > 0
     steps = "rbln_bucket_steps_total"
-    for phase, bucket in (("decode", "3"), ("prefill", "24")):
+    for phase, bucket in (("verify", "3x4") if drafts else ("decode", "3"), ("prefill", "24")):
         assert engine.metric(steps, phase=phase, bucket=bucket) > 0
     assert engine.total("rbln_recompiles_after_warmup_total") == 0
 
@@ -95,3 +113,24 @@ def test_a_failed_change_leaves_the_sizes(engines: Engines, monkeypatch: Any) ->
     assert "no memory for a capture" in report["error"]
     assert {name: _call(engine, "bucket_state")[name] for name in START} == START
     assert len(tokens(engine.generate(make_prompts([5] * 7, seed=1), greedy(3)))) == 7
+
+
+def test_a_model_that_pools_changes_its_chunks(engines: Engines) -> None:
+    engine = engines.fresh(**EMBED, **SIZES)
+    prompts = make_prompts([5, 70, 130, 20, 17], seed=4)
+    expected = vectors(engine, prompts)
+    report = _change_while(engine, {"decode": [], "prefill": [24, 128]}, lambda: None)
+    assert report["error"] is None
+    for actual, before in zip(vectors(engine, prompts), expected, strict=True):
+        assert_close(actual, before, "after the change")
+    assert engine.metric("rbln_bucket_steps_total", phase="pooling", bucket="24") > 0
+    assert engine.total("rbln_recompiles_after_warmup_total") == 0
+
+
+@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_ranks_change_between_the_same_steps(engines: Engines, tmp_path: Path, ranks: str) -> None:
+    prompts = make_prompts([5, 70, 20, 100], seed=5)
+    sizes = {"decode": [1, 4] if ranks == "tensor_parallel_size" else [2], "prefill": [24, 64]}
+    alone = engines()
+    answers = run_ranks(alone.checkpoint, tmp_path, prompts, sizes=sizes, **{ranks: 2})
+    assert_as_one_rank(alone, prompts * 2, answers, tolerance=1e-4)

@@ -14,7 +14,7 @@ import os
 import signal
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rbln_backend.core import GraphSpec
 from rbln_backend.errors import CompileError
@@ -32,6 +32,29 @@ _RESULTS: tuple[Result, ...] = ("loaded", "compiled")
 _FAILED = len(_RESULTS)
 
 
+class ProgramSource(Protocol):
+    """Where a change gets its programs from, beside the steps."""
+
+    is_running: bool
+    """False once all programs have come."""
+
+    @property
+    def counts(self) -> tuple[int, int] | None:
+        """Graphs done and in all, where the source has counts of its own."""
+        ...
+
+    def receive(self) -> list[MadeProgram]:
+        """Return the programs that came since the last call, without waiting.
+
+        Raises ``CompileError``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop and free what is beside the engine; idempotent."""
+        ...
+
+
 class MadeProgram(NamedTuple):
     """The bytes of a graph's program."""
 
@@ -42,6 +65,8 @@ class MadeProgram(NamedTuple):
 
 class GraphChild:
     """A child that makes the programs of `specs`; `receive` returns them as they come."""
+
+    counts = None
 
     def __init__(
         self, specs: Sequence[GraphSpec], make: Callable[[], Iterable[ObtainedProgram]]

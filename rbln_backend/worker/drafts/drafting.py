@@ -53,6 +53,10 @@ class Drafting(Protocol):
         """Record the tokens sampled for each request. Called after a step."""
         ...
 
+    def take_sizes(self, table: VerifyTable) -> None:
+        """Choose among other compiled sizes from the next step on."""
+        ...
+
     def take(self) -> DraftTokenIds | None:
         """Return drafts of all decoding requests, None where the latest step sampled nothing."""
         ...
@@ -67,6 +71,9 @@ class NoDrafting:
     def end_step(
         self, batch: StepBatch, token_ids: Sequence[Sequence[int]], took: StepSeconds
     ) -> None:
+        """Do nothing."""
+
+    def take_sizes(self, table: VerifyTable) -> None:
         """Do nothing."""
 
     def take(self) -> DraftTokenIds | None:
@@ -140,6 +147,12 @@ class HostDrafting:
             if begun.acceptance is not None:
                 begun.acceptance.record(tokens)
                 self._drafter.extend(name, tokens)
+
+    def take_sizes(self, table: VerifyTable) -> None:
+        """As ``Drafting``. Drafts that wait are cut to the new sizes by the scheduler."""
+        self._table, self._costs = table, self._costs.over(table)
+        self._chooser = Chooser(table, self._costs)
+        self._counts.add(table)
 
     def take(self) -> DraftTokenIds | None:
         """As ``Drafting``."""

@@ -126,6 +126,7 @@ class GraphFactory:
         # Only this device's check calls every operator of a program on the shapes of its inputs.
         self._derives = compiler.capabilities.runs_on_host
         self.compiles_when_loading = compiler.compiles_when_loading
+        self.compiles_without_device = compiler.compiles_without_device
 
     def key(self, spec: GraphSpec) -> CacheKey:
         return graph_key(self._key_fields, self._compiler.fingerprint(), spec)
@@ -186,6 +187,10 @@ class GraphFactory:
                 locks[spec].close()
                 listener.graph_done(spec, "compiled", seconds)
                 yield ObtainedProgram(spec, program, "compiled")
+
+    def load(self, request: GraphRequest) -> Program | None:
+        """Return the stored program of ``request``; None without one that fits."""
+        return self._stored(request)
 
     def pack_weights(self, programs: Iterable[Program]) -> None:
         """Pack the weights into the layout that ``programs``, all that will run, read."""

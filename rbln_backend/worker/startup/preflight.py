@@ -36,6 +36,7 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.worker.graphs.warmup_plan import plan
 from rbln_backend.worker.startup.model_layers import install_latent_layers, register_quantization
 from rbln_backend.worker.startup.skeleton import Skeleton
+from rbln_backend.worker.step.graph_set import tables_of
 from rbln_backend.worker.step.host_pooler import HostPooler
 
 LayerSpecs = Mapping[str, LayerSpec]
@@ -145,11 +146,8 @@ def generates(config: VllmConfig) -> bool:
 
 
 def bucket_tables(config: VllmConfig) -> dict[Phase, BucketTable]:
-    """Return the compiled sizes by phase."""
-    sizes = compiled_sizes(config)
-    if sizes.decode is None:
-        return {Phase.POOLING: sizes.chunks}
-    return {Phase.PREFILL: sizes.chunks, Phase.DECODE: sizes.decode}
+    """Return the compiled sizes of an engine by phase."""
+    return tables_of(compiled_sizes(config))
 
 
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:

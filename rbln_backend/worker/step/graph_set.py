@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
 from rbln_backend.compiler.port import CompiledGraph
@@ -76,24 +77,36 @@ class GraphSet:
                 step = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
                 self._selected[(phase, size, 1)] = step
 
-    def specs_of(self, tables: Mapping[Phase, BucketTable]) -> list[GraphSpec]:
-        """Return the graphs that steps of ``tables`` run."""
-        return plan(tables, self.verify, has_logits=False, prompts=self.prompts)
+    def specs_of(self, tables: Mapping[Phase, BucketTable], verify: VerifyTable) -> list[GraphSpec]:
+        """Return the graphs that steps of ``tables`` and ``verify`` run."""
+        return plan(tables, verify, has_logits=False, prompts=self.prompts)
 
-    def adopt(self, tables: Mapping[Phase, BucketTable], new: Iterable[StepGraph]) -> None:
-        """Select among the graphs of ``tables`` from the next step on; ``new`` are added.
+    @property
+    def specs(self) -> list[GraphSpec]:
+        """The graphs that steps run at present."""
+        return self.specs_of(self.tables, self.verify)
+
+    def adopt(
+        self,
+        tables: Mapping[Phase, BucketTable],
+        verify: VerifyTable,
+        new: Iterable[StepGraph],
+    ) -> None:
+        """Select among the graphs of ``tables`` and ``verify`` from the next step on.
+
+        ``new`` are added.
 
         Graphs of other tables stay until ``release``.
         """
         for step in new:
             self.inputs[step.spec] = step.inputs
             self.dispatch.add(step.graph)
-        self.tables = tables
+        self.tables, self.verify = tables, verify
         self._selected.clear()
 
     def release(self, keep: Iterable[GraphSpec] = ()) -> int:
-        """Drop the graphs that no step of ``tables`` runs, but for ``keep``; return how many."""
-        unused = self.inputs.keys() - {*self.specs_of(self.tables), *keep}
+        """Drop the graphs that no step runs, but for ``keep``; return how many."""
+        unused = self.inputs.keys() - {*self.specs, *keep}
         for spec in unused:
             del self.inputs[spec]
             self.dispatch.remove(spec)
@@ -103,3 +116,10 @@ class GraphSet:
         """Replace the graph of the same spec by ``graph``."""
         self.dispatch.add(graph)
         self._selected.clear()
+
+
+def tables_of(sizes: EngineBuckets) -> dict[Phase, BucketTable]:
+    """Return sizes by phase."""
+    if sizes.decode is None:
+        return {Phase.POOLING: sizes.chunks}
+    return {Phase.PREFILL: sizes.chunks, Phase.DECODE: sizes.decode}

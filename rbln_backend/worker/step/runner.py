@@ -104,6 +104,10 @@ class StepRunner:
                 group.put_blocks(place, table.get_numpy_array()[row])
 
     @torch.inference_mode()
+    def charge_warm_up(self, seconds: float) -> None:
+        """Charge the first run of a new graph, which is no step."""
+        self._accounts.charge_warm_up(seconds)
+
     def run_idle(self) -> None:
         """Run the graphs of the other data-parallel ranks over padding: their collectives wait."""
         self._run_rounds(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NamedTuple
 
 import httpx
 from fastapi import APIRouter
@@ -19,6 +20,7 @@ from server.model_pool.front.metrics_page import (
     quoted,
     render_page,
 )
+from server.model_pool.model_process import ModelProcess
 from server.model_pool.pool import ModelPool
 from server.model_pool.pooled_model import ModelState, PooledModel
 from server.observability.metrics import CONTENT_TYPE, ServerMetrics
@@ -34,6 +36,15 @@ _FRONT = (
 _FRONT_ALONE = ("rbln_http_connections", "rbln_http_connection_refusals_total")
 """Metrics that count the front process's own connections in a model's process."""
 
+_LOADED = (ModelState.READY, ModelState.LEAVING)
+
+
+class _ReadPage(NamedTuple):
+    """The page of a process, as it was last read."""
+
+    process: ModelProcess
+    page: Families
+
 
 class FrontMetrics:
     """Reads the pages of the models' processes, and keeps the counts of those that have ended."""
@@ -42,6 +53,7 @@ class FrontMetrics:
         self._pool = pool
         self._metrics = metrics
         self._ended: dict[str, Families] = {name: {} for name in pool.models}
+        self._latest: dict[str, _ReadPage] = {}
         pool.before_stop.append(self._keep)
 
     async def page(self) -> str:
@@ -54,14 +66,27 @@ class FrontMetrics:
 
     async def _page_of(self, model: PooledModel) -> Families:
         """Return the model's counts of all its processes, and the gauges of the running one."""
-        loaded = model.state in (ModelState.READY, ModelState.LEAVING)
-        live = await self._read(model) if loaded else {}
+        live = {}
+        process = model.process
+        if process is not None and model.state in _LOADED:
+            live = await self._read(model, process)
+            # Not of a process that ends meanwhile: its last counts are read by themselves.
+            if live and model.process is process and model.state in _LOADED:
+                self._keep_of_killed(model)
+                self._latest[model.name] = _ReadPage(process, live)
+        else:
+            self._keep_of_killed(model)
         return join_pages([live, self._ended[model.name]])
 
-    async def _read(self, model: PooledModel) -> Families:
-        assert model.process is not None
+    def _keep_of_killed(self, model: PooledModel) -> None:
+        """Keep the counts that were last read of a process that ended by itself."""
+        latest = self._latest.get(model.name)
+        if latest is not None and latest.process is not model.process:
+            add_counts(self._ended[model.name], self._latest.pop(model.name).page)
+
+    async def _read(self, model: PooledModel, process: ModelProcess) -> Families:
         try:
-            answer = await model.process.client.get("/metrics", timeout=_TIMEOUT_S)
+            answer = await process.client.get("/metrics", timeout=_TIMEOUT_S)
             answer.raise_for_status()
         except httpx.HTTPError as error:
             logger.warning("the metrics of the model %s cannot be read: %r", model.name, error)
@@ -70,8 +95,14 @@ class FrontMetrics:
         return {name: family for name, family in page.items() if name not in _FRONT_ALONE}
 
     async def _keep(self, model: PooledModel) -> None:
-        """Keep the counts of a process that is about to end."""
-        add_counts(self._ended[model.name], await self._read(model))
+        """Keep the counts of a process that is about to end; the last ones if it cannot answer."""
+        assert model.process is not None
+        self._keep_of_killed(model)
+        read = await self._read(model, model.process)
+        latest = self._latest.pop(model.name, None)
+        if not read and latest is not None:
+            read = latest.page
+        add_counts(self._ended[model.name], read)
 
     def _of_pool(self) -> list[Families]:
         """Return the metrics of the models' states."""

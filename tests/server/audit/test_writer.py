@@ -128,3 +128,30 @@ def test_a_repair_is_recorded(tmp_path: Path) -> None:
             file.write(b'{"seq":')
     _, records = _read(tmp_path)
     assert [r["removed_bytes"] for r in records if r["kind"] == "repair"] == [7]
+
+
+def _unencodable() -> Mapping[str, Any]:
+    return {"kind": "answer", "number": 1, "text": "\ud800"}
+
+
+def test_a_record_that_cannot_be_encoded_is_a_gap_and_the_next_are_written(tmp_path: Path) -> None:
+    writer = AuditWriter(LogFiles(tmp_path, _LIMITS), _header, "continue", 100)
+    for record in (_answer(0), _unencodable, _answer(2)):
+        writer.put(record)
+    _wait_for(lambda: not writer.counts().waiting and not writer.counts().is_failing)
+    counts = writer.counts()
+    writer.close(10)
+    verification, records = _read(tmp_path)
+    assert verification.breaks == []
+    assert [record["kind"] for record in records] == ["server", "answer", "gap", "answer"]
+    assert (counts.failures, counts.dropped) == (1, 1)
+
+
+def test_stop_refuses_requests_after_a_record_that_cannot_be_encoded(tmp_path: Path) -> None:
+    writer = AuditWriter(LogFiles(tmp_path, _LIMITS), _header, "stop", 100)
+    writer.put(_unencodable)
+    _wait_for(lambda: writer.counts().failures > 0)
+    with pytest.raises(AuditUnavailableError, match="cannot be written"):
+        writer.require_space()
+    assert writer.counts().waiting == 1
+    writer.close(0)

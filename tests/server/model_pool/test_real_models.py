@@ -169,8 +169,10 @@ def test_a_stored_response_is_found_though_its_model_has_left(server: RealServer
     assert later.previous_response_id == first.id
 
 
-def test_a_killed_model_is_started_again(server: RealServer) -> None:
+def test_a_killed_model_is_started_again_and_keeps_its_counts(server: RealServer) -> None:
     assert _ask(server, "two").status_code == 200
+    counted = _chats(server, "two")
+    assert counted > 0
     loads = _models(server)["two"]["loads"]
     titles = descendants(server.process.pid)
     served = [pid for pid, title in titles.items() if "--served-model-name two" in title]
@@ -187,6 +189,7 @@ def test_a_killed_model_is_started_again(server: RealServer) -> None:
         answer = _ask(server, "two")
     assert answer.status_code == 200
     assert _models(server)["two"]["loads"] == loads + 1
+    assert _chats(server, "two") == counted + 1
 
 
 def test_an_operator_puts_a_model_to_sleep_and_wakes_it(server: RealServer) -> None:

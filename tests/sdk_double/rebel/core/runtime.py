@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class Runtime:
     def _load(self) -> None:
         if any(given.kind == "static" for given in self._inputs):
             MEMORY.take(f"runtime {self.number}", RUNTIME_BYTES)
+            weakref.finalize(self, MEMORY.give_back, f"runtime {self.number}").atexit = False
         for name, weight in attributes(self._module):
             *path, last = name.split(".")
             owner = self._module.get_submodule(".".join(path))
