@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -87,6 +88,26 @@ def test_what_cannot_run_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         engines.fresh("llama", **options)
+
+
+@pytest.mark.parametrize(
+    ("arch", "method"),
+    [
+        *(("llama", "eagle"), ("llama", "eagle3"), ("llama", "draft_model"), ("llama", "medusa")),
+        ("deepseek_v3", "mtp"),
+    ],
+)
+def test_second_models_are_refused_by_their_method(
+    engines: Engines, tmp_path: Path, arch: str, method: str
+) -> None:
+    drafts = engines.checkpoints(arch)
+    if method == "medusa":
+        drafts, sizes = tmp_path, {"hidden_size": 96, "vocab_size": 512, "num_heads": 2}
+        config = {"model_type": method, "architectures": ["MedusaModel"], "num_layers": 1}
+        (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    settings = {"method": method, "model": str(drafts), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match=f"method '{method}': speculative decoding with this"):
+        engines.fresh(arch, speculative_config=settings)
 
 
 def test_the_profiler_excludes_model_parallelism(
