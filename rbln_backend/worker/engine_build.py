@@ -335,7 +335,7 @@ class EngineBuild:
             picks=make_picks(by_graph=self._stage.part.picks_tokens, runs_on_host=runs_on_host),
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
             grammar_mask=GrammarMask(board),
-            verification=Verification(sampler, batches),
+            verification=Verification(sampler, batches, is_picked=self._stage.part.picks_tokens),
             drafting=make_drafting(
                 config,
                 batches,

@@ -117,10 +117,8 @@ class RblnModelRunner:
         batch, logprobs = pending.batch, None
         if not batch.samples:
             return self._reply([[] for _ in range(batch.num_reqs)], None, pending)
-        picks = self._picks_for(batch, grammar)
-        if picks is not None:
-            token_ids = self._take_picked(batch, picks(pending.outputs, batch.num_reqs))
-        else:
+        token_ids = None if grammar is not None else self._take_picked(batch, pending.outputs)
+        if token_ids is None:
             token_ids, logprobs = self._sample_logits(pending, grammar)
         took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
         self._drafting.end_step(batch, token_ids, took)
@@ -134,14 +132,14 @@ class RblnModelRunner:
         """Return drafts for the next step; None without speculation or sampled tokens."""
         return self._drafting.take()
 
-    def _picks_for(self, batch: StepBatch, grammar: GrammarOutput | None) -> TokenPicks | None:
-        """Return what picks the step's tokens; None if any is not that of its largest logit."""
-        if grammar is not None or batch.phase is Phase.VERIFY:
-            return None
+    def _take_picked(self, batch: StepBatch, outputs: StepOutputs) -> list[list[int]] | None:
+        """Record and return picked tokens; None if any is not that of its largest logit."""
+        if batch.phase is Phase.VERIFY:
+            return self._verification.take_picked(batch, outputs)
         is_greedy = self._sampler.takes_largest(batch.input_batch.sampling_metadata)
-        return self._picks if is_greedy else None
-
-    def _take_picked(self, batch: StepBatch, token_ids: list[list[int]]) -> list[list[int]]:
+        if self._picks is None or not is_greedy:
+            return None
+        token_ids = self._picks(outputs, batch.num_reqs)
         for row in batch.unfinished:
             token_ids[row] = []
         self._batches.record(batch, token_ids)

@@ -67,6 +67,16 @@ def test_tokens_behind_the_first_matter(greedy: Job, folder: Path, cold: Ran) ->
     assert broken.answers[0] != cold.answers[0]
 
 
+def test_drafts_are_checked_by_the_tokens_that_the_graph_picked(
+    greedy: Job, folder: Path, cold: Ran
+) -> None:
+    """With another op, drafts of the same wrong answer are right the second time."""
+    broken = run([greedy], folder, **{"break": ["argmax"]})
+    first, second = broken.answers[0]
+    assert first == second != cold.answers[0][0]
+    assert len(broken.calls("run")) == pytest.approx(len(cold.calls("run")), rel=0.2)
+
+
 @pytest.mark.wide
 def test_seeds_give_the_same_with_drafts(greedy: Job, folder: Path) -> None:
     seeded = replace(greedy, seed=5)

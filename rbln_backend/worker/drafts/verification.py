@@ -1,9 +1,10 @@
 """Sampling of a step that checks drafts: gives the tokens that steps of one token would give.
 
 A draft is right if it is what would be sampled at its position. Greedy tokens of all positions are
-sampled at once. Where a token depends on those before it (penalties, a generator's state), each
-position is sampled as a step of its own, for the requests whose drafts were right so far: a
-request's generator advances once for each of its tokens and for no other.
+sampled at once, or read where the graph picked them. Where a token depends on those before it
+(penalties, a generator's state), each position is sampled as a step of its own, for the requests
+whose drafts were right so far: a request's generator advances once for each of its tokens and for
+no other.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rbln_backend.core import StepBatch
+from rbln_backend.core import StepBatch, StepOutputs
 from rbln_backend.vllm_compat.surface import (
     LogprobsLists,
     LogprobsTensors,
-    Sampler,
     SamplerOutput,
 )
-from rbln_backend.worker.sampling.sampler import GreedySampler, with_generators
+from rbln_backend.worker.sampling.sampler import GreedySampler, RowSampler, with_generators
 from rbln_backend.worker.step.batches import RequestBatches
 
 
@@ -38,27 +38,51 @@ class Sampled(NamedTuple):
 class Verification:
     """Samples the tokens of VERIFY steps and records them in the batches."""
 
-    def __init__(self, sampler: Sampler, batches: RequestBatches) -> None:
+    def __init__(
+        self, sampler: RowSampler, batches: RequestBatches, *, is_picked: bool = False
+    ) -> None:
+        """``is_picked``: the last output of a VERIFY graph is the tokens of its largest logits."""
         self._sampler = sampler
         self._batches = batches
+        self._is_picked = is_picked
+
+    def take_picked(self, batch: StepBatch, outputs: StepOutputs) -> list[list[int]] | None:
+        """Record and return the tokens that the graph picked, by request; no logits are read.
+
+        None if it picks none, or if a token of the step may not be that of its largest logit.
+        """
+        metadata = batch.input_batch.sampling_metadata
+        if not (self._is_picked and self._sampler.takes_largest(metadata)):
+            return None
+        # [bucket, length], with padding behind the drafts of each request.
+        return self._accept(batch, outputs[-1][: batch.num_reqs].tolist())
 
     def sample(self, batch: StepBatch, logits: Tensor) -> Sampled:
         """Sample from logits [tokens of the step, V], request by request; record the tokens."""
         metadata = batch.input_batch.sampling_metadata
         if isinstance(self._sampler, GreedySampler) and self._sampler.takes_largest(metadata):
-            return self._take_largest(batch, logits)
+            return Sampled(self._take_largest(batch, logits), None)
         return self._sample_by_position(batch, logits)
 
-    def _take_largest(self, batch: StepBatch, logits: Tensor) -> Sampled:
+    def _take_largest(self, batch: StepBatch, logits: Tensor) -> list[list[int]]:
         metadata = batch.input_batch.sampling_metadata
         largest = self._sampler(logits=logits, sampling_metadata=metadata)
         tokens = largest.sampled_token_ids.flatten().tolist()
-        accepted = []
-        for first, drafts in zip(_firsts(batch), batch.drafts, strict=True):
-            own = tokens[first : first + 1 + len(drafts)]
-            accepted.append(own[: 1 + _num_right(drafts, own)])
+        return self._accept(
+            batch, [tokens[first : first + batch.length] for first in _firsts(batch)]
+        )
+
+    def _accept(self, batch: StepBatch, tokens: Sequence[list[int]]) -> list[list[int]]:
+        """Record and return the right drafts of each request and the token after them.
+
+        ``tokens``: by request, those of its positions, and any behind them.
+        """
+        accepted = [
+            own[: 1 + _num_right(drafts, own)]
+            for drafts, own in zip(batch.drafts, tokens, strict=True)
+        ]
         self._batches.record(batch, accepted)
-        return Sampled(accepted, None)
+        return accepted
 
     def _sample_by_position(self, batch: StepBatch, logits: Tensor) -> Sampled:
         firsts = _firsts(batch)
