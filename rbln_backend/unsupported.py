@@ -122,16 +122,17 @@ QUANTIZED_EXPERTS = Feature(
 )
 QUANTIZATION = Feature(
     "weights in this quantised format",
-    "bitsandbytes, NVFP4, MXFP8, GGUF by name, vLLM's own at load",
+    "bitsandbytes, NVFP4, MXFP8 and mixed formats of ModelOpt, GGUF by name, vLLM's own at load",
     "which multiplies by the formats of docs/quantization.md alone",
     "serve a checkpoint in one of these formats, or a bfloat16 copy",
 )
 QUANTIZATION_ON_NPU = Feature(
     "weights in this quantised format on an NPU",
-    "FP8 with one scale per tensor or channel, W8A8 of integers, AWQ and other zero points",
-    "whose SDK has forms for symmetric integers of 4 and 8 bits and for FP8 in blocks",
-    "serve a GPTQ, pack-quantized or block FP8 checkpoint, a bfloat16 copy, or run it on the "
-    "emulated device",
+    "FP8 with one scale per channel, W8A8 of integers, AWQ and other zero points",
+    "whose vendor has forms for symmetric integers of 4 and 8 bits, for FP8 in blocks and for FP8 "
+    "with one scale per tensor",
+    "serve a GPTQ, pack-quantized, block FP8 or ModelOpt FP8 checkpoint, a bfloat16 copy, or run "
+    "it on the emulated device",
 )
 QUANTIZED_EMBEDDING = Feature(
     "quantised input embeddings",

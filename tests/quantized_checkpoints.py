@@ -27,7 +27,14 @@ from tests.quantized_tensors import (
 _PROJECTION = re.compile(r"(_proj|experts\.\d+\.w[123])\.weight$")
 _HEAD = "lm_head.weight"
 Format = Literal[
-    "compressed-tensors", "gptq", "awq", "fp8", "mxfp4", "float-quantized", "int-quantized"
+    "compressed-tensors",
+    "gptq",
+    "awq",
+    "fp8",
+    "modelopt",
+    "mxfp4",
+    "float-quantized",
+    "int-quantized",
 ]
 _BYTES = ("float-quantized", "int-quantized")
 
@@ -56,7 +63,7 @@ class Recipe:
     """Fields of ``quantization_config`` that are something else than what is written."""
 
     def __post_init__(self) -> None:
-        usual = 8 if self.format in ("fp8", *_BYTES) else 4
+        usual = 8 if self.format in ("fp8", "modelopt", *_BYTES) else 4
         object.__setattr__(self, "bits", self.bits or usual)
 
     def of(self, name: str) -> Recipe:
@@ -156,6 +163,9 @@ def quantization_config(recipe: Recipe) -> dict[str, Any]:
                 f"model.layers.{layer}.{module}" for module in recipe.skipped for layer in range(8)
             ],
         }
+    if recipe.format == "modelopt":
+        names = (f"model.layers.{n}.{module}" for module in recipe.skipped for n in range(8))
+        return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", *names]}
     if recipe.format == "mxfp4":
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}

@@ -16,7 +16,7 @@ from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.emulator.quantized_packing import pack_bytes, pack_scales, pack_words
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.quantization.schemes import BLOCK_DEPTH
-from rbln_backend.quantization.sdk.forms import dequantized_blocks
+from rbln_backend.quantization.sdk.forms import dequantized_blocks, dequantized_parts
 from rbln_backend.quantization.weights import CHANNEL, Weights
 from rbln_backend.unsupported import QUANTIZATION_ON_NPU
 from rbln_backend.vllm_compat.quantization import (
@@ -83,13 +83,17 @@ class ByteWeights:
             return pack_bytes(weight)
         return pack_words(weight.view(torch.int32).bitwise_xor_(_SIGNS))
 
+    def scales_by_part(self, scales: Tensor, parts: int) -> Tensor:
+        """Scales [1] or [parts] of a layer's tensors, some NaN, to [parts]."""
+        filled = scales.float().reshape(-1).expand(parts)
+        return filled.where(~filled.isnan(), filled[0])
+
     def pack_scales(self, scales: Tensor, columns: Sequence[int], depth: int) -> Tensor:
         """One per part of ``columns``, [N, 1] or by block, as float32 panels."""
         spread = scales.float()
         if self.scope == "tensor":
             # A layer that is one in the checkpoint, but several in vLLM, has but the first scale.
-            filled = spread.reshape(-1).expand(len(columns))
-            filled = filled.where(~filled.isnan(), filled[0])
+            filled = self.scales_by_part(spread, len(columns))
             spread = filled.repeat_interleave(torch.tensor(columns)).unsqueeze(1)
         elif self.scope == "block":
             rows, inputs = self.block
@@ -120,7 +124,7 @@ class RblnByteScheme(CompressedTensorsScheme):
         self.weights = stored.weights(stored.block[1])
         rbln = configured(get_current_vllm_config())
         self._keeps_words = device_capabilities(rbln).packed_weights
-        if not (self._keeps_words or (stored.is_float and stored.scope == "block")):
+        if not self._keeps_words and (not stored.is_float or stored.scope == "channel"):
             raise QUANTIZATION_ON_NPU.refusal(f"{layer_name}: {self.weights}")
 
     @classmethod
@@ -178,7 +182,7 @@ class RblnByteScheme(CompressedTensorsScheme):
             scales = stored.pack_scales(loaded, self._columns, self._depth)
             words = stored.pack_words(layer.weight.data)
         else:
-            scales, words = loaded, layer.weight.data
+            scales, words = self._unpacked_scales(loaded), layer.weight.data
         for name in (stored.scale_name, *stored.dropped):
             del layer._parameters[name]
         for name, value in (("weight", words), ("weight_scale", scales)):
@@ -187,14 +191,25 @@ class RblnByteScheme(CompressedTensorsScheme):
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K] to [..., N] of its dtype."""
         if not self._keeps_words:
-            block = self._stored.block
-            weight = dequantized_blocks(layer.weight, layer.weight_scale, block, x.dtype)
-            return torch.nn.functional.linear(x, weight, bias)
+            return torch.nn.functional.linear(x, self._dequantized(layer, x.dtype), bias)
         out: Tensor = torch.ops.rbln_emulator.quantized_linear(
             *(x, layer.weight, layer.weight_scale, None, bias),
             *(sum(self._columns), self.weights.format),
         )
         return out
+
+    def _unpacked_scales(self, loaded: Tensor) -> Tensor:
+        """As the graph of an NPU holds them: of blocks, or of parts, one where all are equal."""
+        if self._stored.scope == "block":
+            return loaded
+        scales = self._stored.scales_by_part(loaded, len(self._columns))
+        return scales[:1].clone() if bool((scales == scales[0]).all()) else scales
+
+    def _dequantized(self, layer: Any, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K] of a graph for an NPU."""
+        if self._stored.scope == "block":
+            return dequantized_blocks(layer.weight, layer.weight_scale, self._stored.block, dtype)
+        return dequantized_parts(layer.weight, layer.weight_scale, self._columns, dtype)
 
     def _check(self, layer: Any, input_size: int, output_size: int) -> None:
         obstacle = self._obstacle()
@@ -214,9 +229,8 @@ class RblnByteScheme(CompressedTensorsScheme):
         if self._keeps_words:
             return self._stored.obstacle(self._depth)
         inputs = self._stored.block[1]
-        return (
-            f"{self._depth} inputs end within a block of {inputs}" if self._depth % inputs else None
-        )
+        ends_within = self._stored.scope == "block" and self._depth % inputs
+        return f"{self._depth} inputs end within a block of {inputs}" if ends_within else None
 
     def _scales(self, weight_loader: Callable[..., Any]) -> BasevLLMParameter:
         """NaN, until a tensor fills it."""

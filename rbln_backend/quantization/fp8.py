@@ -1,4 +1,4 @@
-"""Checkpoints with the method fp8: e4m3 weights per tensor, or in blocks as DeepSeek publishes."""
+"""Checkpoints of e4m3 weights: the method fp8, in blocks as DeepSeek publishes, and ModelOpt's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from torch import nn
 from rbln_backend.quantization.byte_linear import ByteWeights, RblnByteScheme
 from rbln_backend.quantization.expert_formats import ByteRows
 from rbln_backend.quantization.experts import RblnQuantizedMoEMethod
-from rbln_backend.quantization.schemes import check_fp8
+from rbln_backend.quantization.schemes import check_fp8, check_modelopt
 from rbln_backend.unsupported import QUANTIZATION
 from rbln_backend.vllm_compat.quantization import (
     Attention,
     CompressedTensorsLinearMethod,
     Fp8Config,
     LinearBase,
+    ModelOptFp8Config,
     QuantizeMethodBase,
     RoutedExperts,
     UnquantizedLinearMethod,
     is_layer_skipped,
+)
+
+_MODELOPT = ByteWeights(
+    is_float=True, scope="tensor", dropped=("input_scale",), published="FP8 W8A8"
 )
 
 
@@ -80,3 +85,39 @@ class RblnFp8Config(Fp8Config):
         return ByteWeights(
             scope="block", block=(rows, inputs), scale_name="weight_scale_inv", **rest
         )
+
+
+class RblnModelOptConfig(ModelOptFp8Config):
+    """Weights of e4m3 that ModelOpt wrote, with a scale for each stored layer."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Upstream's, and float32."""
+        return [torch.float32, *super().get_supported_act_dtypes()]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """As upstream; raises ``UnsupportedModelError`` naming the field that cannot be."""
+        check_modelopt(config)
+        return super().from_config(config)
+
+    def has_blocked_weights(self) -> bool:
+        """No: vLLM would switch on an operator of its own for blocks."""
+        return False
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
+        if isinstance(layer, Attention):
+            # Scales of a quantised KV cache are read, and mean nothing to one that is not.
+            return super().get_quant_method(layer, prefix)
+        if not isinstance(layer, LinearBase | RoutedExperts):
+            return None
+        is_skipped = self.is_layer_excluded(prefix)
+        if isinstance(layer, RoutedExperts):
+            stored = ByteRows.of(_MODELOPT)
+            return None if is_skipped else RblnQuantizedMoEMethod(layer.moe_config, stored, stored)
+        if is_skipped:
+            return UnquantizedLinearMethod()
+        # The method does what the layer's scheme says.
+        scheme: Any = RblnByteScheme(_MODELOPT, prefix)
+        layer.scheme = scheme
+        return CompressedTensorsLinearMethod(cast(Any, self))

@@ -14,9 +14,11 @@ from rbln_backend.quantization.weights import CHANNEL, Weights
 
 COMPRESSED_TENSORS, GPTQ = "compressed-tensors", "auto_gptq"
 AWQ, FP8, MXFP4 = "auto_awq", "fp8", "gpt_oss_mxfp4"
+MODELOPT = "modelopt"
+"""FP8 alone: vLLM calls ModelOpt's other algorithms by other names."""
 GGUF = "gguf_blocks"
 """Of checkpoints that are made here of GGUF files."""
-METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4, GGUF)
+METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4, MODELOPT, GGUF)
 """vLLM's names of the checkpoints' formats."""
 
 PACKED_FORMAT = "pack-quantized"
@@ -167,6 +169,15 @@ def check_fp8(config: Mapping[str, Any]) -> None:
         raise _refusal("store_dtype", config["store_dtype"], "only weights of e4m3 are supported")
     if config.get("weight_block_size") is not None:
         check_block("weight_block_size", config["weight_block_size"])
+
+
+def check_modelopt(config: Mapping[str, Any]) -> None:
+    """As ``check_gptq``, of what ModelOpt writes into config.json or hf_quant_config.json."""
+    fields = config.get("quantization", config)
+    algorithm = str(fields.get("quant_algo")).upper()
+    if algorithm != "FP8":
+        reason = f"ModelOpt's {algorithm} not supported, FP8 with a scale per tensor alone"
+        raise _refusal("quant_algo", fields.get("quant_algo"), reason)
 
 
 def check_block(field: str, block: Any) -> None:

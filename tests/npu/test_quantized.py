@@ -66,6 +66,19 @@ def test_blocks_of_fp8_answer_as_their_float32_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+def test_modelopt_fp8_answers_as_its_float32_copy(tmp_path: Path) -> None:
+    recipe = Recipe(format="modelopt", block=(0, 0), static=True)
+    path = make_quantized_checkpoint(
+        "llama", tmp_path / "fp8", recipe, max_position_embeddings=4096
+    )
+    job = Job(path, batches=[[ONE_CHUNK]], reference=path / "plain")
+    ran = run([job], tmp_path / "npu")
+    assert ran.answers == [job.expected()]
+    given = {x["dtype"] for call in ran.calls("compile") for x in call["inputs"]}
+    assert "float8_e4m3fn" in given, "weights stay bytes on the device"
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("form", ["op", pytest.param("native", marks=pytest.mark.wide)])
 def test_experts_of_fp8_answer_as_their_float32_copy(tmp_path: Path, form: str) -> None:
     recipe = Recipe(format="fp8", block=(32, 64), skipped=("mlp.gate",))

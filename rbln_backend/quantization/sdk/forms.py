@@ -6,6 +6,8 @@ before ``linear``, and its compiler is said to keep the weights as they are stor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,20 @@ def dequantized_integers(values: Tensor, scales: Tensor, dtype: torch.dtype) -> 
     if scales.dim() == 2:
         return weight * scales
     return (weight.view(weight.shape[0], -1, SDK_GROUP) * scales).view(weight.shape)
+
+
+def dequantized_parts(
+    values: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """e4m3 [N, K] times scales [parts], one for each of the parts of ``columns``, or one for all.
+
+    As vllm-rbln 0.12 writes ModelOpt's weights.
+    """
+    weight = values.to(dtype)
+    if len(scales) == 1:
+        return weight * scales[0].to(dtype)
+    parts = zip(weight.split(list(columns), dim=0), scales.to(dtype), strict=True)
+    return torch.cat([part * scale for part, scale in parts], dim=0)
 
 
 def dequantized_blocks(
