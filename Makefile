@@ -21,7 +21,7 @@ fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test test-fast lint bench dashboards chart docs docs-site models published names upstream lock sbom wheel image clean
+.PHONY: help install dev serve test test-fast test-nixl lint bench dashboards chart docs docs-site models published names upstream lock sbom wheel image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -42,6 +42,9 @@ test: dev ## Run TESTS with pytest, except those marked wide; ARGS go to pytest
 
 test-fast: dev ## Unit and architecture tests that start no engine and take under ten seconds each
 	$(quiet) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 2 tests/unit tests/architecture $(ARGS)
+
+test-nixl: dev build/nixl/.stamp ## Tests of KV transfer with the real nixl, installed into build/nixl
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/nixl $(quiet) $(python) -m pytest --numprocesses 0 tests/engine/test_kv_transfer.py tests/server/test_prefill_decode.py $(ARGS)
 
 lint: dev docs-site ## ruff, mypy --strict, the import contracts and the documentation site
 	$(python) -m ruff check .
@@ -90,6 +93,10 @@ image: ## Build the image rbln-serve; SOURCE is the repository's public address,
 	docker build --tag rbln-serve \
 		--build-arg REVISION="$$(git rev-parse HEAD)$$(git diff --quiet HEAD || echo -modified)" \
 		--build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" --build-arg SOURCE="$(SOURCE)" $(ARGS) .
+
+build/nixl/.stamp: requirements/nixl.txt
+	$(python) -m pip install --disable-pip-version-check --quiet --require-hashes --no-deps --upgrade --target build/nixl -r requirements/nixl.txt
+	@touch $@
 
 clean: ## Remove the environment and everything built
 	rm -rf $(VENV) build deploy/vllm-metadata/build .mypy_cache .ruff_cache .pytest_cache .hypothesis

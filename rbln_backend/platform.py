@@ -151,6 +151,20 @@ class RblnPlatform(Platform):
         return "rbln_backend.parallel.communicator.RblnCommunicator"
 
     @classmethod
+    def get_nixl_supported_devices(cls) -> dict[str, tuple[str, ...]]:
+        """Return the buffers of vLLM's name of the device, which is ``cpu`` for NPUs, too."""
+        return {cls.device_type: ("cpu",)}
+
+    @classmethod
+    def get_nixl_memory_type(cls) -> str:
+        return "DRAM"
+
+    @classmethod
+    def discover_numa_topology(cls) -> list[list[int]]:
+        """Return no core: vLLM's NIXL worker would move the thread that computes to the last."""
+        return []
+
+    @classmethod
     def get_punica_wrapper(cls) -> str:
         return "rbln_backend.lora.punica.RblnPunicaWrapper"
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
+from rbln_backend.kv_transfer.nixl_config import check_nixl, names_nixl
 from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.quantization.schemes import METHODS
 from rbln_backend.speculation.choice import DRAFT_METHODS
@@ -56,6 +57,8 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     model = model_config(vllm_config)
     if rbln.has_kv_tiers:
         _check_tiers(vllm_config, rbln)
+    if names_nixl(vllm_config.kv_transfer_config):
+        check_nixl(vllm_config, rbln)
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config, rbln)
     if model is not None:

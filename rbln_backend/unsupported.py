@@ -268,9 +268,18 @@ KV_DTYPE = Feature(
 )
 KV_TRANSFER = Feature(
     "KV transfer between engines",
-    "--kv-transfer-config with another connector than OffloadingConnector",
+    "--kv-transfer-config with another connector than NixlConnector, OffloadingConnector or a "
+    "MultiConnector of both",
     "whose KV caches belong to one engine",
-    "drop --kv-transfer-config, or name OffloadingConnector to keep prefixes",
+    "name NixlConnector to send prompts' KV to another server, or OffloadingConnector to keep "
+    "prefixes",
+)
+NIXL = Feature(
+    "NixlConnector for this engine",
+    "NixlConnector with several ranks or engines, speculation, adapters, an NPU, sliding windows, "
+    "latent attention (MLA) or models that pool",
+    "which sends whole blocks of contexts from the emulated device's memory",
+    "drop --kv-transfer-config, or what it is combined with",
 )
 KV_TIERS = Feature(
     "keeping prefixes in KV tiers",

@@ -105,6 +105,20 @@ _PREFIX = (
         "ops",
     ),
     Panel(
+        "KV read from prefill servers",
+        "timeseries",
+        (Query(rate("vllm:nixl_bytes_transferred_sum", VLLM), "bytes"),),
+        "With NixlConnector: keys and values of prompts that another server computed.",
+        "Bps",
+    ),
+    Panel(
+        "Failed reads from prefill servers",
+        "timeseries",
+        (Query(rate("vllm:nixl_num_failed_transfers_total", VLLM), "transfers"),),
+        "Their requests get an error, or are computed here with kv_load_failure_policy recompute.",
+        "ops",
+    ),
+    Panel(
         "Prompt tokens by source",
         "timeseries",
         (Query(rate("vllm:prompt_tokens_by_source_total", VLLM, by="source"), "{{source}}"),),

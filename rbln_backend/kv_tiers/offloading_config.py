@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
+from rbln_backend.kv_transfer.nixl_config import CONNECTOR as NIXL_CONNECTOR
+from rbln_backend.kv_transfer.nixl_config import names_nixl, settle_nixl
 from rbln_backend.unsupported import KV_TRANSFER
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
 
 _GIB = 1024**3
 CONNECTOR = "OffloadingConnector"
+_SEVERAL = "MultiConnector"
 _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
 _KEYS = ("spec_name", "cpu_bytes_to_use", "eviction_policy", "secondary_tiers")
 # Threads of vLLM's tier: ours has one for each direction, which fills a disk of today.
@@ -23,12 +26,36 @@ _FOLDER_KEYS = ("type", "root_dir", "max_bytes", "n_read_threads", "n_write_thre
 def take_tiers(config: VllmConfig, rbln: RblnConfig) -> RblnConfig:
     """Return ``rbln`` with vLLM's options for offloading, which are taken out of ``config``.
 
-    vLLM then makes no connector. Raises ``UnsupportedModelError`` for another connector,
+    vLLM then makes no connector for them; it makes ours where NIXL is named, alone or with
+    offloading in a ``MultiConnector``. Raises ``UnsupportedModelError`` for another connector,
     ``ConfigError`` for an unknown value.
     """
-    fields = _tier_fields(config.kv_transfer_config, config.cache_config)
-    config.kv_transfer_config = config.cache_config.kv_offloading_size = None
+    nixl, offloading = _sides(config.kv_transfer_config)
+    if nixl is not None:
+        settle_nixl(nixl)
+    fields = _tier_fields(offloading, config.cache_config)
+    config.kv_transfer_config = nixl
+    config.cache_config.kv_offloading_size = None
     return RblnConfig(**{**dict(rbln), **fields}) if fields else rbln
+
+
+def _sides(
+    transfer: KVTransferConfig | None,
+) -> tuple[KVTransferConfig | None, KVTransferConfig | None]:
+    """Return the configurations of NIXL and of another connector, which offloads."""
+    if transfer is None or transfer.kv_connector != _SEVERAL:
+        return (transfer, None) if names_nixl(transfer) else (None, transfer)
+    _check_keys(transfer.kv_connector_extra_config, ("connectors",), "kv_connector_extra_config")
+    entries = transfer.kv_connector_extra_config.get("connectors")
+    names = [e.get("kv_connector") for e in entries or () if isinstance(e, dict)]
+    if sorted(map(str, names)) != sorted((NIXL_CONNECTOR, CONNECTOR)):
+        raise ConfigError(
+            f"connectors of {_SEVERAL}: {names!r}, must be {NIXL_CONNECTOR} and {CONNECTOR}"
+        )
+    shared = {"engine_id": transfer.engine_id, "kv_role": transfer.kv_role}
+    policy = {"kv_load_failure_policy": transfer.kv_load_failure_policy}
+    made = {e["kv_connector"]: type(transfer)(**{**shared, **policy, **e}) for e in entries}
+    return made[NIXL_CONNECTOR], made[CONNECTOR]
 
 
 def _tier_fields(transfer: KVTransferConfig | None, cache: CacheConfig) -> dict[str, Any]:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from heapq import merge
 from itertools import chain, takewhile
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.scheduler.background import is_background
 from rbln_backend.scheduler.constraints import adapter_fits, needs_chunk
 from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
-from rbln_backend.scheduler.narrowing import NarrowedScheduler
+from rbln_backend.scheduler.narrowing import NarrowedScheduler, StepView
+from rbln_backend.scheduler.output import merge_reports
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, publish_events
 from rbln_backend.scheduler.priority_first import behind_priority
 from rbln_backend.scheduler.sharing import StepBounds, adapter_of, prompts_together
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,
     Request,
+    Scheduler,
     SchedulerOutput,
     VllmConfig,
     configured,
 )
+
+if TYPE_CHECKING:
+    from rbln_backend.kv_transfer.remote_prompts import RemotePrompts
+    from rbln_backend.vllm_compat.kv_connector import KVConnectorBase_V1
 
 
 class Turn(NamedTuple):
@@ -47,6 +54,46 @@ class PromptScheduler(NarrowedScheduler):
     """False for ``prefill_policy="fcfs"`` and for models that pool."""
     _most_partial: int
     """Prompts that may be partly computed at the same time."""
+
+    @cached_property
+    def _remote(self) -> RemotePrompts | None:
+        if self.connector is None:
+            return None
+        # A fifth of a second that other engines do not need.
+        from rbln_backend.kv_transfer.remote_prompts import RemotePrompts
+
+        return RemotePrompts.of(self.connector)
+
+    def _request_blocks(self, throttle_prefills: bool) -> SchedulerOutput | None:
+        """Admit waiting requests whose blocks another server has, to wait until they are here.
+
+        Returns a step without tokens; None where there is nothing to request.
+        """
+        remote = self._remote
+        if remote is None or not remote.unrequested(self._waiting()):
+            return None
+        others = [r for r in self._waiting() if not remote.is_unrequested(r)]
+        view = StepView(running=[], hidden=list(self.running), max_running=1)
+        with self._held_back(others), self._narrowed(view):
+            output = Scheduler.schedule(self, throttle_prefills)
+        assert not output.num_scheduled_tokens, "a request with offered blocks was computed"
+        return output
+
+    def _with_blocks(
+        self, output: SchedulerOutput, requests: SchedulerOutput | None
+    ) -> SchedulerOutput:
+        """Return the step ``output`` with what the ranks have to read and to keep for others."""
+        if self.connector is None:
+            return output
+        if requests is not None:
+            output = merge_reports(requests, output)
+        output.kv_connector_metadata = self.connector.build_connector_meta(output)
+        return output
+
+    def _build_kv_connector_meta(
+        self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
+    ) -> Any:
+        """Return None: a step may take several calls of upstream, and is described once."""
 
     def _prefilling(self) -> list[Request]:
         return [request for request in self.running if needs_chunk(request)]
@@ -93,7 +140,7 @@ class PromptScheduler(NarrowedScheduler):
 
     def _next_turn(self, prefilling: list[Request]) -> Turn:
         """Return the requests of the next prefill step; ``prefilling`` are partly computed."""
-        refused = self._over_adapter_limit()
+        refused = self._inadmissible()
         ordered: list[Request] = []
         if self._shortest_first and not any(map(is_background, prefilling)):
             ordered = self._in_order(prefilling, refused)
@@ -205,6 +252,8 @@ class PromptScheduler(NarrowedScheduler):
         is_blocked = self._is_blocked_waiting_status(request.status)
         if is_blocked and not self._try_promote_blocked_waiting_request(request):
             return False
+        if self._remote is not None and self._remote.is_unrequested(request):
+            return False
         if self._reuse.tiers is not None and not self._reuse.tiers.may_begin(request):
             return False
         return not request.num_stale_output_tokens
@@ -218,11 +267,14 @@ class PromptScheduler(NarrowedScheduler):
         following = next((r for r in self._in_turn() if id(r) not in hidden), None)
         return following is not None and not tiers.may_begin(following)
 
-    def _over_adapter_limit(self) -> list[Request]:
-        """Return the waiting requests whose adapter would exceed ``max_loras`` of all that run.
+    def _inadmissible(self) -> list[Request]:
+        """Return the waiting requests that must not be admitted yet.
 
-        Upstream applies the limit only to the running requests that it sees.
+        Their blocks are still to be requested from another server, or their adapter would exceed
+        ``max_loras`` of all that run: upstream sees only some of the running requests.
         """
+        if self._remote is not None:
+            return self._remote.unrequested(self._waiting())
         if self.lora_config is None:
             return []
         running = {r.lora_request.lora_int_id for r in self.running if r.lora_request}

@@ -129,6 +129,7 @@ class RblnScheduler(PromptScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._end_late_requests()
         self._reuse.begin(len(self.running))
+        requests = self._request_blocks(throttle_prefills)
         output = self._plain.schedule()
         if output is not None:
             self._decodes_owed = max(0, self._decodes_owed - 1)
@@ -136,7 +137,7 @@ class RblnScheduler(PromptScheduler):
             output = self._schedule_step(throttle_prefills)
             forget_known_tokens(output.scheduled_cached_reqs)
             self._plain.note(output)
-        output = self._reuse.finish(output)
+        output = self._with_blocks(self._reuse.finish(output), requests)
         self._masks.begin(output)
         self._objectives.begin(output)
         return output
@@ -360,7 +361,7 @@ class RblnScheduler(PromptScheduler):
         waiting = list(self._in_turn())
         if self._prompts_in_front(rows.hidden):
             return None
-        refused = self._over_adapter_limit()
+        refused = self._inadmissible()
         able = (r for r in waiting if can_decode_prefill(r) and r not in refused)
         first = next(filter(self._can_begin, able), None)
         pool = self.kv_cache_manager.block_pool

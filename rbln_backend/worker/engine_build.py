@@ -122,17 +122,17 @@ class EngineBuild:
 
     def __init__(self, parts: EngineParts, kv_cache_config: KVCacheConfig) -> None:
         config, rbln = parts.vllm_config, parts.rbln
-        self._parts = parts
+        self._parts, self.kv_cache_config = parts, kv_cache_config
         self._generates = config.model_config.runner_type == "generate"
         sharing = sharing_layers(parts.attention_layers)
         length = config.model_config.max_model_len
         self._groups = kv_groups(kv_cache_config, length, sharing, parts.compiler.capabilities)
         self._moe = moe_methods(parts.model)
-        self._kv_caches = KvCaches.allocate(
+        self.kv_caches = KvCaches.allocate(
             kv_cache_config, parts.compiler.kv_memory, kv_outermost=rbln.use_custom_kernel
         )
-        self._kv_caches.bind(parts.attention_layers)
-        parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self._kv_caches.num_bytes)
+        self.kv_caches.bind(parts.attention_layers)
+        parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self.kv_caches.num_bytes)
         dispatch = self._make_dispatch()
         tables = bucket_tables(config)
         # Not the dtype of a parameter: a quantised model's first parameter may hold packed words.
@@ -266,7 +266,7 @@ class EngineBuild:
         return GraphFactory(
             model=parts.model,
             compiler=parts.compiler,
-            table=named_tensors(parts.model, layers, self._kv_caches, adapters),
+            table=named_tensors(parts.model, layers, self.kv_caches, adapters),
             store=self._store,
             key_fields=cache_fields(parts.vllm_config, parts.rbln, self._groups),
             forward_context=self._forward_context,
@@ -313,7 +313,7 @@ class EngineBuild:
             batches=batches,
             adapters=self._adapter_rows(batches),
             graphs=self._graphs,
-            kv_caches=self._kv_caches,
+            kv_caches=self.kv_caches,
             meters=StepMeters(metrics, step_accounts(config, counts)),
             stage=self._stage,
             agreement=self._agreement,

@@ -61,8 +61,7 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
-from rbln_backend.worker.bucket_calls import BucketCalls
-from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
+from rbln_backend.worker.engine_build import EngineBuild, EngineParts
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, RebelProfiler, StepProfiler
 from rbln_backend.worker.startup.emulated_device import set_up_runtime, start_kernels
@@ -85,6 +84,7 @@ from rbln_backend.worker.startup.skeleton import (
     weight_bytes,
 )
 from rbln_backend.worker.step.host_pooler import pooling_tasks
+from rbln_backend.worker.transfer_calls import TransferCalls
 
 if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters
@@ -111,7 +111,7 @@ def _reports_failure(
     return run
 
 
-class RblnWorker(BucketCalls, WorkerBase):
+class RblnWorker(TransferCalls, WorkerBase):
     """A rank: init_device, load_model, KV cache, warm-up, then execute_model, sample_tokens."""
 
     def __init__(
@@ -145,7 +145,6 @@ class RblnWorker(BucketCalls, WorkerBase):
         self._estimate: StartEstimate
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
-        self._runner: Runner | None = None
 
     @_reports_failure
     def init_device(self) -> None:
@@ -291,7 +290,7 @@ class RblnWorker(BucketCalls, WorkerBase):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         assert self._build is not None
         started = time.perf_counter()
-        self._runner = self._build.warm_up(self._progress)
+        self._runner = self._with_transfer(self._build.warm_up(self._progress), self._build)
         keep_freed_memory()
         move_to_huge_pages(self.get_model().parameters())
         self._description.is_ready(self._build.graph_keys())
@@ -354,6 +353,7 @@ class RblnWorker(BucketCalls, WorkerBase):
         if self._adapters is not None:
             self._adapters.close()
         self.stop_bucket_change()
+        self._end_transfer()
         if self._build is not None:
             self._build.close()
         self._progress.close()

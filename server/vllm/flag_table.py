@@ -247,7 +247,7 @@ CHECKED_FLAGS: Mapping[str, str] = {
         "refused: adapters of experts have one format",
     ),
     "speculative_config": "the methods of [speculation.md](speculation.md)",
-    "kv_transfer_config": "the connectors of [kv_tiers.md](kv_tiers.md)",
+    "kv_transfer_config": "see [kv_tiers.md](kv_tiers.md) and [kv_transfer.md](kv_transfer.md)",
     "structured_outputs_config": "the backend `auto` ([structured outputs](structured_outputs.md))",
     "compilation_config": "mode 3; `compile_sizes` become decode sizes",
     "cudagraph_capture_sizes": "refused: there are no CUDA graphs",

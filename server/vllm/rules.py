@@ -86,6 +86,7 @@ def make_request_rules(
             max_queued_tokens=scheduler.max_num_queued_tokens,
             has_priorities=scheduler.policy == "priority",
             max_text_chars=settings.max_text_chars,
+            transfers_kv=config.kv_transfer_config is not None,
             extra_args=_extra_args(config),
             dimensions=_dimensions(model),
         ),

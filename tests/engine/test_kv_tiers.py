@@ -306,7 +306,7 @@ def test_memory_keeps_prefixes_that_left_the_cache(engines: Engines) -> None:
         (offloading(None), "cpu_bytes_to_use"),
         (offloading(None, memory=-1), "cpu_bytes_to_use=-1"),
         (offloading(Path("/tmp"), block_size=3), "'block_size' is none of"),
-        ({"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}}, "Nixl"),
+        ({"kv_transfer_config": {"kv_connector": "P2pConnector", "kv_role": "kv_both"}}, "P2p"),
         ({"kv_offloading_size": 1, "kv_offloading_backend": "lmcache"}, "lmcache"),
         ({**offloading(None, memory=9), "prefix_caching_hash_algo": "xxhash"}, "xxhash"),
     ],

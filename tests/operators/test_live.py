@@ -39,6 +39,8 @@ MAY_BE_EMPTY = {
     "Gain of steps that check drafts": "likewise",
 }
 # Of Prometheus itself, and those that deploy/prometheus/prometheus.yml puts on targets.
+# Servers with NixlConnector have them; the scene has none.
+NIXL_METRICS = ("vllm:nixl_bytes_transferred_sum", "vllm:nixl_num_failed_transfers_total")
 TARGET_LABELS = {"job", "instance", "hostname", "namespace", "release", "pod"}
 # What may fire on a machine that is busy with other tests.
 SLOWNESS = {
@@ -79,6 +81,7 @@ def known_labels(scene: Scene) -> dict[str, set[str]]:
         for sample in family.samples:
             known.setdefault(sample.name, set()).update(sample.labels)
     known |= {name: set(VENDOR_LABELS) for name in VENDOR_METRICS} | {"up": set(), "rbln_up": set()}
+    known |= {name: {"engine", "model_name"} for name in NIXL_METRICS}
     known["rbln_npu_device_status"] = {*VENDOR_LABELS, "state"}
     for rule in read_rules("rules.yml"):
         known[rule["record"]] = names_of(rule["expr"]).grouped | set(rule.get("labels", ()))

@@ -21,6 +21,7 @@ from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.host.memory import host_memory
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
+from rbln_backend.kv_transfer.nixl_config import check_cached_layers, names_nixl
 from rbln_backend.moe.layers import install_expert_layers
 from rbln_backend.reporting.model_report import CacheGroup
 from rbln_backend.unsupported import KV_TIERS, LORA_MODEL
@@ -132,6 +133,8 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
         check_windows([window for spec in specs.values() if (window := window_in(spec))])
     if rbln.has_kv_tiers and all(window_in(spec) is not None for spec in specs.values()):
         raise KV_TIERS.refusal("layers that all have a sliding window")
+    if names_nixl(config.kv_transfer_config):
+        check_cached_layers(specs.values())
     if not specs and config.model_config.attn_type != "encoder_only":
         raise UnsupportedModelError(
             f"architecture {config.model_config.architecture!r} has no attention layer with a KV "

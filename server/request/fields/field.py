@@ -35,6 +35,8 @@ class FieldKind(enum.Enum):
     """One value, or an object of options or of a client's own labels."""
     EXTRA_ARGS = enum.auto()
     """Options of logits processors and KV events."""
+    TRANSFER = enum.auto()
+    """Where the KV of a prompt is, or that it is to be kept for another server."""
     MEDIA = enum.auto()
     """Options of images, audio and video."""
     EFFORT = enum.auto()

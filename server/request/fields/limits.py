@@ -21,6 +21,7 @@ from server.errors import (
 )
 from server.request.endpoints import is_message
 from server.request.fields.field import FieldKind
+from server.request.fields.kv_transfer import check_kv_transfer
 from server.request.fields.lookup import fields_by_name, fields_of_kind, prompt_fields
 from server.request.scheduling import check_priority
 from server.wire.endpoint import Endpoint, JsonObject
@@ -62,6 +63,7 @@ class RequestLimits:
     has_priorities: bool
     max_text_chars: int | None = None
     """None derives it from the context."""
+    transfers_kv: bool = False
     extra_args: frozenset[str] | None = frozenset()
     """Accepted keys of `vllm_xargs`; None accepts any but those of `_RESERVED_ARGS`."""
     dimensions: range | tuple[int, ...] = ()
@@ -322,6 +324,9 @@ _CHECKS: Mapping[FieldKind, _Check] = {
         value, name, has_priorities=checked.limits.has_priorities
     ),
     FieldKind.EXTRA_ARGS: _check_extra_args,
+    FieldKind.TRANSFER: lambda name, value, checked: check_kv_transfer(
+        name, value, checked.body, is_on=checked.limits.transfers_kv
+    ),
     FieldKind.BEAM_SEARCH: _check_beams,
     FieldKind.STOP: lambda name, value, checked: _check_number(
         name, value, checked.limits.max_stop

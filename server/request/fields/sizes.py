@@ -56,6 +56,7 @@ def _sizes(limits: RequestLimits) -> Mapping[FieldKind, Size]:
         **dict.fromkeys((FieldKind.IDS, FieldKind.BIASES), ids),
         FieldKind.TOOLS: Size(limits.max_tools, 256 * limits.max_tools, 1 << 16, " (--max-tools)"),
         FieldKind.GRAMMAR: Size(values=1 << 16),
+        FieldKind.TRANSFER: Size(values=1 << 16),
         **dict.fromkeys((FieldKind.WORDS, FieldKind.STOP), words),
         FieldKind.NAME: Size(64, 64, 1024),
         FieldKind.TEMPLATE: Size(1, 1, 1 << 16),

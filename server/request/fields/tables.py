@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from server.request.fields.field import Field, FieldAction, FieldKind, PromptRole
+from server.request.fields.kv_transfer import TRANSFERRED
 from server.request.fields.rendered import RENDERED, RENDERED_CHAT
 from server.request.fields.rows import granted as _granted
 from server.request.fields.rows import ignored as _ignored
@@ -377,8 +378,8 @@ _ITEM_FIELDS = ("instructions", "previous_input_messages")
 
 FIELDS: Mapping[Endpoint, tuple[Field, ...]] = {
     # A chat template shows documents; they are not prompts.
-    Endpoint.CHAT: _table(_CHAT, counted=("messages",), conversation=("documents",)),
-    Endpoint.COMPLETION: _table(_COMPLETION, counted=("prompt",), context=("suffix",)),
+    Endpoint.CHAT: _table(_replaced(_CHAT, TRANSFERRED), ("messages",), (), ("documents",)),
+    Endpoint.COMPLETION: _table(_replaced(_COMPLETION, TRANSFERRED), ("prompt",), ("suffix",)),
     Endpoint.RENDER_CHAT: _table(
         _replaced(_CHAT, RENDERED_CHAT), counted=("messages",), conversation=("documents",)
     ),

@@ -40,7 +40,11 @@ Content = Literal["request", "tokens", "digest"]
 
 _SEED_BITS = 62
 # Of this server's extra arguments none changes an answer; an objective could refuse its replay.
-_OURS = (ACCOUNT_ARGS, EXTRA_ARGS, OBJECTIVE_ARGS, PROGRESS_ARGS, SHARE_ARGS)
+_OURS = (
+    *(ACCOUNT_ARGS, EXTRA_ARGS, OBJECTIVE_ARGS, PROGRESS_ARGS, SHARE_ARGS),
+    # An answer is computed again from its prompt.
+    "kv_transfer_params",
+)
 
 
 class _Audited(NamedTuple):

@@ -216,4 +216,4 @@ def test_the_openapi_document_knows_what_is_taken() -> None:
     assert extra["modalities"] == {"enum": [["text"], None]}
     assert "description" in extra["verbosity"]
     assert "web_search_options" not in extra
-    assert {"web_search_options", "kv_transfer_params"} <= refused_fields(Endpoint.CHAT)
+    assert {"web_search_options", "ec_transfer_params"} <= refused_fields(Endpoint.CHAT)

@@ -1,0 +1,90 @@
+"""vLLM's `--kv-transfer-config` for NIXL: what is accepted, and the connector that serves it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rbln_backend.config import RblnConfig
+from rbln_backend.errors import ConfigError
+from rbln_backend.unsupported import NIXL
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+CONNECTOR = "NixlConnector"
+"""The name that users write, vLLM's."""
+_CLASS = "RblnNixlConnector"
+_MODULE = "rbln_backend.kv_transfer.nixl_connector"
+_KEYS = ("backends", "kv_lease_duration", "num_threads", "engine_ttl")
+_REQUIREMENTS = "requirements/nixl.txt"
+
+
+def names_nixl(transfer: KVTransferConfig | None) -> bool:
+    """Return whether the configuration names NIXL, as users write it or as settled here."""
+    return transfer is not None and transfer.kv_connector in (CONNECTOR, _CLASS)
+
+
+def settle_nixl(transfer: KVTransferConfig) -> None:
+    """Check the options of ``transfer`` and name our class in it, which extends vLLM's.
+
+    Raises ``ConfigError`` for an unknown key or value, and where the package is missing.
+    """
+    if transfer.kv_connector_module_path:
+        raise ConfigError(
+            f"kv_connector_module_path={transfer.kv_connector_module_path!r}: "
+            f"{CONNECTOR} has no other module"
+        )
+    if transfer.kv_buffer_device != "cpu":
+        raise ConfigError(
+            f"kv_buffer_device={transfer.kv_buffer_device!r}: blocks are sent from host memory, "
+            "'cpu'"
+        )
+    if transfer.enable_permute_local_kv:
+        raise ConfigError("enable_permute_local_kv=True: blocks are sent as they lie in memory")
+    unknown = sorted(transfer.kv_connector_extra_config.keys() - {*_KEYS})
+    if unknown:
+        raise ConfigError(
+            f"kv_connector_extra_config: {unknown[0]!r} is none of {', '.join(_KEYS)}"
+        )
+    lease = transfer.kv_connector_extra_config.get("kv_lease_duration", 30)
+    if not isinstance(lease, int) or isinstance(lease, bool) or lease < 6:
+        raise ConfigError(f"kv_lease_duration={lease!r} must be a whole number of seconds, >= 6")
+    if importlib.util.find_spec("nixl") is None:
+        raise ConfigError(
+            f"{CONNECTOR} needs the package nixl: install {_REQUIREMENTS} into the environment"
+        )
+    transfer.kv_connector, transfer.kv_connector_module_path = _CLASS, _MODULE
+
+
+def check_nixl(config: VllmConfig, rbln: RblnConfig) -> None:
+    """Raise ``UnsupportedModelError`` for an engine whose blocks cannot be sent."""
+    from rbln_backend.compiler.device import device_capabilities
+
+    parallel = config.parallel_config
+    # vLLM makes configurations without a model, too.
+    model: ModelConfig | None = config.model_config
+    if parallel.world_size > 1:
+        raise NIXL.refusal(f"{parallel.world_size} ranks of an engine")
+    if parallel.data_parallel_size > 1:
+        raise NIXL.refusal(f"--data-parallel-size {parallel.data_parallel_size}")
+    if not device_capabilities(rbln).runs_on_host:
+        raise NIXL.refusal("device 'rebel'")
+    if config.speculative_config is not None:
+        raise NIXL.refusal("--speculative-config")
+    if config.lora_config is not None:
+        raise NIXL.refusal("--enable-lora")
+    if rbln.use_custom_kernel:
+        raise NIXL.refusal("RBLN_USE_CUSTOM_KERNEL")
+    if model is not None and (model.runner_type == "pooling" or model.use_mla):
+        raise NIXL.refusal(f"architecture {model.architecture!r}")
+
+
+def check_cached_layers(specs: Iterable[KVCacheSpec]) -> None:
+    """Raise ``UnsupportedModelError`` for a layer whose KV is not in blocks of the context."""
+    from rbln_backend.kv_cache.specs import PagedSpec
+
+    if any(not isinstance(spec, PagedSpec) for spec in specs):
+        raise NIXL.refusal("a sliding window")
