@@ -219,7 +219,7 @@ class GateMiddleware:
             if record.internal.permitted:
                 # The request that made it was checked.
                 record.on_end.append(
-                    lambda: self._admission.keys.charge(owner, sum(record.tokens.total()))
+                    lambda: self._admission.keys.charge(owner, limits, sum(record.tokens.total()))
                 )
         else:
             record.caller = self._access.admit(record.route, scope)

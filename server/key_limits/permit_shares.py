@@ -7,8 +7,10 @@ with one key has all of them.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
+
+from server.host.shared_table import Field
+from server.key_limits.counts import Counts, LocalCounts, owner_row
 
 _KEPT = 4
 """One of so many permits is kept."""
@@ -17,17 +19,19 @@ _KEPT = 4
 class PermitShares:
     """Counts the permits of each owner. Invariant: the counts are positive."""
 
-    def __init__(self, weights: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(
+        self, weights: Callable[[], Mapping[str, float]], counts: Counts | None = None
+    ) -> None:
         """`weights` returns the current weights of the keys by owner."""
         self._weights = weights
-        self._held: Counter[str] = Counter()
+        self._counts = counts or LocalCounts()
 
     def fits(self, owner: str, more: int, limit: int) -> bool:
         """Return whether `owner` may take `more` permits of `limit`; less than 1 always fits.
 
         The permits that are free in total are not checked.
         """
-        total = self._held.total() + more
+        total = self._counts.total(Field.PERMITS) + more
         if more <= 0 or total <= limit - limit // _KEPT:
             return True
         weights = self._weights()
@@ -35,12 +39,13 @@ class PermitShares:
             return True
         total_weight = sum(weights.values())
         kept = {key: int(limit * w / total_weight / _KEPT) for key, w in weights.items()}
-        held = {**self._held, owner: self._held[owner] + more}
+        held = {**self._counts.positive(Field.PERMITS)}
+        held[owner] = held.get(owner, 0) + more
         beyond = sum(max(0, number - kept.get(key, 0)) for key, number in held.items())
         return held[owner] <= kept.get(owner, 0) or beyond <= limit - sum(kept.values())
 
     def add(self, owner: str, more: int) -> None:
         """Count `more` permits of `owner`; negative ones are released."""
-        self._held[owner] += more
-        if not self._held[owner]:
-            del self._held[owner]
+        with self._counts.locked():
+            self._counts.add(Field.PERMITS, more)
+            self._counts.add(Field.PERMITS, more, owner_row(owner))

@@ -106,7 +106,7 @@ def test_an_answer_that_has_begun_is_charged_without_a_check() -> None:
     use = client.request()
     use.reserve(100)
     use.reserve(50, refusable=False)
-    client.ledger.charge("alice", 10)
+    client.ledger.charge("alice", client.limits, 10)
     use.end(150)
     client.clock.now += 36
     assert client.remaining() == {"tokens": 0}
