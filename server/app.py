@@ -110,6 +110,21 @@ def create_app(
     app.include_router(buckets_router(settings, changes, advice))
     response_store = ResponseStore(frontend, storage.responses)
     add_inference_routes(app, frontend, response_store, settings, admission)
+    add_layers(app, settings, lifecycle, admission, metrics, access, frontend)
+    app.state.owner_salt = storage.owner_salt
+    return app
+
+
+def add_layers(
+    app: FastAPI,
+    settings: ServerSettings,
+    lifecycle: Lifecycle,
+    admission: Admission,
+    metrics: ServerMetrics,
+    access: Access,
+    frontend: Callable[[], Frontend],
+) -> None:
+    """Add what is around the routes: errors as envelopes, access, admission, records and CORS."""
     app.add_exception_handler(HTTPException, _raise_ours)
     app.add_exception_handler(ClientGoneError, _end_aborted)
     # The last one added is the first to see a request.
@@ -121,7 +136,6 @@ def create_app(
         metrics=metrics,
         tracing=lambda: frontend().tracing if lifecycle.started else None,
     )
-    return app
 
 
 def _live_buckets(

@@ -14,16 +14,19 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from fastapi import FastAPI
 
 from rbln_backend.api.reports import ProgressReader
 from server.admission import Admission
 from server.app import create_app
 from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
 from server.http.connections import Connections
-from server.http.listener import HttpServer, http_config
+from server.http.listener import HttpServer, http_config, serve_http
 from server.http.tls import Tls
-from server.lifecycle import Lifecycle
+from server.key_limits.counts import Counts
+from server.lifecycle import Lifecycle, RequestsElsewhere
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings
 
@@ -222,12 +225,6 @@ def local_url(scheme: str, address: tuple[Any, ...]) -> str:
     return f"{scheme}://[{local}]:{port}" if ":" in local else f"{scheme}://{local}:{port}"
 
 
-async def serve_http(server: HttpServer, listener: socket.socket, tls: Tls | None) -> None:
-    """Serve on a bound socket until `server.should_exit`, with TLS files that may change."""
-    async with contextlib.nullcontext() if tls is None else tls.following_files():
-        await server.serve(sockets=[listener])
-
-
 def warn_if_open(settings: ServerSettings) -> None:
     """Log the operations that are open to any client of a server without keys."""
     if settings.listens_locally or settings.api_key or settings.api_key_file is not None:
@@ -251,19 +248,45 @@ def stop_signals() -> list[signal.Signals]:
     return [name for name in signals if signal.getsignal(name) is not signal.SIG_IGN]
 
 
+class MainOfProcesses(Protocol):
+    """The other HTTP processes, as the main process uses them."""
+
+    counts: Counts
+    in_flight: RequestsElsewhere
+
+    def attach(self, app: FastAPI, lifecycle: Lifecycle, server: HttpServer) -> None:
+        """Answer the processes by `app`, and pass changes of `lifecycle` on to them.
+
+        `server` stops accepting connections once the service is ready.
+        """
+        ...
+
+    async def count(self) -> None:
+        """Have the processes write what they count."""
+        ...
+
+    async def stop(self) -> None:
+        """End the processes."""
+        ...
+
+
 async def serve(
     settings: ServerSettings,
     launcher: EngineLauncher,
     listener: socket.socket,
     run_dir: Path,
     started_at: float,
+    processes: MainOfProcesses | None = None,
 ) -> int:
     """Serve on a bound socket until the end and return the exit code.
 
-    `started_at` is the process start on `time.monotonic`'s clock.
+    `started_at` is the process start on `time.monotonic`'s clock. With `processes` this process
+    answers clients until the service is ready, and then what the HTTP processes pass on.
     """
-    lifecycle = Lifecycle(started_at, launcher.expected_s())
-    admission = Admission(settings.max_in_flight)
+    elsewhere = None if processes is None else processes.in_flight
+    lifecycle = Lifecycle(started_at, launcher.expected_s(), elsewhere)
+    counts = None if processes is None else processes.counts
+    admission = Admission(settings.max_in_flight, counts=counts)
     metrics = ServerMetrics(run_dir)
     metrics.set_versions(launcher.versions())
     url = publish_url(settings, listener, run_dir)
@@ -282,9 +305,14 @@ async def serve(
     for name in stop_signals():
         loop.add_signal_handler(name, service.stop, name.name)
     tls = Tls(settings) if settings.ssl_certfile else None
-    connections = Connections(settings, metrics)
-    server = HttpServer(http_config(app, settings, tls), settings, connections)
+    connections = Connections(settings, metrics, admission.counts)
+    server = HttpServer(
+        http_config(app, settings, tls), settings, connections, shares=processes is not None
+    )
     http = asyncio.create_task(serve_http(server, listener, tls))
+    if processes is not None:
+        metrics.before_page = processes.count
+        processes.attach(app, lifecycle, server)
     warn_if_open(settings)
     eta_s = lifecycle.eta_s
     logger.info(
@@ -296,5 +324,7 @@ async def serve(
     # The HTTP side ends first only when it could not start.
     await asyncio.wait({end, http}, return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
+    if processes is not None:
+        await processes.stop()
     await http
     return end.result() if end.done() else 1

@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from pydantic import SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -131,6 +132,11 @@ def _as_text(value: object) -> str:
     return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
 
 
+def export_metrics_folder(folder: Path) -> None:
+    """Set the directory of prometheus_client's files of this process."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+
+
 def silence_vllm() -> None:
     """Set vLLM's log level to warning, unless VLLM_LOGGING_LEVEL is set."""
     os.environ.setdefault(_VLLM_LOG_LEVEL, "WARNING")
@@ -171,6 +177,8 @@ def _check_together(settings: ServerSettings) -> None:
         )
     if settings.enable_ssl_refresh and settings.ssl_certfile is None:
         raise SettingsError("--enable-ssl-refresh needs --ssl-certfile")
+    if settings.api_server_count > 1:
+        _check_processes(settings)
     if settings.max_continued_bytes < settings.max_conversation_bytes:
         raise SettingsError(
             f"--max-continued-bytes {settings.max_continued_bytes} is less than "
@@ -184,6 +192,21 @@ def _check_together(settings: ServerSettings) -> None:
     if settings.allow_credentials and "*" in settings.allowed_origins:
         raise SettingsError(
             "--allow-credentials cannot be used with --allowed-origins '*': name the origins"
+        )
+
+
+def _check_processes(settings: ServerSettings) -> None:
+    """Raise `SettingsError` for what works with one HTTP process only."""
+    given = {
+        "--headless": settings.headless,
+        "--models": settings.models is not None,
+        "--audit-log": settings.audit_log is not None,
+        "--shadow-rate": settings.shadow_rate > 0,
+    }
+    for flag in (flag for flag, is_given in given.items() if is_given):
+        raise SettingsError(
+            f"{flag} cannot be used with --api-server-count {settings.api_server_count}: it needs "
+            "one HTTP process"
         )
 
 

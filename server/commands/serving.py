@@ -19,6 +19,7 @@ from server.settings import ServerSettings, SettingsError, export_log_level, exp
 if TYPE_CHECKING:
     from server.engine.launch import VllmLauncher
     from server.headless.launch import HeadlessLauncher
+    from server.http_processes.supervisor import HttpProcesses
 
 _BACKLOG = 2048
 _SWITCH_S = 0.001
@@ -91,13 +92,21 @@ def run_server(
 
             from server.service import serve
 
-        launcher = _launcher(settings, engine_argv, run_dir)
+        processes = None
+        if settings.api_server_count > 1 and joined is None:
+            from server.http_processes.supervisor import HttpProcesses
+            from server.observability.process_metrics import count_in_files
+
+            processes = HttpProcesses(settings, settings.api_server_count, listener, run_dir)
+            count_in_files(run_dir, only_vllm=True)
+        launcher = _launcher(settings, engine_argv, run_dir, processes)
         # Conversations are rendered in threads, which yield to the event loop after 1 ms.
         sys.setswitchinterval(_SWITCH_S)
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 service: Coroutine[Any, Any, int]
-                service = serve(settings, launcher, listener, run_dir, process_start())
+                started_at = process_start()
+                service = serve(settings, launcher, listener, run_dir, started_at, processes)
                 if joined is not None:
                     service = joined(service, f"http://127.0.0.1:{listener.getsockname()[1]}")
                 code = runner.run(service)
@@ -114,7 +123,10 @@ def run_server(
 
 
 def _launcher(
-    settings: ServerSettings, engine_argv: list[str], run_dir: Path
+    settings: ServerSettings,
+    engine_argv: list[str],
+    run_dir: Path,
+    processes: HttpProcesses | None,
 ) -> VllmLauncher | HeadlessLauncher:
     if settings.headless:
         from server.headless.launch import HeadlessLauncher
@@ -122,7 +134,7 @@ def _launcher(
         return HeadlessLauncher(engine_argv, settings, run_dir)
     from server.engine.launch import VllmLauncher
 
-    return VllmLauncher(engine_argv, settings, run_dir)
+    return VllmLauncher(engine_argv, settings, run_dir, processes)
 
 
 def listen_or_exit(settings: ServerSettings) -> socket.socket:

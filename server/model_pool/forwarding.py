@@ -1,6 +1,6 @@
-"""Forwards a request to a model's process and its answer to the client, byte for byte.
+"""Forwards a request to another process of the server and its answer to the client, byte for byte.
 
-Invariant: a client that leaves ends the request in the model's process too.
+Invariant: a client that leaves ends the request in the other process too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import httpx
 from starlette.types import Message, Receive, Scope, Send
 
 from server.errors import EngineFailedError
-from server.model_pool.model_process import ModelProcess
 from server.request.body import ClientGoneError
 
 Headers = list[tuple[bytes, bytes]]
@@ -73,7 +72,7 @@ async def unless_gone(body: RequestBody, work: Coroutine[object, object, None]) 
     finally:
         for each in (task, gone):
             each.cancel()
-        # The model's process notices that the client has left by the end of its connection.
+        # The other process notices that the client has left by the end of its connection.
         await asyncio.wait({task, gone})
 
 
@@ -86,7 +85,7 @@ async def _until_gone(body: RequestBody) -> None:
 
 
 async def forward(
-    process: ModelProcess, scope: Scope, headers: Headers, body: RequestBody, send: Send
+    client: httpx.AsyncClient, scope: Scope, headers: Headers, body: RequestBody, send: Send
 ) -> None:
     """Send the request and pass the answer on; `headers` replace those of `scope`.
 
@@ -99,7 +98,7 @@ async def forward(
         content=_content(headers, body),
     )
     try:
-        answer = await process.client.send(request, stream=True)
+        answer = await client.send(request, stream=True)
     except httpx.HTTPError as error:
         raise _lost(error) from None
     try:
@@ -153,6 +152,6 @@ def _start(answer: httpx.Response) -> Message:
 
 def _lost(error: httpx.HTTPError) -> EngineFailedError:
     return EngineFailedError(
-        f"The model's process has ended or closed the connection ({type(error).__name__}).",
+        f"The process that answers has ended or closed the connection ({type(error).__name__}).",
         retry_after_s=_RETRY_S,
     )

@@ -6,7 +6,7 @@ server, every flag of vLLM's parser is in one list (tests/server/vllm/test_flag_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 _ABSENT = "this server does not offer it"
 _KERNELS = "it chooses kernels of GPUs; drop it"
@@ -23,7 +23,6 @@ REFUSED_FLAGS: dict[str, str] = {
     **dict.fromkeys(
         (
             "grpc",
-            "api_server_count",
             "data_parallel_multi_port_external_lb",
             "middleware",
             "enable_offline_docs",
@@ -116,9 +115,6 @@ REFUSED_FLAGS: dict[str, str] = {
     "watermark_config": _ABSENT,
 }
 """vLLM flags that would be accepted and then ignored, with the reason that is given."""
-
-FULFILLED_VALUES: Mapping[str, Collection[object]] = {"api_server_count": (1,)}
-"""Values of refused flags that ask for what this server does."""
 
 RENAMED_FLAGS: Mapping[str, str] = {
     "shutdown_timeout": "drain_timeout_s",

@@ -32,7 +32,7 @@ from rbln_backend.errors import CheckpointError, ConfigError
 from server.frontend import LaunchError
 from server.observability.logging import drop_request_lines
 from server.settings import ServerSettings
-from server.vllm.flag_table import FULFILLED_FLAGS, FULFILLED_VALUES, REFUSED_FLAGS
+from server.vllm.flag_table import FULFILLED_FLAGS, REFUSED_FLAGS
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def parse_arguments(
     _check_adapter_flags(args, settings)
     for name, reason in REFUSED_FLAGS.items():
         given = getattr(args, name, None)
-        if given != parser.get_default(name) and given not in FULFILLED_VALUES.get(name, ()):
+        if given != parser.get_default(name):
             flag = "--" + name.replace("_", "-")
             raise LaunchError(f"{flag} cannot be used: {reason}", exit_code=2)
     _refuse_abbreviations(args, parser, settings)

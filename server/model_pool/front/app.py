@@ -128,7 +128,7 @@ class Forwarder:
         send: Send,
     ) -> None:
         scope["state"][FORWARDED] = True
-        await forward(process, scope, forwarded_headers(record, scope), body, send)
+        await forward(process.client, scope, forwarded_headers(record, scope), body, send)
 
 
 def forwarded_headers(record: RequestRecord, scope: Scope) -> Headers:

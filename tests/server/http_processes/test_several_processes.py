@@ -1,0 +1,146 @@
+"""Two HTTP processes in front of one engine, on real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.server.real_server import RealServer, descendants
+
+pytestmark = pytest.mark.engine
+
+CHAT = "/v1/chat/completions"
+KEYS = "flood[rpm:20]=a,busy[in-flight:3]=b,plain=c"
+FLAGS = ("--api-server-count", "2", "--api-key", KEYS, "--open-metrics", "--max-in-flight", "16")
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealServer]:
+    folder = tmp_path_factory.mktemp("processes")
+    with RealServer(
+        checkpoints("llama", dtype="float32"),
+        folder,
+        *FLAGS,
+        *("--data-dir", str(folder / "data")),
+    ) as up:
+        up.until_ready()
+        yield up
+        up.terminate()
+        assert up.process.wait(30) == 0, up.log.read_text()
+
+
+def _body(tokens: int, **more: Any) -> dict[str, Any]:
+    chat = [{"role": "user", "content": "hi"}]
+    return {"model": "tiny", "messages": chat, "temperature": 0} | {
+        "max_tokens": tokens,
+        "min_tokens": tokens,
+        **more,
+    }
+
+
+def _post(server: RealServer, key: str, body: dict[str, Any]) -> httpx.Response:
+    """Send a request on a connection of its own, which any process may accept."""
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(server.url + CHAT, json=body, headers=headers, timeout=60)
+
+
+def _processes(server: RealServer) -> list[int]:
+    names = descendants(server.process.pid).items()
+    return [pid for pid, name in names if name.startswith("rbln-serve: HTTP process")]
+
+
+def _requests(server: RealServer) -> Counter[str]:
+    """Return the finished chats by status, as /metrics has them."""
+    page = server.client.get("/metrics").text.splitlines()
+    lines = [x for x in page if x.startswith("rbln_http_requests_total") and f'"{CHAT}"' in x]
+    return Counter({x.split('code="')[1][:3]: int(float(x.split()[-1])) for x in lines})
+
+
+def test_limits_are_exact_and_sums_are_what_clients_counted(server: RealServer) -> None:
+    before, started = _requests(server), time.monotonic()
+    with ThreadPoolExecutor(16) as pool:
+        flood = list(pool.map(lambda _: _post(server, "a", _body(2)), range(60)))
+        seconds = time.monotonic() - started
+        busy = list(pool.map(lambda _: _post(server, "b", _body(180)), range(9)))
+    codes = Counter(answer.status_code for answer in flood)
+    # 20 at once, and one more every 3 seconds.
+    assert 20 <= codes[200] <= 20 + seconds / 3
+    assert codes[200] + codes[429] == 60
+    # The first three hold their places for longer than the others take to arrive.
+    codes += Counter(answer.status_code for answer in busy)
+    assert Counter(answer.status_code for answer in busy)[429] >= 3
+    done = _requests(server) - before
+    assert done == {str(code): number for code, number in codes.items()}
+    page = server.client.get("/metrics").text
+    assert 'rbln_key_in_flight{key="busy"} 0.0' in page
+    assert "rbln_admission_in_flight 0.0" in page
+    tokens = 2 * (codes[200] - 0)
+    spent = sum(a.json()["usage"]["completion_tokens"] for a in (*flood, *busy) if a.is_success)
+    assert tokens <= spent
+    assert server.metric("vllm:generation_tokens_total") >= spent
+
+
+def test_everything_but_inference_is_the_main_process(server: RealServer) -> None:
+    with httpx.Client(base_url=server.url, headers={"authorization": "Bearer c"}) as client:
+        stored = client.post("/v1/responses", json={"model": "tiny", "input": "hi"}).json()
+        read = client.get(f"/v1/responses/{stored['id']}")
+        assert read.json()["id"] == stored["id"]
+        assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        assert client.get("/v1/nothing").status_code == 404
+        # The address of the client, not of the process that passed the request on, decides.
+        assert client.get("/v1/usage").status_code == 200
+    assert httpx.get(server.url + "/v1/models").status_code == 401
+
+
+def test_a_killed_process_loses_its_own_streams_alone(server: RealServer) -> None:
+    expected = _post(server, "c", _body(200)).json()["choices"][0]["message"]["content"]
+    before = _requests(server)
+    victim, *others = _processes(server)
+    assert len(others) == 1
+    killed: list[float] = []
+
+    def stream(_: int) -> str | None:
+        headers, text = {"authorization": "Bearer c"}, []
+        body = _body(200, stream=True)
+        try:
+            with httpx.stream(
+                "POST", server.url + CHAT, json=body, headers=headers, timeout=60
+            ) as answer:
+                assert answer.status_code == 200
+                for line in answer.iter_lines():
+                    if '"content":"' in line and not killed:
+                        killed.append(time.monotonic())
+                        os.kill(victim, signal.SIGKILL)
+                    text.append(line)
+        except httpx.TransportError:
+            return None
+        assert text[-2] == "data: [DONE]"
+        return "".join(text)
+
+    with ThreadPoolExecutor(14) as pool:
+        ended = list(pool.map(stream, range(14)))
+    whole = [text for text in ended if text is not None]
+    assert 0 < len(whole) < len(ended)
+    assert len({text.count("data: ") for text in whole}) == 1
+    assert expected
+    # Its permits and the engine's requests are gone, its counts are not.
+    deadline = time.monotonic() + 60
+    while len(_processes(server)) < 2 or "answers again" not in server.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert server.metric("rbln_admission_in_flight") == 0
+    assert server.metric("rbln_serve_in_flight_requests") <= 1
+    assert (_requests(server) - before)["200"] == len(whole)
+    again = [_post(server, "c", _body(4)).status_code for _ in range(6)]
+    assert again == [200] * 6
