@@ -100,7 +100,6 @@ def accepted_flag_rows() -> Iterable[tuple[str, ...]]:
     for name, own in RENAMED_FLAGS.items():
         yield _flag(name), _flag(own)
     yield from _by_text(FULFILLED_FLAGS)
-    yield "`--api-server-count 1`", "one HTTP process, as always; other numbers are refused"
 
 
 def _flag(name: str) -> str:

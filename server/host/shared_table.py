@@ -104,18 +104,17 @@ class SharedTable:
                 if process != but
             )
 
-    def positive(self, prefix: str, field: Field) -> Mapping[str, int]:
-        """Return the totals above 0 by the rest of the names that begin with `prefix`."""
+    def totals(self, prefix: str, field: Field) -> Mapping[str, int]:
+        """Return the totals by the rest of the names that begin with `prefix`."""
         with self.locked():
             self._learn()
-            found = {
+            return {
                 name.removeprefix(prefix): int(self.total(name, field))
                 for name in self._rows
                 if name.startswith(prefix)
             }
-        return {name: total for name, total in found.items() if total > 0}
 
-    def shared(self, name: str, first: int, count: int) -> memoryview:
+    def shared(self, name: str, first: int, count: int) -> memoryview[float]:
         """Return `count` cells of a row that all processes write, from the `first` on."""
         assert first + count <= _SHARED, (first, count)
         with self.locked():

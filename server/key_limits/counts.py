@@ -34,8 +34,12 @@ class Counts(Protocol):
         """Return the count of all processes."""
         ...
 
-    def positive(self, field: Field, *, keys: bool = False) -> Mapping[str, int]:
-        """Return the counts above 0 by owner; with `keys` by name of the key."""
+    def by_owner(self, field: Field) -> Mapping[str, int]:
+        """Return the counts of all owners."""
+        ...
+
+    def by_key(self, field: Field) -> Mapping[str, int]:
+        """Return the counts of all keys by name."""
         ...
 
     def bucket(self, owner: str, rate: str, limit: int | None, now: float) -> TokenBucket | None:
@@ -68,20 +72,23 @@ class LocalCounts:
 
     def add(self, field: Field, more: int, name: str = ALL) -> None:
         """Add to a count."""
-        counts = self._counts[field]
-        counts[name] += more
-        if not counts[name]:
-            del counts[name]
+        self._counts[field][name] += more
 
     def total(self, field: Field, name: str = ALL) -> int:
         """Return a count."""
         return self._counts[field][name]
 
-    def positive(self, field: Field, *, keys: bool = False) -> Mapping[str, int]:
-        """Return the counts above 0 by owner; with `keys` by name of the key."""
-        prefix = _KEY if keys else _OWNER
+    def by_owner(self, field: Field) -> Mapping[str, int]:
+        """Return the counts of all owners."""
+        return self._named(field, _OWNER)
+
+    def by_key(self, field: Field) -> Mapping[str, int]:
+        """Return the counts of all keys by name."""
+        return self._named(field, _KEY)
+
+    def _named(self, field: Field, prefix: str) -> Mapping[str, int]:
         counts = self._counts[field].items()
-        return {k.removeprefix(prefix): v for k, v in counts if k.startswith(prefix) and v > 0}
+        return {k.removeprefix(prefix): v for k, v in counts if k.startswith(prefix)}
 
     def bucket(self, owner: str, rate: str, limit: int | None, now: float) -> TokenBucket | None:
         """Return the bucket of an owner with this `limit`, which may have changed; or None."""
@@ -116,9 +123,13 @@ class SharedCounts:
         """Return the count of all processes."""
         return int(self.table.total(name, field))
 
-    def positive(self, field: Field, *, keys: bool = False) -> Mapping[str, int]:
-        """Return the counts above 0 by owner; with `keys` by name of the key."""
-        return self.table.positive(_KEY if keys else _OWNER, field)
+    def by_owner(self, field: Field) -> Mapping[str, int]:
+        """Return the counts of all owners."""
+        return self.table.totals(_OWNER, field)
+
+    def by_key(self, field: Field) -> Mapping[str, int]:
+        """Return the counts of all keys by name."""
+        return self.table.totals(_KEY, field)
 
     def bucket(self, owner: str, rate: str, limit: int | None, now: float) -> TokenBucket | None:
         """Return the bucket of an owner with this `limit`, which may have changed; or None."""

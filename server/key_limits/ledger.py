@@ -52,7 +52,7 @@ class KeyLedger:
     @property
     def in_flight(self) -> Mapping[str, int]:
         """Requests in flight by name of the key."""
-        return self.counts.positive(Field.REQUESTS, keys=True)
+        return self.counts.by_key(Field.REQUESTS)
 
     def use(self, owner: str, name: str, limits: KeyLimits) -> KeyUse:
         """Return the use that a new request will make of its key."""

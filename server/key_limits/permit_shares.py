@@ -39,7 +39,7 @@ class PermitShares:
             return True
         total_weight = sum(weights.values())
         kept = {key: int(limit * w / total_weight / _KEPT) for key, w in weights.items()}
-        held = {**self._counts.positive(Field.PERMITS)}
+        held = {**self._counts.by_owner(Field.PERMITS)}
         held[owner] = held.get(owner, 0) + more
         beyond = sum(max(0, number - kept.get(key, 0)) for key, number in held.items())
         return held[owner] <= kept.get(owner, 0) or beyond <= limit - sum(kept.values())

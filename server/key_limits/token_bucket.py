@@ -16,7 +16,7 @@ class TokenBucket:
 
     def __init__(self, limit: int, now: float) -> None:
         # Limit, units at hand, and when they were.
-        self._state: list[float] | memoryview = [float(limit), float(limit), now]
+        self._state: list[float] | memoryview[float] = [float(limit), float(limit), now]
 
     @property
     def limit(self) -> int:
@@ -53,7 +53,7 @@ class SharedBucket(TokenBucket):
 
     __slots__ = ()
 
-    def __init__(self, cells: memoryview, limit: int, now: float) -> None:
+    def __init__(self, cells: memoryview[float], limit: int, now: float) -> None:
         """Use the bucket in `cells`; cells of 0 become a full one."""
         self._state = cells
         if not cells[0]:

@@ -74,7 +74,6 @@ class ServerMetrics:
         self._board_dir = run_dir / "metrics"
         self.before_page: Callable[[], Awaitable[None]] = _nothing
         """Has other HTTP processes write what they count."""
-        self._keys_shown: tuple[str, ...] = ()
         self._audited: dict[str, int] = {}
         self._shadowed: Mapping[ShadowResult, int] = {}
         made = {decl.name: self._make(decl) for decl in SERVER_METRICS}
@@ -151,10 +150,7 @@ class ServerMetrics:
         ):
             self._gauges[f"rbln_admission_{name}"].set(value)
         self.observe_open_connections(admission.counts.total(Field.CONNECTIONS))
-        # A key without requests in flight has a series of 0.
-        known = dict.fromkeys(self._keys_shown, 0) | dict(admission.keys.in_flight)
-        self._keys_shown = tuple(known)
-        for key, number in known.items():
+        for key, number in admission.keys.in_flight.items():
             self._gauges["rbln_key_in_flight"].labels(key).set(number)
 
     def observe_key(self, key: str, outcome: str, prompt: int, completion: int) -> None:

@@ -29,7 +29,8 @@ def count_in_files(run_dir: Path, *, only_vllm: bool = False) -> None:
     export_metrics_folder(folder)
     # Their gauges have no file where series are removed.
     warnings.filterwarnings("ignore", message=".*multi-process mode", module="prometheus_client")
-    files, memory = values.MultiProcessValue(os.getpid), values.MutexValue
+    files = values.MultiProcessValue(os.getpid)  # type: ignore[no-untyped-call]
+    memory = values.MutexValue
 
     def value(kind: str, metric: str, *args: Any, **kwargs: Any) -> Any:
         chosen = memory if only_vllm and not metric.startswith(_VLLM) else files

@@ -1,0 +1,1 @@
+"""Several HTTP processes for one engine."""

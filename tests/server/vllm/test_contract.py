@@ -149,7 +149,6 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     from server.settings import ServerSettings
     from server.vllm.flag_table import (
         FULFILLED_FLAGS,
-        FULFILLED_VALUES,
         REFUSED_FLAGS,
         RENAMED_FLAGS,
     )
@@ -157,7 +156,6 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     theirs = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
     assert {*REFUSED_FLAGS, *RENAMED_FLAGS, *FULFILLED_FLAGS} <= theirs
     assert not REFUSED_FLAGS.keys() & {*RENAMED_FLAGS, *FULFILLED_FLAGS}
-    assert FULFILLED_VALUES.keys() <= REFUSED_FLAGS.keys()
     assert set(RENAMED_FLAGS.values()) <= set(ServerSettings.model_fields)
     assert {"numa_bind", "lora_modules", "otlp_traces_endpoint", "load_format"} <= theirs
     ours = set(ServerSettings.model_fields)
@@ -176,7 +174,6 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     [
         (["m", "--h11-max-header-count", "9"], "cannot be used: --max-header-bytes bounds"),
         (["m", "--enable-prompt-embeds"], "--enable-prompt-embeds cannot be used: prompts are"),
-        (["m", "--api-server-count", "2"], "--api-server-count cannot be used"),
         (["m", "--no-such-flag"], "command line is wrong"),
         # The server's own parser takes it in full alone; vLLM's would take it and check nothing.
         (["m", "--api-k", "sk-secret"], "--api-key must be written in full"),
@@ -205,7 +202,7 @@ def test_flags_of_manifests_for_vllm_are_honoured(
 
     level = logging.getLogger("uvicorn").level
     requests = logging.getLogger(REQUEST_LOGGER)
-    words = "--uvicorn-log-level error --enable-server-load-tracking --api-server-count 1"
+    words = "--uvicorn-log-level error --enable-server-load-tracking"
     some = ("--disable-access-log-for-endpoints", "/health, /tokenize")
 
     def logged(route: str) -> bool:
