@@ -14,6 +14,7 @@ COMMANDS = {
     "connections": "over_http.connections",
     "decode": "in_process.decode",
     "experts": "in_process.experts",
+    "http_processes": "over_http.http_processes",
     "kernels": "in_process.kernels",
     "kv_routing": "over_http.kv_routing",
     "metrics_cost": "metrics.cost",
