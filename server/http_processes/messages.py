@@ -61,8 +61,11 @@ class Channel:
         self._loop.add_reader(pipe.fileno(), self._read)
 
     async def receive(self) -> Message | None:
-        """Return the next message."""
-        return await self._messages.get()
+        """Return the next message; None from the end of the other process on."""
+        message = await self._messages.get()
+        if message is None:
+            self._messages.put_nowait(None)
+        return message
 
     def send(self, message: Message) -> None:
         """Send a message; one to a process that has ended is dropped."""

@@ -52,8 +52,9 @@ def run_http_process(
     from server.observability.vllm_log import bound_vllm_log
 
     outlive_readers()
-    # Ctrl-C reaches every process of a terminal; the main process ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A terminal's signals reach every process; the main process ends this one.
+    for name in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
     setproctitle.setproctitle(f"rbln-serve: HTTP process {index}")
     configure(settings.log_level, settings.log_format)
     count_in_files(run_dir)
