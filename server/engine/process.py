@@ -13,7 +13,7 @@ from typing import Literal
 
 StartMethod = Literal["forkserver", "spawn"]
 
-_SERVER = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]  # no public name
+_SERVER = multiprocessing.forkserver._forkserver  # no public name
 HTTP_PROCESS = "HTTP process "
 """Begin of the names of the children that serve HTTP."""
 _GRACE_S = 0.7

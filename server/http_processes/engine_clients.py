@@ -29,12 +29,13 @@ from server.host.tasks import in_daemon_thread
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     from server.vllm.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 
-MakeClient = Callable[..., "EngineClient"]
+MakeClient = Callable[..., "AsyncLLM"]
 """`EngineClient.from_vllm_config` with all arguments but those of the client."""
 
 _PING_S = 0.5
@@ -60,7 +61,7 @@ class ClientAddresses:
 
 def start_engines(
     config: VllmConfig, make: MakeClient, clients: int, *, log_stats: bool
-) -> tuple[EngineClient, ClientAddresses]:
+) -> tuple[AsyncLLM, ClientAddresses]:
     """Start the engines for `clients`; return client 0, which ends them, and all addresses."""
     found = get_engine_zmq_addresses(config, clients, defer_api_server_ports=False)
     with launch_core_engines(config, Executor.get_class(config), log_stats, found) as launch:
@@ -80,7 +81,7 @@ def start_engines(
 
 def connect_client(
     config: VllmConfig, make: MakeClient, addresses: ClientAddresses, index: int
-) -> EngineClient:
+) -> AsyncLLM:
     """Return another client of running engines; `config` is that of client 0."""
     first = get_open_zmq_ipc_path()
     ranks = range(config.parallel_config.data_parallel_size)
@@ -104,7 +105,7 @@ def _ready_messages(address: str, identities: list[bytes]) -> Iterator[None]:
     sockets = []
     try:
         for identity in identities:
-            socket = context.socket(zmq.DEALER)
+            socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
             socket.setsockopt(zmq.IDENTITY, identity)
             socket.connect(address)
             socket.send(b"")

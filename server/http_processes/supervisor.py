@@ -35,6 +35,7 @@ from server.settings import ServerSettings
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     from server.http_processes.engine_clients import MakeClient
     from server.vllm.engine_client import EngineClient
@@ -104,9 +105,7 @@ class HttpProcesses:
         main.listen(2048)
         return main
 
-    def start_engines(
-        self, make: MakeClient, config: VllmConfig, *, log_stats: bool
-    ) -> EngineClient:
+    def start_engines(self, make: MakeClient, config: VllmConfig, *, log_stats: bool) -> AsyncLLM:
         """Start the processes and the engines; return the engine client of the main process.
 
         Raises `LaunchError` for what several processes cannot do yet.

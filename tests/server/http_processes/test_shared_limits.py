@@ -45,6 +45,7 @@ def _flood(table: SharedTable, process: int, pipe: Connection) -> None:
         except RateLimitError:
             pass
     pipe.send((permits, uses))
+    pipe.recv()
     with table.locked():
         pipe.send("locked")
         time.sleep(60)
@@ -65,11 +66,12 @@ def test_processes_take_exactly_the_limits_and_leave_nothing_when_killed() -> No
     taken = [pipe.recv() for pipe in pipes]
     assert sum(permits for permits, _ in taken) == 500
     assert sum(uses for _, uses in taken) == 300
+    for pipe in pipes:
+        pipe.send("lock")
     # One of them holds the lock; the next one gets it when the first is killed.
     waiting = dict(zip(pipes, processes, strict=True))
     while waiting:
-        (pipe,) = [p for p in waiting if p.poll(0.2)] or [None]
-        if pipe is not None:
+        for pipe in [pipe for pipe in waiting if pipe.poll(0.2)]:
             assert pipe.recv() == "locked"
             process = waiting.pop(pipe)
             assert process.pid is not None
