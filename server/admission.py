@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from server.errors import OverloadedError
-from server.host.shared_table import Field
-from server.key_limits.counts import Counts, LocalCounts
+from server.host.shared_table import CountField
+from server.key_limits.counts import LimitCounts, LocalCounts
 from server.key_limits.ledger import KeyLedger
 from server.key_limits.permit_shares import PermitShares
 
@@ -52,7 +52,7 @@ class Admission:
         self,
         max_in_flight: int | None,
         clock: Callable[[], float] = time.monotonic,
-        counts: Counts | None = None,
+        counts: LimitCounts | None = None,
     ) -> None:
         """`max_in_flight` None derives the limit from the engine; `clock` is in seconds.
 
@@ -74,12 +74,12 @@ class Admission:
     @property
     def in_flight(self) -> int:
         """Sum of the weights of all permits but those of the tier flex."""
-        return self.counts.total(Field.PERMITS)
+        return self.counts.total(CountField.PERMITS)
 
     @property
     def flex_in_flight(self) -> int:
         """Sum of the weights of the permits of the tier flex."""
-        return self.counts.total(Field.FLEX_PERMITS)
+        return self.counts.total(CountField.FLEX_PERMITS)
 
     def take_decode_buckets(self, buckets: tuple[int, ...]) -> None:
         """Count the spare rows of other decode buckets from now on."""
@@ -128,7 +128,7 @@ class Admission:
             if self.flex_in_flight + permit.weight > self.limit:
                 raise self._refusal(permit.weight, self.flex_in_flight, " of the tier flex")
             self._shares.add(permit.owner, -permit.weight)
-            self.counts.add(Field.FLEX_PERMITS, permit.weight)
+            self.counts.add(CountField.FLEX_PERMITS, permit.weight)
         del self._since[permit]
 
     def give_back(self, permit: Permit) -> None:
@@ -202,7 +202,7 @@ class Permit:
     def release(self) -> None:
         """Release the permit."""
         if self._is_flex:
-            self._admission.counts.add(Field.FLEX_PERMITS, -self.weight)
+            self._admission.counts.add(CountField.FLEX_PERMITS, -self.weight)
             self.weight = 0
         if self.weight:
             self._admission.give_back(self)

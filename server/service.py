@@ -25,7 +25,7 @@ from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
 from server.http.connections import Connections
 from server.http.listener import HttpServer, http_config, serve_http
 from server.http.tls import Tls
-from server.key_limits.counts import Counts
+from server.key_limits.counts import LimitCounts
 from server.lifecycle import Lifecycle, RequestsElsewhere
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings
@@ -251,7 +251,7 @@ def stop_signals() -> list[signal.Signals]:
 class MainOfProcesses(Protocol):
     """The other HTTP processes, as the main process uses them."""
 
-    counts: Counts
+    counts: LimitCounts
     in_flight: RequestsElsewhere
 
     def attach(self, app: FastAPI, lifecycle: Lifecycle, server: HttpServer) -> None:

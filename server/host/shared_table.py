@@ -27,7 +27,7 @@ _CELL_BYTES = 8
 _HEAD_BYTES = 4096
 
 
-class Field(enum.IntEnum):
+class CountField(enum.IntEnum):
     """The cells that each process has in a row."""
 
     PERMITS = 0
@@ -52,7 +52,7 @@ class SharedTable:
     def __init__(self, processes: int, descriptor: int | None = None) -> None:
         """Make a table for `processes`, or open that of a `descriptor`, which it takes over."""
         self.processes = processes
-        self._width = _SHARED + processes * len(Field)
+        self._width = _SHARED + processes * len(CountField)
         self._names_at = _HEAD_BYTES
         self._cells_at = _HEAD_BYTES + _MAX_ROWS * _NAME_BYTES
         size = self._cells_at + _MAX_ROWS * self._width * _CELL_BYTES
@@ -84,27 +84,27 @@ class SharedTable:
             if not self._depth:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
-    def add(self, process: int, name: str, field: Field, more: float) -> None:
+    def add(self, process: int, name: str, field: CountField, more: float) -> None:
         """Add to a cell of `process`."""
         with self.locked():
             self._cells[self._cell(name, process, field)] += more
 
-    def put(self, process: int, name: str, field: Field, value: float) -> None:
+    def put(self, process: int, name: str, field: CountField, value: float) -> None:
         """Set a cell of `process`."""
         with self.locked():
             self._cells[self._cell(name, process, field)] = value
 
-    def total(self, name: str, field: Field, but: int | None = None) -> float:
+    def total(self, name: str, field: CountField, but: int | None = None) -> float:
         """Return the sum over the processes, without the one in `but`."""
         with self.locked():
             start = self._start(name) + _SHARED + field
             return sum(
-                self._cells[start + process * len(Field)]
+                self._cells[start + process * len(CountField)]
                 for process in range(self.processes)
                 if process != but
             )
 
-    def totals(self, prefix: str, field: Field) -> Mapping[str, int]:
+    def totals(self, prefix: str, field: CountField) -> Mapping[str, int]:
         """Return the totals by the rest of the names that begin with `prefix`."""
         with self.locked():
             self._learn()
@@ -126,12 +126,12 @@ class SharedTable:
         with self.locked():
             self._learn()
             for row in self._rows.values():
-                start = row * self._width + _SHARED + process * len(Field)
-                for cell in range(start, start + len(Field)):
+                start = row * self._width + _SHARED + process * len(CountField)
+                for cell in range(start, start + len(CountField)):
                     self._cells[cell] = 0.0
 
-    def _cell(self, name: str, process: int, field: Field) -> int:
-        return self._start(name) + _SHARED + process * len(Field) + field
+    def _cell(self, name: str, process: int, field: CountField) -> int:
+        return self._start(name) + _SHARED + process * len(CountField) + field
 
     def _start(self, name: str) -> int:
         row = self._rows.get(name)

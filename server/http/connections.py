@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from server.errors import ClientConnectionsError, ServerError, TooManyConnectionsError
-from server.host.shared_table import Field
-from server.key_limits.counts import Counts, LocalCounts
+from server.host.shared_table import CountField
+from server.key_limits.counts import LimitCounts, LocalCounts
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings
 
@@ -27,7 +27,7 @@ class Connections:
     """Counts connections and refuses those above a limit. Used from the event loop only."""
 
     def __init__(
-        self, settings: ServerSettings, metrics: ServerMetrics, counts: Counts | None = None
+        self, settings: ServerSettings, metrics: ServerMetrics, counts: LimitCounts | None = None
     ) -> None:
         """Raise the process's limit of open files as far as needed and permitted.
 
@@ -47,7 +47,7 @@ class Connections:
         with self._counts.locked():
             error = self._too_many(client)
             if error is None:
-                self._counts.add(Field.CONNECTIONS, 1)
+                self._counts.add(CountField.CONNECTIONS, 1)
         if error is not None:
             self._metrics.observe_connection_end(error.code)
             self._refused += 1
@@ -61,7 +61,7 @@ class Connections:
         if slot.refusal is not None:
             self._refused -= 1
             return
-        self._counts.add(Field.CONNECTIONS, -1)
+        self._counts.add(CountField.CONNECTIONS, -1)
         self._of_client[slot.client] -= 1
         if not self._of_client[slot.client]:
             del self._of_client[slot.client]
@@ -70,7 +70,7 @@ class Connections:
     @property
     def number(self) -> int:
         """Open connections of all processes."""
-        return self._counts.total(Field.CONNECTIONS)
+        return self._counts.total(CountField.CONNECTIONS)
 
     def count(self, reason: str) -> None:
         """Count a connection that a limit has ended."""

@@ -24,7 +24,7 @@ from vllm.v1.engine.utils import get_engine_zmq_addresses, launch_core_engines
 from vllm.v1.executor import Executor
 
 from rbln_backend.api.requests import REQUESTS_OF
-from server.host.shared_table import ALL, Field, SharedTable
+from server.host.shared_table import ALL, CountField, SharedTable
 from server.host.tasks import in_daemon_thread
 
 if TYPE_CHECKING:
@@ -149,16 +149,16 @@ class SharedQueue(SharedAdmissionStats):
     def set_num_requests(self, count: int) -> None:
         tokens, flex = self._engine.own_queued_tokens()
         with self._table.locked():
-            self._table.put(self._process, ALL, Field.UNFINISHED, count)
-            self._table.put(self._process, ALL, Field.QUEUED_TOKENS, tokens)
-            self._table.put(self._process, ALL, Field.FLEX_QUEUED_TOKENS, flex)
+            self._table.put(self._process, ALL, CountField.UNFINISHED, count)
+            self._table.put(self._process, ALL, CountField.QUEUED_TOKENS, tokens)
+            self._table.put(self._process, ALL, CountField.FLEX_QUEUED_TOKENS, flex)
 
     def get_num_requests(self) -> int:
-        return int(self._table.total(ALL, Field.UNFINISHED))
+        return int(self._table.total(ALL, CountField.UNFINISHED))
 
     def others_queued(self, *, flex: bool) -> int:
         """Return the waiting prompt tokens of the other processes."""
-        field = Field.FLEX_QUEUED_TOKENS if flex else Field.QUEUED_TOKENS
+        field = CountField.FLEX_QUEUED_TOKENS if flex else CountField.QUEUED_TOKENS
         return int(self._table.total(ALL, field, but=self._process))
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Work:
+class ProcessWork:
     """Work of an HTTP process, which it gets once the engines are ready."""
 
     config: VllmConfig
@@ -48,7 +48,7 @@ class Note(enum.Enum):
     """To an HTTP process: close the connections and end."""
 
 
-Message = Work | Standing | Note
+Message = ProcessWork | Standing | Note
 
 
 class Channel:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.engine.process import use_forkserver
-from server.host.shared_table import ALL, Field, SharedTable
-from server.http_processes.messages import Channel, Note, Work
+from server.host.shared_table import ALL, CountField, SharedTable
+from server.http_processes.messages import Channel, Note, ProcessWork
 from server.lifecycle import Lifecycle, ServicePhase, Standing
 from server.settings import ServerSettings
 
@@ -72,7 +72,7 @@ def run_http_process(
         work = pipe.recv()
     except EOFError:
         return
-    assert isinstance(work, Work)
+    assert isinstance(work, ProcessWork)
     use_forkserver(work.forkserver)
     engine = _connect(work, index, settings)
     bound_vllm_log()
@@ -86,7 +86,7 @@ def run_http_process(
         os._exit(0)
 
 
-def _connect(work: Work, index: int, settings: ServerSettings) -> EngineClient:
+def _connect(work: ProcessWork, index: int, settings: ServerSettings) -> EngineClient:
     from server.engine.outputs import install_output_processor
     from server.engine.socket import receive_directly
     from server.engine.step_stats import defer_stats
@@ -114,11 +114,11 @@ class InFlightElsewhere:
         """Return their number; of an HTTP process 0: it drains its own requests."""
         if self._process:
             return 0
-        return int(self._table.total(ALL, Field.REQUESTS, but=0))
+        return int(self._table.total(ALL, CountField.REQUESTS, but=0))
 
     def changed(self, own: int) -> None:
         """Publish the number of this process."""
-        self._table.put(self._process, ALL, Field.REQUESTS, own)
+        self._table.put(self._process, ALL, CountField.REQUESTS, own)
 
 
 class _HttpProcess:
@@ -126,7 +126,7 @@ class _HttpProcess:
 
     def __init__(
         self,
-        work: Work,
+        work: ProcessWork,
         engine: EngineClient,
         table: SharedTable,
         index: int,

@@ -25,9 +25,9 @@ from server.host.tasks import in_thread
 from server.http.connections import Connections
 from server.http.listener import HttpServer, http_config, serve_http
 from server.http_processes.application import ForwardedApp
-from server.http_processes.messages import Channel, Message, Note, Work
+from server.http_processes.messages import Channel, Message, Note, ProcessWork
 from server.http_processes.process import InFlightElsewhere, run_http_process
-from server.key_limits.counts import Counts, SharedCounts
+from server.key_limits.counts import LimitCounts, SharedCounts
 from server.lifecycle import Lifecycle, RequestsElsewhere, ServicePhase, Standing
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings
@@ -65,13 +65,13 @@ class HttpProcesses:
         self._run_dir = run_dir
         self.socket_path = run_dir / "main.sock"
         self.table = SharedTable(number + 1)
-        self.counts: Counts = SharedCounts(self.table, 0)
+        self.counts: LimitCounts = SharedCounts(self.table, 0)
         self.in_flight: RequestsElsewhere = InFlightElsewhere(self.table, 0)
         self.owner_salt = b""
         self._slots = {index: _Slot(index) for index in range(1, number + 1)}
         self._standing: Standing | None = None
         self._engine: EngineClient | None = None
-        self._work: Work | None = None
+        self._work: ProcessWork | None = None
         self._addresses: Any = None
         self._tasks: list[asyncio.Task[None]] = []
         self._main: HttpServer | None = None
@@ -144,7 +144,7 @@ class HttpProcesses:
 
         share_queue(engine, self.table, 0)
         self._engine = engine
-        self._work = Work(
+        self._work = ProcessWork(
             engine.vllm_config,
             args,
             client_options,
@@ -256,7 +256,7 @@ class _Slot:
         self._process, self._pipe = process, ours
         self.started, self.ready = time.monotonic(), False
 
-    def connect(self, work: Work) -> None:
+    def connect(self, work: ProcessWork) -> None:
         """Send the process its work."""
         self._channel = Channel(self._pipe)
         self._channel.send(work)

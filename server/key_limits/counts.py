@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-from server.host.shared_table import ALL, Field, SharedTable
+from server.host.shared_table import ALL, CountField, SharedTable
 from server.key_limits.token_bucket import SharedBucket, TokenBucket
 
 _OWNER, _KEY = "owner:", "key:"
 _RATES = ("requests", "tokens")
 
 
-class Counts(Protocol):
+class LimitCounts(Protocol):
     """Permits and requests in flight, in total and by owner, and the buckets of owners."""
 
     processes: int
@@ -26,19 +26,19 @@ class Counts(Protocol):
         """Exclude other processes for the length of the block."""
         ...
 
-    def add(self, field: Field, more: int, name: str = ALL) -> None:
+    def add(self, field: CountField, more: int, name: str = ALL) -> None:
         """Add to the count of this process."""
         ...
 
-    def total(self, field: Field, name: str = ALL) -> int:
+    def total(self, field: CountField, name: str = ALL) -> int:
         """Return the count of all processes."""
         ...
 
-    def by_owner(self, field: Field) -> Mapping[str, int]:
+    def by_owner(self, field: CountField) -> Mapping[str, int]:
         """Return the counts of all owners."""
         ...
 
-    def by_key(self, field: Field) -> Mapping[str, int]:
+    def by_key(self, field: CountField) -> Mapping[str, int]:
         """Return the counts of all keys by name."""
         ...
 
@@ -63,30 +63,30 @@ class LocalCounts:
     processes = 1
 
     def __init__(self) -> None:
-        self._counts: defaultdict[Field, Counter[str]] = defaultdict(Counter)
+        self._counts: defaultdict[CountField, Counter[str]] = defaultdict(Counter)
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
 
     def locked(self) -> AbstractContextManager[None]:
         """Return an empty block: there is no other process."""
         return nullcontext()
 
-    def add(self, field: Field, more: int, name: str = ALL) -> None:
+    def add(self, field: CountField, more: int, name: str = ALL) -> None:
         """Add to a count."""
         self._counts[field][name] += more
 
-    def total(self, field: Field, name: str = ALL) -> int:
+    def total(self, field: CountField, name: str = ALL) -> int:
         """Return a count."""
         return self._counts[field][name]
 
-    def by_owner(self, field: Field) -> Mapping[str, int]:
+    def by_owner(self, field: CountField) -> Mapping[str, int]:
         """Return the counts of all owners."""
         return self._named(field, _OWNER)
 
-    def by_key(self, field: Field) -> Mapping[str, int]:
+    def by_key(self, field: CountField) -> Mapping[str, int]:
         """Return the counts of all keys by name."""
         return self._named(field, _KEY)
 
-    def _named(self, field: Field, prefix: str) -> Mapping[str, int]:
+    def _named(self, field: CountField, prefix: str) -> Mapping[str, int]:
         counts = self._counts[field].items()
         return {k.removeprefix(prefix): v for k, v in counts if k.startswith(prefix)}
 
@@ -115,19 +115,19 @@ class SharedCounts:
         """Exclude the other processes for the length of the block."""
         return self.table.locked()
 
-    def add(self, field: Field, more: int, name: str = ALL) -> None:
+    def add(self, field: CountField, more: int, name: str = ALL) -> None:
         """Add to the count of this process."""
         self.table.add(self.process, name, field, more)
 
-    def total(self, field: Field, name: str = ALL) -> int:
+    def total(self, field: CountField, name: str = ALL) -> int:
         """Return the count of all processes."""
         return int(self.table.total(name, field))
 
-    def by_owner(self, field: Field) -> Mapping[str, int]:
+    def by_owner(self, field: CountField) -> Mapping[str, int]:
         """Return the counts of all owners."""
         return self.table.totals(_OWNER, field)
 
-    def by_key(self, field: Field) -> Mapping[str, int]:
+    def by_key(self, field: CountField) -> Mapping[str, int]:
         """Return the counts of all keys by name."""
         return self.table.totals(_KEY, field)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from server.errors import RateLimitError
-from server.host.shared_table import Field
-from server.key_limits.counts import Counts, LocalCounts, key_row, owner_row
+from server.host.shared_table import CountField
+from server.key_limits.counts import LimitCounts, LocalCounts, key_row, owner_row
 from server.key_limits.limits import KeyLimits
 from server.key_limits.token_bucket import TokenBucket
 
@@ -43,7 +43,7 @@ class KeyLedger:
     """The accounts of all keys; keys of one owner share one."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, counts: Counts | None = None
+        self, clock: Callable[[], float] = time.monotonic, counts: LimitCounts | None = None
     ) -> None:
         """`clock` is in seconds, the same in all processes that share `counts`."""
         self._clock = clock
@@ -52,7 +52,7 @@ class KeyLedger:
     @property
     def in_flight(self) -> Mapping[str, int]:
         """Requests in flight by name of the key."""
-        return self.counts.by_key(Field.REQUESTS)
+        return self.counts.by_key(CountField.REQUESTS)
 
     def use(self, owner: str, name: str, limits: KeyLimits) -> KeyUse:
         """Return the use that a new request will make of its key."""
@@ -96,7 +96,7 @@ class KeyUse:
 
     def _enter(self, max_in_flight: int | None) -> None:
         account, now = self._account, self._ledger.now()
-        in_flight = self._counts.total(Field.REQUESTS, owner_row(account.owner))
+        in_flight = self._counts.total(CountField.REQUESTS, owner_row(account.owner))
         if max_in_flight is not None and in_flight >= max_in_flight:
             raise RateLimitError(
                 f"The API key {self._name!r} has {in_flight} requests in flight; at most "
@@ -110,8 +110,8 @@ class KeyUse:
         self._entered = True
 
     def _count(self, more: int) -> None:
-        self._counts.add(Field.REQUESTS, more, owner_row(self._account.owner))
-        self._counts.add(Field.REQUESTS, more, key_row(self._name))
+        self._counts.add(CountField.REQUESTS, more, owner_row(self._account.owner))
+        self._counts.add(CountField.REQUESTS, more, key_row(self._name))
 
     def reserve(self, tokens: int, *, refusable: bool = True) -> None:
         """Reserve tokens of one more prompt and of its answers. Raises `RateLimitError`.

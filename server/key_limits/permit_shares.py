@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from server.host.shared_table import Field
-from server.key_limits.counts import Counts, LocalCounts, owner_row
+from server.host.shared_table import CountField
+from server.key_limits.counts import LimitCounts, LocalCounts, owner_row
 
 _KEPT = 4
 """One of so many permits is kept."""
@@ -20,7 +20,7 @@ class PermitShares:
     """Counts the permits of each owner. Invariant: the counts are positive."""
 
     def __init__(
-        self, weights: Callable[[], Mapping[str, float]], counts: Counts | None = None
+        self, weights: Callable[[], Mapping[str, float]], counts: LimitCounts | None = None
     ) -> None:
         """`weights` returns the current weights of the keys by owner."""
         self._weights = weights
@@ -31,7 +31,7 @@ class PermitShares:
 
         The permits that are free in total are not checked.
         """
-        total = self._counts.total(Field.PERMITS) + more
+        total = self._counts.total(CountField.PERMITS) + more
         if more <= 0 or total <= limit - limit // _KEPT:
             return True
         weights = self._weights()
@@ -39,7 +39,7 @@ class PermitShares:
             return True
         total_weight = sum(weights.values())
         kept = {key: int(limit * w / total_weight / _KEPT) for key, w in weights.items()}
-        held = {**self._counts.by_owner(Field.PERMITS)}
+        held = {**self._counts.by_owner(CountField.PERMITS)}
         held[owner] = held.get(owner, 0) + more
         beyond = sum(max(0, number - kept.get(key, 0)) for key, number in held.items())
         return held[owner] <= kept.get(owner, 0) or beyond <= limit - sum(kept.values())
@@ -47,5 +47,5 @@ class PermitShares:
     def add(self, owner: str, more: int) -> None:
         """Count `more` permits of `owner`; negative ones are released."""
         with self._counts.locked():
-            self._counts.add(Field.PERMITS, more)
-            self._counts.add(Field.PERMITS, more, owner_row(owner))
+            self._counts.add(CountField.PERMITS, more)
+            self._counts.add(CountField.PERMITS, more, owner_row(owner))

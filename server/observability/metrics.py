@@ -30,7 +30,7 @@ from server.admission import Admission
 from server.audit.writer import AuditCounts
 from server.errors import REJECTIONS
 from server.host.job_counts import JobCounts
-from server.host.shared_table import Field
+from server.host.shared_table import CountField
 from server.lifecycle import Lifecycle, ServicePhase
 from server.lora.adapter import State
 from server.observability.declarations import (
@@ -149,7 +149,7 @@ class ServerMetrics:
             ("max_request_seconds", settings.max_request_s),
         ):
             self._gauges[f"rbln_admission_{name}"].set(value)
-        self.observe_open_connections(admission.counts.total(Field.CONNECTIONS))
+        self.observe_open_connections(admission.counts.total(CountField.CONNECTIONS))
         for key, number in admission.keys.in_flight.items():
             self._gauges["rbln_key_in_flight"].labels(key).set(number)
 

@@ -12,7 +12,7 @@ import pytest
 
 from server.admission import Admission, Capacity
 from server.errors import OverloadedError, RateLimitError
-from server.host.shared_table import ALL, Field, SharedTable
+from server.host.shared_table import ALL, CountField, SharedTable
 from server.key_limits.counts import SharedCounts
 from server.key_limits.ledger import KeyLedger
 from server.key_limits.limits import KeyLimits
@@ -85,8 +85,8 @@ def test_processes_take_exactly_the_limits_and_leave_nothing_when_killed() -> No
         table.clear(number)
         assert before - main.in_flight == permits
     assert main.in_flight == 0
-    assert SharedCounts(table, 0).by_key(Field.REQUESTS) == {"alice": 0}
-    assert table.total(ALL, Field.PERMITS) == 0
+    assert SharedCounts(table, 0).by_key(CountField.REQUESTS) == {"alice": 0}
+    assert table.total(ALL, CountField.PERMITS) == 0
 
 
 def test_a_rate_is_one_for_all_processes_and_follows_a_new_limit() -> None:
@@ -110,6 +110,6 @@ def test_a_rate_is_one_for_all_processes_and_follows_a_new_limit() -> None:
 def test_too_many_names_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.host.shared_table._MAX_ROWS", 1)
     table = SharedTable(1)
-    table.add(0, ALL, Field.PERMITS, 1)
+    table.add(0, ALL, CountField.PERMITS, 1)
     with pytest.raises(RuntimeError, match="at most 1 names"):
-        table.add(0, "owner:alice", Field.PERMITS, 1)
+        table.add(0, "owner:alice", CountField.PERMITS, 1)

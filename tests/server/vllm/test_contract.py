@@ -165,7 +165,7 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
         *("host", "port", "root_path", "api_key", "enable_ssl_refresh"),
         *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
         *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
-        *("uds", "headless"),
+        *("uds", "headless", "api_server_count"),
     }
 
 
