@@ -49,8 +49,9 @@ STATE_SPACE = Feature(
 )
 MLA = Feature(
     "multi-head latent attention (MLA)",
-    "DeepSeek-V2, V3, R1 on an NPU; drafts and encoders of that kind",
-    "whose op over a compressed KV cache belongs to the emulated device and is causal",
+    "MiniCPM3 on an NPU; drafts and encoders of that kind",
+    "whose ops over a compressed KV cache are causal, and on an NPU take 512 compressed and 64 "
+    "rotated numbers of a token",
     "run it on the emulated device, or serve a model with grouped-query attention",
 )
 SPARSE_ATTENTION = Feature(

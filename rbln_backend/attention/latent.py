@@ -17,6 +17,7 @@ from rbln_backend.attention.absorbed import AbsorbedProjection
 from rbln_backend.attention.backend import RblnAttentionBackend
 from rbln_backend.attention.metadata import PagedMetadata
 from rbln_backend.compiler.device import device_capabilities
+from rbln_backend.compiler.programs.sdk_schemas import check_ops
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.unsupported import KV_DTYPE, MLA, SPARSE_ATTENTION
 from rbln_backend.vllm_compat.latent import MLAModules, MultiHeadLatentAttentionWrapper
@@ -29,6 +30,9 @@ from rbln_backend.vllm_compat.surface import (
     get_current_vllm_config,
     get_forward_context,
 )
+
+SDK_SIZES = (512, 64)
+"""Compressed and rotated numbers of a token that the SDK's ops take (vllm-rbln 0.12)."""
 
 
 class LatentAttentionImpl:
@@ -62,16 +66,21 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
     ) -> None:
         """Make the layer; ignored arguments belong to sparse attention or GPU fusion.
 
-        Raises ``UnsupportedModelError`` for sparse attention, drafts and on an NPU.
+        Raises ``UnsupportedModelError`` for sparse attention, drafts, and other sizes on an NPU.
         """
         nn.Module.__init__(self)
         config = get_current_vllm_config()
         rbln = configured(config)
         if mla_modules.is_sparse:
             raise SPARSE_ATTENTION.refusal(prefix)
-        lacks_ops = not device_capabilities(rbln).general_attention
-        if lacks_ops or non_causal_multi_token_decode:
+        if non_causal_multi_token_decode:
             raise MLA.refusal(prefix)
+        sizes = (kv_lora_rank, qk_rope_head_dim)
+        self._on_npu = not device_capabilities(rbln).general_attention
+        if self._on_npu and sizes != SDK_SIZES:
+            raise MLA.refusal(f"{prefix}: {kv_lora_rank} compressed and {qk_rope_head_dim} rotated")
+        if self._on_npu:
+            check_ops(*map(_sdk_name, (True, False)))
         if getattr(quant_config, "kv_cache_scheme", None) and cache_config.cache_dtype == "auto":
             raise KV_DTYPE.refusal(f"{prefix}, kv_cache_scheme of the checkpoint")
         if rbln.use_custom_kernel:
@@ -143,11 +152,30 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         metadata: Any = get_forward_context().attn_metadata
         own = metadata[self.layer_name]
         assert isinstance(own, PagedMetadata)
+        if self._on_npu:
+            return self._attend_on_npu(own, queries, kv_c, k_pe)
         mixed: Tensor = torch.ops.rbln_emulator.latent_attention(
             *(queries, kv_c, k_pe, self.kv_cache, self.impl.scale_tensor),
             *(own.seq_idx, own.block_tables, own.batch_size, own.query_counts),
         )
         return mixed
+
+    def _attend_on_npu(
+        self, own: PagedMetadata, queries: Tensor, kv_c: Tensor, k_pe: Tensor
+    ) -> Tensor:
+        """As ``_attend``, [T, H, C + R] to [T, H, C], by the SDK's op."""
+        by_row = (own.batch_size, own.query_len)
+        q = queries.unflatten(0, by_row).transpose(1, 2)
+        op = getattr(torch.ops.rbln_custom_ops, _sdk_name(own.is_prefill))
+        mixed: Tensor = op(
+            *(q, kv_c.unflatten(0, by_row), k_pe.unflatten(0, by_row), self.kv_cache),
+            *(own.seq_idx, own.block_tables, self.impl.scale_tensor),
+        )
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+
+def _sdk_name(is_prefill: bool) -> str:
+    return f"paged_flash_causal_mla_naive_{'prefill' if is_prefill else 'decode'}"
 
 
 def install() -> None:

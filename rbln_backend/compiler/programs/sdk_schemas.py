@@ -27,6 +27,10 @@ _SHIFTED = (
     f"{_QKV}, Tensor cache_seq_len, Tensor cache_offset, Tensor scale, Tensor block_tables,"
     " Tensor dummy"
 )
+_LATENT = (
+    "Tensor q, Tensor kv_c_normed, Tensor k_pe, Tensor kv_cache, Tensor seq_idx,"
+    " Tensor block_tables, Tensor scale"
+)
 PASSED: Mapping[str, str] = {
     "flash_causal_attention_naive_prefill": _FLASH,
     "flash_causal_attention_naive_decode": _FLASH,
@@ -38,6 +42,8 @@ PASSED: Mapping[str, str] = {
         f"{_QKV}, Tensor seq_idx, Tensor scale, Tensor block_tables, int window_size,"
         " bool is_causal, Tensor? attn_mask, Tensor? sinks"
     ),
+    "paged_flash_causal_mla_naive_prefill": _LATENT,
+    "paged_flash_causal_mla_naive_decode": _LATENT,
     "custom_moe_glu": (
         "Tensor hidden_states, Tensor gate, Tensor up, Tensor down, Tensor masked_routing_weight,"
         " str hidden_act, Tensor? expert_map, Tensor? gate_bias, Tensor? up_bias,"

@@ -21,6 +21,12 @@ def _held_as(dtype: torch.dtype) -> torch.dtype:
     return torch.uint8 if dtype == torch.float8_e4m3fn else dtype
 
 
+def _as_ops_take(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return [num_blocks, block_size, D] for a cache of latent attention, else ``shape``."""
+    num_blocks, parts, *rest = shape
+    return (num_blocks, *rest[-2:]) if parts == 1 else tuple(shape)
+
+
 class _NpuKvMemory:
     """Copies that NPUs do not have: of the prefix log, and of pages of KV tiers."""
 
@@ -51,7 +57,7 @@ class StaticKvMemory(_NpuKvMemory):
 
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a meta tensor of ``shape`` [num_blocks, ...] at a fixed address of the NPU."""
-        cache = torch.empty(tuple(shape), dtype=_held_as(dtype), device="meta")
+        cache = torch.empty(_as_ops_take(shape), dtype=_held_as(dtype), device="meta")
         self._context.mark_static_address(cache, name)
         return cache
 
@@ -74,7 +80,7 @@ class TensorKvMemory(_NpuKvMemory):
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         """Return a cache of ``shape`` [num_blocks, ...]; raises ``DeviceMemoryError``."""
         try:
-            return torch.empty(tuple(shape), dtype=_held_as(dtype), device=self._device)
+            return torch.empty(_as_ops_take(shape), dtype=_held_as(dtype), device=self._device)
         except RuntimeError as error:
             raise self._failure(error) from error
 

@@ -6,6 +6,7 @@ q [B, H, G, L, D]; k and v [B, H, 1, L, D]; kv_cache [N, 2, H, 1, S, D], or the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from rebel.device_info import target_name
@@ -17,6 +18,28 @@ from torch import Tensor
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 512, 16384
 # Of the ops, as vllm_rbln/v1/worker/dynamic_kv_sizer.py has it.
 _LARGEST_BLOCK_ID = 2**15 - 1
+
+
+class PagedCache(Protocol):
+    """Blocks that tokens are written to and read from."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Of a value."""
+        ...
+
+    def write(self, blocks: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k and v [T, H, D] at T places."""
+        ...
+
+    def read(self, blocks: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [T, H, D] of T places, in float32."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,6 +64,11 @@ class Cache:
     @property
     def block_size(self) -> int:
         return self.values.shape[-2]
+
+    @property
+    def width(self) -> int:
+        """Of a value."""
+        return self.values.shape[-1]
 
     def write(self, blocks: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [T, H, D] at T places."""
@@ -75,7 +103,7 @@ def run_paged(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cache: Cache,
+    cache: PagedCache,
     scale: Tensor,
     seq_idx: Tensor,
     tables: Tensor,
@@ -93,7 +121,8 @@ def run_paged(
     The result has the strides of ``q``: vllm_rbln views it as tokens where B and L are above 1.
     """
     size, rows = cache.block_size, tables.reshape(q.shape[0], -1).long()
-    out = torch.empty_like(q)
+    # As wide as the values, which latent attention has within the keys.
+    out = torch.empty_like(q[..., : cache.width])
     if tables.dim() == 2:
         last = int(seq_idx.max()) + q.shape[3]
         room = rows.shape[1] * size

@@ -14,18 +14,12 @@ _SCALED = (
     "Tensor gate_proj_weight, Tensor gate_proj_scale, Tensor up_proj_weight, Tensor up_proj_scale,"
     " Tensor down_proj_weight, Tensor down_proj_scale, Tensor masked_routing_weight"
 )
-_MLA = (
-    "Tensor q, Tensor kv_c_normed, Tensor k_pe, Tensor(a!) kv_cache, Tensor seq_idx,"
-    " Tensor block_tables, Tensor scale"
-)
 
 UNDONE = {
     "custom_moe_glu_w8a8": (
         f"Tensor hidden_states, Tensor hidden_scale, {_SCALED}, Tensor group_size, str hidden_act,"
         f" ScalarType compute_dtype, {_BIASES}, {_EXPERT_MAP}"
     ),
-    "paged_flash_causal_mla_naive_prefill": _MLA,
-    "paged_flash_causal_mla_naive_decode": _MLA,
 }
 
 
