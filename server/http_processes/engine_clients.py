@@ -90,7 +90,7 @@ def connect_client(
         engine = make(
             client_addresses=theirs, client_count=len(addresses.inputs), client_index=index
         )
-    socket = zmq.Socket.shadow(engine.engine_core.input_socket)
+    socket: zmq.Socket[bytes] = zmq.Socket.shadow(engine.engine_core.input_socket)
     # The engines have the identities of the sockets that are closed by now.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.unbind(first)
@@ -102,10 +102,10 @@ def connect_client(
 def _ready_messages(address: str, identities: list[bytes]) -> Iterator[None]:
     """Send an empty ready message from each engine; the configuration has what they reported."""
     context = zmq.Context()
-    sockets = []
+    sockets: list[zmq.Socket[bytes]] = []
     try:
         for identity in identities:
-            socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+            socket = context.socket(zmq.DEALER)
             socket.setsockopt(zmq.IDENTITY, identity)
             socket.connect(address)
             socket.send(b"")
