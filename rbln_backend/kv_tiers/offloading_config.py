@@ -47,7 +47,9 @@ def _sides(
         return (transfer, None) if names_nixl(transfer) else (None, transfer)
     _check_keys(transfer.kv_connector_extra_config, ("connectors",), "kv_connector_extra_config")
     entries = transfer.kv_connector_extra_config.get("connectors")
-    names = [e.get("kv_connector") for e in entries or () if isinstance(e, dict)]
+    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+        raise ConfigError(f"connectors={entries!r} of {_SEVERAL} must be a list of objects")
+    names = [e.get("kv_connector") for e in entries]
     if sorted(map(str, names)) != sorted((NIXL_CONNECTOR, CONNECTOR)):
         raise ConfigError(
             f"connectors of {_SEVERAL}: {names!r}, must be {NIXL_CONNECTOR} and {CONNECTOR}"
