@@ -39,10 +39,14 @@ class PoolingJob:
     def expected(self, prompt: list[int]) -> Tensor:
         """Return the vector of transformers."""
         if self.task == "classify":
-            return class_logits(self.checkpoint, prompt).softmax(-1)
+            scores: Tensor = class_logits(self.checkpoint, prompt).softmax(-1)
+            return scores
         if self.options is EMBED:
             return pooled(self.checkpoint, prompt, "LAST")
-        return torch.nn.functional.normalize(hidden_states(self.checkpoint, prompt)[0], dim=-1)
+        first: Tensor = torch.nn.functional.normalize(
+            hidden_states(self.checkpoint, prompt)[0], dim=-1
+        )
+        return first
 
     def error(self, answers: list[list[list[float]]]) -> float:
         """Return the largest difference from transformers."""
@@ -129,6 +133,7 @@ def test_tensors_of_the_device_pool_alike(jobs: list[PoolingJob], tmp_path: Path
 
 @pytest.mark.wide
 def test_a_dropped_copy_is_seen(jobs: list[PoolingJob], tmp_path: Path) -> None:
-    errors, _ = run(jobs[:1], tmp_path, **{"break": ["kv_copy"]})
+    dropped: dict[str, Any] = {"break": ["kv_copy"]}
+    errors, _ = run(jobs[:1], tmp_path, **dropped)
     # NaN, which the double leaves in blocks that nothing wrote.
     assert not errors[0] < TOLERANCE
