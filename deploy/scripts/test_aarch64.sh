@@ -13,6 +13,7 @@ here=$(realpath "$(dirname "$0")/../..")
 root=$folder/root site=$folder/site cuda=$folder/cuda bin=$folder/bin
 # Without SVE, as most aarch64 servers of 2019 to 2022; torch's libraries do not start on qemu's "max".
 cpu=neoverse-n1
+features='fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp'
 packages=(python3.11 python3.11-minimal libpython3.11-stdlib libpython3.11-minimal libc6 libgcc-s1 libstdc++6
   zlib1g libexpat1 libssl3 libffi8 libbz2-1.0 liblzma5 libsqlite3-0 libuuid1 libgomp1)
 # PyPI's torch for aarch64 is built for CUDA and does not load without these, of any release.
@@ -35,7 +36,13 @@ install_programs() {
   "${apt[@]}" update
   (cd "$folder/packages" && "${apt[@]}" download "${packages[@]/%/:arm64}")
   for package in "$folder/packages"/*.deb; do dpkg -x "$package" "$root"; done
-  printf 'processor\t: 0\nFeatures\t: fp asimd fphp asimdhp asimdrdm asimddp\nCPU part\t: 0xd0c\n\n' >"$root/cpuinfo"
+  # All that PyTorch reads: with an incomplete list, its first operator ends by a segmentation fault.
+  local number
+  for number in 0 1; do
+    printf '%s\t: %s\n' processor "$number" BogoMIPS 50.00 Features "$features" 'CPU implementer' 0x41 \
+      'CPU architecture' 8 'CPU variant' 0x3 'CPU part' 0xd0c 'CPU revision' 1
+    echo
+  done >"$root/cpuinfo"
 }
 
 install_wheels() {
@@ -71,8 +78,7 @@ write_compiler() {
 install_programs
 install_wheels
 write_compiler
-# Neither of the ways without a link works: with the loader named as the program, torch ends by a segmentation
-# fault; with qemu's -L, a program that opens / sees the prefix.
+# Not qemu's -L in place of the link: a program that opens / would see the prefix.
 ln -sfn "$root/lib/ld-linux-aarch64.so.1" /lib/ld-linux-aarch64.so.1
 cd "$here"
 # The features that levels are chosen by are read from /proc/cpuinfo. What builds the levels of x86-64 is left
