@@ -160,8 +160,8 @@ class Frontend(Protocol):
         ...
 
     @property
-    def buckets(self) -> BucketPort:
-        """The engine's compiled sizes."""
+    def buckets(self) -> BucketPort | None:
+        """The engine's compiled sizes; None on a headless server."""
         ...
 
     async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:

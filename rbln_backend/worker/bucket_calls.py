@@ -16,6 +16,7 @@ from rbln_backend.worker.model_runner import RblnModelRunner
 if TYPE_CHECKING:
     from rbln_backend.worker.engine_build import EngineBuild, Runner
     from rbln_backend.worker.startup.self_description import SelfDescription
+    from rbln_backend.worker.transfer_runner import TransferRunner
 
 _STOPPED = "the engine shuts down"
 
@@ -28,7 +29,7 @@ class BucketCalls(AdapterCalls):
     vllm_config: VllmConfig
     _description: SelfDescription
     _build: EngineBuild | None = None
-    _runner: Runner | None = None
+    _runner: Runner | TransferRunner | None = None
     _change: BucketChange | None = None
     _sizes: EngineBuckets | None = None
     """The sizes since the latest change; None before the first."""

@@ -17,7 +17,6 @@ class TransferCalls(BucketCalls):
     """Makes the connector of a worker, and what vLLM calls of it."""
 
     vllm_config: VllmConfig
-    _runner: Runner | TransferRunner | None = None
     _transfer: TransferRunner | None = None
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:

@@ -167,7 +167,9 @@ class BucketChanges:
     def _port(self) -> BucketPort:
         port = self._find_port()
         if port is None:
-            raise UnsupportedOperationError("The engine has not started; its sizes are not known.")
+            raise UnsupportedOperationError(
+                "The engine has not started, or serves another API; its sizes are not known."
+            )
         return port
 
     async def _run(self, change: _Change) -> None:

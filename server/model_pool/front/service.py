@@ -13,7 +13,7 @@ from pathlib import Path
 
 from server.host.tasks import background_task
 from server.http.connections import Connections
-from server.http.listener import HttpServer, http_config
+from server.http.listener import HttpServer, http_config, serve_http
 from server.http.tls import Tls
 from server.lifecycle import Lifecycle, ServicePhase
 from server.model_pool.choice.stored_objects import StoredObjects
@@ -21,7 +21,7 @@ from server.model_pool.front.app import create_front_app
 from server.model_pool.pool import ModelPool
 from server.model_pool.pooled_model import ModelState
 from server.observability.metrics import ServerMetrics
-from server.service import publish_url, serve_http, stop_signals, warn_if_open
+from server.service import publish_url, stop_signals, warn_if_open
 from server.settings import ServerSettings, SettingsError
 
 logger = logging.getLogger(__name__)
