@@ -45,7 +45,12 @@ from server.host.importing import without_garbage_collection
 from server.host.tasks import in_daemon_thread, in_thread
 from server.observability.vllm_log import bound_vllm_log
 from server.settings import ServerSettings
-from server.vllm.importing import allow_stop_strings, import_serving, import_vllm
+from server.vllm.importing import (
+    allow_stop_strings,
+    deferred_models,
+    import_serving,
+    import_vllm,
+)
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -196,6 +201,7 @@ class Launcher:
         in_daemon_thread(partial(read_ahead, self._argv))
         # Left when the engine has been tested. It imports torch, so it is entered in this thread.
         self._imports.enter_context(api.start_imports(engine=False))
+        self._imports.enter_context(deferred_models())
         import_vllm()
         # Before vLLM parses the flags, whose defaults come from the platform.
         api.refuse_twins()

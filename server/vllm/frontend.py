@@ -36,6 +36,7 @@ from server.errors import (
 from server.frontend import ParsedRequest, Profiler, WireSchemas
 from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
+from server.host.tasks import in_thread
 from server.request.endpoints import forms_of
 from server.request.fields.guided import DEPRECATION
 from server.request.fields.lookup import extra_schemas, refused_fields
@@ -49,6 +50,7 @@ from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.adapters import lease, open_adapters
 from server.vllm.errors import RefusedError, RequestContext, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
+from server.vllm.importing import build_models
 from server.vllm.logprobs.late import LateParts, late_var
 from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader
@@ -166,7 +168,11 @@ class VllmFrontend:
         render_elsewhere(online.renderer, templates, settings.read_workers)
 
     async def warm_up(self) -> None:
-        """Start a process for large bodies and one for grammars; otherwise their first would."""
+        """Make what first requests would wait for, once the server is ready.
+
+        A process for large bodies, one for grammars, and pydantic's models of other endpoints than
+        chats and completions.
+        """
         grammars = self._engine.grammars
         try:
             await self._reading.start_one()
@@ -174,6 +180,8 @@ class VllmFrontend:
                 await grammars.warm_up()
         except WorkerStartError as error:
             logger.warning("%s", error)
+        # Last: it holds this process's interpreter for some milliseconds at a time.
+        await in_thread(build_models)
 
     @property
     def capacity(self) -> Capacity:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from rbln_backend import api
+from rbln_backend.host.deferred_imports import followed_import
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 _INDUCTOR = "torch._inductor.lowering"
 # By name: linters remove import statements without a use.
@@ -19,6 +27,12 @@ _SERVING_MODULES = (
     "vllm.entrypoints.pooling.embed.protocol",
     "vllm.entrypoints.pooling.pooling.protocol",
     "vllm.entrypoints.pooling.scoring.protocol",
+)
+_BASE_MODULE = "vllm.entrypoints.serve.engine.protocol"
+# Their requests are not to wait for models of theirs.
+_BUILT_MODULES = (
+    "vllm.entrypoints.openai.chat_completion.protocol",
+    "vllm.entrypoints.openai.completion.protocol",
 )
 
 
@@ -47,8 +61,47 @@ def allow_stop_strings(number: int) -> None:
     envs.environment_variables["VLLM_MAX_STOP_STRINGS"] = lambda: number
 
 
+@contextmanager
+def deferred_models() -> Iterator[None]:
+    """Leave pydantic's validators of vLLM's request and answer models that the block imports.
+
+    Pydantic builds each at its first use, or `build_models` does.
+    """
+    with followed_import(_BASE_MODULE, _defer_builds):
+        yield
+
+
+def _defer_builds(module: ModuleType) -> None:
+    # Subclasses inherit the configuration of their base as they are defined.
+    module.OpenAIBaseModel.model_config["defer_build"] = True
+
+
+def build_models(modules: tuple[str, ...] = ()) -> list[str]:
+    """Build the models that `deferred_models` left, of `modules` or of all; return their names."""
+    base = importlib.import_module(_BASE_MODULE).OpenAIBaseModel
+    models = [
+        model
+        for model in _descendants(base)
+        if not model.__pydantic_complete__ and (not modules or model.__module__ in modules)
+    ]
+    for model in models:
+        model.model_rebuild()
+    return [model.__name__ for model in models]
+
+
+def _descendants(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for below in model.__subclasses__():
+        yield below
+        yield from _descendants(below)
+
+
 def import_serving() -> None:
-    """Import what `build_frontend` needs; called in a thread while the engine loads the model."""
+    """Import what `build_frontend` needs; called in a thread while the engine loads the model.
+
+    Chats and completions do not wait for models; those of other requests are built once the server
+    is ready.
+    """
     api.import_serving()
     for name in _SERVING_MODULES:
         importlib.import_module(name)
+    build_models(_BUILT_MODULES)

@@ -44,18 +44,35 @@ HTTP_IMPORTS = f"""
 import sys
 from rbln_backend import api
 from rbln_backend.host.deferred_imports import DeferredModule
-from server.vllm.importing import import_vllm
+from server.vllm.importing import build_models, deferred_models, import_vllm
 def has_run(name):
     return name in sys.modules and not isinstance(sys.modules[name], DeferredModule)
-with api.start_imports(engine=False):
+with api.start_imports(engine=False), deferred_models():
     import_vllm()
     import rbln_backend.worker.executor
     import torch
     # Without the kernels that were left out, a tensor without memory still has a shape.
     assert (torch.empty(2, 3, device="meta") @ torch.empty(3, 4, device="meta")).shape == (2, 4)
     print([name for name in {HTTP_LEFT_OUT!r} if has_run(name)])
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 import torch._meta_registrations
 print("torch._prims" in sys.modules)
+from pydantic import ValidationError
+from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest
+class Later(CompletionRequest):
+    count: int
+class Latest(Later):
+    pass
+states = [CompletionRequest.__pydantic_complete__, Later.__pydantic_complete__]
+# A model that is used first is built by its use, with all of its checks.
+try:
+    Later(prompt="a", count="b")
+except ValidationError as error:
+    states.append(error.errors()[0]["loc"])
+built = build_models((CompletionRequest.__module__,))
+states += ["CompletionRequest" in built, "Latest" in built, Latest.__pydantic_complete__]
+states += ["Latest" in build_models(), build_models(), Latest.__pydantic_complete__]
+print(states)
 """
 
 
@@ -66,11 +83,26 @@ def test_an_engine_process_is_preloaded_without_what_few_starts_need() -> None:
     assert done.stdout.splitlines()[-1] == "[] True"
 
 
-def test_an_http_process_starts_without_layers_and_kernels_of_tensors_without_memory() -> None:
+@pytest.fixture(scope="module")
+def http_lines() -> list[str]:
+    """Lines of a process that imports what an HTTP process does."""
     done = subprocess.run(
         [sys.executable, "-c", HTTP_IMPORTS], capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines()[-2:] == ["[]", "True"]
+    return done.stdout.splitlines()
+
+
+def test_an_http_process_starts_without_layers_and_kernels_of_tensors_without_memory(
+    http_lines: list[str],
+) -> None:
+    assert http_lines[-3:-1] == ["[]", "True"]
+
+
+def test_models_of_requests_are_built_by_their_first_use_or_together(
+    http_lines: list[str],
+) -> None:
+    states = [False, False, ("count",), True, False, False, True, [], True]
+    assert http_lines[-1] == str(states)
 
 
 def test_operators_name_the_place_of_their_caller_as_torch_does() -> None:
