@@ -75,6 +75,10 @@ def import_serving() -> None:
 def load_worker() -> None:
     """Import the modules of an engine process. Raises ``PlatformError``."""
     _require_platform()
+    import numpy.random  # for seeds
+    import vllm.model_executor.layers.quantization.online.base  # of which vLLM's loader asks
+
+    import rbln_backend.scheduler.scheduler  # which vLLM imports by name
     import rbln_backend.worker.worker
 
 

@@ -33,6 +33,7 @@ from server.engine.launch_errors import launch_error
 from server.engine.process import (
     choose_start_method,
     end_engine_processes,
+    engine_first,
     engine_processes,
 )
 from server.engine.self_test import self_test
@@ -282,10 +283,11 @@ class VllmLauncher(Launcher):
             "disable_log_stats": engine_args.disable_log_stats,
         }
         make = partial(EngineClient.from_vllm_config, vllm_config, **self._client_options)
+        log_stats = not engine_args.disable_log_stats
         if self._processes is None:
-            engine = make()
+            with engine_first(vllm_config, log_stats=log_stats):
+                engine = make()
         else:
-            log_stats = not engine_args.disable_log_stats
             engine = self._processes.start_engines(make, vllm_config, log_stats=log_stats)
         assert isinstance(engine, EngineClient)
         defer_stats(engine)

@@ -82,6 +82,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_BUILT_FORMS = ("chat", "completion")
+"""Forms whose validators exist when the server is ready."""
+
 
 async def build_frontend(
     engine: EngineClient,
@@ -160,7 +163,9 @@ class VllmFrontend:
             settings.read_workers,
             settings.read_timeout_s,
         )
-        self._reader = RequestReader(BodyReader(rules, request_models()), self._reading)
+        self._body_reader = BodyReader(rules, request_models())
+        self._body_reader.build_validators(_BUILT_FORMS)
+        self._reader = RequestReader(self._body_reader, self._reading)
         online = state.online_renderer
         templates = RemoteTemplates(
             self._reader.render, templates_of(online), _CHARS_PER_BYTE * settings.max_body_bytes
@@ -181,6 +186,7 @@ class VllmFrontend:
         except WorkerStartError as error:
             logger.warning("%s", error)
         # Last: it holds this process's interpreter for some milliseconds at a time.
+        await in_thread(self._body_reader.build_validators)
         await in_thread(build_models)
 
     @property

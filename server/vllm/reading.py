@@ -8,7 +8,7 @@ if everything in it is invalid.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -71,11 +71,12 @@ class BodyReader:
         """`models` are vLLM's request models by form."""
         self._rules = rules
         self._models = models
-        self._validators = {
-            form: _fail_fast_validator(model)
-            for form, model in models.items()
-            if form in rules.offered
-        }
+
+    def build_validators(self, forms: Iterable[str] = ()) -> None:
+        """Build the validators of `forms`, or of all; others are built by their first request."""
+        for form in forms or self._models:
+            if form in self._rules.offered:
+                _fail_fast_validator(self._models[form])
 
     def read(
         self,
@@ -200,7 +201,9 @@ class BodyReader:
         """Return the request model; for Anthropic's API, vLLM's chat request."""
         with self._validation_errors(endpoint, form, fields):
             # JSON's own rules and no coercion: a string is not a number, and true is not 1.
-            model: BaseModel = self._validators[form].validate_json(to_json(fields), strict=True)
+            model: BaseModel = _fail_fast_validator(self._models[form]).validate_json(
+                to_json(fields), strict=True
+            )
         _read_lazy_parts(model, fields)
         for name, shape in shapes_of(self._models[form]).items():
             check_shape(shape, fields.get(name), name, self._rules.unknown_fields)
@@ -253,12 +256,14 @@ def _read_lazy_parts(model: BaseModel, fields: JsonObject) -> None:
                     raise from_validation(error, given, place) from None
 
 
+@cache
 def _fail_fast_validator(model: type[BaseModel]) -> SchemaValidator:
     """Return a model's validator that stops at the first wrong entry of each list.
 
     Every branch of a union reports each wrong entry: in the Responses API hundreds of errors per
     entry, and thousands of entries would exceed the memory.
     """
+    model.model_rebuild()  # Does nothing if it is built (`server.vllm.importing`).
     return SchemaValidator(_fail_fast(model.__pydantic_core_schema__), _use_prebuilt=False)
 
 

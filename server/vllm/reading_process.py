@@ -71,6 +71,7 @@ def serve_reading(pipe: Connection, rules: RequestRules, settings: ServerSetting
 
         models = request_models()
     reader = BodyReader(rules, models)
+    reader.build_validators()
     before = _resident_bytes()
     limit_growth()
     pipe.send_bytes(b"ready")
