@@ -12,7 +12,7 @@ import multiprocessing.forkserver
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -125,6 +125,12 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
     async_llm.EngineCoreClient = StartedClient
     try:
         yield
+    except Exception:
+        if clients:
+            # A tokenizer that cannot be read must not leave an engine, or a thread that waits.
+            end_engine_processes()
+            wait(clients, timeout=_GRACE_S)
+        raise
     finally:
         async_llm.renderer_from_config = make_renderer
         async_llm.EngineCoreClient = client_type

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +74,23 @@ def test_an_engine_that_does_not_start_is_an_error_of_its_client(
     OfVllm(monkeypatch, fails=True)
     with engine_first(CONFIG, log_stats=True), pytest.raises(RuntimeError, match="no engine"):
         made()
+
+
+def test_a_tokenizer_that_cannot_be_read_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vllm = OfVllm(monkeypatch)
+    engine = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+
+    def fail(config: Any) -> Any:
+        engine.start()
+        vllm.renderer_from_config(config)
+        raise OSError("tokenizer.json")
+
+    monkeypatch.setattr(async_llm, "renderer_from_config", fail)
+    with pytest.raises(OSError, match="tokenizer"), engine_first(CONFIG, log_stats=True):
+        made()
+    assert not engine.is_alive()
 
 
 def test_an_engine_of_other_options_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
