@@ -71,9 +71,11 @@ def deferred_models() -> Iterator[None]:
         yield
 
 
-def _defer_builds(module: ModuleType) -> None:
+def _defer_builds(_: ModuleType) -> None:
+    from vllm.entrypoints.serve.engine.protocol import OpenAIBaseModel
+
     # Subclasses inherit the configuration of their base as they are defined.
-    module.OpenAIBaseModel.model_config["defer_build"] = True
+    OpenAIBaseModel.model_config["defer_build"] = True
 
 
 def build_models(modules: tuple[str, ...] = ()) -> list[str]:
