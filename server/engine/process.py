@@ -81,8 +81,8 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
     """Let an AsyncLLM of `config`, made in the block, start its engine before its renderer.
 
     AsyncLLM loads the tokenizer first: 1.9 s of processor time for 128,256 tokens. A thread beside
-    it would not help, because reading tokenizer.json holds the interpreter's lock. `log_stats`: vLLM's
-    option, true as well with plug-ins that log statistics.
+    it would not help, because reading tokenizer.json holds the interpreter's lock. `log_stats`:
+    vLLM's option, true as well with plug-ins that log statistics.
     """
     from vllm.v1.engine import async_llm
 
