@@ -86,11 +86,13 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
     """
     from vllm.v1.engine import async_llm
 
-    make_renderer, client_type = async_llm.renderer_from_config, async_llm.EngineCoreClient
+    # What the module has imported, to type checkers not its own.
+    theirs: Any = async_llm
+    make_renderer, client_type = theirs.renderer_from_config, theirs.EngineCoreClient
     options = {
         "vllm_config": config,
-        "executor_class": async_llm.Executor.get_class(config),
-        "log_stats": log_stats or bool(async_llm.load_stat_logger_plugin_factories()),
+        "executor_class": theirs.Executor.get_class(config),
+        "log_stats": log_stats or bool(theirs.load_stat_logger_plugin_factories()),
         "client_addresses": None,
         "client_count": 1,
         "client_index": 0,
@@ -100,7 +102,8 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
 
     def start_engine() -> EngineCoreClient:
         try:
-            return client_type.make_async_mp_client(**options, renderer=engine)
+            client: EngineCoreClient = client_type.make_async_mp_client(**options, renderer=engine)
+            return client
         finally:
             # Also after a failure, which the future reports.
             engine.is_started.set()
@@ -108,7 +111,7 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
     def render_later(config: VllmConfig) -> BaseRenderer:
         clients.append(in_daemon_thread(start_engine))
         engine.is_started.wait()
-        renderer = make_renderer(config)
+        renderer: BaseRenderer = make_renderer(config)
         renderer.start_mm_warmup_in_background()
         return renderer
 
@@ -121,8 +124,8 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
             assert given == options, "vLLM would start another engine"
             return clients[0].result()
 
-    async_llm.renderer_from_config = render_later
-    async_llm.EngineCoreClient = StartedClient
+    async_llm.renderer_from_config = render_later  # type: ignore[attr-defined,assignment]
+    async_llm.EngineCoreClient = StartedClient  # type: ignore[attr-defined,assignment]
     try:
         yield
     except Exception:
@@ -132,8 +135,8 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
             wait(clients, timeout=_GRACE_S)
         raise
     finally:
-        async_llm.renderer_from_config = make_renderer
-        async_llm.EngineCoreClient = client_type
+        async_llm.renderer_from_config = make_renderer  # type: ignore[attr-defined]
+        async_llm.EngineCoreClient = client_type  # type: ignore[attr-defined]
 
 
 def engine_processes() -> list[multiprocessing.process.BaseProcess]:
