@@ -228,7 +228,6 @@ def test_a_port_that_is_taken_is_an_error(pair: Pair) -> None:
         ("llama", nixl("kv_both", kv_connector_extra_config={"x": 1}), "'x' is none of"),
         ("llama", nixl("kv_both", kv_buffer_device="cuda"), "kv_buffer_device='cuda'"),
         ("llama", several({"kv_connector": "P2p"}), "NixlConnector and OffloadingConnector"),
-        ("llama", several(*"x"), "a list of objects"),  # type: ignore[arg-type]
         ("llama", {**nixl("kv_both"), "enable_lora": True}, "--enable-lora"),
         ("llama", {**nixl("kv_both"), "tensor_parallel_size": 2}, "2 ranks"),
         ("mistral", nixl("kv_both"), "sliding window"),

@@ -57,7 +57,10 @@ def test_a_wrong_variable_is_an_error_that_names_it(
             "Disabling chunked prefill is not supported",
         ),
         ({"pipeline_parallel_size": 8}, "--max-num-seqs 4 is below --pipeline-parallel-size 8"),
-        ({"tensor_parallel_size": 2, "nnodes": 2}, "ranks on other hosts that no Ray places"),
+        (
+            {"tensor_parallel_size": 2, "nnodes": 2},
+            "ranks on other hosts that neither Ray nor --headless starts",
+        ),
         ({"enable_lora": True, "fully_sharded_loras": True}, "LoRA adapters that are split twice"),
         ({"ubatch_size": 2}, "batches that are run in two halves"),
         ({"decode_context_parallel_size": 2, "tensor_parallel_size": 4}, "context parallelism"),

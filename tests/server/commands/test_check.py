@@ -210,7 +210,7 @@ def test_how_tools_reach_the_model(check: Check, verdict: Verdict, folder: Any) 
 def test_flags_that_exclude_the_model_are_a_reason_too(verdict: Verdict, folder: Any) -> None:
     report = verdict(folder(LLAMA), "--tensor-parallel-size", "2", "--nnodes", "2")
     assert report["ok"] is False
-    assert "ranks on other hosts that no Ray places" in report["reason"]
+    assert "ranks on other hosts that neither Ray nor --headless starts" in report["reason"]
     assert "--distributed-executor-backend ray" in report["reason"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,21 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def flags() -> list[str]:
-    return [
+def pair(checkpoints: CheckpointCache, tmp_path: Path) -> Iterator[tuple[RealServer, RealServer]]:
+    """The server with the API and the headless one, starting."""
+    flags = [
         *("--data-parallel-size", "2", "--data-parallel-size-local", "1"),
         *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())),
         *("--death-linger-s", "0"),
     ]
+    model = checkpoints("llama", dtype="float32")
+    folders = [tmp_path / name for name in ("api", "headless")]
+    for folder in folders:
+        folder.mkdir()
+    api = RealServer(model, folders[0], *flags)
+    rank = ("--headless", "--data-parallel-start-rank", "1")
+    with api, RealServer(model, folders[1], *flags, *rank) as other:
+        yield api, other
 
 
 def answer(server: RealServer, rank: int) -> str:
@@ -41,46 +51,32 @@ def answer(server: RealServer, rank: int) -> str:
 
 
 def test_a_headless_engine_answers_for_the_api_and_ends_with_it(
-    checkpoints: CheckpointCache, tmp_path: Path, flags: list[str]
+    pair: tuple[RealServer, RealServer],
 ) -> None:
-    model = checkpoints("llama", dtype="float32")
-    folders = [tmp_path / name for name in ("api", "headless")]
-    for folder in folders:
-        folder.mkdir()
-    api = RealServer(model, folders[0], *flags)
-    other = RealServer(model, folders[1], *flags, "--headless", "--data-parallel-start-rank", "1")
-    with api, other:
-        api.until_ready()
-        other.until_ready()
-        assert answer(api, 0) == answer(api, 1)
-        computed = "rbln_bucket_useful_rows_total"
-        assert api.metric(computed) > 0
-        assert other.metric(computed) > 0
-        refused = other.client.post("/v1/completions", json=PROMPT)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "headless")
-        assert "127.0.0.1" in refused.json()["error"]["message"]
-        assert other.client.get("/v1/models").json()["data"] == []
-        os.kill(api.process.pid, signal.SIGKILL)
-        assert other.process.wait(20) == 1
-        assert "has closed its connection" in other.log.read_text()
+    api, other = pair
+    api.until_ready()
+    other.until_ready()
+    assert answer(api, 0) == answer(api, 1)
+    computed = "rbln_bucket_useful_rows_total"
+    assert api.metric(computed) > 0
+    assert other.metric(computed) > 0
+    refused = other.client.post("/v1/completions", json=PROMPT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "headless")
+    assert "127.0.0.1" in refused.json()["error"]["message"]
+    assert other.client.get("/v1/models").json()["data"] == []
+    os.kill(api.process.pid, signal.SIGKILL)
+    assert other.process.wait(20) == 1
+    assert "has closed its connection" in other.log.read_text()
 
 
 @pytest.mark.wide
-def test_the_api_ends_with_a_headless_engine(
-    checkpoints: CheckpointCache, tmp_path: Path, flags: list[str]
-) -> None:
-    model = checkpoints("llama", dtype="float32")
-    folders = [tmp_path / name for name in ("api", "headless")]
-    for folder in folders:
-        folder.mkdir()
-    api = RealServer(model, folders[0], *flags)
-    other = RealServer(model, folders[1], *flags, "--headless", "--data-parallel-start-rank", "1")
-    with api, other:
-        api.until_ready()
-        os.kill(other.engine_pid(), signal.SIGKILL)
-        assert other.process.wait(20) == 1
-        assert api.process.wait(20) == 1
-        assert "engine of another host has closed its connection" in api.log.read_text()
+def test_the_api_ends_with_a_headless_engine(pair: tuple[RealServer, RealServer]) -> None:
+    api, other = pair
+    api.until_ready()
+    os.kill(other.engine_pid(), signal.SIGKILL)
+    assert other.process.wait(20) == 1
+    assert api.process.wait(20) == 1
+    assert "engine of another host has closed its connection" in api.log.read_text()
 
 
 @pytest.mark.parametrize(
