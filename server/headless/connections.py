@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import psutil
 
-_PERIOD_S = 1.0
-_LOST_AFTER = 2
+_LOST_AFTER = 4
 
 
 class Address(NamedTuple):
@@ -44,26 +42,17 @@ class FrontWatch:
     """Compares the engines' connections with all that they ever had.
 
     ZeroMQ connects again for ever to a front end that has gone, without an error, and a front end
-    that starts again has other ports. A connection counts as lost if it is absent twice in a row.
+    that starts again has other ports. A connection counts as lost if it is absent several times in
+    a row.
     """
 
-    def __init__(
-        self,
-        ends: Callable[[], Collection[Address]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._ends, self._clock = ends, clock
-        # An engine connects after it has reported to be ready.
-        self._seen: set[Address] = set()
-        self._checked_at = clock()
+    def __init__(self, ends: Callable[[], Collection[Address]]) -> None:
+        self._ends = ends
+        self._seen = set(ends())
         self._absent = 0
 
     def lost(self) -> Address | None:
-        """Return an end that was connected and no longer is; call it often."""
-        now = self._clock()
-        if now - self._checked_at < _PERIOD_S:
-            return None
-        self._checked_at = now
+        """Return an end that was connected and no longer is; call it a few times a second."""
         ends = set(self._ends())
         self._seen |= ends
         gone = self._seen - ends

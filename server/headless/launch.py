@@ -12,7 +12,7 @@ from rbln_backend.api.reports import ProgressReader
 from server.engine.launch import Launcher
 from server.engine.launch_errors import launch_error
 from server.frontend import LaunchError
-from server.headless.connections import FrontWatch, remote_ends
+from server.headless.connections import Address, FrontWatch, remote_ends
 from server.headless.frontend import HeadlessFrontend
 from server.host.importing import without_garbage_collection
 from server.host.tasks import in_daemon_thread, in_thread
@@ -32,9 +32,7 @@ class HeadlessEngines:
     def __init__(self, manager: CoreEngineProcManager, front: str) -> None:
         self._manager = manager
         self._front = front
-        pids = [process.pid for process in manager.processes if process.pid is not None]
-        # The connection of the handshake ends when all engines are ready.
-        self._watch = FrontWatch(partial(remote_ends, pids, without=urlsplit(front).port))
+        self._watch = FrontWatch(partial(front_ends, manager, front))
         self.frontend = HeadlessFrontend(front)
 
     def failure(self) -> str | None:
@@ -67,7 +65,7 @@ class HeadlessLauncher(Launcher):
             try:
                 self._built = in_daemon_thread(self._start)
                 manager, front, ranks = await asyncio.wrap_future(self._built)
-                await self._until_ready(manager, ranks)
+                await self._until_ready(manager, front, ranks)
                 return HeadlessEngines(manager, front)
             except Exception as error:
                 # The boundary of start-up: every failure ends the process with a reason.
@@ -101,9 +99,10 @@ class HeadlessLauncher(Launcher):
         )
         return manager, front, count * parallel.world_size
 
-    async def _until_ready(self, manager: CoreEngineProcManager, ranks: int) -> None:
-        """Wait for the number of ranks; raise `LaunchError` if an engine ends."""
-        while not self._are_ready(ranks):
+    async def _until_ready(self, manager: CoreEngineProcManager, front: str, ranks: int) -> None:
+        """Wait for the ranks and their connections; raise `LaunchError` if an engine ends."""
+        # An engine connects after its ranks are ready.
+        while not (self._are_ready(ranks) and front_ends(manager, front)):
             if (ended := ended_engine(manager)) is not None:
                 reported = ProgressReader(self._run_dir).poll().failure
                 raise LaunchError(reported or ended)
@@ -112,6 +111,13 @@ class HeadlessLauncher(Launcher):
     def _are_ready(self, ranks: int) -> bool:
         files = list(self._run_dir.glob("progress-*.jsonl"))
         return len(files) >= ranks and ProgressReader(self._run_dir).poll().phase == "ready"
+
+
+def front_ends(manager: CoreEngineProcManager, front: str) -> frozenset[Address]:
+    """Return the ends of the engines' connections to the front end."""
+    pids = [process.pid for process in manager.processes if process.pid is not None]
+    # The connection of the handshake ends when all engines are ready.
+    return remote_ends(pids, without=urlsplit(front).port)
 
 
 def ended_engine(manager: CoreEngineProcManager) -> str | None:

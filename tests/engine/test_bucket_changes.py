@@ -68,7 +68,9 @@ def _run_changes(engine: Engine, prompts: list[list[int]]) -> dict[str, list[int
         assert report["done"] == report["total"]
         state = _call(engine, "bucket_state")
         assert {name: state[name] for name in START} == sizes
-        for _ in range(60):
+        # Twice all numbers of requests at once, however many steps the change took.
+        enough = len(results) + 12
+        while len(results) < enough:
             step()
         _call(engine, "release_graphs")
         verify = _call(engine, "bucket_state")["verify"]

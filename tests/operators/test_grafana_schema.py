@@ -22,7 +22,7 @@ Json = dict[str, Any]
 # Grafana's ids of the units that are used, from the list that its unit picker shows.
 UNITS = [
     *("short", "s", "ms", "percentunit", "percent", "bytes", "ops", "reqps", "celsius", "watt"),
-    *("joule", "none"),
+    *("joule", "none", "Bps"),
 ]
 _TEXT = {"type": "string", "minLength": 1}
 _FLAG = {"type": "boolean"}

@@ -33,14 +33,16 @@ MAY_BE_EMPTY = {
     "In flight by key": "likewise",
     "Refused by limits of a key": "likewise",
     "KV tiers": "the server has none",
+    "KV read from prefill servers": "no server has NixlConnector",
+    "Failed reads from prefill servers": "likewise",
     "Predicted first tokens": "no request has an objective",
     "Drafts accepted": "the server does not speculate",
     "Tokens a step": "likewise",
     "Gain of steps that check drafts": "likewise",
 }
-# Of Prometheus itself, and those that deploy/prometheus/prometheus.yml puts on targets.
 # Servers with NixlConnector have them; the scene has none.
 NIXL_METRICS = ("vllm:nixl_bytes_transferred_sum", "vllm:nixl_num_failed_transfers_total")
+# Of Prometheus itself, and those that deploy/prometheus/prometheus.yml puts on targets.
 TARGET_LABELS = {"job", "instance", "hostname", "namespace", "release", "pod"}
 # What may fire on a machine that is busy with other tests.
 SLOWNESS = {

@@ -236,7 +236,6 @@ def test_a_folder_without_a_tokenizer(verdict: Verdict, folder: Any) -> None:
         ([".", "--tokenizer", "./nowhere"], "--tokenizer: there is no directory './nowhere'"),
         ([".", "--hf-config-path", "/nowhere"], "--hf-config-path: there is no directory"),
         ([".", "--no-such-flag"], "--no-such-flag"),
-        ([".", "--headless"], "--headless cannot be used"),
         ([], "MODEL is missing"),
     ],
 )
