@@ -34,7 +34,9 @@ def caplog(
     def see(logger: logging.Logger, record: logging.LogRecord) -> None:
         dispatch(logger, record)
         ours = logger.name.partition(".")[0] in ("server", "rbln_backend")
-        if ours and not any(record is old for old in seen.records):
+        if not ours or record.levelno < seen.level:
+            return
+        if not any(record is old for old in seen.records):
             seen.handle(record)
 
     monkeypatch.setattr(logging.Logger, "callHandlers", see)

@@ -10,8 +10,9 @@ from itertools import accumulate
 class StepTimes:
     """Seconds of a step by its bucket, interpolated from the mean times of some buckets.
 
-    Linear between recorded buckets and beyond, and never less for a larger bucket. With a single
-    recorded bucket, smaller ones take the same time. Without any, a step takes as many seconds as
+    Linear between recorded buckets and beyond, and never less for a larger bucket. A bucket below
+    all recorded ones takes at least its share of the smallest one's time. With a single recorded
+    bucket, smaller ones take the same time. Without any, a step takes as many seconds as
     it has rows, so that the least padding is best.
     """
 
@@ -30,7 +31,9 @@ class StepTimes:
         right = min(max(bisect_left(sizes, bucket), 1), len(sizes) - 1)
         span = sizes[right] - sizes[right - 1]
         slope = (seconds[right] - seconds[right - 1]) / span
-        return max(seconds[right - 1] + slope * (bucket - sizes[right - 1]), 0.0)
+        taken = seconds[right - 1] + slope * (bucket - sizes[right - 1])
+        # A line through two larger buckets may fall below zero.
+        return max(taken, seconds[0] * bucket / sizes[0]) if bucket < sizes[0] else taken
 
     def choices(self, sizes: Collection[int]) -> Collection[int]:
         """Return the buckets that may be suggested for steps of these sizes."""

@@ -120,6 +120,7 @@ def test_times_are_interpolated_and_never_fall() -> None:
     )
     assert StepTimes({4: 0.1}).of(2) == 0.1
     assert StepTimes({4: 0.1}).of(8) == 0.2
+    assert StepTimes({4: 0.1, 5: 0.4}).of(2) == 0.05
 
 
 def test_measured_times_are_taken_as_they_are() -> None:
