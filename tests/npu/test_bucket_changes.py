@@ -81,3 +81,19 @@ def test_another_process_compiles_and_answers_are_those_of_a_fresh_server(
     )
     assert fresh.answers == [job.expected()]
     assert all(call["hit"] for call in fresh.calls("compile")), "stored under the usual keys"
+
+
+@pytest.mark.wide
+def test_a_device_without_room_for_both_sets_keeps_the_old_one(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    checkpoint = checkpoints("llama", max_position_embeddings=4096)
+    # Four runtimes of 1 GiB each with KV caches; a fifth has no room.
+    result, log = change(checkpoint, tmp_path, [OTHER], memory=GIB * 9 // 2)
+    (report,) = result["reports"]
+    assert report["phase"] == "failed"
+    assert "Not enough device memory for graph decode-3" in report["error"]
+    assert {name: result["state"][name] for name in START} == START
+    assert result["held"] == [4]
+    assert len(read_log(log, "out_of_memory")) == 1
+    assert len(result["answers"]) > 0
