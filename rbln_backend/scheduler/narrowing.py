@@ -41,7 +41,7 @@ class NarrowedScheduler(Scheduler):
         return super().finish_requests(request_ids, finished_status)
 
     def _with_clients(self, request_ids: Iterable[str]) -> Iterator[str]:
-        """Yield the ids, with all requests of a client for the id that stands for them."""
+        """Yield the ids, with all requests of a client in place of its id for them all."""
         for name in request_ids:
             if name.startswith(REQUESTS_OF):
                 client = int(name.removeprefix(REQUESTS_OF))

@@ -66,7 +66,7 @@ def choose_start_method(method: StartMethod) -> None:
 
 
 class _StartedEngine:
-    """Stands for the renderer in vLLM's client, which calls it once the engine was started."""
+    """Replaces the renderer in vLLM's client, which calls it once the engine was started."""
 
     def __init__(self) -> None:
         self.is_started = threading.Event()

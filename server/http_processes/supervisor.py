@@ -1,4 +1,4 @@
-"""Starts the HTTP processes, restarts those that end, and tells them the phase of the service.
+"""Starts the HTTP processes, restarts those that end, and sends them the phase of the service.
 
 Invariant: a process that ended leaves nothing: its counts are zeroed and its requests aborted.
 """

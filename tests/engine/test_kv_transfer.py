@@ -190,7 +190,7 @@ def test_a_peer_that_is_gone(pair: Pair, recomputes: bool) -> None:
 def test_blocks_that_the_peer_does_not_have_are_not_read(pair: Pair) -> None:
     (prompt,) = make_prompts([70], seed=14)
     (offer,) = pair.offers([prompt])
-    # A handshake has told the size of the peer's cache.
+    # The handshake contained the size of the peer's cache.
     pair.answers([prompt], [offer], **GREEDY)
     pair.decode.core.scheduler.reset_prefix_cache()
     (offer,) = pair.offers([prompt])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tests.engine.script import run_script
 from tests.engine.test_equality import make_prompts
@@ -84,13 +84,8 @@ def run(
     **double: Any,
 ) -> Ran:
     """Run ``jobs`` in a new process with its artifacts under ``folder``; ``double`` sets it up."""
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"calls-{len(list(folder.glob('calls-*')))}.jsonl"
-    settings = {"cache_root": str(folder / "cache"), "record_usage": False} | (rbln or {})
-    request = [
+    fields = [
         {
-            "path": str(job.checkpoint),
-            "options": OPTIONS | {"additional_config": {"rbln": settings}} | job.options,
             "batches": job.batches,
             "max_tokens": job.max_tokens,
             "abort_after": job.abort_after,
@@ -99,6 +94,39 @@ def run(
         }
         for job in jobs
     ]
+    return Ran(*run_lives(SCRIPT, jobs, fields, folder, rbln, environment, **double))
+
+
+class Life(Protocol):
+    """One engine's life, with any kind of requests."""
+
+    @property
+    def checkpoint(self) -> Path: ...
+
+    @property
+    def options(self) -> dict[str, Any]: ...
+
+
+def run_lives(
+    script: Path,
+    lives: Sequence[Life],
+    fields: Sequence[dict[str, Any]],
+    folder: Path,
+    rbln: dict[str, Any] | None,
+    environment: dict[str, str] | None,
+    **double: Any,
+) -> tuple[list[Any], Path]:
+    """Return what ``script`` prints of each life with its ``fields``, and the double's log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / f"calls-{len(list(folder.glob('calls-*')))}.jsonl"
+    settings = {"cache_root": str(folder / "cache"), "record_usage": False} | (rbln or {})
+    request = [
+        {
+            "path": str(life.checkpoint),
+            "options": OPTIONS | {"additional_config": {"rbln": settings}} | life.options,
+            **own,
+        }
+        for life, own in zip(lives, fields, strict=True)
+    ]
     variables = double_environment(log, **double) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    answers = run_script(SCRIPT, request, variables | (environment or {}), timeout_s=900)
-    return Ran(answers, log)
+    return run_script(script, request, variables | (environment or {}), timeout_s=900), log

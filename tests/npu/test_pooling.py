@@ -13,11 +13,10 @@ from torch import Tensor
 from rbln_backend.store.bundle_contents import collect, write_folder
 from server.commands.graph_checks import GraphChecks
 from tests.checkpoints import CheckpointCache
-from tests.engine.script import run_script
-from tests.npu.engines import BATCHES, ONE_CHUNK, OPTIONS, THREE_CHUNKS
+from tests.npu.engines import BATCHES, ONE_CHUNK, THREE_CHUNKS, run_lives
 from tests.pooling_checkpoints import classifier, encoder
 from tests.pooling_reference import class_logits, hidden_states, pooled
-from tests.sdk_double.launch import double_environment, read_log
+from tests.sdk_double.launch import read_log
 from tests.vendor.environment import torch_rbln_variables
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -67,20 +66,8 @@ def run(
     **double: Any,
 ) -> tuple[list[float], list[dict[str, Any]]]:
     """Each job's largest error, and the double's log."""
-    folder.mkdir(parents=True, exist_ok=True)
-    log = folder / f"calls-{len(list(folder.glob('calls-*')))}.jsonl"
-    settings = {"cache_root": str(folder / "cache"), "record_usage": False} | (rbln or {})
-    request = [
-        {
-            "path": str(job.checkpoint),
-            "options": OPTIONS | {"additional_config": {"rbln": settings}} | job.options,
-            "task": job.task,
-            "batches": job.batches,
-        }
-        for job in jobs
-    ]
-    variables = double_environment(log, **double) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    answers = run_script(SCRIPT, request, variables | (environment or {}), timeout_s=600)
+    fields = [{"task": job.task, "batches": job.batches} for job in jobs]
+    answers, log = run_lives(SCRIPT, jobs, fields, folder, rbln, environment, **double)
     errors = [job.error(answer) for job, answer in zip(jobs, answers, strict=True)]
     return errors, read_log(log)
 

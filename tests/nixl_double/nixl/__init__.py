@@ -1,1 +1,1 @@
-"""Stands for the package nixl where it is not installed: agents of one process copy memory."""
+"""Replaces the package nixl where it is not installed: agents of one process copy memory."""
