@@ -246,7 +246,7 @@ def test_a_bad_grammar_is_refused_before_the_stream(client: openai.OpenAI) -> No
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_aborts_in_the_engine(server: RealServer, stream: bool) -> None:
-    body = {"prompt": "a", "max_tokens": 240, "ignore_eos": True, "stream": stream, "n": 4}
+    body = {"prompt": ["a"] * 8, "max_tokens": 240, "ignore_eos": True, "stream": stream, "n": 4}
     content = json.dumps(body).encode()
     before = server.metric("vllm:generation_tokens_total")
     host, port = server.url.removeprefix("http://").split(":")
@@ -258,7 +258,9 @@ def test_a_client_that_goes_away_aborts_in_the_engine(server: RealServer, stream
         if stream:
             connection.recv(1000)
         else:
+            deadline = time.monotonic() + 10
             while server.metric("rbln_serve_in_flight_requests") < 1:
+                assert time.monotonic() < deadline
                 time.sleep(0.005)
     deadline = time.monotonic() + 2
     while server.metric("rbln_serve_in_flight_requests"):
@@ -267,7 +269,7 @@ def test_a_client_that_goes_away_aborts_in_the_engine(server: RealServer, stream
     answer = server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
     assert answer.status_code == 200
     assert server.metric("vllm:num_requests_running") == 0
-    assert server.metric("vllm:generation_tokens_total") - before < 4 * 240
+    assert server.metric("vllm:generation_tokens_total") - before < 32 * 240
     aborted = 'rbln_http_requests_total{code="%s",method="POST",outcome="aborted"'
     assert server.metric(aborted % ("200" if stream else "499")) >= 1
 
