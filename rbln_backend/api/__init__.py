@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 
     from rbln_backend.grammar.trial import GrammarTrial
     from rbln_backend.reporting.model_report import ModelReport
@@ -170,6 +170,13 @@ def describe_cpu() -> dict[str, str]:
 
     levels = ", ".join(level.name for level in LEVELS if level.runs_here())
     return {"cpu": cpu_name(), "kernels": levels, "tiles": why_no_tiles() or "usable"}
+
+
+def check_connectors(transfer: KVTransferConfig) -> None:
+    """Raise ``ConfigError`` for a list of connectors that vLLM would fail on without a reason."""
+    from rbln_backend.kv_tiers.offloading_config import several_connectors
+
+    several_connectors(transfer)
 
 
 def grammar_trial(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _GIB = 1024**3
 CONNECTOR = "OffloadingConnector"
 _SEVERAL = "MultiConnector"
+_ALLOWED = f"{NIXL_CONNECTOR} and {CONNECTOR}"
 _SPECS = ("CPUOffloadingSpec", "TieringOffloadingSpec")
 _KEYS = ("spec_name", "cpu_bytes_to_use", "eviction_policy", "secondary_tiers")
 # Threads of vLLM's tier: ours has one for each direction, which fills a disk of today.
@@ -39,21 +40,32 @@ def take_tiers(config: VllmConfig, rbln: RblnConfig) -> RblnConfig:
     return RblnConfig(**{**dict(rbln), **fields}) if fields else rbln
 
 
+def several_connectors(transfer: KVTransferConfig) -> list[dict[str, Any]]:
+    """Return the connectors that ``transfer`` lists; none if it names one connector.
+
+    Raises ``ConfigError`` for a list that this backend does not serve.
+    """
+    if transfer.kv_connector != _SEVERAL:
+        return []
+    _check_keys(transfer.kv_connector_extra_config, ("connectors",), "kv_connector_extra_config")
+    entries = transfer.kv_connector_extra_config.get("connectors")
+    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+        raise ConfigError(
+            f"connectors={entries!r} of {_SEVERAL} must be a list of objects, {_ALLOWED}"
+        )
+    names = [e.get("kv_connector") for e in entries]
+    if sorted(map(str, names)) != sorted((NIXL_CONNECTOR, CONNECTOR)):
+        raise ConfigError(f"connectors of {_SEVERAL}: {names!r}, must be {_ALLOWED}")
+    return entries
+
+
 def _sides(
     transfer: KVTransferConfig | None,
 ) -> tuple[KVTransferConfig | None, KVTransferConfig | None]:
     """Return the configurations of NIXL and of another connector, which offloads."""
     if transfer is None or transfer.kv_connector != _SEVERAL:
         return (transfer, None) if names_nixl(transfer) else (None, transfer)
-    _check_keys(transfer.kv_connector_extra_config, ("connectors",), "kv_connector_extra_config")
-    entries = transfer.kv_connector_extra_config.get("connectors")
-    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise ConfigError(f"connectors={entries!r} of {_SEVERAL} must be a list of objects")
-    names = [e.get("kv_connector") for e in entries]
-    if sorted(map(str, names)) != sorted((NIXL_CONNECTOR, CONNECTOR)):
-        raise ConfigError(
-            f"connectors of {_SEVERAL}: {names!r}, must be {NIXL_CONNECTOR} and {CONNECTOR}"
-        )
+    entries = several_connectors(transfer)
     shared = {"engine_id": transfer.engine_id, "kv_role": transfer.kv_role}
     policy = {"kv_load_failure_policy": transfer.kv_load_failure_policy}
     made = {e["kv_connector"]: type(transfer)(**{**shared, **policy, **e}) for e in entries}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
+from rbln_backend.reporting.description import KvTransferInfo
 from rbln_backend.unsupported import NIXL
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ _CLASS = "RblnNixlConnector"
 _MODULE = "rbln_backend.kv_transfer.nixl_connector"
 _KEYS = ("backends", "kv_lease_duration", "num_threads", "engine_ttl")
 _REQUIREMENTS = "requirements/nixl.txt"
+_LEASE_S = 30
+"""vLLM's default of ``kv_lease_duration``."""
 
 
 def names_nixl(transfer: KVTransferConfig | None) -> bool:
@@ -49,7 +52,7 @@ def settle_nixl(transfer: KVTransferConfig) -> None:
         raise ConfigError(
             f"kv_connector_extra_config: {unknown[0]!r} is none of {', '.join(_KEYS)}"
         )
-    lease = transfer.kv_connector_extra_config.get("kv_lease_duration", 30)
+    lease = transfer.kv_connector_extra_config.get("kv_lease_duration", _LEASE_S)
     if not isinstance(lease, int) or isinstance(lease, bool) or lease < 6:
         raise ConfigError(f"kv_lease_duration={lease!r} must be a whole number of seconds, >= 6")
     if importlib.util.find_spec("nixl") is None:
@@ -57,6 +60,22 @@ def settle_nixl(transfer: KVTransferConfig) -> None:
             f"{CONNECTOR} needs the package nixl: install {_REQUIREMENTS} into the environment"
         )
     transfer.kv_connector, transfer.kv_connector_module_path = _CLASS, _MODULE
+
+
+def transfer_info(transfer: KVTransferConfig) -> KvTransferInfo:
+    """Return the description of a settled ``transfer`` for `/v1/server_info`."""
+    from vllm import envs
+
+    extra = transfer.kv_connector_extra_config
+    return KvTransferInfo(
+        connector=CONNECTOR,
+        role=str(transfer.kv_role),
+        host=envs.VLLM_NIXL_SIDE_CHANNEL_HOST,
+        port=envs.VLLM_NIXL_SIDE_CHANNEL_PORT,
+        backends=list(extra.get("backends", ["UCX"])),
+        lease_s=extra.get("kv_lease_duration", _LEASE_S),
+        load_failure_policy=transfer.kv_load_failure_policy,
+    )
 
 
 def check_nixl(config: VllmConfig, rbln: RblnConfig) -> None:

@@ -112,6 +112,19 @@ class KvInfo(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransferInfo(Section):
+    """Exchange of prompts' KV with other servers; null without `NixlConnector`."""
+
+    connector: Annotated[str, "Its name, as in `--kv-transfer-config`."]
+    role: Annotated[str, "`kv_producer`, `kv_consumer` or `kv_both`."]
+    host: Annotated[str, "Address of the handshake's listener."]
+    port: Annotated[int, "Port of it."]
+    backends: Annotated[list[str], "NIXL's backends."]
+    lease_s: Annotated[int, "Seconds for which the blocks of a prompt are kept."]
+    load_failure_policy: Annotated[str, "`fail` or `recompute`."]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoraInfo(Section):
     """Room for LoRA adapters; null without `--enable-lora`."""
 
@@ -155,6 +168,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "limits": LimitsInfo,
     "buckets": BucketsInfo,
     "kv": KvInfo,
+    "kv_transfer": KvTransferInfo,
     "lora": LoraInfo,
     "experts": ExpertsInfo,
     "cache": CacheInfo,

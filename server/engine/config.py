@@ -52,6 +52,9 @@ def engine_config(
             "--async-scheduling cannot be used: steps run one after another on this platform",
             exit_code=2,
         )
+    transfer = engine_args.kv_transfer_config
+    if transfer is not None and api.is_active():
+        api.check_connectors(transfer)
     # An engine that receives the same signal must drain as long as the server.
     engine_args.shutdown_timeout = math.ceil(settings.drain_timeout_s)
     context = UsageContext.OPENAI_API_SERVER

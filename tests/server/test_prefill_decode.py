@@ -139,6 +139,20 @@ def block_bytes(server: RealServer) -> int:
     return size
 
 
+def test_server_info_describes_the_connector(servers: Servers) -> None:
+    for server, role in zip(servers, ("kv_producer", "kv_consumer"), strict=True):
+        section = server.client.get("/v1/server_info").json()["kv_transfer"]
+        assert isinstance(section.pop("port"), int)
+        assert section == {
+            "connector": "NixlConnector",
+            "role": role,
+            "host": "localhost",
+            "backends": ["UCX"],
+            "lease_s": 30,
+            "load_failure_policy": "fail",
+        }
+
+
 @pytest.mark.timeout(300)
 def test_what_was_aborted_frees_blocks(servers: Servers) -> None:
     request = body(make_prompts(9)[-1], max_tokens=20, stream=True)

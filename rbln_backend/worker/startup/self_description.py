@@ -12,6 +12,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import KernelSet
 from rbln_backend.emulator.memory import huge_page_bytes
 from rbln_backend.kv_cache.specs import WindowSpec, layer_specs, window_in
+from rbln_backend.kv_transfer.nixl_config import transfer_info
 from rbln_backend.reporting.description import (
     GRAPH_KEYS,
     BucketsInfo,
@@ -92,6 +93,9 @@ class SelfDescription:
         """Describe the allocated KV cache."""
         num_bytes = self._board.value("rbln_device_memory_bytes", kind="kv")
         self._writer.write("kv", _kv_info(kv_cache_config, int(num_bytes)))
+        transfer = self._config.kv_transfer_config
+        if transfer is not None:
+            self._writer.write("kv_transfer", transfer_info(transfer))
 
     def is_ready(self, graph_keys: Mapping[str, str]) -> None:
         """Describe graphs, store, phases and memory after the warm-up; nothing is written later."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rbln_backend.errors import ConfigError
 from server.engine.config import engine_config
 from server.frontend import LaunchError
 from server.settings import ServerSettings
@@ -87,3 +89,14 @@ def test_the_scheduler_is_told_how_long_requests_may_wait(
     config = configured(checkpoints("llama"), tmp_path, max_queue_s=1.5)
     assert config.additional_config.rbln.max_queue_ms == 1500
     assert config.additional_config.rbln.run_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize("connectors", [[1], "NixlConnector", [{"kv_connector": "P2p"}], None])
+def test_a_wrong_list_of_connectors_is_refused(
+    checkpoints: CheckpointCache, tmp_path: Path, connectors: object
+) -> None:
+    extra = {} if connectors is None else {"connectors": connectors}
+    names = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    option = json.dumps({**names, "kv_connector_extra_config": extra})
+    with pytest.raises(ConfigError, match=r"^connectors.*NixlConnector and OffloadingConnector"):
+        configured(checkpoints("llama"), tmp_path, "--kv-transfer-config", option)
