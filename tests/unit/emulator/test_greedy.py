@@ -27,6 +27,15 @@ def test_the_first_of_equals_wins(places: list[int]) -> None:
     assert greedy(logits).tolist() == [[places[0]]] * 2
 
 
+@pytest.mark.parametrize("places", [[0, 1024], [1023, 1024], [1500, 4999], [4990, 4999]])
+def test_the_first_of_equals_wins_in_other_blocks(places: list[int]) -> None:
+    logits = torch.full((2, 5000), -torch.inf)
+    logits[:, ::7] = torch.nan
+    logits[:, 3] = -1.0
+    logits[:, places] = 2.0
+    assert greedy(logits).tolist() == [[places[0]]] * 2
+
+
 def test_infinities_and_nan() -> None:
     low = -torch.inf
     rows = [[low] * 40, [low] * 39 + [0.0], [torch.nan] * 40, [torch.nan] * 20 + [1.0] * 20]

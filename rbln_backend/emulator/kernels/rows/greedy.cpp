@@ -1,8 +1,9 @@
 // The index of each row's largest value: greedy sampling, straight from the LM head's element type.
 #include <algorithm>
+#include <bit>
 #include <limits>
 
-#include "core/simd.h"
+#include "core/functions.h"
 #include "core/team.h"
 #include "rows/rows.h"
 
@@ -11,39 +12,51 @@ namespace {
 
 constexpr int64_t kSerialElements = 1 << 17;
 
-// The largest value; NaN is never larger.
+constexpr int64_t kBlock = 64 * kLanes;
+
+// The largest value of each lane; NaN is never larger.
 template <class T>
-float largest(const T* row, int64_t width) {
+VecF largest_of_block(const T* block, int64_t width) {
   const VecF lowest = broadcast(-std::numeric_limits<float>::infinity());
   VecF found[4] = {lowest, lowest, lowest, lowest};
   int64_t i = 0;
   for (; i + 4 * kLanes <= width; i += 4 * kLanes) {
     for (int part = 0; part < 4; ++part) {
-      found[part] = max(load_some(row + i + part * kLanes, kLanes), found[part]);
+      found[part] = max(load_some(block + i + part * kLanes, kLanes), found[part]);
     }
   }
-  for (; i + kLanes <= width; i += kLanes) found[0] = max(load_some(row + i, kLanes), found[0]);
-  const VecF all = max(max(found[0], found[1]), max(found[2], found[3]));
-  float best = all[0];
-  for (int lane = 1; lane < kLanes; ++lane) best = std::max(best, all[lane]);
-  for (; i < width; ++i) best = std::max(best, load_some(row + i, 1)[0]);
-  return best;
+  for (; i + kLanes <= width; i += kLanes) found[0] = max(load_some(block + i, kLanes), found[0]);
+  VecF rest = lowest;
+  for (int lane = 0; i + lane < width; ++lane) rest[lane] = load_some(block + i + lane, 1)[0];
+  return max(max(max(rest, found[0]), found[1]), max(found[2], found[3]));
 }
 
 template <class T>
-int32_t first_of(const T* row, int64_t width, float value) {
+int32_t first_of(const T* row, int64_t begin, int64_t end, float value) {
   const VecF wanted = broadcast(value);
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) {
-    const VecI equal = load_some(row + i, kLanes) == wanted;
-    int32_t any = 0;
-    for (int lane = 0; lane < kLanes; ++lane) any |= equal[lane];
-    if (any != 0) break;
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) {
+    const uint32_t equal = lane_mask(load_some(row + i, kLanes) == wanted);
+    if (equal != 0) return int32_t(i + std::countr_zero(equal));
   }
-  for (; i < width; ++i) {
+  for (; i < end; ++i) {
     if (load_some(row + i, 1)[0] == value) return int32_t(i);
   }
   return 0;
+}
+
+// Only the block of the largest value is read again.
+template <class T>
+int32_t first_of_largest(const T* row, int64_t width) {
+  float best = -std::numeric_limits<float>::infinity();
+  int64_t begin = 0;
+  for (int64_t i = 0; i < width; i += kBlock) {
+    const VecF found = largest_of_block(row + i, std::min(kBlock, width - i));
+    if (lane_mask(found > broadcast(best)) == 0) continue;
+    best = reduce_max(found);
+    begin = i;
+  }
+  return first_of(row, begin, std::min(begin + kBlock, width), best);
 }
 
 }  // namespace
@@ -53,7 +66,7 @@ void greedy(const GreedyArgs& args) {
     const int threads = team_size(args.rows * args.width, kSerialElements);
     parallel_for(args.rows, 1, threads, [&](int64_t r) {
       const T* row = static_cast<const T*>(args.x) + r * args.x_stride;
-      args.out[r] = first_of(row, args.width, largest(row, args.width));
+      args.out[r] = first_of_largest(row, args.width);
     });
   });
 }
