@@ -277,8 +277,9 @@ KV_TRANSFER = Feature(
 )
 NIXL = Feature(
     "NixlConnector for this engine",
-    "NixlConnector with several ranks or engines, speculation, adapters, an NPU, sliding windows, "
-    "latent attention (MLA) or models that pool",
+    "NixlConnector with pipeline stages, several engines, Ray, more ranks than heads of keys and "
+    "values, speculation, adapters, an NPU, sliding windows, latent attention (MLA) or models that "
+    "pool",
     "which sends whole blocks of contexts from the emulated device's memory",
     "drop --kv-transfer-config, or what it is combined with",
 )

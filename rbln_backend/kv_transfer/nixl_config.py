@@ -85,8 +85,10 @@ def check_nixl(config: VllmConfig, rbln: RblnConfig) -> None:
     parallel = config.parallel_config
     # vLLM makes configurations without a model, too.
     model: ModelConfig | None = config.model_config
-    if parallel.world_size > 1:
-        raise NIXL.refusal(f"{parallel.world_size} ranks of an engine")
+    if parallel.pipeline_parallel_size > 1:
+        raise NIXL.refusal(f"--pipeline-parallel-size {parallel.pipeline_parallel_size}")
+    if parallel.distributed_executor_backend == "ray":
+        raise NIXL.refusal("--distributed-executor-backend ray")
     if parallel.data_parallel_size > 1:
         raise NIXL.refusal(f"--data-parallel-size {parallel.data_parallel_size}")
     if not device_capabilities(rbln).runs_on_host:
@@ -99,6 +101,11 @@ def check_nixl(config: VllmConfig, rbln: RblnConfig) -> None:
         raise NIXL.refusal("RBLN_USE_CUSTOM_KERNEL")
     if model is not None and (model.runner_type == "pooling" or model.use_mla):
         raise NIXL.refusal(f"architecture {model.architecture!r}")
+    ranks = parallel.tensor_parallel_size
+    if model is not None and ranks > model.get_total_num_kv_heads():
+        # Ranks that share a head: vLLM does not read them from fewer ranks.
+        heads = model.get_total_num_kv_heads()
+        raise NIXL.refusal(f"--tensor-parallel-size {ranks} above {heads} heads of keys and values")
 
 
 def check_cached_layers(specs: Iterable[KVCacheSpec]) -> None:

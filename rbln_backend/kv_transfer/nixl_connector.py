@@ -13,8 +13,10 @@ import socket
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from rbln_backend.errors import ConfigError
+from rbln_backend.kv_transfer.head_regions import head_regions, with_head_regions
 from rbln_backend.kv_transfer.kv_origin import kv_origin
 from rbln_backend.kv_transfer.progress_delay import sleeping_progress
 from rbln_backend.vllm_compat.kv_connector import (
@@ -106,7 +108,7 @@ class CheckedBlocksWorker(NixlPullConnectorWorker):
         self._origin = kv_origin(vllm_config, kv_cache_config)
         self._hash: str | None = None
         with sleeping_progress():
-            super().__init__(vllm_config, engine_id, kv_cache_config)
+            super().__init__(vllm_config, engine_id, with_head_regions(kv_cache_config))
 
     @property
     def compat_hash(self) -> str | None:
@@ -116,6 +118,10 @@ class CheckedBlocksWorker(NixlPullConnectorWorker):
     @compat_hash.setter
     def compat_hash(self, value: str | None) -> None:
         self._hash = None if value is None else f"{self._origin}; vLLM's hash {value[:16]}"
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Register [num_blocks, 2, Hkv, 1, block_size, D] by layer name."""
+        super().register_kv_caches(head_regions(kv_caches))
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         assert meta.remote is not None

@@ -229,7 +229,8 @@ def test_a_port_that_is_taken_is_an_error(pair: Pair) -> None:
         ("llama", nixl("kv_both", kv_buffer_device="cuda"), "kv_buffer_device='cuda'"),
         ("llama", several({"kv_connector": "P2p"}), "NixlConnector and OffloadingConnector"),
         ("llama", {**nixl("kv_both"), "enable_lora": True}, "--enable-lora"),
-        ("llama", {**nixl("kv_both"), "tensor_parallel_size": 2}, "2 ranks"),
+        ("llama", {**nixl("kv_both"), "pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        ("llama", {**nixl("kv_both"), "tensor_parallel_size": 4}, "4 above 2 heads"),
         ("mistral", nixl("kv_both"), "sliding window"),
         ("gemma3_text", nixl("kv_both"), "sliding window"),
         ("deepseek_v2", nixl("kv_both"), "DeepseekV2ForCausalLM"),
@@ -244,7 +245,7 @@ def test_what_is_not_supported_is_refused(
 
 def test_beside_tiers(engines: Engines, pair: Pair) -> None:
     """What was read from a peer comes back from the tier after the cache is emptied."""
-    tiers = {"kv_connector": "OffloadingConnector"}
+    tiers: dict[str, Any] = {"kv_connector": "OffloadingConnector"}
     tiers["kv_connector_extra_config"] = {"cpu_bytes_to_use": 1 << 24}
     envs.disable_envs_cache()
     with pytest.MonkeyPatch.context() as patch:

@@ -5,11 +5,14 @@ Needs the real nixl: two processes exchange memory. ``make test-nixl`` runs it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import random
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,8 +98,79 @@ def make_prompts(seed: int) -> list[list[int]]:
     return [[numbers.randrange(3, 250) for _ in range(length)] for length in LENGTHS]
 
 
-def until_free(server: RealServer) -> None:
-    end = time.monotonic() + 20
+def forty_prompts() -> list[list[int]]:
+    """Short prompts, some of several blocks, and continuations of both."""
+    first = [*make_prompts(3), *make_prompts(4), *make_prompts(5)]
+    more = [[*prompt[:150], 7, 8, 9, number] for number, prompt in enumerate(first[:16])]
+    return first + more
+
+
+def answer_of(servers: Servers, request: dict[str, Any]) -> list[int]:
+    """Return the tokens of ``request`` as a router gets them."""
+    sent = {**request, "kv_transfer_params": offer(servers.prefill, request)}
+    return tokens(servers.decode.client.post("/v1/completions", json=sent))
+
+
+def answer_and_abort(servers: Servers, request: dict[str, Any]) -> list[int]:
+    """As ``answer_of``, beside clients that leave each of the servers."""
+    leaves = httpx.Timeout(5, read=0.02)
+    asked = {**request, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    sent = {**request, "kv_transfer_params": offer(servers.prefill, request), "max_tokens": 20}
+    for server, body_ in ((servers.prefill, asked), (servers.decode, sent)):
+        with contextlib.suppress(httpx.ReadTimeout):
+            server.client.post("/v1/completions", json=body_, timeout=leaves)
+    return answer_of(servers, request)
+
+
+@pytest.mark.timeout(600)
+def test_forty_prompts_under_load_with_aborts(servers: Servers) -> None:
+    """Eight clients at a time; greedy and seeded requests alternate."""
+    seeded: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+    requests = [
+        body(prompt, **(seeded if number % 2 else {}))
+        for number, prompt in enumerate(forty_prompts())
+    ]
+    assert len(requests) == 40
+    with ThreadPoolExecutor(8) as clients:
+        alone = [{**request, "cache_salt": "x"} for request in requests]
+        answers = [servers.decode.client.post("/v1/completions", json=one) for one in alone]
+        wanted = [tokens(answer) for answer in answers]
+        # The second round has prefix hits on both sides.
+        for ask in (answer_and_abort, answer_of):
+            assert list(clients.map(partial(ask, servers), requests)) == wanted
+    until_free(servers.prefill, most_s=60)
+    until_free(servers.decode)
+
+
+@pytest.mark.timeout(600)
+def test_tensor_parallel_ranks_on_either_side(
+    checkpoints: CheckpointCache, tmp_path: Path, servers: Servers
+) -> None:
+    """One rank and two exchange heads; two and two exchange blocks."""
+    llama, two = checkpoints("llama", dtype="float32"), ("--tensor-parallel-size", "2")
+    requests = [body(prompt) for prompt in make_prompts(21)]
+    salted = [{**request, "cache_salt": "x"} for request in requests]
+    client = servers.decode.client
+    wanted = [tokens(client.post("/v1/completions", json=one)) for one in salted]
+    with (
+        start(llama, tmp_path / "a", "kv_both", *two) as first,
+        start(llama, tmp_path / "b", "kv_both", *two) as second,
+    ):
+        first.until_ready()
+        second.until_ready()
+        before = servers.decode.metric(READ)
+        routes = [(servers.prefill, first), (first, servers.decode), (first, second)]
+        for prefill, decode in routes:
+            pair = Servers(prefill, decode)
+            assert [answer_of(pair, request) for request in requests] == wanted
+        blocks = sum(-(-length // BLOCK) for length in LENGTHS)
+        assert servers.decode.metric(READ) - before == blocks * block_bytes(servers.decode)
+        for server in (first, second, *servers):
+            until_free(server)
+
+
+def until_free(server: RealServer, most_s: float = 20) -> None:
+    end = time.monotonic() + most_s
     while server.metric("vllm:kv_cache_usage_perc") and time.monotonic() < end:
         time.sleep(0.1)
     assert server.metric("vllm:kv_cache_usage_perc") == 0
