@@ -100,7 +100,7 @@ class Prometheus:
         alerts = self.ask("alerts")["alerts"]
         return {a["labels"]["alertname"] for a in alerts if a["state"] == "firing"}
 
-    def until(self, expr: str, patience_s: float = 60.0) -> None:
+    def until(self, expr: str, patience_s: float = 180.0) -> None:
         """Wait until `expr` returns something."""
         end = time.monotonic() + patience_s
         while not self.now(expr):

@@ -262,7 +262,7 @@ def test_a_client_that_goes_away_aborts_in_the_engine(server: RealServer, stream
             while server.metric("rbln_serve_in_flight_requests") < 1:
                 assert time.monotonic() < deadline
                 time.sleep(0.005)
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 20
     while server.metric("rbln_serve_in_flight_requests"):
         assert time.monotonic() < deadline
         time.sleep(0.01)

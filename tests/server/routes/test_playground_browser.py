@@ -319,7 +319,7 @@ async def test_the_request_is_copied_as_a_command(browser: Chrome, tmp_path: Pat
 async def test_a_rate_is_shown_where_there_is_one(browser: Chrome, tmp_path: Path) -> None:
     scripts: dict[str, Script] = {
         "burst": [{"content": "a "}] * 50,
-        "paced": [step for _ in range(10) for step in ({"content": "a "}, 0.05)],
+        "paced": [step for _ in range(6) for step in ({"content": "a "}, 0.2)],
     }
 
     def see(url: str) -> None:
@@ -331,7 +331,8 @@ async def test_a_rate_is_shown_where_there_is_one(browser: Chrome, tmp_path: Pat
         assert "finish reason: stop" in figures
         say(browser, "paced")
         rate = float(text(browser, "chat-figures").split(" tokens/s")[0].split()[-1])
-        assert 0 < rate < 21
+        # Five tokens in a second; a browser that was late with the first sees them in less time.
+        assert 0 < rate < 20
 
     async with playground(tmp_path, scripts) as (url, _):
         await asyncio.to_thread(see, url)

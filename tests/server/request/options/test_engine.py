@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,18 +90,31 @@ def test_flex_gives_way(server: RealServer, client: openai.OpenAI) -> None:
         ended.append(tier)
         return answer.choices[0].text
 
+    def ask_behind(number: int) -> None:
+        chunks = client.completions.create(
+            model="tiny",
+            prompt=[3 + number, 7, 9],
+            max_tokens=200,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "service_tier": "flex"},
+        )
+        text = ""
+        for chunk in chunks:
+            began.set()
+            text += chunk.choices[0].text
+        ended.append("flex")
+        texts[number] = text
+
+    began = threading.Event()
     ended: list[str] = []
     alone = [ask(number, "default", 200) for number in range(4)]
     ended.clear()
     texts: dict[int, str] = {}
-    behind = [
-        threading.Thread(target=lambda n=n: texts.__setitem__(n, ask(n, "flex", 200)))
-        for n in range(4)
-    ]
+    behind = [threading.Thread(target=ask_behind, args=(number,)) for number in range(4)]
     for thread in behind:
         thread.start()
-    while server.metric('rbln_background_rows_total{kind="alone"') < 8:
-        time.sleep(0.005)
+    assert began.wait(60)
     front = [threading.Thread(target=ask, args=(4 + n, "default", 40)) for n in range(4)]
     for thread in front:
         thread.start()
