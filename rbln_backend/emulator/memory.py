@@ -1,6 +1,7 @@
 """Where large tensors live: on huge pages, in mappings that one step keeps for the next.
 
-Torch's allocator maps a buffer of more than 32 MiB anew at every step, on small pages;
+Torch's allocator maps a buffer of more than 32 MiB anew at every step, on small pages (in its
+wheels for x86-64; those for aarch64 allocate by mimalloc, which keeps what was freed);
 ``kernels/bindings/memory.cpp`` is the allocator that does not. It comes with the native kernels'
 library; without them everything here leaves memory as it is.
 """

@@ -6,12 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from rbln_backend.errors import ConfigError
-from rbln_backend.host.child_process import ChildError
 from rbln_backend.parity.options import parse
-from rbln_backend.parity.report.html import html_report
-from rbln_backend.parity.report.machine import json_report, junit_report
-from rbln_backend.parity.report.text import text_report
-from rbln_backend.parity.run import run_parity
 
 OUT_OF_LIMITS = 1
 WRONG_ARGUMENTS = 2
@@ -21,6 +16,13 @@ SIDE_FAILED = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 within the limits, 1 outside, 2 for wrong arguments, 3 if a side could not run."""
     options = parse(arguments)
+    # After the flags, so that a misspelt one is reported at once.
+    from rbln_backend.host.child_process import ChildError
+    from rbln_backend.parity.report.html import html_report
+    from rbln_backend.parity.report.machine import json_report, junit_report
+    from rbln_backend.parity.report.text import text_report
+    from rbln_backend.parity.run import run_parity
+
     try:
         outcome = run_parity(options, _log)
     except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,11 +87,22 @@ class Options:
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Parse the command line; exits with status 2 and a message if it is invalid."""
     parser = _parser()
-    given = vars(parser.parse_args(arguments))
+    known, rest = parser.parse_known_args(arguments)
+    if rest:
+        parser.error(_unknown(parser, rest))
+    given = vars(known)
     try:
         return _options(given)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str]) -> str:
+    """Return what is wrong with the arguments left over: the first flag, and the nearest known."""
+    word = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    near = difflib.get_close_matches(word, flags, n=1)
+    return f"unknown argument {word}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _options(given: dict[str, Any]) -> Options:

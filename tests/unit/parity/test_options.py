@@ -49,7 +49,7 @@ def test_documented_names_of_the_block_size(flag: str) -> None:
         (["--num-prompts", "0"], "--num-prompts: must be at least 1, got 0"),
         (["--num-prompts", "0", "--prompts", "a"], "--num-prompts: must be at least 1, got 0"),
         (["--rbln-args", "[]"], "must be a JSON object"),
-        (["--max-tok", "3"], "unrecognized arguments"),
+        (["--max-tok", "3"], "unknown argument --max-tok; did you mean --max-tokens?"),
     ],
 )
 def test_wrong_arguments_are_status_2(
