@@ -120,6 +120,12 @@ def _workload() -> dict[str, Schema]:
             modules={"type": "object", "additionalProperties": ABSOLUTE},
         ),
         "kserve": closed(tls=FLAG),
+        "prefillDecode": closed(
+            role=one_of("both", "prefill", "decode"),
+            sideChannelPort=PORT,
+            sidecar=closed(image=TEXT, args=many(TEXT), resources=_RESOURCES),
+        ),
+        "headless": closed(enginesPerPod=whole(), rpcPort=PORT),
         "ray": closed(version=TEXT, workers=whole(1), workerResources=_RESOURCES),
     }
 

@@ -93,6 +93,30 @@ def test_emulated_devices_are_counted_for_ray() -> None:
         assert "--resources='{\"RBLN\": 2}'" in start
 
 
+def test_workers_run_engines_without_an_api() -> None:
+    values = {
+        **{name: value for name, value in GROUPS.items() if name != "engine"},
+        "ray": {"workers": 2},
+        "headless": {"enginesPerPod": 4},
+    }
+    documents = render(values)
+    assert [x for doc in documents for x in problems(doc, NEWEST)] == []
+    templates = pod_templates(documents)
+    leader, member = (templates[x]["spec"]["containers"][0] for x in ("leader", "members"))
+    shared = "--data-parallel-size 12 --data-parallel-size-local 4 --data-parallel-rpc-port 13345"
+    for container in (leader, member):
+        assert shared in container["command"][2]
+        assert "ray" not in container["args"]
+    assert leader["command"][2].endswith('--data-parallel-address "$LEADER_POD_IP"')
+    assert "LEADER_POD_IP" in [one["name"] for one in leader["env"]]
+    start = "--headless --data-parallel-start-rank $((LWS_WORKER_INDEX * 4))"
+    assert member["command"][2].endswith(f'--data-parallel-address "$LWS_LEADER_ADDRESS" {start}')
+    # A headless server has the probes of every server.
+    assert member["readinessProbe"] == leader["readinessProbe"]
+    wrong = {"headless": {"enginesPerPod": 1}}
+    assert "needs workload.kind LeaderWorkerSet" in refusal(wrong)
+
+
 def test_llm_d_finds_what_it_routes_by() -> None:
     documents = render(LLM_D)
     assert [x for doc in documents for x in problems(doc, NEWEST)] == []
@@ -107,5 +131,54 @@ def test_llm_d_finds_what_it_routes_by() -> None:
     assert port in [str(one["containerPort"]) for one in container["ports"]]
     (rule,) = of_kind(documents, "NetworkPolicy")["spec"]["ingress"]
     assert port in [str(one["port"]) for one in rule["ports"]]
-    # Both roles need a connector that the server refuses.
     assert "kv_role" not in str(documents)
+
+
+def role_values(role: str, **more: Any) -> dict[str, Any]:
+    """Return the values of two files, as Helm merges them."""
+    own = yaml.safe_load((CHART.parent / "presets" / f"llm-d-{role}.yaml").read_text())
+    merged = {**LLM_D, **own, "podLabels": {**LLM_D["podLabels"], **own["podLabels"]}}
+    merged["device"] = {**LLM_D["device"], **own["device"]}
+    merged["prefillDecode"] = {**own["prefillDecode"], **more}
+    return merged
+
+
+@pytest.mark.parametrize(
+    ("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")]
+)
+def test_llm_ds_roles_exchange_kv(role: str, kv_role: str) -> None:
+    sidecar = {"sidecar": {"image": "ghcr.io/llm-d/llm-d-routing-sidecar:v0"}}
+    documents = render(role_values(role, **(sidecar if role == "decode" else {})), role)
+    assert [x for doc in documents for x in problems(doc, NEWEST)] == []
+    template = of_kind(documents, "Deployment")["spec"]["template"]
+    assert template["metadata"]["labels"]["llm-d.ai/role"] == role
+    container = template["spec"]["containers"][0]
+    config = json.loads(container["args"][container["args"].index("--kv-transfer-config") + 1])
+    assert config == {"kv_connector": "NixlConnector", "kv_role": kv_role}
+    env = {one["name"]: one for one in container["env"]}
+    host = env["VLLM_NIXL_SIDE_CHANNEL_HOST"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert (host, env["VLLM_NIXL_SIDE_CHANNEL_PORT"]["value"]) == ("status.podIP", "5600")
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports["nixl"] == 5600
+    assert env["RBLN_SERVE_PORT"]["value"] == str(ports["http"])
+    # Any port between the pods of both releases, whose instance labels differ.
+    policy = of_kind(documents, "NetworkPolicy")["spec"]
+    peers = [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "rbln-serve"}}}]
+    assert {"from": peers} in policy["ingress"]
+    assert {"to": peers} in policy["egress"]
+    entry = of_kind(documents, "Service")["spec"]["ports"][0]["targetPort"]
+    if role == "prefill":
+        assert (ports["http"], entry) == (8000, "http")
+        return
+    (proxy,) = (x for x in template["spec"]["initContainers"] if x["name"] == "routing-proxy")
+    assert proxy["restartPolicy"] == "Always"
+    assert proxy["args"][:2] == ["--port=8000", f"--vllm-port={ports['http']}"]
+    assert proxy["ports"][0] == {"name": entry, "containerPort": 8000, "protocol": "TCP"}
+    assert policy["ingress"][0]["ports"][0]["port"] == entry
+
+
+def test_a_role_that_cannot_work_is_refused() -> None:
+    group = {**GROUPS, "prefillDecode": {"role": "prefill"}}
+    assert "needs workload.kind Deployment or StatefulSet" in refusal(group)
+    wrong = {"prefillDecode": {"role": "prefill", "sidecar": {"image": "a"}}}
+    assert "has no effect with prefillDecode.role prefill" in refusal(wrong)

@@ -21,6 +21,18 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if and (include "rbln-serve.hasRole" .) (has $v.workload.kind (list "RayCluster" "LeaderWorkerSet" "LLMInferenceServiceConfig")) -}}
+{{- fail (printf "prefillDecode.role %s needs workload.kind Deployment or StatefulSet: NixlConnector sends KV of ranks in one pod" $v.prefillDecode.role) -}}
+{{- end -}}
+{{- if and $v.prefillDecode.sidecar.image (ne $v.prefillDecode.role "decode") -}}
+{{- fail (printf "prefillDecode.sidecar.image has no effect with prefillDecode.role %s: the sidecar stands before a decode server" $v.prefillDecode.role) -}}
+{{- end -}}
+{{- if and (include "rbln-serve.hasSidecar" .) $v.tls.secretName -}}
+{{- fail "prefillDecode.sidecar.image: the sidecar connects to the server without TLS; clear tls.secretName" -}}
+{{- end -}}
+{{- if and (gt (int $v.headless.enginesPerPod) 0) (ne $v.workload.kind "LeaderWorkerSet") -}}
+{{- fail "headless.enginesPerPod needs workload.kind LeaderWorkerSet; elsewhere set --data-parallel-size in engine.args" -}}
+{{- end -}}
 {{- if and (eq $v.workload.kind "RayCluster") (not $v.ray.version) -}}
 {{- fail "ray.version is needed with workload.kind RayCluster: that of the image" -}}
 {{- end -}}

@@ -68,7 +68,31 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* "true" if ranks of one model run in several pods, placed by Ray. */}}
 {{- define "rbln-serve.usesRay" -}}
+{{- if and (include "rbln-serve.spansPods" .) (not (include "rbln-serve.isHeadless" .)) -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" if one model runs in several pods. */}}
+{{- define "rbln-serve.spansPods" -}}
 {{- if has .Values.workload.kind (list "RayCluster" "LeaderWorkerSet") -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" if the workers of a group are servers without an API, which run engines for the leader. */}}
+{{- define "rbln-serve.isHeadless" -}}
+{{- if and (eq .Values.workload.kind "LeaderWorkerSet") (gt (int .Values.headless.enginesPerPod) 0) -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" if prompts are read by one release and answered by another. */}}
+{{- define "rbln-serve.hasRole" -}}
+{{- if ne .Values.prefillDecode.role "both" -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" if llm-d's routing sidecar has the pod's port and the server is behind it. */}}
+{{- define "rbln-serve.hasSidecar" -}}
+{{- if and (eq .Values.prefillDecode.role "decode") .Values.prefillDecode.sidecar.image -}}true{{- end -}}
+{{- end -}}
+
+{{- define "rbln-serve.serverPort" -}}
+{{- ternary 8200 8000 (eq (include "rbln-serve.hasSidecar" .) "true") -}}
 {{- end -}}
 
 {{/* "true" if the chart makes no pods: KServe makes them, and what stands around them. */}}

@@ -105,7 +105,10 @@ envFrom:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 ports:
-  - {name: http, containerPort: 8000, protocol: TCP}
+  - {name: http, containerPort: {{ include "rbln-serve.serverPort" . }}, protocol: TCP}
+  {{- if include "rbln-serve.hasRole" . }}
+  - {name: nixl, containerPort: {{ .Values.prefillDecode.sideChannelPort }}, protocol: TCP}
+  {{- end }}
   {{- with .Values.extraPorts }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
@@ -124,6 +127,29 @@ volumeMounts:
   {{- with .Values.extraVolumeMounts }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- end -}}
+
+{{/* llm-d's sidecar: an init container that keeps running, so that it ends after the server. */}}
+{{- define "rbln-serve.sidecar" -}}
+{{- if include "rbln-serve.hasSidecar" . }}
+- name: routing-proxy
+  image: {{ .Values.prefillDecode.sidecar.image | quote }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  restartPolicy: Always
+  {{- include "rbln-serve.containerSecurity" . | nindent 2 }}
+  args:
+    - --port=8000
+    - --vllm-port={{ include "rbln-serve.serverPort" . }}
+    {{- range .Values.prefillDecode.sidecar.args }}
+    - {{ . | quote }}
+    {{- end }}
+  ports:
+    - {name: sidecar, containerPort: 8000, protocol: TCP}
+  {{- with .Values.prefillDecode.sidecar.resources }}
+  resources:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "rbln-serve.podMetadata" -}}
@@ -155,7 +181,7 @@ topologySpreadConstraints:
     matchLabelKeys: [pod-template-hash]
     {{- end }}
 {{- end }}
-{{- with concat .Values.extraInitContainers (include "rbln-serve.initContainers" . | fromYamlArray) }}
+{{- with concat .Values.extraInitContainers (include "rbln-serve.initContainers" . | fromYamlArray) (include "rbln-serve.sidecar" . | fromYamlArray) }}
 initContainers:
   {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -26,6 +26,10 @@
 - --distributed-executor-backend
 - ray
 {{- end }}
+{{- if include "rbln-serve.hasRole" . }}
+- --kv-transfer-config
+- {{ dict "kv_connector" "NixlConnector" "kv_role" (ternary "kv_producer" "kv_consumer" (eq .Values.prefillDecode.role "prefill")) | toJson | quote }}
+{{- end }}
 {{- range .Values.engine.args }}
 - {{ . | quote }}
 {{- end }}
@@ -66,7 +70,12 @@
 {{- if .Values.cache.readOnly }}
 - {name: VLLM_RBLN_CACHE_READ_ONLY, value: "true"}
 {{- end }}
-- {name: RBLN_SERVE_PORT, value: "8000"}
+- {name: RBLN_SERVE_PORT, value: {{ include "rbln-serve.serverPort" . | quote }}}
+{{- if include "rbln-serve.hasRole" . }}
+- name: VLLM_NIXL_SIDE_CHANNEL_HOST
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: VLLM_NIXL_SIDE_CHANNEL_PORT, value: {{ .Values.prefillDecode.sideChannelPort | toString | quote }}}
+{{- end }}
 - {name: RBLN_SERVE_DRAIN_TIMEOUT_S, value: {{ .Values.shutdown.drainTimeoutSeconds | toString | quote }}}
 {{- if .Values.data.enabled }}
 - {name: RBLN_SERVE_DATA_DIR, value: /data/store}
