@@ -306,6 +306,8 @@ class RblnConfig(BaseModel):
     """
     use_moe_tokens_mask: Annotated[Switch, GRAPH, Env("VLLM_RBLN_USE_MOE_TOKENS_MASK")] = True
     """Padded rows choose no expert, so that no weights are read for them."""
+    use_w8a8: Annotated[Switch, GRAPH, Env("VLLM_RBLN_USE_W8A8")] = False
+    """On an NPU, inputs of FP8 weights in blocks are scaled to e4m3 in groups (W8A8), too."""
     num_devices_per_local_rank: Annotated[
         Number, GRAPH, Env("VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK")
     ] = 1

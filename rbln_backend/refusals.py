@@ -11,7 +11,7 @@ from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
 from rbln_backend.kv_transfer.nixl_config import check_nixl, names_nixl
 from rbln_backend.parallel.rules import check_ranks
-from rbln_backend.quantization.schemes import METHODS
+from rbln_backend.quantization.schemes import METHODS, MODELOPT, check_modelopt
 from rbln_backend.speculation.choice import DRAFT_METHODS
 from rbln_backend.text_models.registry import TEXT_MODELS
 from rbln_backend.unsupported import (
@@ -152,6 +152,9 @@ def refuse_model(model: ModelConfig) -> None:
         }
     )
     if model.quantization not in (None, *METHODS):
+        if model.quantization.startswith(MODELOPT):
+            # Its file names what vLLM's name of the method does not say.
+            check_modelopt(model.model_arch_config.quantization_config or {})
         raise QUANTIZATION.refusal(f"quantization {model.quantization!r}")
 
 

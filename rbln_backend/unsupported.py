@@ -123,7 +123,7 @@ QUANTIZED_EXPERTS = Feature(
 )
 QUANTIZATION = Feature(
     "weights in this quantised format",
-    "bitsandbytes, NVFP4, MXFP8 and mixed formats of ModelOpt, GGUF by name, vLLM's own at load",
+    "bitsandbytes, NVFP4 and MXFP8, of single layers too, GGUF by name, vLLM's own at load",
     "which multiplies by the formats of docs/quantization.md alone",
     "serve a checkpoint in one of these formats, or a bfloat16 copy",
 )

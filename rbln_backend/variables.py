@@ -156,12 +156,6 @@ VARIABLES: tuple[Variable, ...] = (
         "`--num-gpu-blocks-override`.",
         accepts=False,
     ),
-    Variable(
-        "VLLM_RBLN_USE_W8A8",
-        _IDLE,
-        "Activations of FP8 weights keep the model's dtype (W8A16).",
-        accepts=False,
-    ),
     Variable("VLLM_RBLN_FLASH_CAUSAL_ATTN", _IDLE, _ONE_OP, "flash_causal_attn"),
     Variable("VLLM_RBLN_METRICS", _IDLE, "Metrics are always on, at `/metrics`."),
     Variable("VLLM_RBLN_METRICS_FILE", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
@@ -193,6 +187,5 @@ OPTION_NAMES: Mapping[str, str] = {
     "use_all2all_dispatch": "VLLM_RBLN_DISPATCH_ALL2ALL",
     "use_all2all_combine": "VLLM_RBLN_COMBINE_ALL2ALL",
     "use_dynamic_kv_cache": "VLLM_RBLN_USE_DYNAMIC_KV_CACHE",
-    "use_w8a8": "VLLM_RBLN_USE_W8A8",
 }
 """Keys of vllm-rbln 0.12's `additional_config` that differ from our field, and their variable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,11 +33,13 @@ Format = Literal[
     "awq",
     "fp8",
     "modelopt",
+    "modelopt-mixed",
     "mxfp4",
     "float-quantized",
     "int-quantized",
 ]
 _BYTES = ("float-quantized", "int-quantized")
+_MODELOPT = ("modelopt", "modelopt-mixed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ class Recipe:
     """Fields of ``quantization_config`` that are something else than what is written."""
 
     def __post_init__(self) -> None:
-        usual = 8 if self.format in ("fp8", "modelopt", *_BYTES) else 4
+        usual = 8 if self.format in ("fp8", *_MODELOPT, *_BYTES) else 4
         object.__setattr__(self, "bits", self.bits or usual)
 
     def of(self, name: str) -> Recipe:
@@ -110,7 +113,7 @@ def make_quantized_checkpoint(
         if other.suffix != ".safetensors":
             (path / other.name).write_bytes(other.read_bytes())
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = quantization_config(recipe) | recipe.fields
+    config["quantization_config"] = quantization_config(recipe, quantized) | recipe.fields
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -132,8 +135,8 @@ def _written(name: str, weight: Tensor, recipe: Recipe) -> Stored:
     return meant, {name.removesuffix("weight") + key: part for key, part in parts.items()}
 
 
-def quantization_config(recipe: Recipe) -> dict[str, Any]:
-    """What config.json says of such a checkpoint."""
+def quantization_config(recipe: Recipe, stored: Iterable[str] = ()) -> dict[str, Any]:
+    """What config.json says of such a checkpoint, whose tensors ``stored`` names."""
     if recipe.format == "gptq":
         return {
             "quant_method": "gptq",
@@ -166,6 +169,15 @@ def quantization_config(recipe: Recipe) -> dict[str, Any]:
     if recipe.format == "modelopt":
         names = (f"model.layers.{n}.{module}" for module in recipe.skipped for n in range(8))
         return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", *names]}
+    if recipe.format == "modelopt-mixed":
+        scale = ".weight_scale"
+        layers = sorted(name.removesuffix(scale) for name in stored if name.endswith(scale))
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {name: {"quant_algo": "FP8"} for name in layers},
+            "ignore": ["lm_head"],
+        }
     if recipe.format == "mxfp4":
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}

@@ -23,7 +23,8 @@ class Capabilities:
     runs_on_host: bool
     """Graphs run in this process, with kernels and layers of our own, in host memory."""
     general_attention: bool
-    """Ops for soft caps, ALiBi, shared, e4m3 and latent caches, and for every head size."""
+    """Ops of our own, with soft caps, ALiBi, caches that layers share, e4m3 caches of windows, and
+    every head size, also of latent attention; otherwise the SDK's, which have none of these."""
     packed_weights: bool
     """Kernels for quantized words as they are; otherwise int8 weights of symmetric formats."""
     picks_tokens: bool

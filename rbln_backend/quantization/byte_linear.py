@@ -16,7 +16,11 @@ from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.emulator.quantized_packing import pack_bytes, pack_scales, pack_words
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.quantization.schemes import BLOCK_DEPTH
-from rbln_backend.quantization.sdk.forms import dequantized_blocks, dequantized_parts
+from rbln_backend.quantization.sdk.forms import (
+    by_groups_of_bytes,
+    dequantized_blocks,
+    dequantized_parts,
+)
 from rbln_backend.quantization.weights import CHANNEL, Weights
 from rbln_backend.unsupported import QUANTIZATION_ON_NPU
 from rbln_backend.vllm_compat.quantization import (
@@ -124,6 +128,7 @@ class RblnByteScheme(CompressedTensorsScheme):
         self.weights = stored.weights(stored.block[1])
         rbln = configured(get_current_vllm_config())
         self._keeps_words = device_capabilities(rbln).packed_weights
+        self._takes_bytes = rbln.use_w8a8 and stored.scope == "block"
         if not self._keeps_words and (not stored.is_float or stored.scope == "channel"):
             raise QUANTIZATION_ON_NPU.refusal(f"{layer_name}: {self.weights}")
 
@@ -191,6 +196,8 @@ class RblnByteScheme(CompressedTensorsScheme):
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K] to [..., N] of its dtype."""
         if not self._keeps_words:
+            if self._takes_bytes:
+                x = by_groups_of_bytes(x, self._stored.block[1])
             return torch.nn.functional.linear(x, self._dequantized(layer, x.dtype), bias)
         out: Tensor = torch.ops.rbln_emulator.quantized_linear(
             *(x, layer.weight, layer.weight_scale, None, bias),

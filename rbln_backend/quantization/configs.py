@@ -16,7 +16,11 @@ from rbln_backend.quantization.awq import RblnAwqConfig
 from rbln_backend.quantization.byte_linear import RblnByteScheme
 from rbln_backend.quantization.compressed_tensors import RblnCompressedTensorsConfig
 from rbln_backend.quantization.experts import RblnQuantizedMoEMethod
-from rbln_backend.quantization.fp8 import RblnFp8Config, RblnModelOptConfig
+from rbln_backend.quantization.fp8 import (
+    RblnFp8Config,
+    RblnModelOptConfig,
+    RblnModelOptMixedConfig,
+)
 from rbln_backend.quantization.gguf_blocks import RblnBlockMethod
 from rbln_backend.quantization.gptq import RblnGptqConfig
 from rbln_backend.quantization.linear import RblnWna16LinearKernel
@@ -27,6 +31,7 @@ from rbln_backend.quantization.schemes import (
     FP8,
     GPTQ,
     MODELOPT,
+    MODELOPT_MIXED,
     MXFP4,
 )
 from rbln_backend.vllm_compat.quantization import (
@@ -42,6 +47,7 @@ _CONFIGS: Mapping[str, Any] = {
     FP8: RblnFp8Config,
     MXFP4: RblnMxfp4Config,
     MODELOPT: RblnModelOptConfig,
+    MODELOPT_MIXED: RblnModelOptMixedConfig,
 }
 _HOLDERS = (RblnWna16LinearKernel, RblnByteScheme, RblnBlockMethod)
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from rbln_backend.moe.experts import ExpertAdapters, swiglu_oai
 from rbln_backend.moe.layers import RblnMoEMethod
 from rbln_backend.quantization.expert_formats import ByteRows, ExpertFormat, Packed
-from rbln_backend.quantization.sdk.block_experts import BLOCKS_OP, BlockExperts
+from rbln_backend.quantization.sdk.block_experts import BLOCKS_OP, BYTES_OP, BlockExperts
 from rbln_backend.unsupported import QUANTIZED_EXPERTS
 from rbln_backend.vllm_compat.quantization import FusedMoEConfig, set_weight_attrs
+from rbln_backend.vllm_compat.surface import configured, get_current_vllm_config
 
 
 class _Stack(NamedTuple):
@@ -92,6 +93,10 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
 
     def __init__(self, moe: FusedMoEConfig, w13: ExpertFormat, w2: ExpertFormat) -> None:
         super().__init__(moe)
+        is_asked = configured(get_current_vllm_config()).use_w8a8
+        self._takes_bytes = is_asked and self.sdk_op == BLOCKS_OP
+        if self._takes_bytes:
+            self.sdk_op = BYTES_OP
         self._formats = {"w13": w13, "w2": w2}
 
     def __str__(self) -> str:
@@ -158,7 +163,7 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
             for dropped in written.stored.dropped:
                 del layer._parameters[f"{name}_{dropped}"]
             blocks[name] = written.stored.block
-        self.hold(layer, BlockExperts(layer, blocks["w13"]))
+        self.hold(layer, BlockExperts(layer, blocks["w13"], takes_bytes=self._takes_bytes))
 
     def has_sdk_form(self, inner: int) -> bool:
         """Return True if the SDK's op takes experts of ``inner`` columns in the stored form."""

@@ -19,6 +19,7 @@ from rbln_backend.vllm_compat.quantization import (
     Fp8Config,
     LinearBase,
     ModelOptFp8Config,
+    ModelOptMixedPrecisionConfig,
     QuantizeMethodBase,
     RoutedExperts,
     UnquantizedLinearMethod,
@@ -109,15 +110,42 @@ class RblnModelOptConfig(ModelOptFp8Config):
         if isinstance(layer, Attention):
             # Scales of a quantised KV cache are read, and mean nothing to one that is not.
             return super().get_quant_method(layer, prefix)
-        if not isinstance(layer, LinearBase | RoutedExperts):
-            return None
-        is_skipped = self.is_layer_excluded(prefix)
-        if isinstance(layer, RoutedExperts):
-            stored = ByteRows.of(_MODELOPT)
-            return None if is_skipped else RblnQuantizedMoEMethod(layer.moe_config, stored, stored)
-        if is_skipped:
-            return UnquantizedLinearMethod()
-        # The method does what the layer's scheme says.
-        scheme: Any = RblnByteScheme(_MODELOPT, prefix)
-        layer.scheme = scheme
-        return CompressedTensorsLinearMethod(cast(Any, self))
+        return _method_of_modelopt(layer, prefix, is_skipped=self.is_layer_excluded(prefix))
+
+
+class RblnModelOptMixedConfig(ModelOptMixedPrecisionConfig):
+    """As ``RblnModelOptConfig``, of the layers that ``quantized_layers`` lists."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Upstream's, and float32."""
+        return [torch.float32, *super().get_supported_act_dtypes()]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """As upstream; raises ``UnsupportedModelError`` naming the field that cannot be."""
+        check_modelopt(config)
+        return super().from_config(config)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
+        if isinstance(layer, Attention):
+            return super().get_quant_method(layer, prefix)
+        is_skipped = self.is_layer_excluded(prefix) or self._resolve_quant_algo(prefix) is None
+        return _method_of_modelopt(layer, prefix, is_skipped=is_skipped)
+
+
+def _method_of_modelopt(
+    layer: nn.Module, prefix: str, *, is_skipped: bool
+) -> QuantizeMethodBase | None:
+    if isinstance(layer, RoutedExperts):
+        stored = ByteRows.of(_MODELOPT)
+        return None if is_skipped else RblnQuantizedMoEMethod(layer.moe_config, stored, stored)
+    if not isinstance(layer, LinearBase):
+        return None
+    if is_skipped:
+        return UnquantizedLinearMethod()
+    # The method does what the layer's scheme says.
+    scheme: Any = RblnByteScheme(_MODELOPT, prefix)
+    layer.scheme = scheme
+    # Of its configuration the method reads nothing.
+    return CompressedTensorsLinearMethod(cast(Any, None))

@@ -14,11 +14,11 @@ from rbln_backend.quantization.weights import CHANNEL, Weights
 
 COMPRESSED_TENSORS, GPTQ = "compressed-tensors", "auto_gptq"
 AWQ, FP8, MXFP4 = "auto_awq", "fp8", "gpt_oss_mxfp4"
-MODELOPT = "modelopt"
-"""FP8 alone: vLLM calls ModelOpt's other algorithms by other names."""
+MODELOPT, MODELOPT_MIXED = "modelopt", "modelopt_mixed"
+"""FP8 alone, of all layers or of listed ones: vLLM calls ModelOpt's other algorithms otherwise."""
 GGUF = "gguf_blocks"
 """Of checkpoints that are made here of GGUF files."""
-METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4, MODELOPT, GGUF)
+METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4, MODELOPT, MODELOPT_MIXED, GGUF)
 """vLLM's names of the checkpoints' formats."""
 
 PACKED_FORMAT = "pack-quantized"
@@ -175,9 +175,19 @@ def check_modelopt(config: Mapping[str, Any]) -> None:
     """As ``check_gptq``, of what ModelOpt writes into config.json or hf_quant_config.json."""
     fields = config.get("quantization", config)
     algorithm = str(fields.get("quant_algo")).upper()
+    if algorithm != "MIXED_PRECISION":
+        _check_algorithm("", fields)
+        return
+    for name, layer in fields.get("quantized_layers", {}).items():
+        _check_algorithm(f"quantized_layers[{name!r}].", layer)
+
+
+def _check_algorithm(place: str, fields: Mapping[str, Any]) -> None:
+    written = fields.get("quant_algo")
+    algorithm = str(written).upper()
     if algorithm != "FP8":
         reason = f"ModelOpt's {algorithm} not supported, FP8 with a scale per tensor alone"
-        raise _refusal("quant_algo", fields.get("quant_algo"), reason)
+        raise _refusal(f"{place}quant_algo", written, reason)
 
 
 def check_block(field: str, block: Any) -> None:

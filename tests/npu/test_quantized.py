@@ -19,10 +19,13 @@ from rbln_backend.parity.runners.plain_weights import plain_checkpoint
 from rbln_backend.quantization.byte_linear import ByteWeights, RblnByteScheme
 from rbln_backend.quantization.linear import RblnWna16LinearKernel
 from tests.checkpoints import CheckpointCache
+from tests.e4m3_inputs import answers_over_e4m3_inputs
 from tests.gguf_files import write_gguf
-from tests.npu.engines import ONE_CHUNK, Job, run
+from tests.npu.engines import ONE_CHUNK, WHOLE_CHUNK, Job, run
 from tests.npu.test_engines import YARN_OVER_LONG
-from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
+from tests.quantized_checkpoints import Format, Recipe, make_quantized_checkpoint
+
+MODELOPT: tuple[Format, ...] = ("modelopt", "modelopt-mixed")
 
 
 def make_bytes() -> RblnByteScheme:
@@ -67,13 +70,16 @@ def test_blocks_of_fp8_answer_as_their_float32_copy(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_modelopt_fp8_answers_as_its_float32_copy(tmp_path: Path) -> None:
-    recipe = Recipe(format="modelopt", block=(0, 0), static=True)
-    path = make_quantized_checkpoint(
-        "llama", tmp_path / "fp8", recipe, max_position_embeddings=4096
-    )
-    job = Job(path, batches=[[ONE_CHUNK]], reference=path / "plain")
-    ran = run([job], tmp_path / "npu")
-    assert ran.answers == [job.expected()]
+    """Of all layers, and of those that a checkpoint of mixed precision lists."""
+    sizes = {"max_position_embeddings": 4096}
+    recipes = [Recipe(format=x, block=(0, 0), static=True) for x in MODELOPT]
+    paths = [
+        make_quantized_checkpoint("llama", tmp_path / recipe.format, recipe, **sizes)
+        for recipe in recipes
+    ]
+    jobs = [Job(path, batches=[[ONE_CHUNK]], reference=path / "plain") for path in paths]
+    ran = run(jobs, tmp_path / "npu")
+    assert ran.answers == [job.expected() for job in jobs]
     given = {x["dtype"] for call in ran.calls("compile") for x in call["inputs"]}
     assert "float8_e4m3fn" in given, "weights stay bytes on the device"
 
@@ -91,6 +97,19 @@ def test_experts_of_fp8_answer_as_their_float32_copy(tmp_path: Path, form: str) 
     ops = {name for call in ran.calls("compile") for name, _ in call["sdk_ops"]}
     name = "rbln_custom_ops::custom_moe_glu_group_dequantize"
     assert (name in ops) == (form == "op")
+
+
+@pytest.mark.engine
+def test_switched_on_inputs_of_fp8_experts_are_bytes(tmp_path: Path) -> None:
+    recipe = Recipe(format="fp8", block=(32, 64), skipped=("mlp.gate",))
+    sizes = {"max_position_embeddings": 4096, "moe_intermediate_size": 128}
+    path = make_quantized_checkpoint("qwen3_moe", tmp_path / "fp8", recipe, **sizes)
+    job = Job(path, batches=[[ONE_CHUNK, WHOLE_CHUNK]], reference=path / "plain")
+    expected = answers_over_e4m3_inputs(path / "plain", job.batches[0], job.max_tokens, 64)
+    ran = run([job], tmp_path / "npu", rbln={"use_w8a8": True})
+    assert ran.answers == [[expected]] != [job.expected()]
+    ops = {name for call in ran.calls("compile") for name, _ in call["sdk_ops"]}
+    assert "rbln_custom_ops::custom_moe_glu_w8a8" in ops
 
 
 @pytest.mark.engine

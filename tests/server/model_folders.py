@@ -146,6 +146,10 @@ CANNOT_RUN: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {**LLAMA, "quantization_config": {"quant_method": "mxfp4"}},
         ("quantization 'mxfp4'", "bfloat16 copy"),
     ),
+    "weights of NVFP4": (
+        {**LLAMA, "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+        ("quant_algo is 'NVFP4'", "bfloat16 copy"),
+    ),
     "weights quantised in odd blocks": (
         LLAMA
         | {

@@ -306,7 +306,6 @@ def test_other_flat_keys_are_errors(additional: dict[str, object], message: str)
         ("VLLM_RBLN_NUM_HIDDEN_LAYERS", "0", "2"),
         ("VLLM_RBLN_DISABLE_WORKER_FAIL_FAST", "0", "1"),
         ("VLLM_RBLN_USE_DYNAMIC_KV_CACHE", "0", "1"),
-        ("VLLM_RBLN_USE_W8A8", "0", "1"),
     ],
 )
 def test_variables_of_vllm_rbln_0_12_warn_only_where_they_ask_for_more(

@@ -73,7 +73,7 @@ def _compile(line: Mapping[str, Any]) -> Iterator[str]:
 def phase_of(compiled: Mapping[str, Any]) -> str:
     """What a compiled graph is for: ``prefill`` and ``decode`` have KV, ``sampler`` has none."""
     names = [name for name, _ in compiled["sdk_ops"]]
-    attention = [name for name in names if "attention" in name]
+    attention = [name for name in names if "attention" in name or "_causal_mla_" in name]
     if not attention:
         return "sampler" if names else "head"
     kinds = [name for name in attention if name.endswith(("prefill", "decode"))]

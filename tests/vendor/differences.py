@@ -75,6 +75,7 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
     "window device": _WITH_DEVICE_TENSORS,
     "experts": _PADDING_MASK,
     "fp8 experts": _PADDING_MASK,
+    "fp8 experts w8a8": _PADDING_MASK,
     "mxfp4 experts": (
         *_PADDING_MASK,
         Difference(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import CheckpointCache
+from tests.e4m3_inputs import answers_over_e4m3_inputs
 from tests.npu.engines import SCRIPT
 from tests.npu.test_engines import YARN_OVER_LONG
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
@@ -54,6 +55,8 @@ class Run:
     """Of keys and values by layer, in a cache of e4m3; none in another."""
     lengths: tuple[int, ...] = ()
     """Of the first prompts; empty: see ``rounds``."""
+    input_group: int = 0
+    """Inputs of experts that share a scale in e4m3; 0: they are not rounded."""
     recipe: Recipe | None = None
     """How the weights are quantised; None: they are float32."""
 
@@ -97,7 +100,11 @@ NGRAM = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 4,
 }
+# The sizes that their ops take.
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _FP8 = Recipe(format="fp8", block=(32, 64))
+# vLLM's names of formats that it calls otherwise.
+_METHODS = {"mxfp4": "gpt_oss_mxfp4", "modelopt-mixed": "modelopt_mixed"}
 HOST = Run()
 DEVICE = Run(device_tensors=True, options=_FIXED_KV)
 WITHOUT_NPU = replace(
@@ -122,6 +129,19 @@ RUNS: Mapping[str, Run] = {
         fields={"moe_intermediate_size": 128},
         recipe=replace(_FP8, skipped=("mlp.gate",)),
     ),
+    "fp8 experts w8a8": replace(
+        HOST,
+        family="qwen3_moe",
+        fields={"moe_intermediate_size": 128},
+        recipe=replace(_FP8, skipped=("mlp.gate",)),
+        environment={"VLLM_RBLN_USE_W8A8": "1"},
+        input_group=_FP8.block[1],
+    ),
+    # Of ModelOpt's checkpoints theirs takes those of mixed precision alone.
+    "modelopt fp8": replace(
+        HOST, recipe=Recipe(format="modelopt-mixed", block=(0, 0), static=True)
+    ),
+    "latent": replace(HOST, family="deepseek_v3", fields=LATENT),
     # As gpt-oss is published.
     "mxfp4 experts": replace(
         HOST,
@@ -147,6 +167,11 @@ RUNS: Mapping[str, Run] = {
 def expected_of(run: Run, checkpoint: Path) -> list[list[list[int]]]:
     """The tokens of transformers, round by round."""
     reference = run.reference(checkpoint)
+    if run.input_group:
+        return [
+            answers_over_e4m3_inputs(reference, batch, NUM_TOKENS, run.input_group)
+            for batch in run.rounds()
+        ]
     return [
         [
             reference_generate(
@@ -200,9 +225,7 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
         "abort_after": None,
     }
     if run.recipe is not None:
-        config = json.loads((checkpoint / "config.json").read_text())
-        method = config["quantization_config"]["quant_method"]
-        job["float32_method"] = {"mxfp4": "gpt_oss_mxfp4"}.get(method, method)
+        job["float32_method"] = _METHODS.get(run.recipe.format, run.recipe.format)
     if "speculative_config" in run.options:
         expected = zip(run.rounds(), expected_of(run, checkpoint), strict=True)
         job["texts"] = [

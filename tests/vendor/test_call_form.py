@@ -14,7 +14,7 @@ from tests.npu.engines import Job, run
 from tests.vendor.call_form import call_form, kept_call_forms
 from tests.vendor.differences import allowed_in, shown_in, unexplained, unused
 from tests.vendor.environment import torch_rbln_variables
-from tests.vendor.runs import NUM_TOKENS, OPTIONS, RUNS
+from tests.vendor.runs import NUM_TOKENS, OPTIONS, RUNS, expected_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -23,7 +23,8 @@ WIDE = [
     for name in (
         *("llama device", "one block", "window", "window device", "window shift"),
         *("experts", "fp8 cache", "drafts", "two ranks"),
-        *("fp8 blocks", "fp8 experts", "mxfp4 experts"),
+        *("fp8 blocks", "fp8 experts", "fp8 experts w8a8", "mxfp4 experts"),
+        *("modelopt fp8", "latent"),
     )
 ]
 
@@ -45,9 +46,10 @@ def test_our_calls_are_theirs_but_for_named_differences(
         reference=theirs.reference(checkpoint),
         cache_scales=theirs.cache_scales,
     )
-    environment = torch_rbln_variables() if theirs.device_tensors else {}
+    environment = dict(theirs.environment)
+    environment |= torch_rbln_variables() if theirs.device_tensors else {}
     ran = run([job], tmp_path, environment=environment, **dict(theirs.double))
-    assert ran.answers == [job.expected()]
+    assert ran.answers == [expected_of(theirs, checkpoint)]
     forms = (call_form(ran.log), kept_call_forms()[name])
     assert unexplained(*forms, allowed_in(name)) == []
     assert unused(*forms, shown_in(name)) == []

@@ -55,8 +55,9 @@ def test_the_sdk_is_called_as_the_kept_form_says(
     assert call_form(answered(name).log_path) == kept_call_forms()[name]
 
 
-def test_a_dropped_copy_makes_their_answer_wrong(tmp_path: Path) -> None:
-    run = run_vendor(RUNS["llama host"], tmp_path, broken="kv_copy")
+@pytest.mark.parametrize("name", ["llama host", "latent"])
+def test_a_dropped_copy_makes_their_answer_wrong(name: str, tmp_path: Path) -> None:
+    run = run_vendor(RUNS[name], tmp_path, broken="kv_copy")
     (first, (hit,)), (first_expected, (hit_expected,)) = run.tokens, run.expected()
     assert first == first_expected
     assert len(run.calls("copy_kv")) == 1
@@ -64,7 +65,12 @@ def test_a_dropped_copy_makes_their_answer_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"), [("fp8 experts", "scales"), ("mxfp4 experts", "nibbles")]
+    ("name", "broken"),
+    [
+        ("fp8 experts", "scales"),
+        ("fp8 experts w8a8", "scales"),
+        ("mxfp4 experts", "nibbles"),
+    ],
 )
 def test_experts_of_other_values_answer_otherwise(name: str, broken: str, tmp_path: Path) -> None:
     """Their experts are those of the double's ops: another order of the parts shows."""

@@ -27,6 +27,11 @@ _SHIFTED = (
     f"{_QKV}, Tensor cache_seq_len, Tensor cache_offset, Tensor scale, Tensor block_tables,"
     " Tensor dummy"
 )
+_BLOCKS = (
+    "Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, Tensor down, Tensor down_scale,"
+    " Tensor masked_routing_weight, Tensor group_size, str hidden_act"
+)
+_BIASES = "Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, Tensor? expert_map"
 _LATENT = (
     "Tensor q, Tensor kv_c_normed, Tensor k_pe, Tensor kv_cache, Tensor seq_idx,"
     " Tensor block_tables, Tensor scale"
@@ -49,11 +54,9 @@ PASSED: Mapping[str, str] = {
         " str hidden_act, Tensor? expert_map, Tensor? gate_bias, Tensor? up_bias,"
         " Tensor? down_bias"
     ),
-    "custom_moe_glu_group_dequantize": (
-        "Tensor hidden_states, Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale,"
-        " Tensor down, Tensor down_scale, Tensor masked_routing_weight, Tensor group_size,"
-        " str hidden_act, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias,"
-        " Tensor? expert_map"
+    "custom_moe_glu_group_dequantize": f"Tensor hidden_states, {_BLOCKS}, {_BIASES}",
+    "custom_moe_glu_w8a8": (
+        f"Tensor hidden_states, Tensor hidden_scale, {_BLOCKS}, ScalarType compute_dtype, {_BIASES}"
     ),
     "custom_moe_glu_mxfp4": (
         "Tensor hidden_states, Tensor gate_blocks, Tensor gate_scales, Tensor gate_bias,"

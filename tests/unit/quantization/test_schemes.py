@@ -12,6 +12,7 @@ from rbln_backend.quantization.schemes import (
     check_compressed_tensors,
     check_fp8,
     check_gptq,
+    check_modelopt,
 )
 from rbln_backend.quantization.weights import CHANNEL, Weights, summary
 from tests.quantized_checkpoints import Recipe, quantization_config
@@ -30,11 +31,14 @@ KNOWN = [
         for block, static in (((0, 0), True), ((128, 128), False))
     ),
     Recipe(format="float-quantized", block=(1, 0)),
+    Recipe(format="modelopt", block=(0, 0)),
+    Recipe(format="modelopt-mixed", block=(0, 0)),
 ]
 CHECKS = {
     "gptq": check_gptq,
     "awq": check_awq,
     "fp8": check_fp8,
+    "modelopt": check_modelopt,
     "compressed-tensors": check_compressed_tensors,
 }
 
@@ -162,6 +166,31 @@ def test_refusals_of_fp8_and_awq(
     with pytest.raises(UnsupportedModelError) as caught:
         check(config)
     for part in (f"quantization_config.{named}", reason, "bfloat16 copy"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
+        ({"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
+        ({"quant_algo": "fp8_pb_wo"}, "quant_algo is 'fp8_pb_wo'"),
+        # As hf_quant_config.json has it.
+        ({"quantization": {"quant_algo": "MXFP8"}}, "quant_algo is 'MXFP8'"),
+        (
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
+            },
+            "quantized_layers['b'].quant_algo is 'NVFP4'",
+        ),
+    ],
+)
+def test_refusals_of_modelopt(fields: dict[str, Any], named: str) -> None:
+    config = quantization_config(Recipe(format="modelopt", block=(0, 0))) | fields
+    with pytest.raises(UnsupportedModelError) as caught:
+        check(config)
+    for part in (f"quantization_config.{named}", "FP8 with a scale per tensor", "bfloat16 copy"):
         assert part in str(caught.value)
 
 

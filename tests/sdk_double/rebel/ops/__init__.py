@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from rebel.ops import attention, experts, latent, mxfp4, sampling, undone, windows
+from rebel.ops import attention, experts, latent, mxfp4, sampling, windows
 
-__all__ = ["attention", "experts", "latent", "mxfp4", "sampling", "undone", "windows"]
+__all__ = ["attention", "experts", "latent", "mxfp4", "sampling", "windows"]

@@ -1,9 +1,12 @@
 """The experts of a layer, given what each token wants of each expert.
 
-``custom_moe_glu`` takes plain weights, ``custom_moe_glu_group_dequantize`` e4m3 in blocks.
+``custom_moe_glu`` takes plain weights, ``custom_moe_glu_group_dequantize`` e4m3 in blocks, and
+``custom_moe_glu_w8a8`` tokens of e4m3 in groups, too.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from rebel.ops.library import CUSTOM, define, describe
@@ -24,6 +27,12 @@ _BLOCKS = (
     " Tensor? up_proj_bias, Tensor? down_proj_bias, Tensor? expert_map, *,"
     " Tensor? gate_proj_scale_2=None, Tensor? up_proj_scale_2=None,"
     " Tensor? down_proj_scale_2=None, str? weight_dtype=None"
+)
+_W8A8 = (
+    "Tensor hidden_states, Tensor hidden_scale, Tensor gate_proj_weight, Tensor gate_proj_scale,"
+    " Tensor up_proj_weight, Tensor up_proj_scale, Tensor down_proj_weight, Tensor down_proj_scale,"
+    " Tensor masked_routing_weight, Tensor group_size, str hidden_act, ScalarType compute_dtype,"
+    " Tensor? gate_proj_bias, Tensor? up_proj_bias, Tensor? down_proj_bias, Tensor? expert_map"
 )
 _ACTIVATIONS = {
     "silu": functional.silu,
@@ -86,6 +95,20 @@ def moe_glu_blocks(
     return moe_glu(x, *plain, routing, hidden_act, expert_map, gate_bias, up_bias, down_bias)
 
 
+def moe_glu_bytes(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+    """As ``moe_glu_blocks`` of x [T, H] in e4m3 with float32 scales [T, H / group_size].
+
+    What is between the two products is not rounded: their code does not say whether the op does.
+    """
+    *weights, routing, group_size, hidden_act, dtype = rest[:10]
+    spread = scale.repeat_interleave(int(group_size), 1)
+    if "scales" in SETTINGS.broken:
+        spread = spread.flip(1)
+    plain = x.float() * spread
+    found = moe_glu_blocks(plain, *weights, routing, group_size, hidden_act, *rest[10:])
+    return found.to(dtype)
+
+
 def _from_blocks(weight: Tensor, scale: Tensor, group: int) -> Tensor:
     """Weight [E, N, K] in float32; with ``scales`` broken groups have each other's scales."""
     _, columns, depth = weight.shape
@@ -116,6 +139,15 @@ def _fake_blocks(
     return _fake(x, gate, up, down, routing, hidden_act)
 
 
+def _fake_bytes(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+    *weights, routing, group_size, hidden_act, dtype = rest[:10]
+    is_e4m3 = x.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+    groups = x.dim() == scale.dim() == 2 and x.shape[1] % scale.shape[1] == 0
+    told = f"hidden_states {describe(x)} with scales {describe(scale)}"
+    require("schema", is_e4m3 and groups, f"{told} are not e4m3 in groups")
+    return _fake_blocks(x, *weights, routing, group_size, hidden_act).to(dtype)
+
+
 def _fake(
     x: Tensor,
     gate: Tensor,
@@ -135,3 +167,4 @@ def _fake(
 
 define(CUSTOM, "custom_moe_glu", _ARGUMENTS, moe_glu, _fake)
 define(CUSTOM, "custom_moe_glu_group_dequantize", _BLOCKS, moe_glu_blocks, _fake_blocks)
+define(CUSTOM, "custom_moe_glu_w8a8", _W8A8, moe_glu_bytes, _fake_bytes)
