@@ -25,7 +25,7 @@ from tests.quantized_tensors import (
     mxfp4,
 )
 
-_PROJECTION = re.compile(r"(_proj|experts\.\d+\.w[123])\.weight$")
+_PROJECTION = re.compile(r"(_proj(_with_mqa)?|experts\.\d+\.w[123])\.weight$")
 _HEAD = "lm_head.weight"
 Format = Literal[
     "compressed-tensors",

@@ -210,7 +210,7 @@ class RblnByteScheme(CompressedTensorsScheme):
         if self._stored.scope == "block":
             return loaded
         scales = self._stored.scales_by_part(loaded, len(self._columns))
-        return scales[:1].clone() if bool((scales == scales[0]).all()) else scales
+        return scales[0].clone() if bool((scales == scales[0]).all()) else scales
 
     def _dequantized(self, layer: Any, dtype: torch.dtype) -> Tensor:
         """Return the weight [N, K] of a graph for an NPU."""

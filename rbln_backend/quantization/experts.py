@@ -93,8 +93,8 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
 
     def __init__(self, moe: FusedMoEConfig, w13: ExpertFormat, w2: ExpertFormat) -> None:
         super().__init__(moe)
-        is_asked = configured(get_current_vllm_config()).use_w8a8
-        self._takes_bytes = is_asked and self.sdk_op == BLOCKS_OP
+        rbln = configured(get_current_vllm_config())
+        self._takes_bytes = rbln.use_w8a8 and self.sdk_op == BLOCKS_OP
         if self._takes_bytes:
             self.sdk_op = BYTES_OP
         self._formats = {"w13": w13, "w2": w2}

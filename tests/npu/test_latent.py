@@ -16,6 +16,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 # The sizes that the SDK's ops take.
 SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 4096}
+IN_BLOCKS = SIZES | {
+    "q_lora_rank": 64,
+    "v_head_dim": 48,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+}
 DRAFTS = {"method": "suffix", "num_speculative_tokens": 3}
 
 
@@ -40,8 +46,8 @@ def test_answers_are_transformers(checkpoints: CheckpointCache, tmp_path: Path) 
 
 def test_fp8_weights_answer_as_their_float32_copy(tmp_path: Path) -> None:
     """In blocks, as DeepSeek publishes them; the projection that is absorbed is expanded."""
-    recipe = Recipe(format="fp8", block=(64, 64), skipped=("mlp.gate",))
-    path = make_quantized_checkpoint("deepseek_v3", tmp_path / "fp8", recipe, **SIZES)
+    recipe = Recipe(format="fp8", block=(64, 64))
+    path = make_quantized_checkpoint("deepseek_v3", tmp_path / "fp8", recipe, **IN_BLOCKS)
     job = Job(path, batches=[[ONE_CHUNK]], reference=path / "plain")
     ran = run([job], tmp_path / "npu")
     assert ran.answers == [job.expected()]

@@ -216,6 +216,7 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
         ("VLLM_RBLN_MOE_USE_OPT_KERNEL", "0", "moe_use_opt_kernel", False),
         ("VLLM_RBLN_MOE_CUSTOM_KERNEL", "0", "moe_custom_kernel", False),
         ("VLLM_RBLN_USE_MOE_TOKENS_MASK", "0", "use_moe_tokens_mask", False),
+        ("VLLM_RBLN_USE_W8A8", "1", "use_w8a8", True),
     ],
 )
 def test_each_honoured_name_sets_its_field(name: str, raw: str, field: str, value: object) -> None:
@@ -275,12 +276,18 @@ def test_an_unknown_option_is_an_error_with_a_suggestion() -> None:
 
 
 def test_flat_keys_are_read_as_vllm_rbln_reads_them() -> None:
-    flat = {"decode_batch_bucket_limit": 4, "use_w8a8": True, "kda_prefill_backend": "triton"}
+    flat = {
+        "decode_batch_bucket_limit": 4,
+        "use_w8a8": True,
+        "use_dynamic_kv_cache": True,
+        "kda_prefill_backend": "triton",
+    }
     resolved = resolve({**flat, "rbln": {"device": "emulated"}}, {})
     assert resolved.config.decode_batch_bucket_limit == 4
     assert resolved.config.device == "emulated"
+    assert resolved.config.use_w8a8
     assert len(resolved.warnings) == 1
-    assert resolved.warnings[0].startswith("use_w8a8 has no effect")
+    assert resolved.warnings[0].startswith("use_dynamic_kv_cache has no effect")
 
 
 @pytest.mark.parametrize(

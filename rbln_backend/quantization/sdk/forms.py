@@ -28,13 +28,13 @@ def dequantized_integers(values: Tensor, scales: Tensor, dtype: torch.dtype) -> 
 def dequantized_parts(
     values: Tensor, scales: Tensor, columns: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """e4m3 [N, K] times scales [parts], one for each of the parts of ``columns``, or one for all.
+    """e4m3 [N, K] times scales [parts], one for each of the parts of ``columns``, or [] for all.
 
     As vllm-rbln 0.12 writes ModelOpt's weights.
     """
     weight = values.to(dtype)
-    if len(scales) == 1:
-        return weight * scales[0].to(dtype)
+    if scales.dim() == 0:
+        return weight * scales.to(dtype)
     parts = zip(weight.split(list(columns), dim=0), scales.to(dtype), strict=True)
     return torch.cat([part * scale for part, scale in parts], dim=0)
 
