@@ -19,6 +19,8 @@ from typing import Any
 
 BUILDAH = Path(__file__).with_name("buildah.sh")
 GROUP = 0
+_NAMESPACES = ("pid", "network", "ipc", "uts", "mount")
+_NETWORK = _NAMESPACES.index("network")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class Container:
         *arguments: str,
         user: int,
         volumes: dict[str, Path],
+        network: Path | None = None,
     ) -> None:
+        """Take the command's words; `network` is a namespace to join in place of one of its own."""
         self._image = image
         self.user = user
         self._name = f"rbln-image-{place.name}-{user}"
@@ -79,6 +83,9 @@ class Container:
         self._bundle.mkdir(parents=True)
         words = image.config["Entrypoint"] + (list(arguments) or image.config["Cmd"])
         spec = self._spec(words, volumes)
+        if network is not None:
+            joined = {"type": "network", "path": str(network)}
+            spec["linux"]["namespaces"][_NETWORK] = joined
         (self._bundle / "config.json").write_text(json.dumps(spec), encoding="utf-8")
 
     def __enter__(self) -> Container:
@@ -144,9 +151,7 @@ class Container:
             "hostname": "rbln-serve",
             "mounts": _system_mounts() + [_bind(str(path), to) for to, path in volumes.items()],
             "linux": {
-                "namespaces": [
-                    {"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")
-                ],
+                "namespaces": [{"type": kind} for kind in _NAMESPACES],
                 "maskedPaths": ["/proc/kcore", "/sys/firmware"],
                 "readonlyPaths": ["/proc/sys", "/proc/irq", "/proc/bus"],
             },

@@ -1,7 +1,7 @@
 """The image, built from the Dockerfile and run as nobody in particular; takes an hour.
 
-Needs root, buildah, debootstrap, runc and nsenter. `--image-folder` names a folder in which
-build_image.sh has built already, to try again without the build.
+Needs root, buildah, debootstrap, runc, nsenter, unshare and ip. `--image-folder` names a folder in
+which build_image.sh has built already, to try again without the build.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from tests.architecture.source_tree import ROOT
 from tests.image.container import Container, Image
 from tests.image.test_scripts import make_wheel
 
-_TOOLS = ("buildah", "debootstrap", "runc", "nsenter", "curl")
+_TOOLS = ("buildah", "debootstrap", "runc", "nsenter", "unshare", "ip", "curl")
 _MISSING = [tool for tool in _TOOLS if shutil.which(tool) is None]
 
 pytestmark = [
@@ -95,9 +96,9 @@ def start(
     """Make a container under a user id that no other container of this run has."""
     place = tmp_path_factory.mktemp("containers")
 
-    def make(*arguments: str) -> Container:
+    def make(*arguments: str, network: Path | None = None) -> Container:
         user = 100_000 + secrets.randbelow(2**20)
-        return Container(image, place, *arguments, user=user, volumes=volumes)
+        return Container(image, place, *arguments, user=user, volumes=volumes, network=network)
 
     return make
 
@@ -215,6 +216,54 @@ def test_its_other_commands_are_there(start: Start) -> None:
     with start("--version") as container:
         assert container.process.wait(READY_WITHIN_S) == 0, container.log.read_text()
     assert container.log.read_text().startswith("rbln-serve ")
+
+
+# It serves a folder until its standard input ends, and prints its address first.
+_HUB = """
+import sys
+from pathlib import Path
+from tests.hub_server import HubServer
+hub = HubServer()
+hub.add("org/tiny", Path("default_model/checkpoint"))
+with hub.running():
+    print(hub.url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_model_is_fetched_by_one_container_and_run_over_a_batch_by_another(
+    start: Start, volumes: dict[str, Path]
+) -> None:
+    """The hub is a stand-in, which alone is in the network of the first container."""
+    alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "-"]
+    with subprocess.Popen(
+        [*alone, sys.executable, "-c", _HUB],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as hub:
+        assert hub.stdin is not None and hub.stdout is not None
+        endpoint = ("--endpoint", hub.stdout.readline().strip())
+        network = Path(f"/proc/{hub.pid}/ns/net")
+        with start("fetch", "org/tiny", *endpoint, network=network) as container:
+            assert container.process.wait(READY_WITHIN_S) == 0, container.log.read_text()
+        hub.stdin.close()
+    assert "/models/hub/models--org--tiny/snapshots/" in container.log.read_text()
+    fixed = {"model": "org/tiny", "max_tokens": 8, "ignore_eos": True}
+    bodies = [{**fixed, "prompt": prompt} for prompt in ("One", "Two")]
+    lines = [
+        {"custom_id": str(n), "method": "POST", "url": "/v1/completions", "body": body}
+        for n, body in enumerate(bodies)
+    ]
+    requests, answers = (volumes["/data"] / name for name in ("requests.jsonl", "answers.jsonl"))
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    files = ("/data/requests.jsonl", "-o", "/data/answers.jsonl")
+    with start("batch", *files, "--model", "org/tiny") as container:
+        assert container.process.wait(READY_WITHIN_S) == 0, container.log.read_text()[-3000:]
+    found = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    tokens = [one["response"]["body"]["usage"]["completion_tokens"] for one in found]
+    assert tokens == [8, 8]
 
 
 def test_a_changed_line_replaces_megabytes(image: Image, storage: Path, tmp_path: Path) -> None:
