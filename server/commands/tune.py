@@ -12,19 +12,21 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rbln_backend.errors import RblnError
 from server.commands.command_line.command_parser import CommandParser
 from server.commands.command_line.server_flags import check_vllm_flags
-from server.commands.tune_measuring import Measuring
 from server.tuning.batchsize_log import read_log
 from server.tuning.output import FORMATS
 from server.tuning.plot import to_svg
-from server.tuning.prometheus_range import read_range
 from server.tuning.search import LIMITS
 from server.tuning.sources import Work, present_tables, recorded_work, work_of
 from server.tuning.study import study
 from server.tuning.trace import read_trace
+
+if TYPE_CHECKING:
+    from server.commands.tune_measuring import Measuring
 
 _PROG = "rbln-serve tune"
 _ABOUT = """\
@@ -47,7 +49,7 @@ def tune(argv: Sequence[str]) -> int:
     check_vllm_flags(parser, rest, parser.flags())
     try:
         works = _works(args)
-        measuring = args.measure and Measuring((args.measure, *rest), args.timeout)
+        measuring = args.measure and _measuring((args.measure, *rest), args.timeout)
         if measuring and len(works) > 1:
             names = ", ".join(work.name for work in works)
             raise ValueError(f"measuring takes one record, there are {names}; name it by --model")
@@ -69,8 +71,17 @@ def tune(argv: Sequence[str]) -> int:
     return 0
 
 
+def _measuring(argv: Sequence[str], timeout_s: float) -> Measuring:
+    # Not before the flags are checked, nor for recorded traffic: it loads half of the server.
+    from server.commands.tune_measuring import Measuring
+
+    return Measuring(argv, timeout_s)
+
+
 def _works(args: argparse.Namespace) -> list[Work]:
     if args.prometheus is not None:
+        from server.tuning.prometheus_range import read_range
+
         end = time.time() if args.until is None else args.until.timestamp()
         span = end - args.since, end, args.resolution
         name = f"{args.prometheus} {args.selector}".strip()
