@@ -45,12 +45,12 @@ class MemoryChoice:
     huge_pages_reason: str
 
 
-def choose_memory(*, mapped: bool, huge_pages: bool) -> MemoryChoice:
+def choose_memory(*, mapped: bool, huge_pages: bool, weight_bytes: int = 0) -> MemoryChoice:
     """Set up memory for what is allocated from here on; call it after ``load_kernels``.
 
     ``mapped``: tensors of 2 MiB and more get mappings of their own, which ``keep_freed_memory``
     can keep. ``huge_pages``: these, and KV caches, are advised to lie on huge pages; weights later
-    than others where a huge page is slow to get.
+    than others where a huge page is slow to get, of those that ``weight_bytes`` need.
     """
     library = native_library()
     if library is None:
@@ -60,7 +60,7 @@ def choose_memory(*, mapped: bool, huge_pages: bool) -> MemoryChoice:
     advised = huge_pages and system in ("always", "madvise")
     library.rbln_emulator_map_large_tensors(int(mapped))
     library.rbln_emulator_use_huge_pages(int(advised))
-    defers = mapped and advised and system == "madvise" and lends_slowly()
+    defers = mapped and advised and system == "madvise" and lends_slowly(weight_bytes)
     WEIGHT_PAGES.defer(library.rbln_emulator_use_huge_pages if defers else None)
     return MemoryChoice(
         "mapped" if mapped else "system",

@@ -22,9 +22,9 @@ MemoryRange = tuple[int, int]
 _SLOW_S = 2e-3
 """Processor time of a huge page's first use; clearing it takes 0.1 to 0.5 ms."""
 _MADVISE = ctypes.CDLL(None).madvise
-_PROBED = 24
+_PROBED = range(24, 513)
+"""Fewest and most probed pages. A process that has just ended leaves hundreds that are fast."""
 _SLOW_PAGES = 3
-"""The first pages may be some that another process has just freed."""
 _COLLAPSE = 25
 """MADV_COLLAPSE of linux/mman.h, Linux 6.1 and later; Python's mmap does not name it."""
 _NICENESS = 10
@@ -89,13 +89,15 @@ class WeightPages:
 WEIGHT_PAGES = WeightPages()
 
 
-def lends_slowly() -> bool:
+def lends_slowly(weight_bytes: int = 0) -> bool:
     """Return True if first uses of huge pages take much longer than clearing them.
 
-    False where the system cannot replace small pages on request. Probes 48 MiB at most.
+    False where the system cannot replace small pages on request. Probes as many pages as
+    ``weight_bytes`` need, 48 MiB to 1 GiB, until three were slow.
     """
     slow = 0
-    with mmap.mmap(-1, (_PROBED + 1) * HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    probed = min(max(weight_bytes // HUGE_PAGE, _PROBED.start), _PROBED.stop - 1)
+    with mmap.mmap(-1, (probed + 1) * HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         pages = _huge_pages(start, len(memory))

@@ -368,8 +368,8 @@ class RblnWorker(TransferCalls, WorkerBase):
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)
         compiler, kernels = start_kernels(self._rbln, self._progress, self._estimate)
-        place = self._place
-        runtime = set_up_runtime(self._rbln, place.local_number, place.local_ranks)
+        rank, ranks = self._place.local_number, self._place.local_ranks
+        runtime = set_up_runtime(self._rbln, rank, ranks, self._estimate.weight_bytes)
         self._description.has_kernels(compiler, kernels, runtime)
         logger.info(
             "Emulated RBLN device on the CPU: kernels %s (%s), %d threads%s",

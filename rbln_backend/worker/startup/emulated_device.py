@@ -35,8 +35,12 @@ def start_kernels(
     return made
 
 
-def set_up_runtime(config: RblnConfig, local_rank: int, num_ranks: int) -> RuntimeInfo:
+def set_up_runtime(
+    config: RblnConfig, local_rank: int, num_ranks: int, weight_bytes: int = 0
+) -> RuntimeInfo:
     """Set cores, threads and memory of one of the ranks of this host, and return them.
+
+    ``weight_bytes`` is the size of its weights, 0 if unknown.
 
     Call it after the kernels are loaded, before there are threads or tensors of the model. Raises
     ``ConfigError`` for cores that this process may not use, or for fewer cores than threads.
@@ -58,7 +62,9 @@ def set_up_runtime(config: RblnConfig, local_rank: int, num_ranks: int) -> Runti
     threads = config.num_threads or budget.threads(local_rank, num_ranks)
     set_threads(threads)
     memory = choose_memory(
-        mapped=config.allocator == "auto", huge_pages=config.huge_pages == "auto"
+        mapped=config.allocator == "auto",
+        huge_pages=config.huge_pages == "auto",
+        weight_bytes=weight_bytes,
     )
     return RuntimeInfo(
         threads=threads,

@@ -28,6 +28,11 @@ class StartEstimate:
         names = (model.model, str(model.dtype), model.max_model_len, [str(g) for g in graphs])
         self.costs = StartCosts(Path(rbln.cache_root), (*names, parallel.world_size))
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights in a local checkpoint, 0 if it is not fetched yet."""
+        return self._sizes[0]
+
     def phases_s(self, *, builds_kernels: bool) -> dict[str, float]:
         """Return the expected seconds by phase, `init` first."""
         init = self.costs.kernels_s() if builds_kernels else 0.0

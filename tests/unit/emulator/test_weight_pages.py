@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_freed_weights_are_no_error() -> None:
 
 
 def test_nothing_is_deferred_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rbln_backend.emulator.memory.lends_slowly", lambda: False)
+    monkeypatch.setattr("rbln_backend.emulator.memory.lends_slowly", lambda _bytes: False)
     choose_memory(mapped=True, huge_pages=True)
     with WEIGHT_PAGES.small():
         weight = torch.ones(4 * HUGE_PAGE, dtype=torch.uint8)
@@ -118,3 +119,12 @@ def test_slow_systems_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not lends_slowly()
     monkeypatch.setattr(weight_pages, "_SLOW_S", 0.0)
     assert lends_slowly()
+
+
+def test_as_many_pages_are_probed_as_the_weights_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The clock is read twice for each page; pages behind the 60th take a second.
+    ticks = (1.0 * max(0, reading - 120) for reading in itertools.count())
+    monkeypatch.setattr(weight_pages.time, "thread_time", lambda: next(ticks))
+    assert not lends_slowly()
+    ticks = (1.0 * max(0, reading - 120) for reading in itertools.count())
+    assert lends_slowly(100 * HUGE_PAGE)
