@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.mistral import is_mistral_tokenizer
+from vllm.v1 import structured_output
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import (

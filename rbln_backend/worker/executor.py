@@ -35,8 +35,15 @@ class _Done(Future["StepOutput"]):
 class DirectExecutor(UniProcExecutor):
     """vLLM's executor for one process; the two calls of a step go to the worker directly.
 
-    vLLM's look up the method by name and make a future. Each step does both with cold caches.
+    vLLM's look up the method by name and make a future. Each step does both with cold caches. The
+    executor is made before the engine's structured output manager, whose tokenizer it puts off.
     """
+
+    def _init_executor(self) -> None:
+        from rbln_backend.grammar.late_tokenizer import put_off_tokenizer
+
+        put_off_tokenizer(self.vllm_config)
+        super()._init_executor()
 
     # Upstream's overloads leave out the None that its engine expects.
     def execute_model(  # type: ignore[override]

@@ -8,9 +8,15 @@ from typing import cast
 
 import pytest
 
+from rbln_backend.grammar import early as early_module
 from rbln_backend.grammar.backend import PinnedXgrammar
 from rbln_backend.grammar.early import EarlyVocabulary
 from rbln_backend.grammar.json_compiler import tokens_without_controls
+
+
+@pytest.fixture(autouse=True)
+def short_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_module, "_START_S", 0.05)
 
 
 class CountedBackend:
@@ -36,6 +42,14 @@ def test_a_busy_engine_reads_in_its_first_pause() -> None:
     early(backend, is_busy)
     assert not backend.is_made.wait(0.3)
     is_busy.clear()
+    assert backend.is_made.wait(5)
+
+
+def test_a_start_ends_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_module, "_START_S", 0.6)
+    backend = CountedBackend()
+    early(backend, threading.Event())
+    assert not backend.is_made.wait(0.4)
     assert backend.is_made.wait(5)
 
 
