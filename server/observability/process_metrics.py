@@ -23,7 +23,10 @@ _VLLM = "vllm:"
 
 
 def count_in_files(run_dir: Path, *, only_vllm: bool = False) -> None:
-    """Count new metrics in files from now on; with `only_vllm` those of vLLM alone."""
+    """Count new metrics in files from now on; with `only_vllm` those of vLLM alone.
+
+    Gauges are in files of the main process alone, which has `only_vllm`: the engines report to it.
+    """
     folder = _folder(run_dir)
     folder.mkdir(exist_ok=True)
     export_metrics_folder(folder)
@@ -33,7 +36,8 @@ def count_in_files(run_dir: Path, *, only_vllm: bool = False) -> None:
     memory = values.MutexValue
 
     def value(kind: str, metric: str, *args: Any, **kwargs: Any) -> Any:
-        chosen = memory if only_vllm and not metric.startswith(_VLLM) else files
+        in_files = metric.startswith(_VLLM) if only_vllm else kind != "gauge"
+        chosen = files if in_files else memory
         return chosen(kind, metric, *args, **kwargs)
 
     values.ValueClass = value

@@ -7,8 +7,9 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -93,6 +94,27 @@ def test_limits_are_exact_and_sums_are_what_clients_counted(server: RealServer) 
     assert server.metric("vllm:generation_tokens_total") == spent + 1
 
 
+def test_gauges_are_those_of_the_last_step(server: RealServer) -> None:
+    """The answers of both processes, and none of them afterwards, without another request."""
+
+    def shown() -> list[float]:
+        names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+        return [server.metric(name) for name in names]
+
+    with ThreadPoolExecutor(12) as pool:
+        streams = [pool.submit(_post, server, "c", _body(200)) for _ in range(12)]
+        _until(lambda: all(value > 0 for value in shown()))
+        assert all(stream.result().is_success for stream in streams)
+    _until(lambda: shown() == [0, 0])
+
+
+def _until(is_met: Callable[[], bool], most_s: float = 10) -> None:
+    deadline = time.monotonic() + most_s
+    while not is_met():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_everything_but_inference_is_the_main_process(server: RealServer) -> None:
     with httpx.Client(base_url=server.url, headers={"authorization": "Bearer c"}) as client:
         stored = client.post("/v1/responses", json={"model": "tiny", "input": "hi"}).json()
@@ -150,3 +172,28 @@ def test_a_killed_process_loses_its_own_streams_alone(server: RealServer) -> Non
     assert (_requests(server) - before)["200"] == len(whole)
     again = [_post(server, "c", _body(4)).status_code for _ in range(6)]
     assert again == [200] * 6
+
+
+def test_keys_are_reloaded_and_streams_end_before_all_processes_do(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one=old")
+    keys.chmod(0o600)
+    flags = ("--api-server-count", "2", "--api-key-file", str(keys), "--open-metrics")
+    with RealServer(checkpoints("llama", dtype="float32"), tmp_path, *flags) as up:
+        up.until_ready()
+        keys.write_text("one=new")
+
+        def codes(key: str) -> set[int]:
+            return {_post(up, key, _body(1)).status_code for _ in range(10)}
+
+        _until(lambda: codes("old") == {401} and codes("new") == {200}, most_s=30)
+        with ThreadPoolExecutor(6) as pool:
+            streams = [pool.submit(_post, up, "new", _body(200)) for _ in range(6)]
+            _until(lambda: up.metric("rbln_admission_in_flight") == 6)
+            up.terminate()
+            answers = [stream.result() for stream in streams]
+        spent = [answer.json()["usage"]["completion_tokens"] for answer in answers]
+        assert spent == [200] * 6
+        assert up.process.wait(30) == 0, up.log.read_text()
