@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -53,6 +53,16 @@ class ByteWeights:
     dropped: tuple[str, ...] = ()
     """Scalars for activations, which are not quantised."""
     published: str = ""
+    has_byte_inputs: bool = False
+    """Whether inputs are e4m3, too (W8A8)."""
+
+    def switched(self) -> ByteWeights:
+        """This form as ``use_w8a8`` has it on the device of the current configuration."""
+        rbln = configured(get_current_vllm_config())
+        is_on = rbln.use_w8a8 and not device_capabilities(rbln).packed_weights
+        if not (is_on and self.is_float and self.scope == "block"):
+            return self
+        return replace(self, has_byte_inputs=True, published="")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,6 +75,7 @@ class ByteWeights:
             bits=8,
             group_size=self._group(depth) if self.scope == "block" else CHANNEL,
             kind="float" if self.is_float else "int",
+            input_bits=8 if self.has_byte_inputs else 16,
             published=self.published,
         )
 
@@ -123,12 +134,12 @@ class RblnByteScheme(CompressedTensorsScheme):
     """Multiplies activations of the model's dtype; those of any other checkpoint's, too."""
 
     def __init__(self, stored: ByteWeights, layer_name: str) -> None:
+        stored = stored.switched()
         self._stored, self._name = stored, layer_name
         stored.tell()
         self.weights = stored.weights(stored.block[1])
         rbln = configured(get_current_vllm_config())
         self._keeps_words = device_capabilities(rbln).packed_weights
-        self._takes_bytes = rbln.use_w8a8 and stored.scope == "block"
         if not self._keeps_words and (not stored.is_float or stored.scope == "channel"):
             raise QUANTIZATION_ON_NPU.refusal(f"{layer_name}: {self.weights}")
 
@@ -196,7 +207,7 @@ class RblnByteScheme(CompressedTensorsScheme):
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K] to [..., N] of its dtype."""
         if not self._keeps_words:
-            if self._takes_bytes:
+            if self._stored.has_byte_inputs:
                 x = by_groups_of_bytes(x, self._stored.block[1])
             return torch.nn.functional.linear(x, self._dequantized(layer, x.dtype), bias)
         out: Tensor = torch.ops.rbln_emulator.quantized_linear(

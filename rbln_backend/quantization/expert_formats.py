@@ -154,6 +154,7 @@ class ByteRows(ExpertFormat):
     @classmethod
     def of(cls, stored: ByteWeights) -> ByteRows:
         """Rows of what a checkpoint has."""
+        stored = stored.switched()
         stored.tell()
         return cls(stored.weights(stored.block[1]), stored)
 

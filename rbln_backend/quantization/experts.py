@@ -14,7 +14,6 @@ from rbln_backend.quantization.expert_formats import ByteRows, ExpertFormat, Pac
 from rbln_backend.quantization.sdk.block_experts import BLOCKS_OP, BYTES_OP, BlockExperts
 from rbln_backend.unsupported import QUANTIZED_EXPERTS
 from rbln_backend.vllm_compat.quantization import FusedMoEConfig, set_weight_attrs
-from rbln_backend.vllm_compat.surface import configured, get_current_vllm_config
 
 
 class _Stack(NamedTuple):
@@ -93,11 +92,10 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
 
     def __init__(self, moe: FusedMoEConfig, w13: ExpertFormat, w2: ExpertFormat) -> None:
         super().__init__(moe)
-        rbln = configured(get_current_vllm_config())
-        self._takes_bytes = rbln.use_w8a8 and self.sdk_op == BLOCKS_OP
+        self._formats = {"w13": w13, "w2": w2}
+        self._takes_bytes = isinstance(w13, ByteRows) and w13.stored.has_byte_inputs
         if self._takes_bytes:
             self.sdk_op = BYTES_OP
-        self._formats = {"w13": w13, "w2": w2}
 
     def __str__(self) -> str:
         kinds = dict.fromkeys(str(written.quantized) for written in self._formats.values())

@@ -22,6 +22,8 @@ class Weights:
     """True if groups have their own input order (``g_idx``)."""
     kind: str = "int"
     """"int", or "float" for e4m3 and e2m1."""
+    input_bits: int = 16
+    """Of what is multiplied by; 16 stands for the model's dtype."""
     published: str = ""
     """Name of a published form that also quantizes activations, else empty."""
 
@@ -30,7 +32,7 @@ class Weights:
         kind = {8: " FP8", 4: " MXFP4"}[self.bits] if self.kind == "float" else ""
         zeros = "" if self.symmetric else " with zero points"
         published = f" (published as {self.published})" if self.published else ""
-        return f"W{self.bits}A16{kind} {group}{zeros}{published}"
+        return f"W{self.bits}A{self.input_bits}{kind} {group}{zeros}{published}"
 
     @property
     def format(self) -> str:

@@ -93,6 +93,14 @@ def test_what_cannot_run_is_refused_with_the_reason(
         engines.fresh("llama", **options)
 
 
+def write_medusa(folder: Path) -> Path:
+    """A config.json of Medusa's heads in ``folder``, which is returned."""
+    config = {"model_type": "medusa", "architectures": ["MedusaModel"], "num_layers": 1}
+    sizes = {"hidden_size": 96, "vocab_size": 512, "num_heads": 2}
+    (folder / "config.json").write_text(json.dumps(config | sizes))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("arch", "method"),
     [
@@ -105,9 +113,7 @@ def test_second_models_are_refused_by_their_method(
 ) -> None:
     drafts = engines.checkpoints(arch)
     if method == "medusa":
-        drafts, sizes = tmp_path, {"hidden_size": 96, "vocab_size": 512, "num_heads": 2}
-        config = {"model_type": method, "architectures": ["MedusaModel"], "num_layers": 1}
-        (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+        drafts = write_medusa(tmp_path)
     settings = {"method": method, "model": str(drafts), "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match=f"method '{method}': speculative decoding with this"):
         engines.fresh(arch, speculative_config=settings)

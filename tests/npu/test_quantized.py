@@ -55,6 +55,18 @@ def test_blocks_of_fp8_are_taken(sdk: ModuleType) -> None:
         RblnByteScheme(stored, "layers.0.o_proj")
 
 
+def test_w8a8_is_told_where_it_is_done(sdk: ModuleType) -> None:
+    assert sdk
+    stored = ByteWeights(is_float=True, scope="block", block=(128, 128), published="FP8 W8A8")
+    for device, told in (
+        ("rebel", "W8A8 FP8 group 128"),
+        ("emulated", "W8A16 FP8 group 128 (published as FP8 W8A8)"),
+    ):
+        config = VllmConfig(additional_config={"rbln": {"device": device, "use_w8a8": True}})
+        with set_current_vllm_config(config):
+            assert str(RblnByteScheme(stored, "layers.0.o_proj").weights) == told
+
+
 @pytest.mark.engine
 def test_blocks_of_fp8_answer_as_their_float32_copy(tmp_path: Path) -> None:
     recipe = Recipe(format="fp8", block=(32, 64))
