@@ -54,10 +54,10 @@ class ByteWeights:
     """Scalars for activations, which are not quantised."""
     published: str = ""
     has_byte_inputs: bool = False
-    """Whether inputs are e4m3, too (W8A8)."""
+    """True if inputs are e4m3, too (W8A8)."""
 
     def switched(self) -> ByteWeights:
-        """This form as ``use_w8a8`` has it on the device of the current configuration."""
+        """Return the form that ``use_w8a8`` gives it on the device of the configuration."""
         rbln = configured(get_current_vllm_config())
         is_on = rbln.use_w8a8 and not device_capabilities(rbln).packed_weights
         if not (is_on and self.is_float and self.scope == "block"):
