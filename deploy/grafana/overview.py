@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deploy.grafana.objectives import OBJECTIVES
 from deploy.grafana.panel import (
     BAD_ABOVE_ZERO,
     GOOD_ABOVE_99,
@@ -125,12 +126,7 @@ _LATENCY = (
         "From the first chunk of a later prompt to the next chunk of the overtaken one.",
         "s",
     ),
-    Panel(
-        "Predicted first tokens",
-        "timeseries",
-        (*quantiles("rbln_objective_first_token_ratio"),),
-        "Actual over predicted time to the first token, of requests with an objective.",
-    ),
+    *OBJECTIVES,
 )
 
 _TRAFFIC = (

@@ -36,6 +36,7 @@ MAY_BE_EMPTY = {
     "KV read from prefill servers": "no server has NixlConnector",
     "Failed reads from prefill servers": "likewise",
     "Predicted first tokens": "no request has an objective",
+    "Predicted pace": "no request has an objective",
     "Drafts accepted": "the server does not speculate",
     "Tokens a step": "likewise",
     "Gain of steps that check drafts": "likewise",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import BucketTable
@@ -17,6 +18,30 @@ from rbln_backend.scheduler.objectives.objective import (
 )
 from rbln_backend.scheduler.objectives.step_clock import PREFILL, StepClock
 from rbln_backend.vllm_compat.surface import EngineCoreOutputs, Request, SchedulerOutput
+
+
+@dataclass(slots=True)
+class _Admitted:
+    """An admitted request: its arrival, and the predicted seconds; None: not predicted."""
+
+    arrival: float
+    first_s: float | None
+    token_s: float | None
+    began: float | None = None
+    """Time of its first token."""
+    more: int = 0
+    """Tokens after those of the first output."""
+
+    def begin(self, now: float) -> float | None:
+        """Note the first token; return its time over the predicted one."""
+        self.began = now
+        return None if self.first_s is None else (now - self.arrival) / max(self.first_s, 1e-6)
+
+    def end(self, now: float) -> float | None:
+        """Return the mean time of a token after the first over the predicted one."""
+        if self.token_s is None or self.began is None:
+            return None
+        return (now - self.began) / self.more / max(self.token_s, 1e-6)
 
 
 class ObjectiveGate:
@@ -33,13 +58,13 @@ class ObjectiveGate:
 
         ``clock`` is the one of requests' arrival times, in seconds.
         """
-        self._ratio = board.histogram("rbln_objective_first_token_ratio")
+        self._first_ratio = board.histogram("rbln_objective_first_token_ratio")
+        self._token_ratio = board.histogram("rbln_objective_token_ratio")
         self._clock, self._chunks = clock, chunks
         self._steps = StepClock(self._bucket)
         self._decode = decode
         self._missed: dict[str, Miss] = {}
-        self._expected: dict[str, tuple[float, float]] = {}
-        """Arrival and predicted seconds to the first token of admitted requests."""
+        self._expected: dict[str, _Admitted] = {}
 
     def _bucket(self, phase: str, size: int) -> int:
         """Return the compiled size of a step."""
@@ -74,8 +99,10 @@ class ObjectiveGate:
         miss = miss or _miss("tpot", expected.token_s, objective.tpot_ms)
         if miss is not None:
             self._missed[request.request_id] = miss
-        elif first is not None:
-            self._expected[request.request_id] = (request.arrival_time, first)
+        elif first is not None or expected.token_s is not None:
+            self._expected[request.request_id] = _Admitted(
+                request.arrival_time, first, expected.token_s
+            )
 
     @property
     def missed(self) -> list[str]:
@@ -88,7 +115,7 @@ class ObjectiveGate:
         requests: Mapping[str, Request],
         outputs: dict[int, EngineCoreOutputs],
     ) -> None:
-        """Observe the first tokens of a step's ``outputs``, and add refusals at their front.
+        """Observe the tokens of a step's ``outputs``, and add refusals at their front.
 
         ``requests`` are unfinished ones. Empties ``refused``.
         """
@@ -102,9 +129,17 @@ class ObjectiveGate:
     def _observe(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         now = self._clock()
         for answered in [out for step in outputs.values() for out in step.outputs]:
-            if answered.new_token_ids and answered.request_id in self._expected:
-                arrival, expected = self._expected.pop(answered.request_id)
-                self._ratio.observe((now - arrival) / max(expected, 1e-6))
+            admitted = self._expected.get(answered.request_id)
+            if admitted is None or not answered.new_token_ids:
+                continue
+            if admitted.began is None:
+                if (ratio := admitted.begin(now)) is not None:
+                    self._first_ratio.observe(ratio)
+                continue
+            admitted.more += len(answered.new_token_ids)
+            ratio = None if answered.finish_reason is None else admitted.end(now)
+            if ratio is not None:
+                self._token_ratio.observe(ratio)
 
     def _refuse(self, ended: list[Request], outputs: dict[int, EngineCoreOutputs]) -> None:
         for request in ended:

@@ -71,6 +71,10 @@ def test_every_endpoint_refuses_before_the_first_byte(
 
 
 def test_prompts_in_progress_count(server: RealServer) -> None:
+    def pace() -> list[float]:
+        return [server.metric(f"rbln_objective_token_ratio_{name}") for name in ("count", "sum")]
+
+    before = pace()
     idle = predicted_ms(complete(server, [5] * 8, {TTFT: "0.001"}))
     with ThreadPoolExecutor(8) as pool:
         long = [pool.submit(complete, server, [10 + i] * 900, {}, 100) for i in range(8)]
@@ -81,6 +85,11 @@ def test_prompts_in_progress_count(server: RealServer) -> None:
         assert all(task.result().status_code == 200 for task in long)
     assert server.metric('rbln_admission_rejections_total{reason="objective"}') >= 2
     assert server.metric("rbln_objective_first_token_ratio_count") >= 1
+    # Of the one that was admitted with an objective. Steps with fewer rows than predicted are
+    # faster, chunks between them are not predicted.
+    count, total = pace()
+    assert count == before[0] + 1
+    assert 0.1 < total - before[1] < 1000
 
 
 @pytest.mark.parametrize("name", [TTFT, TPOT])
