@@ -114,7 +114,7 @@ class _Deferring(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = _found(self, name, path, target) if name in self.names else None
+        spec = _found(name, path, target) if name in self.names else None
         if spec is not None:
             spec.loader = _NotRun()
         return spec
@@ -143,7 +143,7 @@ class _Following(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = _found(self, name, path, target) if name == self._name else None
+        spec = _found(name, path, target) if name == self._name else None
         if spec is not None and spec.loader is not None:
             spec.loader = _Followed(spec.loader, self._action)
         return spec
@@ -188,12 +188,12 @@ def import_deferred(names: Collection[str]) -> None:
                 space[key] = value._resolve()
 
 
-def _found(
-    own: MetaPathFinder, name: str, path: Sequence[str] | None, target: ModuleType | None
-) -> ModuleSpec | None:
-    """Return what the finders besides ``own`` find."""
+def _found(name: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
+    """Return what the finders find that are not ours, which would ask each other in turn."""
     for finder in sys.meta_path:
-        if finder is not own and (spec := finder.find_spec(name, path, target)) is not None:
+        if isinstance(finder, _Deferring | _Following):
+            continue
+        if (spec := finder.find_spec(name, path, target)) is not None:
             return spec
     return None
 
@@ -212,5 +212,21 @@ def _import(name: str) -> ModuleType:
 
 
 def _forget(name: str) -> None:
-    if isinstance(sys.modules.get(name), DeferredModule):
-        del sys.modules[name]
+    """Remove the placeholder of a module."""
+    if not isinstance(sys.modules.get(name), DeferredModule):
+        return
+    del sys.modules[name]
+    if _children(name):
+        # The import system made them attributes of the placeholder, and will not do so again.
+        sys.meta_path.insert(0, _Following(name, _bind_children))
+
+
+def _children(name: str) -> dict[str, ModuleType]:
+    """Return the imported modules right below a package, by their own names."""
+    found = [(full.rpartition("."), module) for full, module in list(sys.modules.items())]
+    return {own: module for (parent, _, own), module in found if parent == name}
+
+
+def _bind_children(package: ModuleType) -> None:
+    for own, module in _children(package.__name__).items():
+        package.__dict__.setdefault(own, module)

@@ -43,6 +43,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         "__init__": "",
         "part/__init__": BODY,
         "part/below": "from . import Base\ndeep = Base.number",
+        "part/aside": "",
         "user": USER,
     }
     for name, text in files.items():
@@ -64,6 +65,16 @@ def test_importers_run_without_the_module(package: str) -> None:
     user = user_of(package)
     assert isinstance(user.part, DeferredModule)
     assert f"{package}.part" not in sys.modules
+
+
+# Of these, the first uses a name of its package, which is then imported within the block.
+@pytest.mark.parametrize("child", ["below", "aside"])
+def test_a_package_has_the_modules_that_ran_before_it(package: str, child: str) -> None:
+    with deferred_imports((f"{package}.part",)):
+        below = importlib.import_module(f"{package}.part.{child}")
+    part = importlib.import_module(f"{package}.part")
+    assert not isinstance(part, DeferredModule)
+    assert getattr(part, child) is below
 
 
 def test_a_name_may_be_a_module_of_the_package(package: str) -> None:
