@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 from vllm.scalar_type import scalar_types
@@ -80,6 +83,20 @@ def test_blocks_of_fp8_answer_as_their_float32_copy(tmp_path: Path) -> None:
     assert "float8_e4m3fn" in given, "weights stay bytes on the device"
 
 
+def with_swapped_scales(path: Path) -> Path:
+    """Make a plain copy whose queries have the scales of values, and the reverse."""
+    copy = shutil.copytree(path / "plain", path / "swapped")
+    (stored,), (plain,) = (x.glob("*.safetensors") for x in (path, copy))
+    scales, tensors = load_file(stored), load_file(plain)
+    for name in list(tensors):
+        if name.endswith("q_proj.weight"):
+            other = name.replace("q_proj", "v_proj")
+            ratio = scales[f"{other}_scale"] / scales[f"{name}_scale"]
+            tensors[name], tensors[other] = tensors[name] * ratio, tensors[other] / ratio
+    save_file(tensors, plain, {"format": "pt"})
+    return copy
+
+
 @pytest.mark.engine
 def test_modelopt_fp8_answers_as_its_float32_copy(tmp_path: Path) -> None:
     """Of all layers, and of those that a checkpoint of mixed precision lists."""
@@ -92,6 +109,8 @@ def test_modelopt_fp8_answers_as_its_float32_copy(tmp_path: Path) -> None:
     jobs = [Job(path, batches=[[ONE_CHUNK]], reference=path / "plain") for path in paths]
     ran = run(jobs, tmp_path / "npu")
     assert ran.answers == [job.expected() for job in jobs]
+    swapped = replace(jobs[0], reference=with_swapped_scales(paths[0]))
+    assert swapped.expected() != ran.answers[0]
     given = {x["dtype"] for call in ran.calls("compile") for x in call["inputs"]}
     assert "float8_e4m3fn" in given, "weights stay bytes on the device"
 
