@@ -20,7 +20,7 @@ class EarlyVocabulary:
     """Has a backend make its compiler of llguidance's dialect while no request runs.
 
     The interpreter's lock is held meanwhile, by llguidance 0.4 s for 32,000 tokens and 0.9 s for
-    128,256, and as long again to read the tokenizer: the first grammar would stop every stream of
+    128,256, and 0.5 s to read a tokenizer of 128,256: the first grammar would stop every stream of
     the engine. If there is no pause before the first grammar, it still does.
     """
 
