@@ -46,6 +46,8 @@ def model_config(vllm_config: VllmConfig) -> ModelConfig | None:
 
 def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for the first unsupported setting of the whole configuration."""
+    from rbln_backend.compiler.device import device_capabilities
+
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     check_ranks(vllm_config, profiler=rbln.profiler)
     refuse_first(
@@ -65,9 +67,11 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         refuse_model(model)
         _check_text_alone(model, rbln)
         _check_kv_dtype(vllm_config.cache_config, model)
+        is_settled = isinstance(vllm_config.additional_config, Settled)
         if model.is_moe:
-            is_settled = isinstance(vllm_config.additional_config, Settled)
             _check_expert_ranks(parallel, is_settled=is_settled)
+        if rbln.use_w8a8 and not is_settled and device_capabilities(rbln).packed_weights:
+            logger.warning("use_w8a8 has no effect: the emulated device does not round inputs")
     # Last: vLLM switches it off itself for some unsupported models.
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(

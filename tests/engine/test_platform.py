@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 
 from rbln_backend.platform import RblnPlatform
@@ -117,6 +118,15 @@ def test_second_models_are_refused_by_their_method(
     settings = {"method": method, "model": str(drafts), "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match=f"method '{method}': speculative decoding with this"):
         engines.fresh(arch, speculative_config=settings)
+
+
+def test_a_switch_of_npus_alone_is_reported(
+    checkpoints: CheckpointCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = DEFAULTS | {"additional_config": {"rbln": {"use_w8a8": True}}}
+    EngineArgs(model=str(checkpoints("llama")), **options).create_engine_config()
+    reports = [r.getMessage() for r in caplog.records if "use_w8a8" in r.getMessage()]
+    assert reports == ["use_w8a8 has no effect: the emulated device does not round inputs"]
 
 
 def test_the_profiler_excludes_model_parallelism(

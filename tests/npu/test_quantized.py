@@ -58,16 +58,16 @@ def test_blocks_of_fp8_are_taken(sdk: ModuleType) -> None:
         RblnByteScheme(stored, "layers.0.o_proj")
 
 
-def test_w8a8_is_told_where_it_is_done(sdk: ModuleType) -> None:
+def test_w8a8_is_named_where_it_is_done(sdk: ModuleType) -> None:
     assert sdk
     stored = ByteWeights(is_float=True, scope="block", block=(128, 128), published="FP8 W8A8")
-    for device, told in (
+    for device, name in (
         ("rebel", "W8A8 FP8 group 128"),
         ("emulated", "W8A16 FP8 group 128 (published as FP8 W8A8)"),
     ):
         config = VllmConfig(additional_config={"rbln": {"device": device, "use_w8a8": True}})
         with set_current_vllm_config(config):
-            assert str(RblnByteScheme(stored, "layers.0.o_proj").weights) == told
+            assert str(RblnByteScheme(stored, "layers.0.o_proj").weights) == name
 
 
 @pytest.mark.engine
