@@ -323,7 +323,7 @@ async def serve(
     end = asyncio.create_task(service.until_end())
     # The HTTP side ends first only when it could not start.
     await asyncio.wait({end, http}, return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
+    server.stop()
     if processes is not None:
         await processes.stop()
     await http

@@ -185,7 +185,7 @@ class _HttpProcess:
                 if server is None and message.phase >= ServicePhase.READY:
                     server, http = self._listen(listener, admission, metrics)
         if server is not None and http is not None:
-            server.should_exit = True
+            server.stop()
             with suppress(TimeoutError):
                 await asyncio.wait_for(http, 2)
 

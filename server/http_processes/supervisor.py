@@ -182,7 +182,7 @@ class HttpProcesses:
             task.cancel()
         await asyncio.gather(*(slot.stop() for slot in self._slots.values()))
         if self._main is not None and self._serving is not None:
-            self._main.should_exit = True
+            self._main.stop()
             await self._serving
 
     async def _keep(self, slot: _Slot) -> None:

@@ -152,6 +152,6 @@ async def serve_front(
         if not end.done():
             service.stop("the HTTP server has ended")
         code = await end
-    server.should_exit = True
+    server.stop()
     await http
     return code

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import httpx
@@ -133,3 +135,14 @@ async def test_every_described_method_is_the_routers(tmp_path: Path) -> None:
             assert answer.status_code == 405, path
             allowed = set(answer.headers["allow"].split(", ")) - {"HEAD"}
             assert allowed == {method.upper() for method in operations}, path
+
+
+async def test_the_date_of_answers_goes_on(tmp_path: Path) -> None:
+    async with running(tmp_path) as service:
+        dates = []
+        for _ in range(2):
+            answer = await service.client.get("/livez")
+            dates.append(parsedate_to_datetime(answer.headers["date"]))
+            assert abs(dates[-1].timestamp() - time.time()) < 10
+            await asyncio.sleep(2.1)
+        assert dates[1] > dates[0]
