@@ -30,6 +30,10 @@ def caplog(
 ) -> pytest.LogCaptureFixture:
     """See all records of our loggers, which commands and engines of this process send elsewhere."""
     dispatch, seen = logging.Logger.callHandlers, caplog.handler
+    # vLLM's SageMaker routes import a package that raises the levels of the root logger and of its
+    # handlers to ERROR; pytest has one handler for all tests.
+    seen.setLevel(logging.NOTSET)
+    logging.getLogger().setLevel(logging.WARNING)
 
     def see(logger: logging.Logger, record: logging.LogRecord) -> None:
         dispatch(logger, record)

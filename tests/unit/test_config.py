@@ -59,6 +59,7 @@ FIELDS = [
     "moe_use_opt_kernel",
     "moe_custom_kernel",
     "use_moe_tokens_mask",
+    "use_w8a8",
     "num_devices_per_local_rank",
     "force_npu_name",
     "profiler",
@@ -230,6 +231,7 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
         "moe_use_opt_kernel",
         "moe_custom_kernel",
         "use_moe_tokens_mask",
+        "use_w8a8",
         "sampler",
     }
 
