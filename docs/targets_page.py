@@ -43,7 +43,8 @@ def targets_blocks() -> Iterator[str]:
     yield (
         "What keeps the missed ones from their bounds, and what was tried: [decode steps, prefill "
         "and attention](kernels.md#a-decode-step) (part 3), [the engine "
-        "process](engine.md#plain-decode-steps) (4), [starts]"
+        "process](engine.md#plain-decode-steps) and [the HTTP "
+        "process](engine.md#the-http-process-per-token) (4), [starts]"
         "(engine.md#start-up-and-what-the-operator-sees) (7)."
     )
     yield "\n".join(result_table(results, link="../benchmarks/results"))
