@@ -87,8 +87,8 @@ def _check_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if ranks > 1:
         raise KV_TIERS.refusal(f"{ranks} ranks of an engine")
-    if not device_capabilities(rbln).runs_on_host:
-        raise KV_TIERS.refusal("device 'rebel'")
+    if not device_capabilities(rbln).copies_caches:
+        raise KV_TIERS.refusal("device 'rebel' without torch-rbln")
     if model is not None and model.runner_type == "pooling":
         raise KV_TIERS.refusal(f"architecture {model.architecture!r}")
     if not algorithm.startswith("sha256"):

@@ -278,18 +278,18 @@ KV_TRANSFER = Feature(
 NIXL = Feature(
     "NixlConnector for this engine",
     "NixlConnector with pipeline stages, several engines, Ray, more ranks than heads of keys and "
-    "values, speculation, adapters, an NPU, sliding windows, latent attention (MLA) or models that "
-    "pool",
-    "which sends whole blocks of contexts from the emulated device's memory",
+    "values, speculation, adapters, an NPU without torch-rbln, sliding windows, latent attention "
+    "(MLA) or models that pool",
+    "which sends whole blocks of contexts from host memory",
     "drop --kv-transfer-config, or what it is combined with",
 )
 KV_TIERS = Feature(
     "keeping prefixes in KV tiers",
     "OffloadingConnector, --kv-offloading-size and the kv_tier settings with several ranks, on "
-    "an NPU, with models that pool or have sliding windows in all layers, or with "
-    "--prefix-caching-hash-algo xxhash",
-    "which copies pages of contexts in the emulated device's memory, in the one process of "
-    "an engine, and finds them by hashes that no two prompts share",
+    "an NPU without torch-rbln, with sliding windows on an NPU or in all layers, with models that "
+    "pool, or with --prefix-caching-hash-algo xxhash",
+    "which copies pages of contexts to host memory, in the one process of an engine, and finds "
+    "them by hashes that no two prompts share",
     "drop --kv-transfer-config, --kv-offloading-size and the kv_tier settings",
 )
 

@@ -37,6 +37,8 @@ class Capabilities:
     """A prefill chunk may hold tokens of several prompts."""
     window_logs: bool
     """Sliding-window caches keep a prefix log, and their ops take total token counts."""
+    copies_caches: bool
+    """Blocks of KV caches can be copied to host memory and back."""
     appends_windows: bool = False
     """Sliding windows lie in pages; otherwise a window is one block whose content is shifted."""
     stores_binaries: bool = False
@@ -62,11 +64,15 @@ EMULATED = Capabilities(
     adapters=True,
     joint_prompts=True,
     window_logs=True,
+    copies_caches=True,
 )
 
 
-def npu_capabilities(npu: Npu) -> Capabilities:
-    """Return the capabilities of ``npu`` under the RBLN SDK."""
+def npu_capabilities(npu: Npu, *, copies_caches: bool = False) -> Capabilities:
+    """Return the capabilities of ``npu`` under the RBLN SDK.
+
+    ``copies_caches``: torch-rbln has the KV caches, not the runtimes of the SDK.
+    """
     return Capabilities(
         device="rebel",
         runs_on_host=False,
@@ -77,6 +83,7 @@ def npu_capabilities(npu: Npu) -> Capabilities:
         adapters=False,
         joint_prompts=False,
         window_logs=False,
+        copies_caches=copies_caches,
         stores_binaries=True,
         appends_windows=npu.appends_windows,
         longest_first=npu.wants_longest_first,

@@ -6,7 +6,12 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from rbln_backend.compiler.device import device_capabilities, find_npu, installed_sdk
+from rbln_backend.compiler.device import (
+    device_capabilities,
+    find_npu,
+    installed_sdk,
+    wants_npu_tensors,
+)
 from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.rebel_compiler import RebelCompiler, has_npu_tensors
@@ -53,16 +58,20 @@ def make_rebel_compiler(
 def uses_npu_tensors(config: RblnConfig) -> bool:
     """Return True if weights, caches and buffers are torch tensors on the NPU.
 
-    Raises ``ConfigError`` if the configuration requires that and torch-rbln is missing.
+    Raises ``ConfigError`` if the configuration requires that and torch-rbln is missing, and if
+    torch-rbln is installed and does not load.
     """
-    if config.use_device_tensor is False:
-        return False
-    if has_npu_tensors():
-        return True
+    if wants_npu_tensors(config):
+        if has_npu_tensors():
+            return True
+        raise ConfigError(
+            "torch-rbln is installed, but does not load; repair it, or let the SDK keep the KV "
+            "caches with use_device_tensor: false (VLLM_RBLN_USE_DEVICE_TENSOR=0)"
+        )
     if config.use_device_tensor:
         raise ConfigError(
             "use_device_tensor (VLLM_RBLN_USE_DEVICE_TENSOR) needs torch-rbln, which is not "
-            "installed or does not load; unset it to let the SDK keep the KV caches"
+            "installed; unset it to let the SDK keep the KV caches"
         )
     return False
 

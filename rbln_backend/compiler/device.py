@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from types import ModuleType
 
 from rbln_backend.compiler.capabilities import EMULATED, Capabilities, npu_capabilities
@@ -18,7 +19,14 @@ def device_capabilities(config: RblnConfig) -> Capabilities:
     ``ConfigError`` where a required NPU is missing, or an installed SDK does not load.
     """
     npu = find_npu(config)
-    return EMULATED if npu is None else npu_capabilities(npu)
+    if npu is None:
+        return EMULATED
+    return npu_capabilities(npu, copies_caches=wants_npu_tensors(config))
+
+
+def wants_npu_tensors(config: RblnConfig) -> bool:
+    """Return whether torch-rbln is installed and not switched off; engines load it."""
+    return config.use_device_tensor is not False and find_spec("torch_rbln") is not None
 
 
 def find_npu(config: RblnConfig) -> Npu | None:

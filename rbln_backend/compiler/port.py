@@ -61,12 +61,21 @@ class KvMemory(Protocol):
     def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
         """Copy tokens from ``slot`` of a block of ``cache`` [num_blocks, ...] into host memory.
 
-        page [2, Hkv, 1, tokens, D], or [1, ...] where values are cached within keys.
+        page [2, Hkv, 1, tokens, D], or [1, ...] where values are cached within keys: the shape of
+        a block in ``cache`` but for its tokens.
         """
         ...
 
     def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
         """Copy ``page`` [2, Hkv, 1, tokens, D], as ``read_tokens`` gave it, to a block."""
+        ...
+
+    def shared_blocks(self, cache: Tensor) -> Tensor:
+        """Return host memory [num_blocks, ...] of ``cache``, which other servers read and fill.
+
+        It is ``cache`` itself where that is in host memory. Otherwise ``read_tokens`` and
+        ``write_tokens`` move blocks between the two.
+        """
         ...
 
     def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:

@@ -103,7 +103,7 @@ class RebelCompiler:
             )
         self._sdk = sdk
         self.hardware = npu.name
-        self.capabilities = npu_capabilities(npu)
+        self.capabilities = npu_capabilities(npu, copies_caches=npu_tensors)
         self._backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
         # Tensors on the NPU belong to the process that has opened it.
         self.compiles_without_device = not npu_tensors
@@ -126,7 +126,8 @@ class RebelCompiler:
     def _make_kv_memory(self, runtimes: Sequence[Any]) -> KvMemory:
         if self._moved is not None:
             self._options["model_trace_method"] = "export"
-            return TensorKvMemory(self._moved.device, _no_room)
+            aligned = importlib.import_module("rebel.kv_cache").aligned_tensor
+            return TensorKvMemory(self._moved.device, _no_room, aligned)
         context = self._sdk.CompileContext(use_weight_sharing=True, use_global_ctx=True)
         self._options["compile_context"] = context
         return StaticKvMemory(context, runtimes)

@@ -53,6 +53,10 @@ class HostKvMemory:
         """As ``KvMemory``: cache [num_blocks, ...], page [2, Hkv, 1, tokens, D]."""
         cache[block, :, :, :, slot : slot + page.shape[3]].copy_(page)
 
+    def shared_blocks(self, cache: Tensor) -> Tensor:
+        """Return ``cache`` [num_blocks, ...]."""
+        return cache
+
     def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
         """As ``KvMemory``: cache [num_blocks, 2, Hkv, 1, window, D], log [num_pages, ...]."""
         held = min(move.num_tokens, cache.shape[4])

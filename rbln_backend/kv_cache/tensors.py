@@ -109,13 +109,13 @@ class KvCaches:
                 self.memory.read_tokens(cache, block, slot, part)
 
     def _parts(self, move: PageMove) -> Iterator[tuple[Tensor, int, int, Tensor]]:
-        """Yield cache, block, slot and the layer's part [2, Hkv, 1, tokens, D] of the page."""
+        """Yield cache, block, slot and the layer's part [..., tokens, D] of the page."""
         start = 0
         for group, block, slot, tokens in move.parts:
             for cache in self.groups[group]:
                 end = start + _token_bytes(cache) * tokens
                 part = move.page[start:end].view(cache.dtype)
-                yield cache, block, slot, part.view(*cache.shape[1:4], tokens, cache.shape[5])
+                yield cache, block, slot, part.view(*cache.shape[1:-2], tokens, cache.shape[-1])
                 start = end
 
     def restore_windows(self, transfers: WindowTransfers) -> None:
@@ -132,8 +132,8 @@ class KvCaches:
 
 
 def _token_bytes(cache: Tensor) -> int:
-    """Return the bytes of one token in a cache [num_blocks, 2, Hkv, 1, block_size, D]."""
-    return math.prod(cache.shape[1:4]) * cache.shape[5] * cache.itemsize
+    """Return the bytes of one token in a cache [num_blocks, ..., block_size, D]."""
+    return math.prod(cache.shape[1:-2]) * cache.shape[-1] * cache.itemsize
 
 
 def sharing_layers(layers: Mapping[str, Any]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend.checkpoints.weights_digest import weights_digest
+from rbln_backend.compiler.device import device_capabilities, installed_sdk
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import active_isa
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
@@ -76,7 +77,7 @@ def _made_by(
     return {
         "weights": weights,
         "options": model.override_generation_config,
-        "kernels": active_isa(),
+        "kernels": _kernels(rbln),
         **model_fields(config, rbln),
         "layers": [
             [group.layer_names, repr(group.kv_cache_spec)] for group in kv_cache.kv_cache_groups
@@ -84,3 +85,11 @@ def _made_by(
         "page_tokens": layout.tokens,
         "hashes": [cache.prefix_caching_hash_algo, resolve_none_hash_seed(algorithm)],
     }
+
+
+def _kernels(rbln: RblnConfig) -> str:
+    """Return the instruction set of the kernels, or the NPU and the version of its compiler."""
+    device = device_capabilities(rbln)
+    if device.runs_on_host:
+        return active_isa()
+    return f"{device.product}, SDK {getattr(installed_sdk(), '__version__', 'unknown')}"

@@ -91,8 +91,8 @@ def check_nixl(config: VllmConfig, rbln: RblnConfig) -> None:
         raise NIXL.refusal("--distributed-executor-backend ray")
     if parallel.data_parallel_size > 1:
         raise NIXL.refusal(f"--data-parallel-size {parallel.data_parallel_size}")
-    if not device_capabilities(rbln).runs_on_host:
-        raise NIXL.refusal("device 'rebel'")
+    if not device_capabilities(rbln).copies_caches:
+        raise NIXL.refusal("device 'rebel' without torch-rbln")
     if config.speculative_config is not None:
         raise NIXL.refusal("--speculative-config")
     if config.lora_config is not None:

@@ -15,19 +15,30 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_transfer.head_regions import head_regions, with_head_regions
 from rbln_backend.kv_transfer.kv_origin import kv_origin
 from rbln_backend.kv_transfer.progress_delay import sleeping_progress
+from rbln_backend.kv_transfer.unsaved_blocks import UnsavedBlocks
 from rbln_backend.vllm_compat.kv_connector import (
+    CopyBlocksOp,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
+    NixlConnectorMetadata,
     NixlPullConnector,
     NixlPullConnectorScheduler,
     NixlPullConnectorWorker,
     ReqMeta,
 )
-from rbln_backend.vllm_compat.surface import KVCacheConfig, Request, VllmConfig, init_logger
+from rbln_backend.vllm_compat.surface import (
+    KVCacheConfig,
+    Request,
+    SchedulerOutput,
+    VllmConfig,
+    configured,
+    init_logger,
+)
 
 logger = init_logger(__name__)
 
@@ -53,6 +64,31 @@ class RblnNixlConnector(NixlPullConnector):
 
 class PromptScheduling(NixlPullConnectorScheduler):
     """The scheduler's side: blocks are read for the very prompt that they were computed for."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        # Upstream decides it by vLLM's name of the device, which is ``cpu`` for NPUs, too.
+        self.use_host_buffer = not device_capabilities(configured(vllm_config)).runs_on_host
+        self._unsaved = UnsavedBlocks()
+
+    def _build_save_meta(
+        self, meta: NixlConnectorMetadata, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Have the blocks of prompts that this step completes copied to host memory.
+
+        Upstream copies a block in the step that allocates it, which has filled it only where a
+        block is at most a chunk.
+        """
+        for name, blocks in self._unsaved.take(scheduler_output, self._reqs_need_save):
+            request = self._reqs_need_save.pop(name)
+            assert request.kv_transfer_params is not None
+            meta.add_new_req_to_save(
+                request_id=name,
+                local_block_ids=blocks,
+                kv_transfer_params=request.kv_transfer_params,
+            )
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -93,6 +129,8 @@ class PromptScheduling(NixlPullConnectorScheduler):
         self, request: Request, block_ids: tuple[list[int], ...] | list[list[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As upstream, with the digest of the prompt in what a decode server gets."""
+        self._unsaved.forget(request.request_id)
+        self._reqs_need_save.pop(request.request_id, None)
         keeps, params = super().request_finished(request, block_ids)
         if params is not None:
             params[PROMPT_DIGEST] = prompt_digest(request)
@@ -120,8 +158,14 @@ class CheckedBlocksWorker(NixlPullConnectorWorker):
         self._hash = None if value is None else f"{self._origin}; vLLM's hash {value[:16]}"
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Register [num_blocks, 2, Hkv, 1, block_size, D] by layer name."""
+        """Register host memory [num_blocks, 2, Hkv, 1, block_size, D] by layer name."""
         super().register_kv_caches(head_regions(kv_caches))
+
+    def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:
+        """Have blocks copied between the registered memory and the caches of an NPU."""
+        self.use_host_buffer = True
+        self.host_xfer_buffers = self.device_kv_caches
+        self.copy_blocks = copy_operation
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         assert meta.remote is not None

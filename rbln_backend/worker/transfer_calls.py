@@ -31,12 +31,13 @@ class TransferCalls(BucketCalls):
         """Return ``runner``, with the hooks of a KV connector if there is one."""
         if self.vllm_config.kv_transfer_config is None:
             return runner
+        from rbln_backend.kv_transfer.shared_blocks import SharedBlocks
         from rbln_backend.worker.transfer_runner import TransferRunner
 
         assert isinstance(runner, RblnModelRunner), "checked by check_nixl"
-        self._transfer = TransferRunner.of(
-            runner, self.vllm_config, build.kv_cache_config, build.kv_caches.tensors
-        )
+        caches = build.kv_caches
+        blocks = SharedBlocks(caches.memory, caches.tensors)
+        self._transfer = TransferRunner.of(runner, self.vllm_config, build.kv_cache_config, blocks)
         return self._transfer
 
     def _end_transfer(self) -> None:

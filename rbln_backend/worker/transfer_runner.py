@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from rbln_backend.kv_transfer.shared_blocks import SharedBlocks
 from rbln_backend.vllm_compat.kv_connector import (
     KVConnectorBase_V1,
     KVConnectorFactory,
@@ -46,17 +44,16 @@ class TransferRunner:
         runner: RblnModelRunner,
         config: VllmConfig,
         kv_cache_config: KVCacheConfig,
-        caches: Mapping[str, Tensor],
+        blocks: SharedBlocks,
     ) -> TransferRunner:
-        """Return a runner whose blocks other servers can read.
-
-        ``caches``: [num_blocks, 2, Hkv, 1, block_size, D] by layer name.
-        """
+        """Return a runner whose blocks other servers can read."""
         connector = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, kv_cache_config
         )
         assert isinstance(connector, KVConnectorBase_V1)
-        connector.register_kv_caches(dict(caches))
+        connector.register_kv_caches(dict(blocks.tensors))
+        if blocks.are_copies:
+            connector.set_host_xfer_buffer_ops(blocks.copy)
         return cls(runner, connector)
 
     @property

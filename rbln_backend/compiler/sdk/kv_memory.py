@@ -28,15 +28,7 @@ def _as_ops_take(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _NpuKvMemory:
-    """Copies that NPUs do not have: of the prefix log, and of pages of KV tiers."""
-
-    def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
-        """Not called: tiers are refused, as no call of the SDK for page [...] is known."""
-        raise NotImplementedError("KV tiers have no form on an NPU")
-
-    def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
-        """Not called: tiers are refused, as no call of the SDK for page [...] is known."""
-        raise NotImplementedError("KV tiers have no form on an NPU")
+    """Copies that NPUs do not have: of the prefix log."""
 
     def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
         """Not called: cache and log [...] exist on the emulated device only."""
@@ -69,13 +61,32 @@ class StaticKvMemory(_NpuKvMemory):
         for source, target, _, tokens in copies:
             self._runtimes[0]._copy_kv_cache(source, target, tokens)
 
+    def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
+        """Not called: ``Capabilities.copies_caches`` is False, so page [...] has no reader."""
+        raise NotImplementedError("a runtime of the SDK copies within the NPU only")
+
+    def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
+        """Not called: ``Capabilities.copies_caches`` is False, so page [...] has no writer."""
+        raise NotImplementedError("a runtime of the SDK copies within the NPU only")
+
+    def shared_blocks(self, cache: Tensor) -> Tensor:
+        """Not called: ``Capabilities.copies_caches`` is False; cache [num_blocks, ...]."""
+        raise NotImplementedError("a runtime of the SDK copies within the NPU only")
+
 
 class TensorKvMemory(_NpuKvMemory):
     """Tensors of torch's device ``rbln``, which torch-rbln brings."""
 
-    def __init__(self, device: torch.device, on_out_of_memory: Callable[[Exception], Exception]):
+    def __init__(
+        self,
+        device: torch.device,
+        on_out_of_memory: Callable[[Exception], Exception],
+        aligned: Callable[[int], Tensor],
+    ):
+        """``aligned``: the SDK's ``aligned_tensor``, a number of float16 on whole host pages."""
         self._device = device
         self._failure = on_out_of_memory
+        self._aligned = aligned
 
     def allocate(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:  # noqa: ARG002
         """Return a cache of ``shape`` [num_blocks, ...]; raises ``DeviceMemoryError``."""
@@ -90,3 +101,38 @@ class TensorKvMemory(_NpuKvMemory):
         sources = [cache[c.src_block_id][..., : c.num_tokens, :] for cache, c in pairs]
         targets = [cache[c.dst_block_id][..., : c.num_tokens, :] for cache, c in pairs]
         torch._foreach_copy_(targets, sources)
+
+    def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
+        """As ``KvMemory``: cache and page [...], in contiguous pieces."""
+        _copy_pieces(page, _tokens(cache, block, slot, page))
+
+    def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
+        """As ``KvMemory``: cache and page [...], in contiguous pieces."""
+        _copy_pieces(_tokens(cache, block, slot, page), page)
+
+    def shared_blocks(self, cache: Tensor) -> Tensor:
+        """Return host memory of the shape of ``cache`` [num_blocks, ...], as the vendor's NIXL."""
+        return self._aligned(-(-cache.nbytes // 2)).view(cache.dtype).view(cache.shape)
+
+
+def _tokens(cache: Tensor, block: int, slot: int, page: Tensor) -> Tensor:
+    """Return as many tokens of a block as ``page`` [..., tokens, D] has, from ``slot``."""
+    return cache[block][..., slot : slot + page.shape[-2], :]
+
+
+def _copy_pieces(target: Tensor, source: Tensor) -> None:
+    """Copy tokens [..., tokens, D] between the NPU and host memory.
+
+    A whole block is one piece, as in the vendor's ``copy_host_device_kv_blocks``. The tokens of a
+    part of a block lie together for each head only: the vendor copies them by head, because its
+    runtime fails where neither side is contiguous (``spec_decode/dflash.py``).
+    """
+    if target.is_contiguous() and source.is_contiguous():
+        torch._foreach_copy_([target], [source])
+        return
+    torch._foreach_copy_(_heads(target), _heads(source))
+
+
+def _heads(tokens: Tensor) -> list[Tensor]:
+    """Return the views [tokens, D] of ``tokens`` [..., tokens, D]."""
+    return [tokens] if tokens.dim() == 2 else [v for t in tokens.unbind() for v in _heads(t)]

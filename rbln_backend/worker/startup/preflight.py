@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -131,8 +131,8 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
     specs = plan_specs(skeleton.kv_cache_specs(), limits, shared)
     if device_capabilities(rbln).npu is not None:
         check_windows([window for spec in specs.values() if (window := window_in(spec))])
-    if rbln.has_kv_tiers and all(window_in(spec) is not None for spec in specs.values()):
-        raise KV_TIERS.refusal("layers that all have a sliding window")
+    if rbln.has_kv_tiers:
+        _check_tiers([window_in(spec) for spec in specs.values()], rbln)
     if names_nixl(config.kv_transfer_config):
         check_cached_layers(specs.values())
     if not specs and config.model_config.attn_type != "encoder_only":
@@ -141,6 +141,14 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
             "cache, and the RBLN backend runs no other kind of decoder"
         )
     return specs
+
+
+def _check_tiers(windows: Sequence[int | None], rbln: RblnConfig) -> None:
+    """Raise ``UnsupportedModelError`` for windows of layers whose pages cannot be kept."""
+    if None not in windows:
+        raise KV_TIERS.refusal("layers that all have a sliding window")
+    if device_capabilities(rbln).npu is not None and any(windows):
+        raise KV_TIERS.refusal("a sliding window on an NPU")
 
 
 def generates(config: VllmConfig) -> bool:
