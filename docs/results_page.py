@@ -26,10 +26,12 @@ _AMD_AVX2, _AMD, _INTEL = (
     "intel-r-xeon-r-processor-2-80ghz-2core-avx512f",
 )
 PROCESSORS = {
-    _AMD_AVX2: "AMD EPYC Zen 3, AVX2",
-    _AMD: "AMD EPYC Zen 5, AVX-512 with bf16",
-    _INTEL: "Intel Xeon Ice Lake 2.8 GHz, AVX-512",
+    ("25", "1"): "AMD EPYC Zen 3, AVX2",
+    ("25", "17"): "AMD EPYC Zen 4, AVX-512 with bf16",
+    ("26", "2"): "AMD EPYC Zen 5, AVX-512 with bf16",
+    ("6", "106"): "Intel Xeon Ice Lake 2.8 GHz, AVX-512",
 }
+"""CPU family and model, as reports have them from `lscpu` -> processor."""
 _README = "[README](../README.md#what-ran-where)"
 _QUANTIZED = "[quantization](quantization.md#speed-and-memory)"
 _MOE = "[moe](moe.md)"
@@ -52,7 +54,7 @@ _QUOTED: dict[str, str] = {
     f"2026-11-23-{_INTEL}-quantized-gpt-oss-0.9b": _QUANTIZED,
     f"2026-11-23-{_AMD}-padding": "[batches](batches.md)",
     f"2026-11-24-{_AMD}-compare": _README,
-    f"2026-11-24-{_AMD}-long_prompt": f"{_README}, [decision 59]"
+    f"2026-11-24-{_AMD}-long_prompt": "[decision 59]"
     "(decisions/0059-scores-are-products-of-pairs.md)",
     f"2026-11-24-{_AMD}-prompts_at_once": "[decision 52]"
     "(decisions/0052-prompts-lie-end-to-end-in-a-chunk.md)",
@@ -72,14 +74,21 @@ def result_rows() -> Iterable[tuple[str, ...]]:
     for stem, path in reports.items():
         text = path.read_text(encoding="utf-8")
         command = re.search(r"`python -m (benchmarks[. ][^`]*)`", text)
-        processor = next(words for name, words in PROCESSORS.items() if name in stem)
         yield (
             f"[{stem.partition('core-')[2]}, {stem[:10]}](../benchmarks/results/{path.name})",
             f"`{_shortened(command[1])}`" if command else "",
-            processor,
+            processor_of(text),
             disturbance_of(text),
             _QUOTED.get(stem, ""),
         )
+
+
+def processor_of(text: str) -> str:
+    """Return the processor of a report. Raises `ValueError` for one without a name here."""
+    found = re.search(r"CPU family (\d+), Model (\d+)", text)
+    if found is None or found.groups() not in PROCESSORS:
+        raise ValueError(f"docs/results_page.py: PROCESSORS lacks {found and found[0]}")
+    return PROCESSORS[found.group(1), found.group(2)]
 
 
 def _shortened(command: str) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from results_page import PROCESSORS, disturbance_of
+from results_page import PROCESSORS, disturbance_of, processor_of
 
 from benchmarks.engines.sides import VLLM_NAMES
 from benchmarks.runner.command import RESULTS
@@ -133,8 +133,9 @@ def _comparison() -> Iterator[str]:
         "| × llama.cpp's decode speed | samples disturbed |"
     )
     yield "|---|---|---|---|---|---|---|"
-    for slug, words in PROCESSORS.items():
-        runs = [run for run in saved_figures("compare") if f"-{slug}-" in run.stem]
+    saved = [(run, processor_of(_report(run).read_text())) for run in saved_figures("compare")]
+    for words in PROCESSORS.values():
+        runs = [run for run, processor in saved if processor == words]
         previous = ""
         for model in _MODELS:
             run = next((r for r in runs if _rate(r.figures, model, 1)), None)
@@ -147,7 +148,7 @@ def _comparison() -> Iterator[str]:
 
 def _cells(run: SavedFigures, model: str) -> str:
     rates = [_rate(run.figures, model, count) for count in (1, 8)]
-    report = RESULTS / f"{run.stem}.md"
+    report = _report(run)
     disturbed = disturbance_of(_section(report, model)) or "none reported"
     cells = [
         " / ".join("–" if rate is None else shown(rate.known, "").split()[0] for rate in rates),
@@ -159,6 +160,10 @@ def _cells(run: SavedFigures, model: str) -> str:
         f"[{disturbed}](benchmarks/results/{report.name})",
     ]
     return " | ".join(cells)
+
+
+def _report(run: SavedFigures) -> Path:
+    return RESULTS / f"{run.stem}.md"
 
 
 def _section(report: Path, model: str) -> str:
