@@ -133,6 +133,22 @@ class StepBatch:
         takes_chunk = self.phase.takes_chunk
         return room_of(self.num_tokens, self.num_reqs) if takes_chunk else self.num_rows
 
+    @property
+    def useful(self) -> UsefulRows | None:
+        """The rows of a graph that the step needs; None: all."""
+        if self.phase is Phase.PREFILL:
+            return UsefulRows(self.num_tokens, self.num_reqs if self.samples else 0)
+        return None
+
+
+class UsefulRows(NamedTuple):
+    """The first rows of a graph, which are not padding and whose results are read."""
+
+    rows: int
+    """Tokens of a chunk, or requests of a decode step."""
+    ends: int = 1
+    """Prompts of a chunk whose logits are read."""
+
 
 class StepRound(NamedTuple):
     """One graph of a step; data-parallel ranks that share experts run their rounds together."""

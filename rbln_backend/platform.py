@@ -354,12 +354,14 @@ def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) 
     )
     step_tokens = rbln.prefill_step_tokens
     if step_tokens is None:
-        # The fixed cost of a step is unknown for an NPU.
-        step_tokens = _emulated_step_tokens(vllm_config) if npu is None else chunk
+        # Of an NPU the fixed cost of a step is unknown; the emulated device's kernels skip padding.
+        ranks = vllm_config.parallel_config.data_parallel_size
+        computes_padding = npu is None and (rbln.kernels == "aten" or ranks > 1)
+        step_tokens = _padded_step_tokens(vllm_config) if computes_padding else chunk
     return rbln.model_copy(update={"sub_block_size": unit, "prefill_step_tokens": step_tokens})
 
 
-def _emulated_step_tokens(vllm_config: VllmConfig) -> int:
+def _padded_step_tokens(vllm_config: VllmConfig) -> int:
     model = model_config(vllm_config)
     experts = (model.get_num_experts(), model.get_num_experts_per_tok()) if model else (0, 0)
     return step_tokens_of(*experts)

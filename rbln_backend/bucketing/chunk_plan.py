@@ -1,7 +1,8 @@
 """`ChunkPlan`: divides prompts into compiled chunks with the least computed padding.
 
 With chunks of 16, 32, 64, 128 and 256, a prompt of 130 tokens runs as 128 and then 2 in a chunk of
-16. That computes 144 tokens; the smallest chunk that holds all of them would compute 256.
+16 where padding is computed. That computes 144 tokens; the smallest chunk that holds all of them
+would compute 256.
 
 Where a chunk may hold several prompts, eight of 32 tokens run as one chunk of 256: each step has a
 fixed cost, and a mixture of experts reads nearly all of its weights in each step.
@@ -21,7 +22,7 @@ DENSE_STEP_TOKENS = 16
 
 
 def step_tokens_of(experts: int, chosen: int) -> int:
-    """Return the fixed cost of a step on the emulated device, in tokens.
+    """Return the fixed cost of a step of the emulated device, in tokens, where padding is computed.
 
     A step reads the weights of all `experts`; a token is multiplied by those of `chosen` experts
     only. 0 of either: the model is dense, or does not declare it.
@@ -43,7 +44,8 @@ class ChunkPlan:
     """Next chunk for every remaining length of a prompt, and prompts that share a chunk.
 
     `step_tokens` is the fixed cost of a step in tokens, for work such as reading the weights. The
-    larger it is, the fewer prompts are cut, and the more share a chunk.
+    larger it is, the fewer prompts are cut, and the more share a chunk; with that of the largest
+    chunk none that fits is cut, as is best where padding is not computed.
     """
 
     def __init__(self, table: BucketTable, step_tokens: int, prompts: int = 1) -> None:

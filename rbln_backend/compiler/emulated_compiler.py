@@ -17,7 +17,7 @@ from rbln_backend.compiler.programs.call_list import CallList
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.programs.shapes import check_shapes
 from rbln_backend.compiler.recorder import Recorder, Step
-from rbln_backend.core import GraphSpec
+from rbln_backend.core import GraphSpec, UsefulRows
 from rbln_backend.emulator.kernel_set import native_library
 from rbln_backend.emulator.kv_memory import HostKvMemory
 from rbln_backend.emulator.replay import Recording, StartRecording
@@ -41,13 +41,25 @@ class EmulatedGraph:
         self._calls: Callable[..., tuple[Tensor, ...]] = CallList(graph)
         self._tensors = tuple(tensors)
         self._record = record
+        library = native_library()
+        self._set_useful_rows = None if library is None else library.rbln_emulator_set_useful_rows
         self._steps: list[Step] = []
         self._outputs: tuple[Tensor, ...] = ()
         self._is_native = False
         """All steps are calls of the kernels."""
 
-    def run(self) -> tuple[Tensor, ...]:
-        """As ``CompiledGraph.run``: outputs [...] of the program."""
+    def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:
+        """As ``CompiledGraph.run``: outputs [...] of the program; kernels skip padding."""
+        spec, set_useful = self.spec, self._set_useful_rows
+        if useful is None or useful == (spec.bucket, spec.prompts) or set_useful is None:
+            return self._run()
+        set_useful(spec.bucket, useful.rows, spec.prompts, useful.ends)
+        try:
+            return self._run()
+        finally:
+            set_useful(0, 0, 0, 0)
+
+    def _run(self) -> tuple[Tensor, ...]:
         if self._is_native:
             for step in self._steps:
                 step()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rbln_backend.compiler.capabilities import Capabilities
     from rbln_backend.compiler.programs.program import Program
-    from rbln_backend.core import GraphSpec
+    from rbln_backend.core import GraphSpec, UsefulRows
     from rbln_backend.kv_cache.transfers import HeadCopy, WindowRestore, WindowStore
     from rbln_backend.parallel.collectives import Group
 
@@ -27,10 +27,11 @@ class CompiledGraph(Protocol):
 
     spec: GraphSpec
 
-    def run(self) -> tuple[Tensor, ...]:
+    def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:
         """Run once over the bound buffers and return outputs [...] as ``GraphSpec``'s phase says.
 
-        Outputs may be overwritten by the next run. They lie in host memory or on the device, from
+        A device may skip rows that are not ``useful``; their outputs then hold anything. Outputs
+        may be overwritten by the next run. They lie in host memory or on the device, from
         where a reader copies them (``Tensor.cpu``).
         """
         ...

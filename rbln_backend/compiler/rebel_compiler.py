@@ -27,7 +27,7 @@ from rbln_backend.compiler.sdk.kv_memory import StaticKvMemory, TensorKvMemory
 from rbln_backend.compiler.sdk.modules import as_dynamo_calls, module_of
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.compiler.sdk.tensors import BoundTensors, HostTensors, Moved, NpuTensors
-from rbln_backend.core import GraphSpec
+from rbln_backend.core import GraphSpec, UsefulRows
 from rbln_backend.errors import CompileError, ConfigError, DeviceMemoryError
 from rbln_backend.parallel.collectives import Group
 from rbln_backend.parallel.functional import process_group_dict, use_functional_ops
@@ -63,8 +63,8 @@ class RebelGraph:
         self._bound = bound
         weakref.finalize(self, _forget, held, runtime).atexit = False
 
-    def run(self) -> tuple[Tensor, ...]:
-        """As ``CompiledGraph.run``; outputs [...]."""
+    def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """As ``CompiledGraph.run``; outputs [...], of padding as well."""
         # Callers need not be in inference mode, in which a step's tensors are made.
         with torch.inference_mode():
             self._bound.before_run()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.compiler.port import CompiledGraph
-from rbln_backend.core import Phase
+from rbln_backend.core import Phase, UsefulRows
 from rbln_backend.parity.runners.layers import tapped
 from rbln_backend.worker.graphs.functions import GraphFunction, graph_function
 from rbln_backend.worker.step.graph_set import StepGraph
@@ -74,9 +74,9 @@ class _TappedGraph:
         self._step = step
         self._taps = taps
 
-    def run(self) -> tuple[Tensor, ...]:
+    def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:
         """Run the graph and return its outputs [...] without the states."""
-        outputs = tuple(output.cpu() for output in self._step.graph.run())
+        outputs = tuple(output.cpu() for output in self._step.graph.run(useful))
         count = len(self._taps.rows)
         for rows, state in zip(self._taps.rows, outputs[-count:], strict=True):
             rows.append(state.reshape(-1, state.shape[-1])[: self._num_real_rows()].clone())

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rbln_backend.core import Phase, StepBatch, StepOutputs, StepResult, StepRound
+from rbln_backend.core import Phase, StepBatch, StepOutputs, StepResult, StepRound, UsefulRows
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.scheduler.output import head_copies, moves_kv, page_moves, window_transfers
 from rbln_backend.vllm_compat.surface import SchedulerOutput
@@ -152,12 +152,19 @@ class StepRunner:
     def _run(self, step: StepGraph, batch: StepBatch | None) -> tuple[Tensor, ...]:
         """Run a graph for ``batch``, None for padding alone; count and charge its time."""
         started = time.perf_counter()
-        outputs = step.graph.run()
+        outputs = step.graph.run(self._useful(batch))
         seconds = time.perf_counter() - started
         rows, tokens = (0, 0) if batch is None else (batch.num_rows, batch.num_tokens)
         self._metrics.record(step.spec, rows, tokens, seconds)
         self._accounts.charge(batch, seconds, self.batches.requests)
         return outputs
+
+    def _useful(self, batch: StepBatch | None) -> UsefulRows | None:
+        """Return the rows of a graph that ``batch`` needs; None: all.
+
+        Data-parallel ranks gather the rows of all: there, padding is in between.
+        """
+        return None if batch is None or self._agreement.ranks > 1 else batch.useful
 
     def _fill(self, inputs: StepInputs, batch: StepBatch) -> None:
         held, count = batch.input_batch, batch.num_reqs

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from rbln_backend.compiler.emulated_compiler import EmulatedGraph
-from rbln_backend.core import GraphSpec
+from rbln_backend.core import GraphSpec, UsefulRows
 from rbln_backend.emulator.kernel_set import load_kernels, set_threads, start_recording
 from tests.kernel_cache import share_kernels
 
@@ -95,6 +95,46 @@ def test_two_graphs_in_one_arena_do_not_disturb_each_other() -> None:
         for graph, values in zip(graphs, expected, strict=True):
             outputs = graph.run()
             assert all(torch.equal(x, y) for x, y in zip(outputs, values, strict=True))
+
+
+def chunk_layer(
+    x: Tensor, weight: Tensor, packed: Tensor, ends: Tensor, slots: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor, ...]:
+    """Kernels over tokens and heads of a chunk, and over the last row of each prompt."""
+    hidden = OPS.rms_norm(x, weight, 1e-6)
+    hidden = OPS.rms_norm(hidden.view(-1, 2, 4), weight[:4], 1e-6).view(-1, 8)
+    wide = OPS.linear(hidden, packed, None, 12)
+    OPS.add_lora_(wide, hidden, slots, a, [b], 2, [12])
+    gated = OPS.activate(wide, "silu", False)
+    total, residual = OPS.fused_add_rms_norm(gated[:, :8].contiguous(), x, weight, 1e-6)
+    return total, residual, OPS.linear(total.index_select(0, ends), packed, None, 12)
+
+
+@torch.inference_mode()
+def test_kernels_skip_rows_of_padding() -> None:
+    torch.manual_seed(2)
+    packed = OPS.pack_linear_weight(torch.randn(12, 8))
+    a, b = (OPS.pack_linear_weight(torch.randn(*shape))[None] for shape in ((2, 8), (12, 2)))
+    x, weight = torch.randn(40, 8), torch.randn(8)
+    ends, slots = torch.tensor([3, 24, 0]), torch.zeros(1, dtype=torch.int32)
+    graph = EmulatedGraph(
+        GraphSpec("prefill", 40, prompts=3),
+        fx.symbolic_trace(chunk_layer).graph,
+        (x, weight, packed, ends, slots, a, b),
+        start_recording,
+    )
+    expected = [output.clone() for output in graph.run()]
+    for output in graph.run():
+        output.fill_(torch.inf)
+    x[25:] = torch.nan
+    outputs = graph.run(UsefulRows(25, 2))
+    for output, whole, count in zip(outputs, expected, (25, 25, 2), strict=True):
+        assert torch.equal(output[:count], whole[:count])
+        assert output[count:].isinf().all()
+    outputs[2].fill_(torch.inf)
+    assert graph.run(UsefulRows(25, 0))[2].isinf().all()
+    # The next run computes all of them.
+    assert graph.run()[0][25:].isnan().all()
 
 
 def rotate(positions: Tensor, q: Tensor, table: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.errors import UncompiledShapeError
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.warmup_plan import LOGITS_ROWS, plan
@@ -19,7 +19,7 @@ from rbln_backend.worker.graphs.warmup_plan import LOGITS_ROWS, plan
 class Graph:
     spec: GraphSpec
 
-    def run(self) -> tuple[torch.Tensor, ...]:
+    def run(self, useful: UsefulRows | None = None) -> tuple[torch.Tensor, ...]:
         return ()
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.step.graph_set import GraphSet
 from rbln_backend.worker.step.inputs import StepInputs
@@ -20,7 +20,7 @@ TABLES = {Phase.PREFILL: BucketTable((16, 64)), Phase.DECODE: BucketTable((1, 2,
 class Graph:
     spec: GraphSpec
 
-    def run(self) -> tuple[torch.Tensor, ...]:
+    def run(self, useful: UsefulRows | None = None) -> tuple[torch.Tensor, ...]:
         return ()
 
 

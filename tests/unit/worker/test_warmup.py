@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import VerifyTable
-from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.worker.startup.warmup import WarmUp
@@ -34,7 +34,7 @@ class Graph:
     runs: int = 0
     is_prepared: bool = False
 
-    def run(self) -> tuple[Tensor, ...]:
+    def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:
         tokens = self.spec.batch_size * self.spec.query_len
         time.sleep(tokens * 1e-3 * self.slower)
         self.runs += 1

@@ -110,6 +110,16 @@ inline std::vector<int64_t> checked_row_counts(const Tensor& counts, int64_t len
   return rows;
 }
 
+// `args` without rows of padding: of a chunk's tokens, or of the requests of a decode step.
+inline AttentionArgs with_useful_rows(AttentionArgs args) {
+  if (args.batch == 1) {
+    args.length = useful_rows(args.length);
+  } else if (args.length == 1) {
+    args.batch = useful_rows(args.batch);
+  }
+  return args;
+}
+
 // `args` with the `count` rows from `first` on alone.
 inline AttentionArgs rows_alone(const AttentionArgs& args, int64_t first, int64_t count) {
   const int64_t size = args.dtype == Dtype::f32 ? 4 : 2, stored = args.is_e4m3 ? 1 : size;
@@ -243,19 +253,21 @@ struct AttentionCall {
 
   void run_causal(const Tensor& seq_idx, const Tensor& block_tables, const Tensor& cache) {
     if (counts.has_value()) return run_causal_packed(seq_idx, block_tables, cache);
-    launch([args = args, seq_idx, block_tables, cache]() mutable {
+    launch([args = args, seq_idx, block_tables, cache] {
       const std::vector<int64_t> tables = integers(block_tables, "block_tables");
       const std::vector<int64_t> starts =
           checked_starts(seq_idx, tables, args.batch, args.length, cache);
-      args.table_width = int64_t(tables.size()) / args.batch;
-      args.starts = starts.data();
-      args.tables = tables.data();
-      causal_attention(args);
+      AttentionArgs useful = with_useful_rows(args);
+      useful.table_width = int64_t(tables.size()) / args.batch;
+      useful.starts = starts.data();
+      useful.tables = tables.data();
+      causal_attention(useful);
     });
   }
 
   void run_causal_packed(const Tensor& seq_idx, const Tensor& block_tables, const Tensor& cache) {
-    launch([args = args, counts = *counts, seq_idx, block_tables, cache]() mutable {
+    launch([whole = args, counts = *counts, seq_idx, block_tables, cache] {
+      AttentionArgs args = with_useful_rows(whole);
       const std::vector<int64_t> rows = checked_row_counts(counts, args.length);
       const auto requests = int64_t(rows.size());
       check_tables(block_tables, requests);
@@ -273,8 +285,8 @@ struct AttentionCall {
 
   void run_window_packed(const Tensor& cache_seq_len, const Tensor& cache_offset,
                          const Tensor& block_tables, const Tensor& cache) {
-    launch([args = args, counts = *counts, cache_seq_len, cache_offset, block_tables,
-            cache]() mutable {
+    launch([whole = args, counts = *counts, cache_seq_len, cache_offset, block_tables, cache] {
+      AttentionArgs args = with_useful_rows(whole);
       const std::vector<int64_t> rows = checked_row_counts(counts, args.length);
       const auto requests = int64_t(rows.size());
       const std::vector<int64_t> cached = per_request(cache_seq_len, "cache_seq_len", requests),
@@ -296,16 +308,17 @@ struct AttentionCall {
                   const Tensor& block_tables, const Tensor& cache) {
     if (counts.has_value())
       return run_window_packed(cache_seq_len, cache_offset, block_tables, cache);
-    launch([args = args, cache_seq_len, cache_offset, block_tables, cache]() mutable {
+    launch([args = args, cache_seq_len, cache_offset, block_tables, cache] {
       const std::vector<int64_t> cached = per_request(cache_seq_len, "cache_seq_len", args.batch),
                                  ends = per_request(cache_offset, "cache_offset", args.batch),
                                  blocks = per_request(block_tables, "block_tables", args.batch),
                                  counts = checked_counts(cached, ends, blocks, args.length, cache);
-      args.table_width = 1;
-      args.starts = cached.data();
-      args.counts = counts.data();
-      args.tables = blocks.data();
-      window_attention(args);
+      AttentionArgs useful = with_useful_rows(args);
+      useful.table_width = 1;
+      useful.starts = cached.data();
+      useful.counts = counts.data();
+      useful.tables = blocks.data();
+      window_attention(useful);
     });
   }
 

@@ -58,7 +58,7 @@ void normalise(HeadRows& rows, const std::optional<Tensor>& weight, const char* 
   args.epsilon = float(eps);
   Tensor fresh = empty_rows(rows);
   args.out = fresh.mutable_data_ptr();
-  launch([args] { rms_norm(args); });
+  launch_rows(args, [](const NormArgs& useful) { rms_norm(useful); }, rows.heads);
   rows.replace(std::move(fresh));
 }
 

@@ -63,7 +63,7 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   const LinearArgs args{dtype_of(x, "x"), rows.data(),  rows.count,
                         rows.width,       rows.stride,  packed.const_data_ptr(),
                         offsets,          out_features, out.mutable_data_ptr()};
-  launch([args] { rbln::linear(args); });
+  launch_rows(args, [](const LinearArgs& useful) { rbln::linear(useful); });
   return out;
 }
 
@@ -84,8 +84,9 @@ Tensor linear_heads(const Tensor& x, const Tensor& packed, int64_t out_features)
   const LinearArgs first{dtype_of(x, "x"), x.const_data_ptr(), x.size(0), x.size(2), x.stride(0),
                          packed.const_data_ptr(), nullptr, out_features, out.mutable_data_ptr(),
                          x.size(1) * out_features};
-  launch([first, heads = x.size(1), each = x.stride(1), elements = packed.stride(0)] {
-    rbln::linear_heads(first, heads, each, elements);
+  launch_rows(first, [heads = x.size(1), each = x.stride(1),
+                      elements = packed.stride(0)](const LinearArgs& useful) {
+    rbln::linear_heads(useful, heads, each, elements);
   });
   return out;
 }
@@ -102,7 +103,10 @@ Tensor quantized_linear(const Tensor& x, const Tensor& words, const Tensor& scal
       {dtype_of(x, "x"), rows.data(), rows.count, rows.width, rows.stride, nullptr, offsets,
        out_features, out.mutable_data_ptr()},
       quantized_weight(words, scales, zeros, out_features, rows.width, format)};
-  launch([args] { rbln::quantized_linear(args); });
+  launch([own = args, rows = rows.count]() mutable {
+    own.plain.rows = useful_rows(rows);
+    if (own.plain.rows > 0) rbln::quantized_linear(own);
+  });
   return out;
 }
 

@@ -39,9 +39,10 @@ void add_lora_(const Tensor& y, const Tensor& x, const Tensor& slots, const Tens
                   y.numel() == rows.count * columns,
               "y has shape ", y.sizes(), " instead of [", rows.count, ", ", columns, "]");
   args.y = y.mutable_data_ptr();
-  launch([args] {
-    check_slots(args.slots, args.requests, args.slot_count);
-    add_lora(args);
+  launch_rows(args, [is_decode = args.requests == args.rows](LoraArgs& useful) {
+    if (is_decode) useful.requests = useful.rows;
+    check_slots(useful.slots, useful.requests, useful.slot_count);
+    add_lora(useful);
   });
 }
 

@@ -193,9 +193,10 @@ Tensor run_chosen(MoeArgs args, const Tensor& x, const Tensor& weights, const Te
   args.top_k = ids.size(1);
   const Tensor out = empty_like_dtype(x.sizes(), x);
   args.out = out.mutable_data_ptr();
-  launch([args] {
-    check_slots(args.adapters);
-    rbln::moe(args);
+  launch_rows(args, [is_decode = args.adapters.requests == args.rows](MoeArgs& useful) {
+    if (is_decode) useful.adapters.requests = useful.rows;
+    check_slots(useful.adapters);
+    rbln::moe(useful);
   });
   return out;
 }
@@ -211,9 +212,10 @@ Tensor run_masked(MoeArgs args, const Tensor& x, const Tensor& weights, const Te
   const Tensor out = empty_like_dtype(x.sizes(), x);
   args.out = out.mutable_data_ptr();
   const int32_t* chosen = counts.const_data_ptr<int32_t>();
-  launch([args, chosen] {
-    check_slots(args.adapters);
-    rbln::moe_masked(args, chosen);
+  launch_rows(args, [chosen, is_decode = args.adapters.requests == args.rows](MoeArgs& useful) {
+    if (is_decode) useful.adapters.requests = useful.rows;
+    check_slots(useful.adapters);
+    rbln::moe_masked(useful, chosen);
   });
   return out;
 }
@@ -231,7 +233,7 @@ std::tuple<Tensor, Tensor> moe_route(const Tensor& logits, int64_t top_k, bool r
                        top_k, renormalize, data_or_null<int32_t>(expert_map),
                        data_or_null<float>(tokens_mask), weights.mutable_data_ptr<float>(),
                        ids.mutable_data_ptr<int32_t>()};
-  launch([args] { rbln::moe_route(args); });
+  launch_rows(args, [](const RouteArgs& useful) { rbln::moe_route(useful); });
   return {weights, ids};
 }
 

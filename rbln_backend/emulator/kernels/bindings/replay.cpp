@@ -72,6 +72,10 @@ std::vector<std::unique_ptr<Recording>>& recordings() {
 thread_local Recording* current = nullptr;
 thread_local bool forbidden = false;
 thread_local bool rehearsing = false;
+// Counts of rows, and how many of the first ones are useful: of tokens or requests, of LM heads.
+thread_local struct {
+  int64_t all, useful;
+} known_rows[2] = {};
 thread_local std::string failure;
 
 }  // namespace
@@ -88,6 +92,12 @@ c10::Allocator* arena() {
 void keep_call(std::function<void()> call) { current->push_back(std::move(call)); }
 
 void forbid_replay() { forbidden = true; }
+
+int64_t useful_rows(int64_t count) {
+  for (const auto& known : known_rows)
+    if (known.all == count) return known.useful;
+  return count;
+}
 
 }  // namespace rbln
 
@@ -117,6 +127,14 @@ RBLN_EXPORT int64_t rbln_emulator_recorded_calls(int64_t known) {
 
 RBLN_EXPORT void rbln_emulator_drop_recording(int64_t recording) {
   rbln::recordings()[size_t(recording)].reset();
+}
+
+// Until the next call on this thread, `useful` of the `all` tokens or requests of a graph are, and of
+// its `all_ends` rows of logits `ends`.
+RBLN_EXPORT void rbln_emulator_set_useful_rows(int64_t all, int64_t useful, int64_t all_ends,
+                                               int64_t ends) {
+  rbln::known_rows[0] = {all, useful};
+  rbln::known_rows[1] = {all_ends, ends};
 }
 
 // Makes the calls [first, end) again; returns what went wrong, or null.

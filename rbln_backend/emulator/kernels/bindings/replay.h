@@ -8,6 +8,7 @@
 
 #include <c10/core/Allocator.h>
 
+#include <cstdint>
 #include <functional>
 #include <utility>
 
@@ -28,12 +29,26 @@ void keep_call(std::function<void()> call);
 // For an op that computes with memory of its own: its calls cannot be made again.
 void forbid_replay();
 
+// How many of `count` rows a call should compute: where `count` is the number of a graph's tokens,
+// requests or rows of logits, nothing may read the results of the last ones.
+int64_t useful_rows(int64_t count);
+
 // Makes the call, now (but in a rehearsal) and at every replay. It may point into the arguments and
 // results of its op, and to nothing else that the op made.
 template <class Call>
 void launch(Call call) {
   if (is_computing()) call();
   if (is_recording()) keep_call(std::move(call));
+}
+
+// Makes call(args), which computes the first args.rows rows, at every replay of the useful ones alone.
+// A token has `each` rows.
+template <class Args, class Call>
+void launch_rows(const Args& args, Call call, int64_t each = 1) {
+  launch([own = args, call, each, tokens = args.rows / each]() mutable {
+    own.rows = useful_rows(tokens) * each;
+    if (own.rows > 0) call(own);
+  });
 }
 
 }  // namespace rbln

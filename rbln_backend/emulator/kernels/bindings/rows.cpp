@@ -1,6 +1,7 @@
 // Norms, activations, rotary embedding and greedy sampling over tensors.
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -27,7 +28,9 @@ void run_norm(const Tensor& x, const Tensor* residual, const Tensor& weight, dou
       rows.count, rows.width, 1, rows.stride, other.stride, weight.const_data_ptr(),
       is_f32, float(epsilon), out.mutable_data_ptr(),
       residual_out == nullptr ? nullptr : residual_out->mutable_data_ptr()};
-  launch([args] { rbln::rms_norm(args); });
+  // Of [tokens, heads, width], a token's heads are rows.
+  const int64_t each = x.dim() == 3 ? std::max<int64_t>(x.size(1), 1) : 1;
+  launch_rows(args, [](const NormArgs& useful) { rbln::rms_norm(useful); }, each);
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
@@ -68,7 +71,7 @@ Tensor activate(const Tensor& x, std::string_view function, bool gated) {
   const Tensor out = empty_like_dtype(sizes, x);
   const ActivationArgs args{dtype_of(x, "x"), activation_of(function), gated, rows.data(),
                                   rows.count, width, rows.stride, out.mutable_data_ptr()};
-  launch([args] { rbln::activate(args); });
+  launch_rows(args, [](const ActivationArgs& useful) { rbln::activate(useful); });
   return out;
 }
 
@@ -88,7 +91,7 @@ Tensor layer_norm(const Tensor& x, const std::optional<Tensor>& weight,
                                  weight.has_value() ? weight->const_data_ptr() : nullptr,
                                  bias.has_value() ? bias->const_data_ptr() : nullptr,
                                  float(epsilon), out.mutable_data_ptr()};
-  launch([args] { rbln::layer_norm(args); });
+  launch_rows(args, [](const LayerNormArgs& useful) { rbln::layer_norm(useful); });
   return out;
 }
 

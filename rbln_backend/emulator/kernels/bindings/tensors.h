@@ -91,10 +91,10 @@ inline std::vector<int64_t> checked_positions(const at::Tensor& positions, int64
 
 // Turns the rows by what `positions` holds at each run.
 inline void launch_rotary(RotaryArgs args, const at::Tensor& positions, const at::Tensor& table) {
-  launch([args, positions, table]() mutable {
-    const std::vector<int64_t> rows =
-        checked_positions(positions, args.rows, table, args.head_size);
+  launch([args, count = args.rows, positions, table]() mutable {
+    const std::vector<int64_t> rows = checked_positions(positions, count, table, args.head_size);
     args.positions = rows.data();
+    args.rows = useful_rows(int64_t(rows.size()));
     rotary_embedding(args);
   });
 }
