@@ -10,6 +10,7 @@ from rbln_backend.checkpoints.weights_digest import weights_digest
 from rbln_backend.compiler.device import device_capabilities, installed_sdk
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import active_isa
+from rbln_backend.kv_cache.adapter_digests import adapter_digests
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_tiers.folder_tier import FolderTier
 from rbln_backend.kv_tiers.memory_tier import MemoryTier
@@ -62,7 +63,8 @@ def make_tiering(
         *(layout.tokens, layout.num_bytes, rbln.kv_tier_memory_bytes, rbln.kv_tier_folder),
     )
     store = PageStore(memory, folder, counts)
-    return KvTiering(store, keys, layout, manager, TierMetrics(board, counts))
+    metrics, digests = TierMetrics(board, counts), adapter_digests(config.instance_id)
+    return KvTiering(store, keys, layout, manager, metrics, digests)
 
 
 def _made_by(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from rbln_backend.kv_cache.adapter_digests import AdapterHasher
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.transfers import PageMove, PageMoves
 from rbln_backend.kv_tiers.page_keys import PageKeys
@@ -60,9 +62,12 @@ class KvTiering:
         layout: PageLayout,
         manager: RblnKvCacheManager,
         metrics: TierMetrics,
+        digests: Mapping[int, str],
     ) -> None:
+        """``digests``: of the loaded adapters, by number."""
         self._store, self._keys, self._layout = store, keys, layout
         self._manager, self._metrics = manager, metrics
+        self._digests = digests
         self._placement = Placement(manager.ours, layout.tokens)
         self._windows = WindowPages(manager.ours, layout)
         self._units = layout.tokens // manager.block_pool.hash_block_size
@@ -150,11 +155,16 @@ class KvTiering:
         self._store.close()
 
     def _is_kept(self, request: Request) -> bool:
-        """Return whether pages of ``request`` are stored: not those of adapters.
+        """Return whether pages of ``request`` are stored.
 
-        An adapter's number, which is part of its hashes, means other weights after a restart.
+        Those of an adapter are, if their hashes have the digest of what is loaded: its number
+        means other weights after a restart.
         """
-        return request.lora_request is None
+        if request.lora_request is None:
+            return True
+        hasher = request._block_hasher
+        digest = hasher.digest if isinstance(hasher, AdapterHasher) else None
+        return digest is not None and self._digests.get(request.lora_request.lora_int_id) == digest
 
     def _missing(self, request: Request) -> tuple[int, list[bytes]]:
         """Return the first token and the keys of the pages that the prefix cache lacks."""

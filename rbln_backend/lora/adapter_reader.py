@@ -10,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rbln_backend.errors import AdapterError
+from rbln_backend.kv_cache.adapter_digests import DigestedFiles
 from rbln_backend.lora.adapter_files import TensorName, check_config, check_tensors
 from rbln_backend.lora.model_manager import RblnLoraModelManager
 from rbln_backend.vllm_compat.lora import (
@@ -31,6 +32,8 @@ class PackedAdapter:
     name: str
     images: dict[str, Any]
     """By layer; see ``Adapted``."""
+    digest: str | None
+    """Of its files; None in an engine without KV tiers, which does not need it."""
 
 
 class AdapterReader(WorkerLoRAManager):
@@ -38,6 +41,8 @@ class AdapterReader(WorkerLoRAManager):
 
     _manager_cls = RblnLoraModelManager
     _adapter_manager: RblnLoraModelManager
+    hashes_files = False
+    """True in an engine with KV tiers."""
 
     @property
     def layers(self) -> RblnLoraModelManager:
@@ -46,9 +51,14 @@ class AdapterReader(WorkerLoRAManager):
 
     def read(self, request: LoRARequest) -> PackedAdapter:
         """Check and read an adapter; raises ``AdapterError`` naming what does not fit."""
+        digest = None
         try:
             self._check(request)
+            files = [Path(request.lora_path) / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
+            read = DigestedFiles(files)
             loaded = self._load_adapter(request)
+            if self.hashes_files:
+                digest = read.digest()
             images = self.layers.images(loaded)
         except AdapterError as error:
             raise AdapterError(f"adapter {request.lora_name!r}: {error}") from error
@@ -56,7 +66,7 @@ class AdapterReader(WorkerLoRAManager):
             raise AdapterError(
                 f"adapter {request.lora_name!r} cannot be read from {request.lora_path}: {error}"
             ) from error
-        return PackedAdapter(request.lora_int_id, request.lora_name, images)
+        return PackedAdapter(request.lora_int_id, request.lora_name, images, digest)
 
     def _check(self, request: LoRARequest) -> None:
         folder = Path(request.lora_path)

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.errors import AdapterError
+from rbln_backend.kv_cache.adapter_digests import adapter_digests
 from rbln_backend.lora.adapter_reader import AdapterReader
 from rbln_backend.lora.punica import RblnPunicaWrapper
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER, Slots
 from rbln_backend.lora.staging import Staging, State
 from rbln_backend.lora.target import Target
 from rbln_backend.vllm_compat.lora import LoRARequest
-from rbln_backend.vllm_compat.surface import CachedRequestState, VllmConfig
+from rbln_backend.vllm_compat.surface import CachedRequestState, VllmConfig, configured
 
 
 class Adapters:
@@ -37,9 +38,11 @@ class Adapters:
         Raises ``UnsupportedModelError`` for a model without a layer to adapt.
         """
         self._reader = AdapterReader(vllm_config, torch.device("cpu"), {})
+        self._reader.hashes_files = configured(vllm_config).has_kv_tiers
         self._reader.create_lora_manager(model, vllm_config)
         self._staging = Staging(self._reader)
         self._slots = Slots(self._reader.lora_config.max_loras)
+        self._digests = adapter_digests(vllm_config.instance_id)
         self._in_use: Callable[[], Collection[int]] = tuple
         self._on_change = on_change
 
@@ -94,6 +97,7 @@ class Adapters:
         """
         was_staged = self._staging.drop(lora_int_id)
         was_there = self._slots.release(lora_int_id)
+        self._digests.pop(lora_int_id, None)
         self._report_change()
         return was_there or was_staged
 
@@ -149,7 +153,10 @@ class Adapters:
             raise
         finally:
             self._report_change()
+        self._digests.pop(number, None)
         self._reader.layers.write(self._slots[number], adapter.images)
+        if adapter.digest is not None:
+            self._digests[number] = adapter.digest
 
     def _report_change(self) -> None:
         if self._on_change is not None:

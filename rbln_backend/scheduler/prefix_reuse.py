@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from rbln_backend.kv_cache.adapter_digests import AdapterHasher, adapter_digests
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.kv_cache.plan import reuse_unit_of
@@ -84,7 +85,13 @@ class PrefixReuse:
         scheduler.kv_cache_manager = ours = RblnKvCacheManager(manager, coordinator)
         return cls(
             ours,
-            hashers(vllm_config.cache_config.prefix_caching_hash_algo, unit) if caches else None,
+            hashers(
+                vllm_config.cache_config.prefix_caching_hash_algo,
+                unit,
+                adapter_digests(vllm_config.instance_id),
+            )
+            if caches
+            else None,
             KvMetrics(board, coordinator),
             make_tiering(vllm_config, scheduler.kv_cache_config, ours, board),
         )
@@ -134,10 +141,11 @@ def publish_events(scheduler: Scheduler) -> None:
         scheduler.kv_event_publisher.publish(batch)
 
 
-def hashers(algorithm_name: str, unit: int) -> Hashers:
+def hashers(algorithm_name: str, unit: int, digests: Mapping[int, str] | None = None) -> Hashers:
     """Return hashers of prefixes in units of ``unit`` tokens, with a namespace per loaded adapter.
 
-    Upstream's hashes contain only an adapter's name, which later can have other weights.
+    Upstream's hashes contain only an adapter's name, which later can have other weights. Ours have
+    its digest, if ``digests`` has it by number, or its number.
     """
     algorithm = get_hash_fn_by_name(algorithm_name)
     plain: Hasher = get_request_block_hasher(unit, algorithm)
@@ -146,8 +154,10 @@ def hashers(algorithm_name: str, unit: int) -> Hashers:
         if request.lora_request is None:
             return plain
         number = request.lora_request.lora_int_id
-        own: Hasher = get_request_block_hasher(unit, lambda value: algorithm((number, value)))
-        return own
+        digest = digests.get(number) if digests else None
+        name = number if digest is None else digest
+        own: Hasher = get_request_block_hasher(unit, lambda value: algorithm((name, value)))
+        return AdapterHasher(own, digest)
 
     return hasher_of
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
 from rbln_backend.errors import ConfigError, UnsupportedModelError
 from rbln_backend.kv_tiers.folder_tier import FolderTier
@@ -23,12 +24,14 @@ from rbln_backend.kv_tiers.tier_counts import TierCounts
 from rbln_backend.kv_tiers.tier_setup import make_tiering
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
+from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 
 pytestmark = pytest.mark.engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
 # The context is 256 tokens; the last token of a prompt is always computed.
 LENGTHS = [10, 50, 130, 200]
 
@@ -262,6 +265,47 @@ def test_pages_of_another_model_are_not_found(tiered: tuple[Engine, Path]) -> No
     finally:
         weights.write_bytes(original)
     assert len({file.parent.parent for file in stored(folder)}) == 2
+
+
+def test_pages_of_adapters_come_back_by_their_weights(engines: Engines, tmp_path: Path) -> None:
+    """After a restart, under other numbers and names; never those of other weights."""
+    engine = engines.fresh("llama", **offloading(tmp_path / "tier"), **LORA)
+    worker, prompts = engine.core.model_executor.driver_worker.worker, make_prompts([150], seed=22)
+    paths = [make_adapter(engine.checkpoint, tmp_path / f"{n}", seed=n, rank=16) for n in range(2)]
+
+    def answers(numbers: list[int]) -> list[tuple[list[int], int]]:
+        """Return tokens and cached tokens with each adapter, under ``numbers``."""
+        requests = [
+            LoRARequest(f"a{path.name}", number, str(path))
+            for path, number in zip(paths, numbers, strict=True)
+        ]
+        for request in requests:
+            assert worker.add_lora(request)
+        outputs = engine.llm.generate(
+            [{"prompt_token_ids": prompts[0]}] * 2,
+            GREEDY,
+            use_tqdm=False,
+            lora_request=requests,
+        )
+        written(engine)
+        for number in numbers:
+            assert worker.remove_lora(number)
+        return [(list(out.outputs[0].token_ids), out.num_cached_tokens) for out in outputs]
+
+    (first, _), (second, _) = answers([1, 2])
+    assert first != second
+    restart(engine)
+    # The numbers are swapped.
+    assert answers([2, 1]) == [(first, 144), (second, 144)]
+    restart(engine)
+    # As an adapter that was trained again in its place.
+    content = (paths[0] / "adapter_model.safetensors").read_bytes()
+    (paths[1] / "adapter_model.safetensors").write_bytes(content)
+    (paths[0] / "adapter_config.json").write_text(
+        (paths[0] / "adapter_config.json").read_text() + " "
+    )
+    assert answers([1, 2]) == [(first, 0), (first, 0)]
+    assert is_clean(engine)
 
 
 def test_the_folder_stays_within_its_bytes(tmp_path: Path) -> None:
