@@ -44,6 +44,8 @@ class Phase(Enum):
     """The LM head alone over ``bucket`` hidden rows, for prompt logprobs."""
     POOLING = "pooling"
     """As PREFILL, of a pooling model: ``[1, bucket]`` in, ``[bucket, hidden]`` out."""
+    DRAFT = "draft"
+    """Heads of a draft model over ``bucket`` hidden rows, to drafts ``[bucket, drafts]``."""
 
     @property
     def takes_chunk(self) -> bool:
@@ -199,7 +201,8 @@ class StepResult(NamedTuple):
 
     batch: StepBatch
     outputs: StepOutputs
-    """Logits [bucket, V], or [bucket, length, V] in VERIFY; then hidden states in prefill; last the
-    tokens int32 [bucket] that a device picked."""
+    """Logits [bucket, V], or [bucket, length, V] in VERIFY; then hidden states in prefill, and in
+    every step where a draft model reads them; last the tokens int32 [bucket] that a device picked.
+    """
     seconds: float
     """Duration of filling the inputs and running the graph."""

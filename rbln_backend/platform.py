@@ -21,6 +21,7 @@ from rbln_backend.kv_tiers.offloading_config import take_tiers
 from rbln_backend.parallel.rules import settle_parallel
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
 from rbln_backend.settings import options_of_vllm, resolve
+from rbln_backend.speculation.choice import has_draft_model
 from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.unsupported import (
     LORA_DTYPE,
@@ -393,4 +394,5 @@ def _settle_buckets(vllm_config: VllmConfig, rbln: RblnConfig) -> EngineBuckets 
         vllm_config.scheduler_config.max_num_batched_tokens,
         None if model.runner_type == "pooling" else largest_decode(vllm_config),
         None if speculation is None else speculation.num_speculative_tokens,
+        has_draft_model=speculation is not None and has_draft_model(speculation),
     )

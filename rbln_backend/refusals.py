@@ -12,7 +12,8 @@ from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
 from rbln_backend.kv_transfer.nixl_config import check_nixl, names_nixl
 from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.quantization.schemes import METHODS, MODELOPT, check_modelopt
-from rbln_backend.speculation.choice import DRAFT_METHODS
+from rbln_backend.speculation.choice import DRAFT_METHODS, DRAFT_MODELS, has_draft_model
+from rbln_backend.speculation.model_rules import check_draft_model
 from rbln_backend.text_models.registry import TEXT_MODELS
 from rbln_backend.unsupported import (
     CONTEXT_PARALLEL,
@@ -100,7 +101,7 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model = model_config(vllm_config)
     assert speculation is not None
-    if speculation.method not in DRAFT_METHODS:
+    if speculation.method not in (*DRAFT_METHODS, *DRAFT_MODELS):
         raise SPECULATION_METHOD.refusal(f"method {speculation.method!r}")
     refuse_first(
         {
@@ -110,6 +111,8 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
             or (parallel.data_parallel_size > 1 and model is not None and model.is_moe),
         }
     )
+    if has_draft_model(speculation):
+        check_draft_model(vllm_config, rbln)
 
 
 def _check_text_alone(model: ModelConfig, rbln: RblnConfig) -> None:

@@ -223,9 +223,23 @@ LORA_DTYPE = Feature(
 )
 SPECULATION_METHOD = Feature(
     "speculative decoding with this method",
-    "--speculative-config with a draft model, EAGLE, Medusa, MTP, ngram_gpu and others",
-    "whose drafts come from texts that are known already",
+    "--speculative-config with a draft model, EAGLE, MTP, ngram_gpu and others",
+    "whose drafts come from texts that are known already, or from Medusa's heads",
+    'use {"method": "ngram"}, {"method": "suffix"} or {"method": "medusa"}',
+)
+DRAFT_MODEL = Feature(
+    "a draft model in this engine",
+    "method medusa with several ranks or engines, adapters, KV tiers or latent attention (MLA)",
+    "with which it has not been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
+)
+DRAFT_MODEL_OPTION = Feature(
+    "this option of a draft model",
+    "draft_sample_method, rejection_sample_method, quantization, kv_cache_dtype and other options "
+    "of a draft model",
+    "which computes drafts in the served model's dtype and checks them by the tokens that would "
+    "be sampled",
+    "drop the option",
 )
 SPECULATION_POOLING = Feature(
     "speculative decoding of a model that pools",

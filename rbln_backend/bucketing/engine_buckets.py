@@ -34,10 +34,19 @@ class EngineBuckets:
     """Requests of a decode step; None for a model that pools."""
     verify: VerifyTable = NO_DRAFTS
     """Sizes of decode steps that check drafts."""
+    drafted: BucketTable | None = None
+    """Requests of a run of the draft model, which no change of the other sizes changes; None
+    without a draft model."""
 
     @classmethod
     def derive(
-        cls, config: RblnConfig, chunk_tokens: int, requests: int | None, drafts: int | None = None
+        cls,
+        config: RblnConfig,
+        chunk_tokens: int,
+        requests: int | None,
+        drafts: int | None = None,
+        *,
+        has_draft_model: bool = False,
     ) -> EngineBuckets:
         """Derive all sizes up to `chunk_tokens` and `requests`; raises `BucketError`.
 
@@ -53,7 +62,11 @@ class EngineBuckets:
         lengths = draft_lengths(config.verify_lengths, drafts)
         # vLLM's scheduler gives no step more tokens than a chunk has.
         tokens = min(config.verify_tokens or DEFAULT_VERIFY_TOKENS, chunk_tokens)
-        return replace(buckets, verify=VerifyTable(buckets.decode, lengths, tokens))
+        return replace(
+            buckets,
+            verify=VerifyTable(buckets.decode, lengths, tokens),
+            drafted=buckets.decode if has_draft_model else None,
+        )
 
     def resized(self, decode: Sequence[int], chunks: Sequence[int]) -> EngineBuckets:
         """Return these sizes with others; `decode` is empty for a model that pools.
@@ -62,7 +75,7 @@ class EngineBuckets:
         """
         buckets = BucketTable(tuple(decode)) if decode else None
         verify = self.verify if buckets is None else self.verify.over(buckets)
-        return EngineBuckets(BucketTable(tuple(chunks)), buckets, verify)
+        return EngineBuckets(BucketTable(tuple(chunks)), buckets, verify, self.drafted)
 
 
 def decode_bucket_table(config: RblnConfig, max_batch_size: int) -> BucketTable:

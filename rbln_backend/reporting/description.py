@@ -134,6 +134,16 @@ class LoraInfo(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelInfo(Section):
+    """The draft model; null without one."""
+
+    name: Annotated[str, "Folder or repository that it was loaded from."]
+    method: Annotated[str, "vLLM's name of the method, such as `medusa`."]
+    drafts: Annotated[int, "Drafts of a request in a step, at most."]
+    weight_bytes: Annotated[int, "Bytes of its weights, which `model.weight_bytes` contains."]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsInfo(Section):
     """Computation of mixtures of experts; null for a model without them."""
 
@@ -170,6 +180,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "kv": KvInfo,
     "kv_transfer": KvTransferInfo,
     "lora": LoraInfo,
+    "draft_model": DraftModelInfo,
     "experts": ExpertsInfo,
     "cache": CacheInfo,
 }

@@ -47,6 +47,8 @@ class ModelReport:
     prefix_caching_reason: str
     verify_sizes: tuple[str, ...] = ()
     """Sizes of steps that check drafts: requests x tokens of each."""
+    draft_model: str = ""
+    """Method and name of the draft model; empty without one."""
     max_loras: int = 0
     max_lora_rank: int = 0
     memory: MemoryReport | None = None
@@ -100,7 +102,8 @@ class ModelReport:
 
     def _drafts(self) -> list[tuple[str, str]]:
         sizes = ", ".join(self.verify_sizes)
-        return [("drafts", f"checked by steps of {sizes}")] if sizes else []
+        made = [("draft model", self.draft_model)] if self.draft_model else []
+        return [*made, ("drafts", f"checked by steps of {sizes}")] if sizes else made
 
     def _stored(self) -> list[tuple[str, str]]:
         if self.store is None:

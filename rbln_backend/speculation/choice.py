@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from rbln_backend.speculation.drafter import Drafter
 from rbln_backend.speculation.ngram import NgramDrafter, NgramLimits
-from rbln_backend.speculation.prediction import PredictionFirst
 from rbln_backend.speculation.suffix import SuffixDrafter, SuffixLimits
 
 if TYPE_CHECKING:
@@ -14,10 +13,17 @@ if TYPE_CHECKING:
 
 DRAFT_METHODS = ("ngram", "suffix")
 """vLLM's names of the methods that need no draft model."""
+DRAFT_MODELS = ("medusa",)
+"""vLLM's names of the methods with a draft model."""
+
+
+def has_draft_model(config: SpeculativeConfig) -> bool:
+    """Return True for one of ``DRAFT_MODELS``."""
+    return config.method in DRAFT_MODELS
 
 
 def make_drafter(config: SpeculativeConfig, *, shared: bool) -> Drafter:
-    """Return a drafter of one of ``DRAFT_METHODS``, which prefers a client's prediction.
+    """Return a drafter of one of ``DRAFT_METHODS``.
 
     ``shared``: finished answers are drafts for every API key.
     """
@@ -29,7 +35,7 @@ def make_drafter(config: SpeculativeConfig, *, shared: bool) -> Drafter:
             min_token_prob=config.suffix_decoding_min_token_prob,
             shared=shared,
         )
-        return PredictionFirst(SuffixDrafter(limits))
+        return SuffixDrafter(limits)
     smallest, largest = config.prompt_lookup_min, config.prompt_lookup_max
     assert smallest is not None and largest is not None
-    return PredictionFirst(NgramDrafter(NgramLimits(smallest, largest)))
+    return NgramDrafter(NgramLimits(smallest, largest))

@@ -41,11 +41,12 @@ from rbln_backend.vllm_compat.surface import (
 )
 from rbln_backend.worker.buckets.bucket_change import ServedGraphs
 from rbln_backend.worker.drafts.drafting import make_drafting
+from rbln_backend.worker.drafts.model_drafter import DraftHeads, ModelDrafter
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.graphs.capture_pool import workers_of
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
-from rbln_backend.worker.graphs.functions import GraphFunction, can_pick_tokens
+from rbln_backend.worker.graphs.functions import GraphFunction, whole_part
 from rbln_backend.worker.graphs.lm_head import SPEC as LM_HEAD
 from rbln_backend.worker.graphs.lm_head import LmHead
 from rbln_backend.worker.graphs.tensor_names import named_tensors
@@ -124,9 +125,9 @@ class EngineBuild:
         config, rbln = parts.vllm_config, parts.rbln
         self._parts, self.kv_cache_config = parts, kv_cache_config
         self._generates = config.model_config.runner_type == "generate"
-        sharing = sharing_layers(parts.attention_layers)
+        sharing, device = sharing_layers(parts.attention_layers), parts.compiler.capabilities
         length = config.model_config.max_model_len
-        self._groups = kv_groups(kv_cache_config, length, sharing, parts.compiler.capabilities)
+        self._groups = kv_groups(kv_cache_config, length, sharing, device)
         self._moe = moe_methods(parts.model)
         self.kv_caches = KvCaches.allocate(
             kv_cache_config, parts.compiler.kv_memory, kv_outermost=rbln.use_custom_kernel
@@ -137,8 +138,7 @@ class EngineBuild:
         tables = bucket_tables(config)
         # Not the dtype of a parameter: a quantised model's first parameter may hold packed words.
         dtype: Any = config.model_config.dtype
-        picks = self._generates and rbln.sampler and can_pick_tokens(parts.compiler.capabilities)
-        self._stage = make_stage(parts.model, dtype, picks_tokens=picks)
+        self._stage = make_stage(parts.model, dtype, whole_part(device, config))
         self._agreement = make_agreement(config)
         masks_tokens = bool(self._moe) and rbln.use_moe_tokens_mask
         is_first = self._stage.part.is_first
@@ -157,6 +157,10 @@ class EngineBuild:
         )
         hidden_size = config.model_config.get_hidden_size()
         self._lm_head = LmHead(hidden_size, dtype, dispatch, parts.adapters)
+        self._drafts = DraftHeads(hidden_size, dtype, compiled_sizes(config).drafted, dispatch)
+        self._others = {**self._drafts.inputs}
+        if self._generates and self._stage.part.is_last:
+            self._others[LM_HEAD] = self._lm_head.inputs
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
         self._step_seconds: Mapping[Size, float] = {}
@@ -171,8 +175,8 @@ class EngineBuild:
     @property
     def served(self) -> ServedGraphs:
         """The graphs, and what makes others."""
-        others = [LM_HEAD] if self._generates and self._stage.part.is_last else []
-        return ServedGraphs(self._parts.vllm_config, self._graphs, self._factory, others)
+        config, others = self._parts.vllm_config, list(self._others)
+        return ServedGraphs(config, self._graphs, self._factory, others)
 
     @property
     def usage(self) -> UsageRecorder | None:
@@ -241,8 +245,8 @@ class EngineBuild:
             report_store_size(self._parts.board, self._store)
 
     def _request(self, spec: GraphSpec) -> GraphRequest:
-        if spec.phase is Phase.LOGITS:
-            return GraphRequest(spec, self._lm_head.inputs, None)
+        if spec in self._others:
+            return GraphRequest(spec, self._others[spec], None)
         step_inputs = self._graphs.inputs[spec]
         return GraphRequest(spec, step_inputs.tensors, step_inputs.metadata)
 
@@ -343,6 +347,7 @@ class EngineBuild:
                 table=self._graphs.verify,
                 measured=self._step_seconds,
                 replies=self._parts.place.replies,
+                model=ModelDrafter(self._drafts) if self._drafts.inputs else None,
             ),
         )
 

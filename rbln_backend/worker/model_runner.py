@@ -121,7 +121,7 @@ class RblnModelRunner:
         if token_ids is None:
             token_ids, logprobs = self._sample_logits(pending, grammar)
         took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
-        self._drafting.end_step(batch, token_ids, took)
+        self._drafting.end_step(batch, pending.outputs, token_ids, took)
         return self._reply(token_ids, logprobs, pending)
 
     def take_verify_sizes(self, table: VerifyTable) -> None:

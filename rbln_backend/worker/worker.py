@@ -61,6 +61,7 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
+from rbln_backend.worker.drafts.draft_model import add_draft_model
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, RebelProfiler, StepProfiler
@@ -69,7 +70,6 @@ from rbln_backend.worker.startup.estimate import StartEstimate
 from rbln_backend.worker.startup.model_layers import (
     install_adapted_layers,
     install_latent_layers,
-    quantized_summary,
     register_quantization,
 )
 from rbln_backend.worker.startup.npu_memory import npu_budget_bytes
@@ -175,9 +175,10 @@ class RblnWorker(TransferCalls, WorkerBase):
             with WEIGHT_PAGES.small():
                 self._model = loader().load_model(config, self.model_config)
             self._adapters = self._make_adapters(self._model)
+            add_draft_model(self._model, config, lambda own: loader().load_model(config, own))
         num_bytes = weight_bytes(self._model)
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(num_bytes)
-        self._description.has_weights(num_bytes, quantized_summary(self._model))
+        self._description.has_model(self._model)
         self._report_experts(self._model)
 
     def _report_experts(self, model: nn.Module) -> None:
@@ -185,10 +186,8 @@ class RblnWorker(TransferCalls, WorkerBase):
         if experts is None:
             return
         self._description.has_experts(experts)
-        logger.info(
-            "Experts: path %s (%s), %d of %d here",
-            *(experts.path, experts.reason, experts.local, experts.experts),
-        )
+        found = experts.path, experts.reason, experts.local, experts.experts
+        logger.info("Experts: path %s (%s), %d of %d here", *found)
 
     def _loader(self) -> BaseModelLoader:
         return get_model_loader(self.load_config)

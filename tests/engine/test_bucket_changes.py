@@ -11,6 +11,7 @@ import pytest
 
 from rbln_backend.speculation.chooser import Chooser, StepChoice
 from rbln_backend.worker.buckets.bucket_change import BucketChange
+from tests.draft_checkpoints import fitted_medusa
 from tests.engine.conftest import Engine, Engines
 from tests.engine.oracle import MOST
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
@@ -21,8 +22,6 @@ from tests.engine.test_scheduling import greedy, tokens
 pytestmark = pytest.mark.engine
 
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128}
-# Prompts come again, so that most drafts are of earlier answers.
-DRAFTS = {"speculative_config": {"method": "suffix", "num_speculative_tokens": MOST}}
 START = {"decode": [1, 2, 4, 8], "prefill": [16, 32, 64, 128]}
 CHANGES = [
     {"decode": [3, 8], "prefill": START["prefill"]},
@@ -78,15 +77,20 @@ def _run_changes(engine: Engine, prompts: list[list[int]]) -> dict[str, list[int
     return results
 
 
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [None, "suffix", pytest.param("medusa", marks=pytest.mark.wide)])
 def test_changes_while_requests_run_change_no_token(
-    engines: Engines, monkeypatch: Any, drafts: bool
+    engines: Engines, monkeypatch: Any, tmp_path: Path, drafts: str | None
 ) -> None:
-    engine = engines.fresh(**SIZES, **(DRAFTS if drafts else {}))
+    prompts = make_prompts([5, 70, 130, 20, 17, 40, 9, 100], seed=3)
+    plain = engines(**SIZES)
+    expected = tokens(plain.generate(prompts, greedy(24)))
+    speculation = {"method": drafts, "num_speculative_tokens": MOST}
+    if drafts == "medusa":
+        texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
+        speculation["model"] = str(fitted_medusa(tmp_path, plain.checkpoint, texts))
+    engine = engines.fresh(**SIZES, **({"speculative_config": speculation} if drafts else {}))
     # Steps of tiny models take as long with drafts as they happen to.
     monkeypatch.setattr(Chooser, "choose", lambda *_: StepChoice(MOST + 1))
-    prompts = make_prompts([5, 70, 130, 20, 17, 40, 9, 100], seed=3)
-    expected = tokens(engines(**SIZES).generate(prompts, greedy(24)))
     warm_up = {"kind": "warmup", "key": ""}
     before = engine.total("rbln_device_seconds_total", **warm_up)
     results = _run_changes(engine, prompts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -12,8 +11,10 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 
+from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.platform import RblnPlatform
 from tests.checkpoints import CheckpointCache
+from tests.draft_checkpoints import write_medusa
 from tests.engine.conftest import DEFAULTS, Engines
 from tests.engine.script import run_script
 from tests.engine.test_equality import make_prompts
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.engine
 
 
 DRAFTS = {"method": "suffix", "num_speculative_tokens": 2}
+DRAFT_OPTIONS = {"draft_sample_method", "max_model_len"}
 
 
 @pytest.mark.parametrize(
@@ -94,30 +96,46 @@ def test_what_cannot_run_is_refused_with_the_reason(
         engines.fresh("llama", **options)
 
 
-def write_medusa(folder: Path) -> Path:
-    """A config.json of Medusa's heads in ``folder``, which is returned."""
-    config = {"model_type": "medusa", "architectures": ["MedusaModel"], "num_layers": 1}
-    sizes = {"hidden_size": 96, "vocab_size": 512, "num_heads": 2}
-    (folder / "config.json").write_text(json.dumps(config | sizes))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("arch", "method"),
     [
-        *(("llama", "eagle"), ("llama", "eagle3"), ("llama", "draft_model"), ("llama", "medusa")),
+        *(("llama", "eagle"), ("llama", "eagle3"), ("llama", "draft_model")),
         ("deepseek_v3", "mtp"),
     ],
 )
 def test_second_models_are_refused_by_their_method(
-    engines: Engines, tmp_path: Path, arch: str, method: str
+    engines: Engines, arch: str, method: str
 ) -> None:
     drafts = engines.checkpoints(arch)
-    if method == "medusa":
-        drafts = write_medusa(tmp_path)
     settings = {"method": method, "model": str(drafts), "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match=f"method '{method}': speculative decoding with this"):
         engines.fresh(arch, speculative_config=settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tensor_parallel_size": 2}, "method 'medusa' with tensor_parallel_size 2: a draft model"),
+        ({"enable_lora": True}, "method 'medusa' with enable_lora true: a draft model"),
+        ({"rbln": {"kv_tier_memory_bytes": 1 << 24}}, "method 'medusa' with KV tiers: a draft"),
+        ({"draft_sample_method": "probabilistic"}, "draft_sample_method 'probabilistic': this"),
+        ({"max_model_len": 64}, "--speculative-config max_model_len 64: this option of a draft"),
+        ({"sizes": {"hidden_size": 32}}, "hidden_size must be the served model's, 128, got 32"),
+        (
+            {"sizes": {"truncated_vocab_size": 64}},
+            "truncated_vocab_size must be vocab_size",
+        ),
+    ],
+)
+def test_draft_models_are_refused_where_they_are_not_proven(
+    engines: Engines, tmp_path: Path, options: dict[str, Any], text: str
+) -> None:
+    drafts = write_medusa(tmp_path, **options.get("sizes", {}))
+    own = {name: options[name] for name in DRAFT_OPTIONS & options.keys()}
+    options = {n: value for n, value in options.items() if n not in (*DRAFT_OPTIONS, "sizes")}
+    settings = {"method": "medusa", "model": str(drafts), "num_speculative_tokens": 2}
+    with pytest.raises((ValueError, UnsupportedModelError), match=text):
+        engines.fresh("llama", speculative_config=settings | own, **options)
 
 
 def test_a_switch_of_npus_alone_is_reported(

@@ -13,7 +13,6 @@ from vllm.engine.arg_utils import EngineArgs
 from rbln_backend.vllm_compat.settled import compiled_sizes
 from tests.checkpoints import CheckpointCache
 from tests.engine.test_equality import make_prompts
-from tests.engine.test_platform import write_medusa
 from tests.npu.engines import Job, Ran, run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -122,16 +121,14 @@ def test_every_bucket_has_one_length_unless_others_are_configured(
     assert list(compiled_sizes(config).verify) == sizes
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model", "medusa", "mtp"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model", "mtp"])
 def test_second_models_are_refused_by_their_method(
-    sdk: ModuleType, checkpoints: CheckpointCache, tmp_path: Path, method: str
+    sdk: ModuleType, checkpoints: CheckpointCache, method: str
 ) -> None:
     """With what to use instead."""
     assert sdk
     arch = "deepseek_v3" if method == "mtp" else "llama"
     drafts = checkpoints(arch, max_position_embeddings=CONTEXT)
-    if method == "medusa":
-        drafts = write_medusa(tmp_path)
     settings = {"method": method, "model": str(drafts), "num_speculative_tokens": 2}
     config = EngineArgs(
         str(checkpoints(arch, max_position_embeddings=CONTEXT)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rbln_backend.core import Phase
 from rbln_backend.reporting.model_report import ModelReport
+from rbln_backend.speculation.choice import has_draft_model
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.check.memory_plan import memory_report
 from rbln_backend.worker.check.store_survey import knows_ranks, survey
@@ -36,9 +37,18 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         prefix_caching=caching,
         prefix_caching_reason=reason,
         verify_sizes=tuple(f"{requests}x{tokens}" for requests, tokens in found.verify),
+        draft_model=_draft_model(config),
         max_loras=lora.max_loras if lora else 0,
         max_lora_rank=lora.max_lora_rank if lora else 0,
         memory=memory_report(found),
         # With --max-model-len auto the graphs depend on the memory of the serving host.
         store=survey(found) if follows and knows_ranks(config) else None,
     )
+
+
+def _draft_model(config: VllmConfig) -> str:
+    """Return the method and the name of the draft model; empty without one."""
+    speculation = config.speculative_config
+    if speculation is None or not has_draft_model(speculation):
+        return ""
+    return f"{speculation.method}, {speculation.draft_model_config.model}"

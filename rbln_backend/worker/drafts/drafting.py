@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from rbln_backend.bucketing.verify import Size, VerifyTable
-from rbln_backend.core import Phase, StepBatch
+from rbln_backend.core import Phase, StepBatch, StepOutputs
 from rbln_backend.reporting.draft_counts import DraftCounts
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.speculation.acceptance import Acceptance
@@ -20,6 +20,7 @@ from rbln_backend.speculation.drafter import (
     Drafter,
     DraftSettings,
 )
+from rbln_backend.speculation.prediction import PredictionFirst
 from rbln_backend.speculation.step_costs import StepCosts
 from rbln_backend.vllm_compat.surface import (
     CachedRequestState,
@@ -29,6 +30,7 @@ from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     configured,
 )
+from rbln_backend.worker.drafts.model_drafter import ModelDrafter, SampledRow
 from rbln_backend.worker.step.batches import RequestBatches
 
 
@@ -48,7 +50,11 @@ class Drafting(Protocol):
         ...
 
     def end_step(
-        self, batch: StepBatch, token_ids: Sequence[Sequence[int]], took: StepSeconds
+        self,
+        batch: StepBatch,
+        outputs: StepOutputs,
+        token_ids: Sequence[Sequence[int]],
+        took: StepSeconds,
     ) -> None:
         """Record the tokens sampled for each request. Called after a step."""
         ...
@@ -69,7 +75,11 @@ class NoDrafting:
         """Do nothing."""
 
     def end_step(
-        self, batch: StepBatch, token_ids: Sequence[Sequence[int]], took: StepSeconds
+        self,
+        batch: StepBatch,
+        outputs: StepOutputs,
+        token_ids: Sequence[Sequence[int]],
+        took: StepSeconds,
     ) -> None:
         """Do nothing."""
 
@@ -106,9 +116,13 @@ class HostDrafting:
         *,
         most: int,
         max_model_len: int,
+        model: ModelDrafter | None = None,
     ) -> None:
-        """``table``: the compiled sizes; ``most``: most drafts of a request in a step."""
-        self._drafter = drafter
+        """``table``: the compiled sizes; ``most``: most drafts of a request in a step.
+
+        ``drafter`` prefers a client's prediction; it has the drafts of ``model``, if there is one.
+        """
+        self._drafter, self._model = drafter, model
         self._requests = batches.requests
         self._table, self._costs, self._counts = table, costs, counts
         self._chooser = Chooser(table, costs)
@@ -132,7 +146,11 @@ class HostDrafting:
                 self._drafter.end(name, finished=self._has_ended(begun.state))
 
     def end_step(
-        self, batch: StepBatch, token_ids: Sequence[Sequence[int]], took: StepSeconds
+        self,
+        batch: StepBatch,
+        outputs: StepOutputs,
+        token_ids: Sequence[Sequence[int]],
+        took: StepSeconds,
     ) -> None:
         """As ``Drafting``."""
         self._sampled = True
@@ -147,6 +165,8 @@ class HostDrafting:
             if begun.acceptance is not None:
                 begun.acceptance.record(tokens)
                 self._drafter.extend(name, tokens)
+        if self._model is not None:
+            self._model.draft(batch, outputs, self._continuing(names, token_ids))
 
     def take_sizes(self, table: VerifyTable) -> None:
         """As ``Drafting``. Drafts that wait are cut to the new sizes by the scheduler."""
@@ -170,6 +190,13 @@ class HostDrafting:
         self._choice = self._chooser.choose(expected, len(running))
         most = self._choice.length - 1
         return DraftTokenIds(list(drafts), [tokens[:most] for tokens in drafts.values()])
+
+    def _continuing(
+        self, names: Sequence[str], token_ids: Sequence[Sequence[int]]
+    ) -> list[SampledRow]:
+        """Return the rows of a step whose requests go on."""
+        rows = (SampledRow(row, *own) for row, own in enumerate(zip(names, token_ids, strict=True)))
+        return [row for row in rows if not self._has_ended(self._begun[row.request_id].state)]
 
     def _count(self, batch: StepBatch, tokens: int, took: StepSeconds) -> None:
         size = self._table.find(batch.num_reqs, batch.length)
@@ -226,22 +253,25 @@ def make_drafting(
     table: VerifyTable,
     measured: Mapping[Size, float],
     replies: bool,
+    model: ModelDrafter | None,
 ) -> Drafting:
     """Return the drafting of a rank; one that does not reply to the executor has none.
 
-    ``measured``: seconds of graphs by size, from warm-up.
+    ``measured``: seconds of graphs by size, from warm-up. ``model``: drafts of the draft model,
+    None for a method without one.
     """
     speculation = config.speculative_config
     if speculation is None or not replies:
         return NoDrafting()
     return HostDrafting(
-        make_drafter(speculation, shared=configured(config).share_drafts),
+        PredictionFirst(model or make_drafter(speculation, shared=configured(config).share_drafts)),
         batches,
         table,
         StepCosts(table, measured),
         DraftCounts(board, table),
         most=speculation.num_speculative_tokens,
         max_model_len=config.model_config.max_model_len,
+        model=model,
     )
 
 

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.programs.sdk_schemas import check_ops
 from rbln_backend.core import Phase
-from rbln_backend.vllm_compat.surface import IntermediateTensors
+from rbln_backend.vllm_compat.surface import (
+    IntermediateTensors,
+    VllmConfig,
+    compiled_sizes,
+    configured,
+)
+from rbln_backend.worker.drafts.draft_model import draft_function
 
 GraphFunction = Callable[..., Any]
 _Forward = Callable[..., Any]
@@ -35,6 +41,10 @@ class ModelPart:
     """Names of the tensors passed between stages, in order; none in a single stage."""
     picks_tokens: bool = False
     """The last output is int32 [rows]: the token of the largest logit, by the SDK's ``argmax``."""
+    keeps_hidden: bool = False
+    """Decode and verify graphs return hidden states [rows, H] after the logits."""
+    has_sdk_argmax: bool = False
+    """A draft model's graphs end in the SDK's ``argmax``, else in the emulator's kernel."""
 
     @property
     def received(self) -> tuple[str, ...]:
@@ -45,11 +55,17 @@ class ModelPart:
 WHOLE = ModelPart()
 
 
-def can_pick_tokens(capabilities: Capabilities) -> bool:
-    """Return True if graphs can end in ``argmax``; raises where the installed SDK lacks it."""
-    if capabilities.picks_tokens:
+def whole_part(capabilities: Capabilities, config: VllmConfig) -> ModelPart:
+    """Return the part of a sole stage; raises where the installed SDK lacks ``argmax``."""
+    has_model = compiled_sizes(config).drafted is not None
+    picks = config.model_config.runner_type == "generate" and configured(config).sampler
+    if capabilities.picks_tokens and (picks or has_model):
         check_ops("argmax")
-    return capabilities.picks_tokens
+    return ModelPart(
+        picks_tokens=picks and capabilities.picks_tokens,
+        keeps_hidden=has_model,
+        has_sdk_argmax=capabilities.picks_tokens,
+    )
 
 
 def graph_function(
@@ -58,6 +74,8 @@ def graph_function(
     """Return the function of ``phase`` over ``model``, and the names of its inputs in order."""
     if phase is Phase.LOGITS:
         return _logits(model), ("hidden",)
+    if phase is Phase.DRAFT:
+        return draft_function(model, by_sdk=part.has_sdk_argmax), ("hidden",)
     forward, names = _forward(model, part), ("input_ids", "positions", *part.received)
     if not part.is_last:
         return _stage(forward, part.intermediates), names
@@ -89,8 +107,10 @@ def _pooling(forward: _Forward) -> GraphFunction:
 def _decode(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
     def decode(*inputs: Tensor) -> tuple[Tensor, ...]:
         """[B, L], [B, L] -> logits [B * L, V]; L is 1 where no drafts are checked."""
-        logits = model.compute_logits(forward(*inputs))
-        return (logits, *_picked(logits, part))
+        hidden = forward(*inputs)
+        logits = model.compute_logits(hidden)
+        kept = (hidden,) if part.keeps_hidden else ()
+        return (logits, *kept, *_picked(logits, part))
 
     return decode
 

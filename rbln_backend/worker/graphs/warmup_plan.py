@@ -20,17 +20,24 @@ def plan(
     *,
     has_logits: bool,
     prompts: int = 1,
+    drafted: BucketTable | None = None,
 ) -> list[GraphSpec]:
     """Return every graph, smallest first within a phase.
 
     ``verify``: sizes of steps that check drafts. ``has_logits``: False for pooling models.
-    ``prompts``: most prompts of the largest prefill chunk.
+    ``prompts``: most prompts of the largest prefill chunk. ``drafted``: requests of a run of the
+    draft model, None without one.
     """
     specs = [spec_of(phase, size, prompts) for phase, table in tables.items() for size in table]
     specs += [GraphSpec.of(Phase.VERIFY, bucket, length) for bucket, length in verify]
     if has_logits:
         specs.append(GraphSpec.of(Phase.LOGITS, LOGITS_ROWS))
-    return specs
+    return specs + draft_specs(drafted)
+
+
+def draft_specs(drafted: BucketTable | None) -> list[GraphSpec]:
+    """Return the graphs of a draft model, smallest first; none without one."""
+    return [GraphSpec.of(Phase.DRAFT, size) for size in drafted or ()]
 
 
 def spec_of(phase: Phase, size: int, prompts: int) -> GraphSpec:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rbln_backend.config import RblnConfig
-from rbln_backend.vllm_compat.model_identity import model_fields
+from rbln_backend.vllm_compat.model_identity import draft_fields, model_fields
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.step.group_inputs import KvGroup
 
@@ -28,6 +28,7 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
             "data_rank": parallel.data_parallel_rank if parallel.enable_expert_parallel else 0,
         },
         "lora": _adapter_fields(config),
+        **draft_fields(config),
     }
 
 

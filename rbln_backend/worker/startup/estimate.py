@@ -6,9 +6,8 @@ from pathlib import Path
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.reporting.start_costs import StartCosts
-from rbln_backend.vllm_compat.surface import VllmConfig, compiled_sizes
-from rbln_backend.worker.graphs.warmup_plan import plan
-from rbln_backend.worker.startup.preflight import bucket_tables, generates
+from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.worker.startup.preflight import planned_graphs
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -18,8 +17,7 @@ class StartEstimate:
 
     def __init__(self, config: VllmConfig, rbln: RblnConfig) -> None:
         model, parallel = config.model_config, config.parallel_config
-        tables, verify = bucket_tables(config), compiled_sizes(config).verify
-        graphs = plan(tables, verify, has_logits=generates(config))
+        graphs = planned_graphs(config)
         self._sizes = (
             _weight_bytes(Path(model.model)) // parallel.world_size,
             len(graphs),

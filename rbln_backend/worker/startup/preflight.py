@@ -58,8 +58,7 @@ class Preflight:
     @property
     def graphs(self) -> list[GraphSpec]:
         """The graphs that a start loads or compiles."""
-        prompts = self.rbln.chunk_prompts
-        return plan(self.tables, self.verify, has_logits=generates(self.config), prompts=prompts)
+        return planned_graphs(self.config)
 
 
 def prepare(config: VllmConfig) -> Preflight:
@@ -159,6 +158,17 @@ def generates(config: VllmConfig) -> bool:
 def bucket_tables(config: VllmConfig) -> dict[Phase, BucketTable]:
     """Return the compiled sizes of an engine by phase."""
     return tables_of(compiled_sizes(config))
+
+
+def planned_graphs(config: VllmConfig) -> list[GraphSpec]:
+    """Return the graphs that a start of ``config`` loads or compiles."""
+    sizes = compiled_sizes(config)
+    return plan(
+        *(tables_of(sizes), sizes.verify),
+        has_logits=generates(config),
+        prompts=configured(config).chunk_prompts,
+        drafted=sizes.drafted,
+    )
 
 
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import nn
+
 from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.config import RblnConfig
@@ -19,6 +21,7 @@ from rbln_backend.reporting.description import (
     CacheInfo,
     DescriptionWriter,
     DeviceInfo,
+    DraftModelInfo,
     ExpertsInfo,
     KvGroupInfo,
     KvInfo,
@@ -28,8 +31,18 @@ from rbln_backend.reporting.description import (
     ServedModelInfo,
 )
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.vllm_compat.surface import KVCacheConfig, VllmConfig, compiled_sizes
+from rbln_backend.vllm_compat.surface import (
+    KVCacheConfig,
+    VllmConfig,
+    compiled_sizes,
+    init_logger,
+)
+from rbln_backend.worker.drafts.draft_model import draft_model
+from rbln_backend.worker.startup.model_layers import quantized_summary
 from rbln_backend.worker.startup.phase_timer import PHASE_SECONDS
+from rbln_backend.worker.startup.skeleton import weight_bytes
+
+logger = init_logger(__name__)
 
 _PHASES = ("init", "load", "compile", "warmup")
 
@@ -64,9 +77,22 @@ class SelfDescription:
         self._writer.write("device", _device_info(compiler, kernels))
         self._writer.write("runtime", runtime)
 
-    def has_weights(self, num_bytes: int, quantized_layers: str | None) -> None:
-        """Describe the loaded model."""
-        self._writer.write("model", _model_info(self._config, num_bytes, quantized_layers))
+    def has_model(self, model: nn.Module) -> None:
+        """Describe the loaded model, and the draft model that is a part of it."""
+        found = _model_info(self._config, weight_bytes(model), quantized_summary(model))
+        self._writer.write("model", found)
+        heads, speculation = draft_model(model), self._config.speculative_config
+        if heads is not None and speculation is not None:
+            info = DraftModelInfo(
+                name=speculation.draft_model_config.model,
+                method=str(speculation.method),
+                drafts=speculation.num_speculative_tokens,
+                weight_bytes=weight_bytes(heads),
+            )
+            self._writer.write("draft_model", info)
+            logger.info(
+                "Draft model: %s (%s), %d drafts a step", info.name, info.method, info.drafts
+            )
         self._writer.write("phases", _phase_seconds(self._board))
 
     def has_adapters(self, num_bytes: int) -> None:

@@ -26,6 +26,7 @@ from rbln_backend.vllm_compat.surface import (
     set_current_vllm_config,
     set_default_torch_dtype,
 )
+from rbln_backend.worker.drafts.draft_model import add_draft_model
 
 
 class Skeleton:
@@ -56,6 +57,10 @@ class Skeleton:
     def _make_model(self) -> nn.Module:
         try:
             model: nn.Module = initialize_model(vllm_config=self._config)
+            add_draft_model(
+                *(model, self._config),
+                lambda own: initialize_model(vllm_config=self._config, model_config=own),
+            )
         except Exception as error:
             method = self._config.model_config.quantization
             if method is None or isinstance(error, RblnError):

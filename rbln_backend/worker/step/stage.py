@@ -6,7 +6,6 @@ Both sides know the shapes from the step's graph, so that only the tensors are s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -78,17 +77,17 @@ class PipelineStage:
             self._sent.append((work, copy))
 
 
-def make_stage(model: nn.Module, dtype: torch.dtype, *, picks_tokens: bool) -> Stage:
+def make_stage(model: nn.Module, dtype: torch.dtype, whole: ModelPart = WHOLE) -> Stage:
     """Return this rank's stage; needs vLLM's process groups. ``dtype``: of hidden states.
 
-    ``picks_tokens``: graphs of the last stage end in ``argmax``.
+    ``whole``: the part that a sole stage has; the last of several ends in ``argmax`` as it does.
     """
     group = get_pp_group()
     if group.world_size == 1:
-        return SoleStage(replace(WHOLE, picks_tokens=picks_tokens))
+        return SoleStage(whole)
     intermediates = tuple(_intermediates_like(model, dtype, 1))
     is_first, is_last = bool(group.is_first_rank), bool(group.is_last_rank)
-    part = ModelPart(is_first, is_last, intermediates, picks_tokens=picks_tokens and is_last)
+    part = ModelPart(is_first, is_last, intermediates, picks_tokens=whole.picks_tokens and is_last)
     return PipelineStage(part, groups()["pp"])
 
 

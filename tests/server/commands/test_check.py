@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.checkpoint_tokenizer import VOCAB_SIZE
 from tests.checkpoints import CheckpointCache
+from tests.draft_checkpoints import random_medusa
 from tests.gguf_files import write_gguf
 from tests.kernel_cache import share_kernels
 from tests.multimodal_checkpoints import make_multimodal_checkpoint
@@ -83,6 +85,30 @@ def test_a_model_that_can_run_is_described(check: Check, folder: Any) -> None:
     assert report["  adapters"].endswith(" MiB")
     assert " blocks of 16 tokens" in report["  KV blocks"]
     assert report["compile cache"].split()[1:5] == ["0", "of", "13", "graphs"]
+
+
+def test_a_draft_model_is_named_and_counted(
+    check: Check, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    served = checkpoints("llama")
+    heads = random_medusa(tmp_path / "heads", served, heads=2)
+    drafts = {"method": "medusa", "model": str(heads), "num_speculative_tokens": 2}
+    with_heads, without = (
+        check(served, *FLAGS, *more).stdout.splitlines()
+        for more in (("--speculative-config", json.dumps(drafts)), ())
+    )
+    report = {line[2:18].rstrip(): line[19:] for line in with_heads}
+    assert report["draft model"] == f"medusa, {heads}"
+    weights, plain = (_parameters(lines) for lines in (with_heads, without))
+    assert weights - plain == pytest.approx(2 * (128 * 128 + VOCAB_SIZE * 128) / 1e6, abs=0.11)
+    # Six steps, three chunks, three sizes of heads, the LM head and those that check drafts.
+    assert report["compile cache"].split()[1:5] == ["0", "of", "16", "graphs"]
+
+
+def _parameters(report: Sequence[str]) -> float:
+    """Return the million parameters that a report counts."""
+    (line,) = [line for line in report if "M parameters" in line]
+    return float(line[19:].split("M parameters")[0].replace(",", ""))
 
 
 def test_what_is_told_is_what_is_served(

@@ -92,7 +92,12 @@ def whole_description(server: RealServer) -> None:
     info = answer.json()
     check_against_the_schema(info)
     # This server has no connector and no adapters, and its model has no experts.
-    assert [name for name in SECTIONS if info[name] is None] == ["kv_transfer", "lora", "experts"]
+    assert [name for name in SECTIONS if info[name] is None] == [
+        "kv_transfer",
+        "lora",
+        "draft_model",
+        "experts",
+    ]
     assert info["ranks"] == 1
     assert info["versions"]["vllm"].startswith("0.30")
     assert info["device"]["name"] == "emulated"

@@ -1,0 +1,61 @@
+"""Rejection of draft models in engines that have not been shown to give the same tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rbln_backend.config import RblnConfig
+from rbln_backend.unsupported import DRAFT_MODEL, DRAFT_MODEL_OPTION
+
+if TYPE_CHECKING:
+    from vllm.config import SpeculativeConfig, VllmConfig
+
+_PLAIN_OPTIONS = {
+    "draft_sample_method": "greedy",
+    "rejection_sample_method": "standard",
+    "quantization": None,
+    "moe_backend": None,
+    "attention_backend": None,
+    "kv_cache_dtype": None,
+    "max_model_len": None,
+    "draft_load_config": None,
+    "num_speculative_tokens_per_batch_size": None,
+    "parallel_drafting": False,
+    "use_heterogeneous_vocab": False,
+    "use_local_argmax_reduction": False,
+    "disable_padded_drafter_batch": False,
+    "enable_adaptive_verification": False,
+}
+"""The value of each option of vLLM's draft models that changes nothing here."""
+
+
+def check_draft_model(config: VllmConfig, rbln: RblnConfig) -> None:
+    """Raise for the first setting of the engine that does not go with its draft model."""
+    speculation, parallel, model = (
+        config.speculative_config,
+        config.parallel_config,
+        config.model_config,
+    )
+    assert speculation is not None
+    method = f"method {speculation.method!r}"
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        size = getattr(parallel, name)
+        if size > 1:
+            raise DRAFT_MODEL.refusal(f"{method} with {name} {size}")
+    if config.lora_config is not None:
+        raise DRAFT_MODEL.refusal(f"{method} with enable_lora true")
+    if rbln.has_kv_tiers:
+        raise DRAFT_MODEL.refusal(f"{method} with KV tiers")
+    if model.use_mla:
+        raise DRAFT_MODEL.refusal(f"{method} with architecture {model.architecture}")
+    _check_options(speculation)
+
+
+def _check_options(speculation: SpeculativeConfig) -> None:
+    for name, plain in _PLAIN_OPTIONS.items():
+        value = getattr(speculation, name)
+        if value != plain:
+            raise DRAFT_MODEL_OPTION.refusal(f"--speculative-config {name} {value!r}")
+    quantization = speculation.draft_model_config.quantization
+    if quantization is not None:
+        raise DRAFT_MODEL_OPTION.refusal(f"draft model with quantization {quantization!r}")
