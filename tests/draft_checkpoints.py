@@ -55,21 +55,24 @@ def fitted_medusa(
     texts: Sequence[Sequence[int]],
     *,
     heads: int = 3,
+    last: int | None = None,
 ) -> Path:
     """Write heads that are fitted to ``texts``, prompts and answers of the model ``served``.
 
     The heads' layers are nearly the identity. Each LM head is the least-squares map of the hidden
-    states to the tokens that come 2, 3, … places later: right for most of them.
+    states to the tokens that come 2, 3, … places later: right for most of them. ``last``: the
+    tokens of each text that count, None for all.
     """
     hidden_size, vocab_size = _sizes(served)
+    first = 0 if last is None else -last
     states = _process().submit(_states, served, [list(text) for text in texts]).result()
     generator = torch.Generator().manual_seed(4)
     tensors = {}
     for head in range(heads):
         block = torch.randn(hidden_size, hidden_size, generator=generator) * 0.01
-        rows = torch.cat([own[: -2 - head] for own in states]).float()
+        rows = torch.cat([own[: -2 - head][first:] for own in states]).float()
         rows = rows + torch.nn.functional.silu(rows @ block.T)
-        later = torch.cat([torch.tensor(text[2 + head :]) for text in texts])
+        later = torch.cat([torch.tensor(text[2 + head :][first:]) for text in texts])
         wanted = torch.nn.functional.one_hot(later, vocab_size).float()
         tensors[f"blocks.{head}.layers.0.weight"] = block
         fitted = torch.linalg.lstsq(rows, wanted, driver="gelsd").solution.T.contiguous()

@@ -1,0 +1,74 @@
+"""Draft models over the double: the heads' graph, and hidden states of the decode graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import CheckpointCache
+from tests.draft_checkpoints import fitted_medusa, random_medusa
+from tests.npu.engines import Job, Ran, run
+from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH, MOST
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("draft-models")
+
+
+@pytest.fixture(scope="module")
+def fitted(checkpoints: CheckpointCache, folder: Path) -> Job:
+    served = checkpoints("llama", max_position_embeddings=CONTEXT)
+    job = Job(served, {"max_model_len": CONTEXT}, BATCHES, LENGTH, checks_all_drafts=True)
+    batch, answers = job.batches[0], job.expected()[0]
+    texts = [prompt + answer for prompt, answer in zip(batch, answers, strict=True)]
+    return with_heads(job, fitted_medusa(folder / "fitted", served, texts, last=LENGTH))
+
+
+def with_heads(job: Job, heads: Path) -> Job:
+    """Return ``job`` with Medusa's heads."""
+    speculation = {"method": "medusa", "model": str(heads), "num_speculative_tokens": MOST}
+    return replace(job, options=job.options | {"speculative_config": speculation})
+
+
+@pytest.fixture(scope="module")
+def cold(fitted: Job, folder: Path) -> Ran:
+    return run([fitted], folder)
+
+
+def test_right_drafts_of_heads_save_steps(fitted: Job, folder: Path, cold: Ran) -> None:
+    """Random heads give the same answers in more steps, each of which runs the heads as well."""
+    assert cold.answers == [fitted.expected()]
+    # A prefill; steps of 1, 2 and 4 requests, with one token and with four; heads; the LM head.
+    assert len(cold.calls("compile")) == 1 + 3 * 2 + 3 + 1
+    wrong = with_heads(fitted, random_medusa(folder / "random", fitted.checkpoint))
+    ran = run([wrong], folder)
+    assert ran.answers == cold.answers
+    assert len(cold.calls("run")) < 0.7 * len(ran.calls("run"))
+
+
+def test_warm_answers_are_transformers(fitted: Job, folder: Path, cold: Ran) -> None:
+    warm = run([fitted], folder)
+    assert warm.answers == cold.answers
+    assert all(call["hit"] for call in warm.calls("compile"))
+
+
+@pytest.mark.wide
+def test_seeds_give_the_same_with_a_draft_model(fitted: Job, folder: Path) -> None:
+    seeded = replace(fitted, seed=5)
+    plain = replace(seeded, options={"max_model_len": CONTEXT}, checks_all_drafts=False)
+    drafted, single = (run([job], folder) for job in (seeded, plain))
+    assert drafted.answers == single.answers != [fitted.expected()]
+
+
+@pytest.mark.wide
+def test_host_sampling_reads_the_logits_before_the_hidden_states(
+    fitted: Job, folder: Path, cold: Ran
+) -> None:
+    """Without ``argmax`` in the decode graphs; the heads' graphs end in it all the same."""
+    ran = run([fitted], folder / "host", rbln={"sampler": False})
+    assert ran.answers == cold.answers
