@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from rbln_backend.config import RblnConfig
-from rbln_backend.speculation.choice import has_draft_model
 from rbln_backend.store.graph_sources import sources_digest
 from rbln_backend.vllm_compat.surface import VLLM_VERSION, VllmConfig
 
@@ -32,17 +31,6 @@ def model_fields(config: VllmConfig, rbln: RblnConfig) -> dict[str, Any]:
         "rbln": rbln.graph_fields(),
         **version_fields(),
     }
-
-
-def draft_fields(config: VllmConfig) -> dict[str, Any]:
-    """Return the fields of the draft model, of which its drafts' number is one; none without it."""
-    speculation = config.speculative_config
-    if speculation is None or not has_draft_model(speculation):
-        return {}
-    own = speculation.draft_model_config
-    described = json.loads(json.dumps(own.hf_config.to_dict(), default=str))
-    number = speculation.num_speculative_tokens
-    return {"draft": {**without_provenance(described), "class": own.architecture, "drafts": number}}
 
 
 def version_fields() -> dict[str, str]:

@@ -61,8 +61,8 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
-from rbln_backend.worker.drafts.draft_model import add_draft_model
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts
+from rbln_backend.worker.graphs.draft_model import add_draft_model
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, RebelProfiler, StepProfiler
 from rbln_backend.worker.startup.emulated_device import set_up_runtime, start_kernels

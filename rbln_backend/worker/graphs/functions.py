@@ -22,7 +22,7 @@ from rbln_backend.vllm_compat.surface import (
     compiled_sizes,
     configured,
 )
-from rbln_backend.worker.drafts.draft_model import draft_function
+from rbln_backend.worker.graphs.draft_model import draft_function
 
 GraphFunction = Callable[..., Any]
 _Forward = Callable[..., Any]

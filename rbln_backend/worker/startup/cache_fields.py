@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from rbln_backend.config import RblnConfig
-from rbln_backend.vllm_compat.model_identity import draft_fields, model_fields
+from rbln_backend.speculation.choice import has_draft_model
+from rbln_backend.vllm_compat.model_identity import model_fields, without_provenance
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.step.group_inputs import KvGroup
 
@@ -28,7 +30,7 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
             "data_rank": parallel.data_parallel_rank if parallel.enable_expert_parallel else 0,
         },
         "lora": _adapter_fields(config),
-        **draft_fields(config),
+        **_draft_fields(config),
     }
 
 
@@ -38,3 +40,14 @@ def _adapter_fields(config: VllmConfig) -> dict[str, Any] | None:
         return None
     targets = None if lora.target_modules is None else sorted(lora.target_modules)
     return {"slots": lora.max_loras, "rank": lora.max_lora_rank, "targets": targets}
+
+
+def _draft_fields(config: VllmConfig) -> dict[str, Any]:
+    """Return the fields of the draft model and the number of its drafts; none without one."""
+    speculation = config.speculative_config
+    if speculation is None or not has_draft_model(speculation):
+        return {}
+    own = speculation.draft_model_config
+    described = json.loads(json.dumps(own.hf_config.to_dict(), default=str))
+    number = speculation.num_speculative_tokens
+    return {"draft": {**without_provenance(described), "class": own.architecture, "drafts": number}}

@@ -37,7 +37,7 @@ from rbln_backend.vllm_compat.surface import (
     compiled_sizes,
     init_logger,
 )
-from rbln_backend.worker.drafts.draft_model import draft_model
+from rbln_backend.worker.graphs.draft_model import draft_model
 from rbln_backend.worker.startup.model_layers import quantized_summary
 from rbln_backend.worker.startup.phase_timer import PHASE_SECONDS
 from rbln_backend.worker.startup.skeleton import weight_bytes

@@ -26,7 +26,7 @@ from rbln_backend.vllm_compat.surface import (
     set_current_vllm_config,
     set_default_torch_dtype,
 )
-from rbln_backend.worker.drafts.draft_model import add_draft_model
+from rbln_backend.worker.graphs.draft_model import add_draft_model
 
 
 class Skeleton:
