@@ -64,7 +64,10 @@ def draft_model(model: nn.Module) -> Any:
 
 
 def draft_function(model: nn.Module, *, by_sdk: bool) -> Callable[[Tensor], tuple[Tensor]]:
-    """Return the function of the draft model's graph; ``by_sdk``: it ends in the SDK's argmax."""
+    """Return the function of the draft model's graph, hidden [B, H] to drafts int32 [B, heads].
+
+    ``by_sdk``: it ends in the SDK's argmax.
+    """
     heads = draft_model(model)
     pick = _picked_by_sdk if by_sdk else _picked_here
 
