@@ -292,8 +292,8 @@ KV_TRANSFER = Feature(
 NIXL = Feature(
     "NixlConnector for this engine",
     "NixlConnector with pipeline stages, several engines, Ray, more ranks than heads of keys and "
-    "values, speculation, adapters, an NPU without torch-rbln, sliding windows, latent attention "
-    "(MLA) or models that pool",
+    "values, speculation, adapters, an NPU without torch-rbln, sliding windows or models that "
+    "pool",
     "which sends whole blocks of contexts from host memory",
     "drop --kv-transfer-config, or what it is combined with",
 )

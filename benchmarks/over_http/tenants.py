@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=positive, default=24, help="of the flood (24)")
     parser.add_argument("--prompt-tokens", type=positive, default=1000, help="of all (1000)")
     parser.add_argument("--output-tokens", type=positive, default=64, help="of the flood (64)")
+    names = [situation.name for situation in _SITUATIONS[1:]]
+    parser.add_argument("--situations", nargs="+", choices=names, default=names, help="and alone")
     return Command("tenants", parser, _measure, markdown).main(argv)
 
 
@@ -83,7 +85,8 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
     path = text_checkpoint(checkpoint.path) if args.model in SHAPES else checkpoint.path
     in_flight = max(1, args.rows - 2)
     keys = f"quiet=quiet,flood=flood,bounded[in-flight:{in_flight}]=bounded,heavy[weight:4]=heavy"
-    first_s: dict[str, list[float]] = {situation.name: [] for situation in _SITUATIONS}
+    situations = [one for one in _SITUATIONS if one.name in ("alone", *args.situations)]
+    first_s: dict[str, list[float]] = {situation.name: [] for situation in situations}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-tenants-")))
         side = server_side("ours").with_flags("--max-num-seqs", str(args.rows), "--api-key", keys)
@@ -93,7 +96,7 @@ def _measure(args: argparse.Namespace, command: str) -> Run:
         stack.enter_context(server.awake())
         bench = _Bench(server, args)
         for number in range(args.rounds):
-            for situation in _SITUATIONS:
+            for situation in situations:
                 first_s[situation.name] += bench.times(situation)
             say(f"round {number + 1} of {args.rounds}")
     return Run(

@@ -27,7 +27,7 @@ from benchmarks.scenarios.bench import Bench, OutOfTimeError, first_line
 
 SCENARIOS = (
     *("fair_prefill", "kernels", "sampling", "concurrency", "shapes", "engine_process"),
-    *("starts", "memory", "kv_tiers", "growth"),
+    *("starts", "memory", "kv_tiers", "prefill_decode", "growth"),
 )
 
 

@@ -99,12 +99,13 @@ def check_nixl(config: VllmConfig, rbln: RblnConfig) -> None:
         raise NIXL.refusal("--enable-lora")
     if rbln.use_custom_kernel:
         raise NIXL.refusal("RBLN_USE_CUSTOM_KERNEL")
-    if model is not None and (model.runner_type == "pooling" or model.use_mla):
+    if model is not None and model.runner_type == "pooling":
         raise NIXL.refusal(f"architecture {model.architecture!r}")
     ranks = parallel.tensor_parallel_size
-    if model is not None and ranks > model.get_total_num_kv_heads():
+    # Latent attention caches one head, which each rank has whole.
+    heads = ranks if model is None else 1 if model.use_mla else model.get_total_num_kv_heads()
+    if ranks > heads:
         # Ranks that share a head: vLLM does not read them from fewer ranks.
-        heads = model.get_total_num_kv_heads()
         raise NIXL.refusal(f"--tensor-parallel-size {ranks} above {heads} heads of keys and values")
 
 

@@ -6,7 +6,6 @@ import importlib.util
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +75,20 @@ class Pair:
         raise AssertionError("the prefill engine keeps blocks")
 
 
-@pytest.fixture(scope="module")
-def pair(engines: Engines) -> Iterator[Pair]:
+def make_pair(engines: Engines, arch: str, **options: Any) -> Pair:
     made = []
     with pytest.MonkeyPatch.context() as patch:
         for role in ("kv_producer", "kv_consumer"):
             # vLLM reads its variables once per process.
             envs.disable_envs_cache()
             patch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_port()))
-            made.append(engines.fresh("llama", **nixl(role)))
-    yield Pair(*made)
+            made.append(engines.fresh(arch, **nixl(role), **options))
+    return Pair(*made)
+
+
+@pytest.fixture(scope="module")
+def pair(engines: Engines) -> Pair:
+    return make_pair(engines, "llama")
 
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
@@ -107,6 +110,21 @@ def test_tokens_are_those_of_one_engine(
         assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
         pair.settle()
     assert pair.prefill.used_blocks() == pair.decode.used_blocks() == 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"), [("deepseek_v2", {}), ("llama", {"kv_cache_dtype": "fp8"})]
+)
+def test_latent_and_rounded_caches(engines: Engines, arch: str, options: dict[str, Any]) -> None:
+    prompts = make_prompts(LENGTHS, seed=33)
+    params = SamplingParams(**GREEDY)
+    alone = engines(arch, **options).generate(prompts, params)
+    wanted = [list(output.outputs[0].token_ids) for output in alone]
+    both = make_pair(engines, arch, **options)
+    outputs = both.answers(prompts, both.offers(prompts), **GREEDY)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+    assert outputs[-1].num_cached_tokens == LENGTHS[-1], "blocks are read"
+    both.settle()
 
 
 def step_all(engine: Engine, most_s: float = 60) -> list[Any]:
@@ -233,7 +251,7 @@ def test_a_port_that_is_taken_is_an_error(pair: Pair) -> None:
         ("llama", {**nixl("kv_both"), "tensor_parallel_size": 4}, "4 above 2 heads"),
         ("mistral", nixl("kv_both"), "sliding window"),
         ("gemma3_text", nixl("kv_both"), "sliding window"),
-        ("deepseek_v2", nixl("kv_both"), "DeepseekV2ForCausalLM"),
+        ("deepseek_v2", {**nixl("kv_both"), "tensor_parallel_size": 2}, "2 above 1 heads"),
     ],
 )
 def test_what_is_not_supported_is_refused(

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.timeout(1800)
 SCRIPT = Path(__file__).with_name("transfer_script.py")
 NIXL = Path(__file__).parents[1] / "nixl_double"
 PROMPTS = [ONE_CHUNK, TWO_BLOCKS, THREE_CHUNKS, WHOLE_CHUNK]
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 4096}
+LONG = {"max_position_embeddings": 4096}
+LATENT = LONG | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
 def leave(job: Job, folder: Path, *, tier: Path | None = None, **rbln: Any) -> Any:
@@ -47,12 +48,19 @@ def leave(job: Job, folder: Path, *, tier: Path | None = None, **rbln: Any) -> A
 
 @pytest.mark.engine
 @pytest.mark.wide
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize(
+    ("arch", "sizes", "options"),
+    [("llama", LONG, {}), ("llama", LONG, {"kv_cache_dtype": "fp8"}), ("deepseek_v3", LATENT, {})],
+)
 def test_another_server_answers(
-    checkpoints: CheckpointCache, tmp_path: Path, options: dict[str, Any]
+    checkpoints: CheckpointCache,
+    tmp_path: Path,
+    arch: str,
+    sizes: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     """The second time, prefixes are in both servers: one block each is read."""
-    path = checkpoints("llama", max_position_embeddings=4096)
+    path = checkpoints(arch, **sizes)
     scales = ((1.0, 1.0),) * 3 if options else ()
     job = Job(path, options, batches=[PROMPTS], cache_scales=scales)
     *rounds, (first, second) = leave(job, tmp_path)
@@ -65,7 +73,7 @@ def test_another_server_answers(
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("arch", "sizes", "options"),
-    [("llama", {"max_position_embeddings": 4096}, {}), ("deepseek_v3", LATENT, {})],
+    [("llama", LONG, {}), ("deepseek_v3", LATENT, {})],
 )
 def test_files_outlive_the_engine(
     checkpoints: CheckpointCache,
