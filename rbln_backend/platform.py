@@ -32,7 +32,7 @@ from rbln_backend.unsupported import (
     PREFILL_PROMPTS,
     SPARSE_ATTENTION,
 )
-from rbln_backend.vllm_compat.patches import inspect_models_here, speculate_here
+from rbln_backend.vllm_compat import patches
 from rbln_backend.vllm_compat.settled import Settled
 
 if TYPE_CHECKING:
@@ -176,8 +176,9 @@ class RblnPlatform(Platform):
 
         register_text_models()
         register_gguf()
-        inspect_models_here()
-        speculate_here()
+        patches.inspect_models_here()
+        patches.speculate_here()
+        patches.schedule_in_order()
         if parser is not None:
             parser.set_defaults(
                 max_num_batched_tokens=DEFAULT_CHUNK_TOKENS,
@@ -306,8 +307,8 @@ def _set_classes(vllm_config: VllmConfig) -> None:
     if parallel.worker_cls == "auto":
         parallel.worker_cls = "rbln_backend.worker.worker.RblnWorker"
     if scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = "rbln_backend.scheduler.scheduler.RblnScheduler"
-    scheduler.async_scheduling = False
+        name = "async_scheduler.RblnAsync" if scheduler.async_scheduling else "scheduler.Rbln"
+        scheduler.scheduler_cls = f"rbln_backend.scheduler.{name}Scheduler"
 
 
 def _set_compilation(vllm_config: VllmConfig) -> None:

@@ -16,6 +16,7 @@ from rbln_backend.speculation.choice import DRAFT_METHODS, DRAFT_MODELS, has_dra
 from rbln_backend.speculation.model_rules import check_draft_model
 from rbln_backend.text_models.registry import TEXT_MODELS
 from rbln_backend.unsupported import (
+    ASYNC_SCHEDULING,
     CONTEXT_PARALLEL,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
@@ -64,6 +65,8 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         check_nixl(vllm_config, rbln)
     if vllm_config.speculative_config is not None:
         _check_speculation(vllm_config, rbln)
+    if scheduler.async_scheduling and model is not None:
+        _check_async_scheduling(vllm_config, rbln)
     if model is not None:
         refuse_model(model)
         _check_text_alone(model, rbln)
@@ -113,6 +116,25 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     )
     if has_draft_model(speculation):
         check_draft_model(vllm_config, rbln)
+
+
+def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
+    """Raise for an engine whose next step cannot be planned before the tokens of this one."""
+    from rbln_backend.compiler.device import device_capabilities
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    present = {
+        f"{parallel.world_size} ranks of an engine": parallel.world_size > 1,
+        "data-parallel experts": parallel.data_parallel_size > 1 and model.is_moe,
+        "--speculative-config": vllm_config.speculative_config is not None,
+        "--kv-transfer-config": vllm_config.kv_transfer_config is not None,
+        "KV tiers": rbln.has_kv_tiers,
+        "--runner pooling": model.runner_type == "pooling",
+        "VLLM_RBLN_SAMPLER=0": not rbln.sampler and not device_capabilities(rbln).runs_on_host,
+    }
+    for setting, is_present in present.items():
+        if is_present:
+            raise ASYNC_SCHEDULING.refusal(f"--async-scheduling with {setting}")
 
 
 def _check_text_alone(model: ModelConfig, rbln: RblnConfig) -> None:

@@ -265,6 +265,15 @@ SPECULATION_WINDOWS = Feature(
     "whose shifted window loses its oldest token to a draft that is rejected afterwards",
     "drop --speculative-config, or run it on RBLN-CR13 or on the emulated device",
 )
+ASYNC_SCHEDULING = Feature(
+    "asynchronous scheduling of this engine",
+    "--async-scheduling with several ranks of an engine, data-parallel experts, "
+    "--speculative-config, --kv-transfer-config, KV tiers, models that pool, or on an NPU "
+    "VLLM_RBLN_SAMPLER=0",
+    "whose steps begin before their tokens are known to other ranks, to a drafter or to a "
+    "connector, and on an NPU end where the tokens that its graph picked are read",
+    "drop --async-scheduling, or what it is combined with",
+)
 PREFILL_PROMPTS = Feature(
     "several prompts in one prefill step on an NPU, of a model that pools, or with "
     "RBLN_USE_CUSTOM_KERNEL",

@@ -73,12 +73,34 @@ class Progress(Protocol):
     def pooling_params(self) -> object: ...
 
 
+class Decoding(Progress, Protocol):
+    """The part of vLLM's ``Request`` that tells if it has a token to compute."""
+
+    @property
+    def num_output_placeholders(self) -> int:
+        """Tokens of steps that have not ended, with asynchronous scheduling; else 0."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+
 def needs_chunk(request: Progress) -> bool:
     """Return whether ``request`` pools or has more than one token left to compute."""
     pools = request.pooling_params is not None
     return is_prefill(request.num_computed_tokens, request.num_tokens, pools=pools)
 
 
-def can_decode(request: Progress) -> bool:
-    """Return whether a decode step can compute its next token, which no running step computes."""
-    return not needs_chunk(request) and request.num_computed_tokens < request.num_tokens
+def can_decode(request: Decoding) -> bool:
+    """Return whether a decode step can compute its next token, which no running step computes.
+
+    Steps that have not ended may make its last token, which ends it.
+    """
+    coming = request.num_output_placeholders
+    known = request.num_computed_tokens - coming
+    if coming and known + 2 >= request.num_prompt_tokens + request.max_tokens:
+        return False
+    return not needs_chunk(request) and request.num_computed_tokens < request.num_tokens + coming

@@ -172,7 +172,11 @@ def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
         return
     logged = [spec for spec in windows if isinstance(spec, WindowSpec) and spec.log_pages]
     in_pages = [spec for spec in windows if isinstance(spec, AppendedWindowSpec)]
-    if not configured(vllm_config).window_prefix_cache or len(logged + in_pages) < len(windows):
+    # A window is logged after the step that completes a page; with the next step in flight it has
+    # moved on.
+    moves_on = bool(logged) and bool(vllm_config.scheduler_config.async_scheduling)
+    is_off = moves_on or not configured(vllm_config).window_prefix_cache
+    if is_off or len(logged + in_pages) < len(windows):
         cache.enable_prefix_caching = False
         logger.warning(
             "Prefix caching is not available for %s. It has been automatically disabled.",

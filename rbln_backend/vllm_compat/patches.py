@@ -37,6 +37,7 @@ the runner's tables are meant to be written, and not listed.
 | `vllm.model_executor.models.registry._run_in_subprocess` | ``inspect_models_here``, every process that reads flags | what a model class can do is looked up in a new Python, which imports vLLM again: six seconds for every model that a cache root has not seen | it is there to keep CUDA uninitialised, and there is none; the engine's process imports the class anyway | the platform may say where it happens |
 | rows 6 and 7 of ``GGML_BLOCK`` and ``GGML_NAME`` of transformers' GGUF reader | `rbln_backend/gguf/five_bits.py`, the process that converts a GGUF file | transformers' reader refuses every file with a tensor of Q5_0 or Q5_1, as Q4_K_M files have where rows are no multiple of 256 | the rows are sizes and names of kinds that the tables lack; our own function expands them | transformers expands Q5_0 and Q5_1 |
 | the check `has_arctic_inference` in the module of `SpeculativeConfig` | ``speculate_here``, every process that reads flags | ``--speculative-config '{"method": "suffix"}'`` is refused without the package arctic-inference | only the check is passed: drafts of that name are our own (`rbln_backend/speculation/suffix.py`), and nothing imports the package | vLLM leaves the check to who makes the drafts |
+| `__post_init__` of vLLM's `VllmConfig` | ``schedule_in_order``, every process that reads flags | vLLM sets ``async_scheduling`` before it calls the platform, which then cannot see if the flag was given: a default of our own is not possible, nor a refusal of the flag alone | vLLM's own method runs, with False in place of None | vLLM asks the platform for the default |
 | `vllm.sampling_params.SamplingParams._validate_spec_decode` | ``speculate_here``, every process that reads flags | requests with ``min_p`` or ``logit_bias`` are refused by an engine that speculates | drafts are sampled place by place by the ordinary sampler (`rbln_backend/worker/drafts/verification.py`), which knows both | vLLM's rejection sampler supports them, or calls the platform |
 | imports of the modules that `rbln_backend/vllm_compat/start_imports.py` lists | `rbln_backend/vllm_compat/start_imports.py`, until a process is ready | 5,100 modules are imported in each process, and two seconds of each start go into Dynamo, the OpenAI client's types, HTTP clients and transformers' models, which most starts do not use | a name of such a module is a reference that imports it when it is used, and after the start the import statements find the modules themselves (`tests/unit/host/test_deferred_imports.py`) | vLLM imports them where they are used |
 | compile and _check_with of torch, allow_in_graph and assume_constant_result of its compiler module | `rbln_backend/vllm_compat/start_imports.py`, until a process is ready | as decorators of vLLM's functions the first three import Dynamo; the last imports symbolic shapes to look at a bool | functions are compiled by their first call and marked before the first capture; a check that is met does nothing | torch imports Dynamo when something is compiled |
@@ -49,9 +50,12 @@ the runner's tables are meant to be written, and not listed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _T = TypeVar("_T")
 
@@ -70,6 +74,26 @@ def speculate_here() -> None:
 
     SamplingParams._validate_spec_decode = _accept  # type: ignore[assignment, method-assign]
     speculative.has_arctic_inference = _yes  # type: ignore[attr-defined]
+
+
+def schedule_in_order() -> None:
+    """Make vLLM leave asynchronous scheduling off unless the flag is given; idempotent."""
+    from vllm.config import VllmConfig
+
+    VllmConfig.__post_init__ = _without_default(VllmConfig.__post_init__)  # type: ignore[method-assign]
+
+
+def _without_default(settle: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
+    if getattr(settle, "has_no_default", False):
+        return settle
+
+    def settle_in_order(config: VllmConfig) -> None:
+        if config.scheduler_config.async_scheduling is None:
+            config.scheduler_config.async_scheduling = False
+        settle(config)
+
+    settle_in_order.has_no_default = True  # type: ignore[attr-defined]
+    return settle_in_order
 
 
 def apply_patches() -> None:

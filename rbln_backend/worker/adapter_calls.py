@@ -20,6 +20,9 @@ class AdapterCalls:
 
     _adapters: Adapters | None = None
 
+    def synchronize_device(self) -> None:
+        """Wait for the step that the device runs; with asynchronous scheduling alone one may."""
+
     def stage_lora(self, request: object) -> None:
         """Start reading an adapter in the background; returns at once."""
         self._loaded_adapters().stage(request)
@@ -37,10 +40,12 @@ class AdapterCalls:
         Raises ``AdapterError`` for one that cannot be read or does not fit, and when ``max_loras``
         adapters are loaded.
         """
+        self.synchronize_device()
         return self._loaded_adapters().add(request)
 
     def remove_lora(self, lora_id: int) -> bool:
         """Free the slot of an adapter that no running request uses; False for an unknown id."""
+        self.synchronize_device()
         return self._loaded_adapters().remove(lora_id)
 
     def list_loras(self) -> set[int]:

@@ -34,6 +34,10 @@ class BucketCalls(AdapterCalls):
     _sizes: EngineBuckets | None = None
     """The sizes since the latest change; None before the first."""
 
+    def synchronize_device(self) -> None:
+        if isinstance(self._runner, RblnModelRunner):
+            self._runner.synchronize()
+
     def bucket_state(self) -> dict[str, Any]:
         """Return the present sizes, the latest change, and why none is possible, if so."""
         sizes = self._present_sizes()
@@ -70,6 +74,7 @@ class BucketCalls(AdapterCalls):
         `phase` is that of the rank that is behind: the others wait for it.
         """
         assert self._change is not None
+        self.synchronize_device()
         self._change.advance(phase)
         return self._change.report()
 
@@ -83,6 +88,7 @@ class BucketCalls(AdapterCalls):
         """Free the graphs that neither the present sizes nor a change use; return how many."""
         if self._build is None:
             return 0
+        self.synchronize_device()
         change = self._change
         is_open = change is not None and not change.is_done and change.error is None
         return self._build.served.graphs.release(change.specs if change and is_open else ())

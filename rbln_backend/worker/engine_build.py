@@ -51,6 +51,7 @@ from rbln_backend.worker.graphs.lm_head import SPEC as LM_HEAD
 from rbln_backend.worker.graphs.lm_head import LmHead
 from rbln_backend.worker.graphs.tensor_names import named_tensors
 from rbln_backend.worker.model_runner import RblnModelRunner
+from rbln_backend.worker.overlap.step_loop import step_loop
 from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.relay_runner import RelayRunner
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
@@ -70,7 +71,6 @@ from rbln_backend.worker.step.group_inputs import kv_groups
 from rbln_backend.worker.step.host_pooler import HostPooler
 from rbln_backend.worker.step.inputs import AsScheduled, LongestFirst, RowOrder, StepInputs
 from rbln_backend.worker.step.metrics import StepMetrics
-from rbln_backend.worker.step.runner import StepRunner
 from rbln_backend.worker.step.stage import intermediate_buffers, make_stage
 from rbln_backend.worker.step.token_types import TokenTypes
 from rbln_backend.worker.step.usage_recorder import UsageRecorder, open_recorder
@@ -308,12 +308,14 @@ class EngineBuild:
     def _make_runner(self) -> Runner:
         config = self._parts.vllm_config
         is_last = self._stage.part.is_last
-        sizes = (largest_decode(config), self._graphs.prompts)
-        batches = RequestBatches(self._input_batch, *sizes, samples=is_last)
+        most, prompts = largest_decode(config), self._graphs.prompts
+        batches = RequestBatches(self._input_batch, most, prompts, samples=is_last)
         place, specs = self._parts.place, list(self._graphs.inputs)
         counts = self._parts.board.only_if(place.counts_steps)
         metrics = StepMetrics(counts, specs, self._usage, self._sizes, engine=place.engine)
-        steps = StepRunner(
+        runs_on_host = self._parts.compiler.capabilities.runs_on_host
+        loop = step_loop(config, runs_on_host=runs_on_host)
+        steps = loop.steps(
             batches=batches,
             adapters=self._adapter_rows(batches),
             graphs=self._graphs,
@@ -326,14 +328,14 @@ class EngineBuild:
         if not is_last:
             return RelayRunner(steps)
         if not self._generates:
-            caching = bool(config.cache_config.enable_prefix_caching)
-            pooler = HostPooler(self._parts.model, reuses_prefixes=caching)
-            return PoolingRunner(steps, pooler, TokenTypes(self._parts.model))
-        runs_on_host = self._parts.compiler.capabilities.runs_on_host
+            caching, model = bool(config.cache_config.enable_prefix_caching), self._parts.model
+            return PoolingRunner(
+                steps, HostPooler(model, reuses_prefixes=caching), TokenTypes(model)
+            )
         sampler = make_sampler(config.model_config.logprobs_mode, runs_on_host=runs_on_host)
         vocab_size = config.model_config.get_vocab_size()
-        board = self._parts.board.only_if(self._parts.place.replies)
-        return RblnModelRunner(
+        board = self._parts.board.only_if(place.replies)
+        return loop.runner(
             steps=steps,
             sampler=sampler,
             picks=make_picks(by_graph=self._stage.part.picks_tokens, runs_on_host=runs_on_host),
@@ -346,7 +348,7 @@ class EngineBuild:
                 board,
                 table=self._graphs.verify,
                 measured=self._step_seconds,
-                replies=self._parts.place.replies,
+                replies=place.replies,
                 model=ModelDrafter(self._drafts) if self._drafts.inputs else None,
             ),
         )

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 if TYPE_CHECKING:
     # The HTTP process imports this module for the name of the class, and must not import layers.
@@ -30,6 +31,16 @@ class _Done(Future["StepOutput"]):
 
     def done(self) -> bool:
         return True
+
+
+class _InFlight(_Done):
+    """A result that is read when the engine needs it: the device may still run the step."""
+
+    def __init__(self, step: AsyncModelRunnerOutput) -> None:
+        self._step = step
+
+    def result(self, timeout: float | None = None) -> StepOutput:  # noqa: ARG002
+        return self._step.get_output()
 
 
 class DirectExecutor(UniProcExecutor):
@@ -57,4 +68,6 @@ class DirectExecutor(UniProcExecutor):
     ) -> StepOutput | Future[StepOutput]:
         worker = cast("RblnWorker", self.driver_worker.worker)
         output = worker.sample_tokens(grammar_output)
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _InFlight(output) if non_block else output.get_output()
         return _Done(output) if non_block else output

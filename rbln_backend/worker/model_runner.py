@@ -19,6 +19,7 @@ from rbln_backend.core import Phase, StepBatch, StepOutputs
 from rbln_backend.grammar.late import MasksInTime
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
     DraftTokenIds,
     GrammarOutput,
     LogprobsLists,
@@ -109,7 +110,12 @@ class RblnModelRunner:
         )
         return None
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | None:
+    def synchronize(self) -> None:
+        """Do nothing: the device runs no step between two calls."""
+
+    def sample_tokens(
+        self, grammar: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         """Mask, sample and record; return None when the last step ran nothing."""
         pending, self._pending = self._pending, None
         if pending is None:

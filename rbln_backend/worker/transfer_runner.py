@@ -14,6 +14,7 @@ from rbln_backend.vllm_compat.kv_connector import (
 )
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
     GrammarOutput,
     KVCacheConfig,
     ModelRunnerOutput,
@@ -78,6 +79,9 @@ class TransferRunner:
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | None:
         """As ``RblnModelRunner.sample_tokens``."""
         result = self._runner.sample_tokens(grammar)
+        assert not isinstance(result, AsyncModelRunnerOutput), (
+            "refused with asynchronous scheduling"
+        )
         return None if result is None else self._with_ended(result)
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ from rbln_backend.vllm_compat.log import share_logging
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.start_imports import start_imports
 from rbln_backend.vllm_compat.surface import (
+    AsyncModelRunnerOutput,
     BaseModelLoader,
     CompilationTimes,
     DraftTokenIds,
@@ -306,7 +307,7 @@ class RblnWorker(TransferCalls, WorkerBase):
 
     def sample_tokens(  # type: ignore[override]  # upstream's callers accept None, its type does not
         self, grammar_output: GrammarOutput | None
-    ) -> ModelRunnerOutput | None:
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         assert self._runner is not None
         return self._guarded(self._runner.sample_tokens, grammar_output)
 
@@ -344,9 +345,6 @@ class RblnWorker(TransferCalls, WorkerBase):
             self._profiler.start()
         else:
             self._profiler.stop()
-
-    def synchronize_device(self) -> None:
-        """Do nothing: graphs run synchronously."""
 
     def shutdown(self) -> None:
         if self._adapters is not None:

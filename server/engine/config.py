@@ -47,11 +47,6 @@ def engine_config(
     ours |= _prefill_options(engine_args.additional_config, settings)
     if ours:
         engine_args.additional_config = _with_ours(engine_args.additional_config, ours)
-    if engine_args.async_scheduling and api.is_active():
-        raise LaunchError(
-            "--async-scheduling cannot be used: steps run one after another on this platform",
-            exit_code=2,
-        )
     transfer = engine_args.kv_transfer_config
     if transfer is not None and api.is_active():
         api.check_connectors(transfer)

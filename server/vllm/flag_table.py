@@ -209,7 +209,8 @@ HONOURED_FLAGS: Mapping[str, tuple[str, ...]] = {
 
 CHECKED_FLAGS: Mapping[str, str] = {
     "enforce_eager": "refused: every graph is compiled",
-    "async_scheduling": "refused: steps run one after another",
+    "async_scheduling": "off unless given; for engines of one rank "
+    "([engine](engine.md#asynchronous-scheduling))",
     "enable_chunked_prefill": "on; `--no-enable-chunked-prefill` is refused",
     "quantization": "the formats of [quantization.md](quantization.md)",
     "quantization_config": "the formats of [quantization.md](quantization.md)",

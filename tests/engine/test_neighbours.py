@@ -111,14 +111,21 @@ def test_a_mask_ends_with_its_request(engines: Engines) -> None:
 PREEMPTING = {"num_gpu_blocks_override": 18, "enable_prefix_caching": True}
 
 
-@pytest.mark.parametrize("options", [LORA, PREEMPTING], ids=["adapters", "preempted"])
+IN_FLIGHT = {"async_scheduling": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [LORA, PREEMPTING, LORA | IN_FLIGHT, PREEMPTING | IN_FLIGHT],
+    ids=["adapters", "preempted", "adapters-in-flight", "preempted-in-flight"],
+)
 def test_arrivals_and_departures_change_no_answer(
     engines: Engines, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     engine = engines("llama", **options)
     company, rng = Company(engine), random.Random(11)
     adapters: list[LoRARequest | None] = [None]
-    if options is LORA:
+    if "enable_lora" in options:
         for number in (1, 2):
             folder = make_adapter(engine.checkpoint, tmp_path / str(number), seed=number)
             adapters.append(LoRARequest(f"neighbour-{number}", number, str(folder)))

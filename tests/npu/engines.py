@@ -46,6 +46,8 @@ class Job:
     """Of sampled tokens; None: the most probable ones."""
     checks_all_drafts: bool = False
     """As many as there are, whatever they gain."""
+    reads: str | None = None
+    """``early`` or ``late``: the runner is broken so that it reads a step's outputs then."""
     cache_scales: tuple[tuple[float, float], ...] = ()
     """Of keys and values by layer, in a cache of e4m3; none in another."""
 
@@ -91,6 +93,7 @@ def run(
             "abort_after": job.abort_after,
             "seed": job.seed,
             "checks_all_drafts": job.checks_all_drafts,
+            "reads": job.reads,
         }
         for job in jobs
     ]

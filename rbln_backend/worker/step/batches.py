@@ -114,11 +114,12 @@ class RequestBatches:
         for index, request_id in enumerate(cached.req_ids):
             request = self.requests[request_id]
             request.num_computed_tokens = cached.num_computed_tokens[index]
+            tokens = cached.all_token_ids.get(request_id)
+            if tokens is not None:
+                # It was preempted: no scheduler output had its latest token, and the scheduler
+                # may have dropped one of a step that had not ended.
+                request.output_token_ids[:] = tokens[request.num_prompt_tokens :]
             if not self._samples:
-                tokens = cached.all_token_ids.get(request_id)
-                if tokens is not None:
-                    # It was preempted: no scheduler output had its latest token.
-                    request.output_token_ids[:] = tokens[request.num_prompt_tokens :]
                 self._append_tokens(request, cached.new_token_ids[index])
             new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:

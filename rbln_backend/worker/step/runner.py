@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -108,6 +109,9 @@ class StepRunner:
         """Charge the first run of a new graph, which is no step."""
         self._accounts.charge_warm_up(seconds)
 
+    def wait(self) -> None:
+        """Do nothing: a step has ended when it returns."""
+
     def run_idle(self) -> None:
         """Run the graphs of the other data-parallel ranks over padding: their collectives wait."""
         self._run_rounds(None)
@@ -149,15 +153,17 @@ class StepRunner:
         if scheduled.kv_cache_block_copies:
             self._kv_caches.copy_heads(head_copies(scheduled))
 
-    def _run(self, step: StepGraph, batch: StepBatch | None) -> tuple[Tensor, ...]:
+    def _run(self, step: StepGraph, batch: StepBatch | None) -> Sequence[Tensor]:
         """Run a graph for ``batch``, None for padding alone; count and charge its time."""
         started = time.perf_counter()
         outputs = step.graph.run(self._useful(batch))
-        seconds = time.perf_counter() - started
+        self._count(step, batch, time.perf_counter() - started)
+        return outputs
+
+    def _count(self, step: StepGraph, batch: StepBatch | None, seconds: float) -> None:
         rows, tokens = (0, 0) if batch is None else (batch.num_rows, batch.num_tokens)
         self._metrics.record(step.spec, rows, tokens, seconds)
         self._accounts.charge(batch, seconds, self.batches.requests)
-        return outputs
 
     def _useful(self, batch: StepBatch | None) -> UsefulRows | None:
         """Return the rows of a graph that ``batch`` needs; None: all.

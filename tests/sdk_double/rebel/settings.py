@@ -21,6 +21,7 @@ class Settings:
     broken: frozenset[str]
     compile_seconds: float
     memory: int
+    holds_outputs: bool
 
 
 def _words(name: str) -> frozenset[str]:
@@ -33,7 +34,8 @@ def read_settings() -> Settings:
     ``SDK_DOUBLE_LOG`` file to append to; ``SDK_DOUBLE_NPU`` name of every NPU, empty for a host
     without one; ``SDK_DOUBLE_DEVICES`` how many there are; ``SDK_DOUBLE_OFF`` rules switched off;
     ``SDK_DOUBLE_BREAK`` what is done wrong on purpose (``kv_copy``, ``argmax``, ``draft_rows``);
-    ``SDK_DOUBLE_COMPILE_S`` seconds a compile takes; ``SDK_DOUBLE_MEMORY`` bytes of one device.
+    ``SDK_DOUBLE_COMPILE_S`` seconds a compile takes; ``SDK_DOUBLE_MEMORY`` bytes of one device;
+    ``SDK_DOUBLE_HOLD`` 1 keeps the outputs of a run back until they are read.
     """
     log = os.environ.get("SDK_DOUBLE_LOG")
     return Settings(
@@ -44,6 +46,7 @@ def read_settings() -> Settings:
         broken=_words("SDK_DOUBLE_BREAK"),
         compile_seconds=float(os.environ.get("SDK_DOUBLE_COMPILE_S", "0")),
         memory=int(os.environ.get("SDK_DOUBLE_MEMORY", str(_CR13_BYTES))),
+        holds_outputs=os.environ.get("SDK_DOUBLE_HOLD", "0") == "1",
     )
 
 

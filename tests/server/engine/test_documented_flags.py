@@ -44,6 +44,7 @@ def test_the_documented_command_line_is_taken(checkpoints: CheckpointCache, tmp_
         ("-cc", '{"mode": 3, "cudagraph_mode": "NONE"}'),
         ("-cc.mode=3",),
         ("--no-async-scheduling",),
+        ("--async-scheduling",),
         ("--device", "auto"),
         ("--kv-cache-dtype", "auto"),
         ("--kv-cache-dtype", "bfloat16", "--dtype", "bfloat16"),
@@ -88,7 +89,6 @@ def test_stages_of_a_pipeline_share_the_largest_bucket(
 BUCKETS = json.dumps({"rbln": {"decode_batch_bucket_step": 3}})
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--enforce-eager",), "--enforce-eager is not supported: there is no eager path"),
-    (("--async-scheduling",), "--async-scheduling cannot be used: steps run one after another"),
     (("-O0",), r"--optimization-level 0 \(-O0\) is not supported: there is no eager path"),
     (("-O", "{'level': 0}"), r"mode \(level\) must be 3, got 0 \(NONE\)"),
     (("-cc.mode=1",), r"mode \(level\) must be 3, got 1 \(STOCK_TORCH_COMPILE\)"),

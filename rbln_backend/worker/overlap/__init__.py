@@ -1,0 +1,1 @@
+"""Steps that the device runs while the engine plans the next one (``--async-scheduling``)."""

@@ -1,0 +1,32 @@
+"""The classes of an engine's step loop, with and without asynchronous scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.worker.model_runner import RblnModelRunner
+from rbln_backend.worker.overlap.async_runner import AsyncModelRunner
+from rbln_backend.worker.overlap.steps import (
+    LaunchInThread,
+    OverlappedStepRunner,
+    launch_on_device,
+)
+from rbln_backend.worker.step.runner import StepRunner
+
+
+class StepLoop(NamedTuple):
+    """Makes the parts of a step loop, with the arguments of their base classes."""
+
+    steps: Callable[..., StepRunner]
+    runner: Callable[..., RblnModelRunner]
+
+
+def step_loop(config: VllmConfig, *, runs_on_host: bool) -> StepLoop:
+    """Return the classes for an engine on a device that ``runs_on_host`` or beside it."""
+    if not config.scheduler_config.async_scheduling:
+        return StepLoop(StepRunner, RblnModelRunner)
+    launch = LaunchInThread() if runs_on_host else launch_on_device
+    return StepLoop(partial(OverlappedStepRunner, launch=launch), AsyncModelRunner)

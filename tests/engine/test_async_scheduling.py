@@ -1,0 +1,149 @@
+"""With asynchronous scheduling every answer is that of an engine without it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Engine, Engines
+from tests.engine.test_equality import make_prompts
+from tests.engine.test_neighbours import FEATURES, PREEMPTING, Company
+
+pytestmark = pytest.mark.engine
+
+ENDS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"max_tokens": 1},
+    {"max_tokens": 2},
+    {"stop_token_ids": [*range(0, 4096, 5)]},
+    {"stop_token_ids": [*range(0, 4096, 3)], "min_tokens": 3},
+    {"stop": ["a", "e"]},
+    {"temperature": 1.0, "seed": 11, "presence_penalty": 0.5},
+    # As far as the context goes.
+    {"max_tokens": 10_000},
+)
+Work = list[tuple[list[int], dict[str, Any]]]
+
+
+def make_work(seed: int, count: int) -> Work:
+    """Prompts, many with a beginning in common, and their parameters."""
+    rng = random.Random(seed)
+    own = make_prompts([rng.choice([1, 2, 16, 17, 33, 64, 65, 100]) for _ in range(count)], seed)
+    (shared,) = make_prompts([90], seed + 1)
+    work: Work = []
+    for prompt in own:
+        options = rng.choice((rng.choice(FEATURES), rng.choice(ENDS), rng.choice(ENDS)))
+        begins = shared[: rng.choice([0, 0, 32, 80])]
+        whole = (begins + prompt)[:190]
+        most = min(options.get("max_tokens", rng.randrange(4, 40)), 256 - len(whole))
+        work.append((whole, {"ignore_eos": rng.random() < 0.5, **options, "max_tokens": most}))
+    return work
+
+
+def play(engine: Engine, work: Work, seed: int) -> Company:
+    """Requests come at random steps, and some are aborted."""
+    engine.core.scheduler.reset_prefix_cache()
+    company, rng = Company(engine), random.Random(seed)
+    for number, (prompt, options) in enumerate(work):
+        company.add(str(number), prompt, options)
+        for _ in range(rng.randrange(5)):
+            company.step()
+        if number % 7 == 6 and company.going:
+            company.abort(leaving := rng.choice(sorted(company.going)))
+            company.answers.pop(leaving, None)
+    company.to_the_end()
+    return company
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [("llama", {}), ("llama", PREEMPTING), ("gemma3_text", {}), ("qwen3_moe", {})],
+    ids=["llama", "preempted", "windows", "experts"],
+)
+def test_answers_are_the_same(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, arch: str, options: dict[str, Any]
+) -> None:
+    work = make_work(5, 40)
+    plain = play(engines(arch, **options), work, 1)
+    engine = engines(arch, async_scheduling=True, **options)
+    preempted, preempt = list[Any](), engine.core.scheduler._preempt_request
+
+    def seen(request: Any, *args: Any, **named: Any) -> None:
+        preempted.append(request.num_in_flight_tokens)
+        preempt(request, *args, **named)
+
+    monkeypatch.setattr(engine.core.scheduler, "_preempt_request", seen)
+    company = play(engine, work, 2)
+    both = plain.answers.keys() & company.answers.keys()
+    assert len(both) > len(work) / 2
+    for name in both:
+        assert company.answers[name] == plain.answers[name], work[int(name)]
+    assert engine.total("rbln_recompiles_after_warmup_total") == 0
+    # Some while a step computes a token of theirs.
+    assert any(preempted) == bool(options)
+
+
+def test_a_step_is_planned_while_another_runs(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engines("llama", async_scheduling=True)
+    scheduler, runner = engine.core.scheduler, engine.core.model_executor.driver_worker.worker
+    planned: list[bool] = []
+    schedule = scheduler.schedule
+
+    def seen(*args: Any) -> Any:
+        planned.append(runner._runner._in_flight is not None)
+        return schedule(*args)
+
+    monkeypatch.setattr(scheduler, "schedule", seen)
+    company = Company(engine)
+    company.add("0", make_prompts([20], seed=1)[0], {"max_tokens": 12})
+    company.to_the_end()
+    # All but the first, and one after the last.
+    assert planned.count(True) >= 12
+    assert len(company.answers["0"][0]) == 12
+
+
+def test_what_is_computed_after_a_stop_is_dropped_and_charged(engines: Engines) -> None:
+    """The token after a stop reaches neither the client nor the cache, and its step is paid."""
+    plain, engine = engines("llama"), engines("llama", async_scheduling=True)
+    (prompt,) = make_prompts([40], seed=9)
+    whole = Company(plain)
+    whole.add("0", prompt, {"max_tokens": 60})
+    whole.to_the_end()
+    tokens = whole.answers["0"][0]
+    engine.core.scheduler.reset_prefix_cache()
+    company = Company(engine)
+    for end in (1, 8, 24, 25, 39):
+        stop = tokens[end]
+        first = tokens.index(stop)
+        company.add(f"stop-{end}", prompt, {"max_tokens": 60, "stop_token_ids": [stop]})
+        company.to_the_end()
+        assert company.answers[f"stop-{end}"][:2] == (tokens[: first + 1], "stop")
+        # Its beginning is the whole answer: a hit, up to the last whole unit of it.
+        rest = {"max_tokens": 60 - first - 1}
+        company.add(f"rest-{end}", prompt + tokens[: first + 1], rest)
+        company.to_the_end()
+        assert company.answers[f"rest-{end}"][0] == tokens[first + 1 :]
+    engine.core.model_executor.driver_worker.worker._runner.steps._accounts.flush()
+    spent = engine.total("rbln_device_seconds_total") - engine.total(
+        "rbln_device_seconds_total", kind="warmup"
+    )
+    assert spent == pytest.approx(engine.total("rbln_bucket_step_seconds_sum"), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        ({"pipeline_parallel_size": 2}, "2 ranks of an engine"),
+        ({"tensor_parallel_size": 2}, "2 ranks of an engine"),
+        ({"runner": "pooling"}, "--runner pooling"),
+        ({"kv_offloading_size": 1.0, "kv_offloading_backend": "native"}, "KV tiers"),
+    ],
+)
+def test_other_engines_refuse_it(engines: Engines, options: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ValueError, match=f"--async-scheduling with {setting}"):
+        engines.fresh("llama", async_scheduling=True, **options)
