@@ -17,7 +17,6 @@ from torch import nn
 from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import Size
-from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.port import CompiledGraph, Compiler
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
@@ -69,7 +68,7 @@ from rbln_backend.worker.step.batches import RequestBatches
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.step.group_inputs import kv_groups
 from rbln_backend.worker.step.host_pooler import HostPooler
-from rbln_backend.worker.step.inputs import AsScheduled, LongestFirst, RowOrder, StepInputs
+from rbln_backend.worker.step.inputs import StepInputs, row_order
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.stage import intermediate_buffers, make_stage
 from rbln_backend.worker.step.token_types import TokenTypes
@@ -323,7 +322,7 @@ class EngineBuild:
             meters=StepMeters(metrics, step_accounts(config, counts)),
             stage=self._stage,
             agreement=self._agreement,
-            rows=_row_order(self._parts.compiler.capabilities),
+            rows=row_order(self._parts.compiler.capabilities),
         )
         if not is_last:
             return RelayRunner(steps)
@@ -383,10 +382,6 @@ def _without_speculation(config: VllmConfig) -> VllmConfig:
     plain = copy.copy(config)
     plain.speculative_config = None
     return plain
-
-
-def _row_order(capabilities: Capabilities) -> RowOrder:
-    return LongestFirst() if capabilities.longest_first else AsScheduled()
 
 
 def _encoder_layers(parts: EngineParts) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rbln_backend.attention.metadata import EncoderMetadata, RblnAttentionMetadata
+from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.core import GraphSpec
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
 from rbln_backend.moe.paths import TOKENS_MASK
@@ -296,3 +297,8 @@ class LongestFirst:
     def restore(self, output: Rows) -> Rows:
         """As ``RowOrder``: a copy of the output, unless the order is the same."""
         return output if self._order is None else output[self._rows[: len(output)]]
+
+
+def row_order(capabilities: Capabilities) -> RowOrder:
+    """Return the order that the device's decode kernels need."""
+    return LongestFirst() if capabilities.longest_first else AsScheduled()
