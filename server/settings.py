@@ -184,10 +184,12 @@ def _check_together(settings: ServerSettings) -> None:
             f"--max-continued-bytes {settings.max_continued_bytes} is less than "
             f"--max-conversation-bytes {settings.max_conversation_bytes}"
         )
-    if settings.audit_max_bytes < 2 * settings.audit_file_bytes:
+    logs = settings.api_server_count + 1 if settings.api_server_count > 1 else 1
+    if settings.audit_max_bytes < 2 * settings.audit_file_bytes * logs:
+        shared = "" if logs == 1 else f" for each of the logs of {logs} processes"
         raise SettingsError(
             f"--audit-max-bytes {settings.audit_max_bytes} is less than twice --audit-file-bytes "
-            f"{settings.audit_file_bytes}"
+            f"{settings.audit_file_bytes}{shared}"
         )
     if settings.allow_credentials and "*" in settings.allowed_origins:
         raise SettingsError(
@@ -200,7 +202,6 @@ def _check_processes(settings: ServerSettings) -> None:
     given = {
         "--headless": settings.headless,
         "--models": settings.models is not None,
-        "--audit-log": settings.audit_log is not None,
         "--shadow-rate": settings.shadow_rate > 0,
     }
     for flag in (flag for flag, is_given in given.items() if is_given):

@@ -90,4 +90,8 @@ def files_of(path: Path) -> list[Path]:
         return [path]
     if found := log_files(path):
         return found
+    if folders := sorted(one.name for one in path.glob("*") if log_files(one)):
+        raise AuditLogError(
+            f"{path} has a log for each process; name one of them: {', '.join(folders)}"
+        )
     raise AuditLogError(f"{path} is no audit log: it has no audit-*.jsonl files")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server.engine.process import use_forkserver
+from server.frontend import LaunchError
 from server.host.shared_table import ALL, CountField, SharedTable
 from server.http_processes.messages import Channel, Note, ProcessWork
 from server.lifecycle import Lifecycle, ServicePhase, Standing
@@ -74,7 +75,11 @@ def run_http_process(
         return
     assert isinstance(work, ProcessWork)
     use_forkserver(work.forkserver)
-    engine = _connect(work, index, settings)
+    try:
+        engine = _connect(work, index, settings)
+    except LaunchError as error:
+        logger.error("%s", error)
+        return
     bound_vllm_log()
     sys.setswitchinterval(_SWITCH_S)
     process = _HttpProcess(work, engine, table, index, settings, run_dir)
@@ -91,6 +96,7 @@ def _connect(work: ProcessWork, index: int, settings: ServerSettings) -> EngineC
     from server.engine.socket import receive_directly
     from server.engine.step_stats import defer_stats
     from server.http_processes.engine_clients import connect_client
+    from server.vllm.auditing.provenance import open_process_log
     from server.vllm.engine_client import EngineClient
 
     make = partial(EngineClient.from_vllm_config, work.config, **work.client_options)
@@ -98,8 +104,13 @@ def _connect(work: ProcessWork, index: int, settings: ServerSettings) -> EngineC
     assert isinstance(engine, EngineClient)
     defer_stats(engine)
     receive_directly(engine)
-    logs_deltas = work.args.enable_log_outputs
-    install_output_processor(engine, settings.max_queue_s, logs_deltas=logs_deltas, followers=[])
+    engine.audit = open_process_log(settings, index, work.audited)
+    install_output_processor(
+        engine,
+        settings.max_queue_s,
+        logs_deltas=work.args.enable_log_outputs,
+        followers=[] if engine.audit is None else [engine.audit],
+    )
     return engine
 
 
@@ -194,6 +205,11 @@ class _HttpProcess:
         metrics.observe_reading(frontend.take_reading())
         if frontend.grammars is not None:
             metrics.observe_grammars(frontend.grammars.take_counts())
+        if (counts := frontend.audit_counts) is not None:
+            metrics.observe_audit(counts)
+            put = partial(self._table.put, self._index, ALL)
+            put(CountField.AUDIT_WAITING, counts.waiting)
+            put(CountField.AUDIT_FAILING, counts.is_failing)
 
     def _ready_frontend(self) -> VllmFrontend:
         assert self._frontend is not None

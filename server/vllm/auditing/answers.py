@@ -11,7 +11,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -69,13 +69,22 @@ class Identity:
 class AuditLog:
     """Collects the answers of client requests and passes their records to the writer."""
 
-    def __init__(self, writer: AuditWriter, content: Content, settle: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        writer: AuditWriter,
+        content: Content,
+        settle: Callable[[], None],
+        identity: Callable[[], Mapping[str, Any]],
+    ) -> None:
         """`content` is that of `--audit-content`.
 
-        `settle` waits until the identity of the engine is known, and raises `LaunchError`.
+        `settle` waits until the identity of the engine is known, and raises `LaunchError`;
+        `identity` then returns the fields of a header.
         """
         self._writer, self._content = writer, content
-        self.settle = settle
+        self.settle, self.identity = settle, identity
+        self.elsewhere: Callable[[], tuple[int, bool]] | None = None
+        """With several HTTP processes: records that wait in the others, and whether one fails."""
         self._running: dict[str, _Audited] = {}
         self._adapters: dict[tuple[int, str], str | None] = {}
 
@@ -121,8 +130,16 @@ class AuditLog:
         self._writer.put(lambda: record)
 
     def counts(self) -> AuditCounts:
-        """Return the state of the log."""
-        return self._writer.counts()
+        """Return the state of the log; waiting and failing are those of all processes."""
+        counts = self._writer.counts()
+        if self.elsewhere is None:
+            return counts
+        waiting, is_failing = self.elsewhere()
+        return replace(
+            counts,
+            waiting=counts.waiting + waiting,
+            is_failing=counts.is_failing or is_failing,
+        )
 
     def close(self, timeout_s: float) -> None:
         """Write what waits, for at most `timeout_s` seconds."""

@@ -62,10 +62,6 @@ class Provenance:
         except (ConfigError, OSError) as error:
             raise LaunchError(f"--audit-log: {error}") from error
 
-    def header(self) -> Mapping[str, Any]:
-        """Return the header of a file that begins now; the engine must be ready."""
-        return {"kind": "server", "time": timestamp(), **self.fields()}
-
     def _read(self) -> Mapping[str, Any]:
         ranks = read_descriptions(self._run_dir)
         report: Mapping[str, Any] = ranks[0] if ranks else {}
@@ -84,14 +80,8 @@ class Provenance:
         }
 
 
-def without_secrets(argv: Sequence[str]) -> list[str]:
-    """Return a command line without vLLM's flags that hold secrets."""
-    words = list(argv)
-    for name in _SECRETS:
-        while name in words:
-            place = words.index(name)
-            del words[place : place + 2]
-    return [word for word in words if not word.startswith(tuple(f"{n}=" for n in _SECRETS))]
+MAIN_LOG = "main"
+"""Folder of the main process's log, with several HTTP processes."""
 
 
 def open_audit_log(
@@ -105,14 +95,51 @@ def open_audit_log(
     if settings.audit_log is None:
         return None
     provenance = Provenance(config, argv, versions, run_dir)
+    name = MAIN_LOG if settings.api_server_count > 1 else None
+    return _open(settings, name, provenance.fields, provenance.check)
+
+
+def open_process_log(
+    settings: ServerSettings, index: int, fields: Mapping[str, Any] | None
+) -> AuditLog | None:
+    """Open the log of HTTP process `index`, None without `fields`, those of the header.
+
+    Each process has a chain of its own, and its share of the bytes. Raises `LaunchError`.
+    """
+    if fields is None:
+        return None
+    return _open(settings, f"http-{index}", lambda: fields, lambda: None)
+
+
+def _open(
+    settings: ServerSettings,
+    name: str | None,
+    fields: Callable[[], Mapping[str, Any]],
+    settle: Callable[[], None],
+) -> AuditLog:
+    assert settings.audit_log is not None
+    root = settings.audit_log if name is None else settings.audit_log / name
+    logs = 1 if name is None else settings.api_server_count + 1
     limits = LogLimits(
-        settings.audit_file_bytes, settings.audit_max_bytes, settings.audit_retention_s
+        settings.audit_file_bytes, settings.audit_max_bytes // logs, settings.audit_retention_s
     )
     try:
-        files = LogFiles(settings.audit_log, limits)
+        files = LogFiles(root, limits)
     except AuditLogError as error:
         raise LaunchError(str(error), exit_code=2) from error
-    writer = AuditWriter(
-        files, provenance.header, settings.audit_on_full, settings.audit_queue_records
-    )
-    return AuditLog(writer, settings.audit_content, provenance.check)
+
+    def header() -> Mapping[str, Any]:
+        return {"kind": "server", "time": timestamp(), **fields()}
+
+    writer = AuditWriter(files, header, settings.audit_on_full, settings.audit_queue_records)
+    return AuditLog(writer, settings.audit_content, settle, fields)
+
+
+def without_secrets(argv: Sequence[str]) -> list[str]:
+    """Return a command line without vLLM's flags that hold secrets."""
+    words = list(argv)
+    for name in _SECRETS:
+        while name in words:
+            place = words.index(name)
+            del words[place : place + 2]
+    return [word for word in words if not word.startswith(tuple(f"{n}=" for n in _SECRETS))]
