@@ -58,8 +58,8 @@ SERVER_FIELDS: Mapping[str, str] = {
     "refused); `parser`, which reads calls, or null; `reason`, why it is that prompt.",
     "audit": "State of the audit log since the start; null without --audit-log, and until ready. "
     "`records`, `num_bytes`, `dropped`, `failures`, `waiting`, `is_failing`; `seq`, the number of "
-    "the next record; `head`, the hash of the last one, both of the main process with several "
-    "([audit](audit.md)).",
+    "the next record; `head`, the hash of the last one, both of the main process if there are "
+    "several ([audit](audit.md)).",
     "settings": "`server`: the HTTP server's settings; `rbln`: those of the device, null until "
     "the engine has reported.",
 }
