@@ -145,7 +145,7 @@ class HttpProcesses:
         share_queue(engine, self.table, 0)
         self._engine = engine
         if engine.audit is not None:
-            engine.audit.elsewhere = self._audits_elsewhere
+            engine.audit.add_processes(self._audits_elsewhere)
         self._work = ProcessWork(
             engine.vllm_config,
             args,

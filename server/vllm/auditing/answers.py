@@ -83,10 +83,16 @@ class AuditLog:
         """
         self._writer, self._content = writer, content
         self.settle, self.identity = settle, identity
-        self.elsewhere: Callable[[], tuple[int, bool]] | None = None
-        """With several HTTP processes: records that wait in the others, and whether one fails."""
+        self._elsewhere: Callable[[], tuple[int, bool]] | None = None
         self._running: dict[str, _Audited] = {}
         self._adapters: dict[tuple[int, str], str | None] = {}
+
+    def add_processes(self, elsewhere: Callable[[], tuple[int, bool]]) -> None:
+        """Include the logs of other HTTP processes in `counts`.
+
+        `elsewhere` returns the records that wait there, and whether one of the logs fails.
+        """
+        self._elsewhere = elsewhere
 
     def admit(self, params: Any, record: RequestRecord | None) -> None:
         """Give an answer that is sampled without a seed one, so that it can be replayed.
@@ -132,9 +138,9 @@ class AuditLog:
     def counts(self) -> AuditCounts:
         """Return the state of the log; waiting and failing are those of all processes."""
         counts = self._writer.counts()
-        if self.elsewhere is None:
+        if self._elsewhere is None:
             return counts
-        waiting, is_failing = self.elsewhere()
+        waiting, is_failing = self._elsewhere()
         return replace(
             counts,
             waiting=counts.waiting + waiting,
