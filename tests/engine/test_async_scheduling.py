@@ -89,6 +89,7 @@ def test_answers_are_the_same(
 def test_a_step_is_planned_while_another_runs(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert engines("llama").core.vllm_config.scheduler_config.async_scheduling is False
     engine = engines("llama", async_scheduling=True)
     scheduler, runner = engine.core.scheduler, engine.core.model_executor.driver_worker.worker
     planned: list[bool] = []
@@ -107,9 +108,10 @@ def test_a_step_is_planned_while_another_runs(
     assert len(company.answers["0"][0]) == 12
 
 
-def test_what_is_computed_after_a_stop_is_dropped_and_charged(engines: Engines) -> None:
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_what_is_computed_after_a_stop_is_dropped_and_charged(engines: Engines, arch: str) -> None:
     """The token after a stop reaches neither the client nor the cache, and its step is paid."""
-    plain, engine = engines("llama"), engines("llama", async_scheduling=True)
+    plain, engine = engines(arch), engines(arch, async_scheduling=True)
     (prompt,) = make_prompts([40], seed=9)
     whole = Company(plain)
     whole.add("0", prompt, {"max_tokens": 60})
@@ -147,3 +149,20 @@ def test_what_is_computed_after_a_stop_is_dropped_and_charged(engines: Engines) 
 def test_other_engines_refuse_it(engines: Engines, options: dict[str, Any], setting: str) -> None:
     with pytest.raises(ValueError, match=f"--async-scheduling with {setting}"):
         engines.fresh("llama", async_scheduling=True, **options)
+
+
+def test_tokens_that_a_reset_drops_are_computed_again(engines: Engines) -> None:
+    """A reset preempts a request whose step has not ended; vLLM drops that step's token."""
+    (prompt,) = make_prompts([40], seed=4)
+    answers = []
+    for number, options in enumerate(({}, {"async_scheduling": True})):
+        engine = engines("llama", **options)
+        company = Company(engine)
+        company.add(str(number), prompt, {"max_tokens": 30})
+        for step in range(12):
+            company.step()
+            if number and step in (5, 9):
+                assert engine.core.reset_prefix_cache(reset_running_requests=True)
+        company.to_the_end()
+        answers.append(company.answers[str(number)][0])
+    assert answers[1] == answers[0]

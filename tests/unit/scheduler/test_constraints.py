@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from rbln_backend.scheduler.constraints import (
+    can_decode,
     decode_share,
     is_prefill,
     prefill_block_reason,
@@ -28,6 +31,34 @@ def test_is_prefill(num_computed: int, num_tokens: int, expected: bool) -> None:
 @pytest.mark.parametrize(("num_computed", "num_tokens"), [(0, 1), (99, 100)])
 def test_a_request_that_pools_never_decodes(num_computed: int, num_tokens: int) -> None:
     assert is_prefill(num_computed, num_tokens, pools=True)
+
+
+@dataclass
+class Decoding:
+    """A request of 10 prompt tokens that may answer with 5."""
+
+    num_computed_tokens: int
+    num_tokens: int
+    num_output_placeholders: int = 0
+    pooling_params: object = None
+    num_prompt_tokens: int = 10
+    max_tokens: int = 5
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        pytest.param(Decoding(10, 11), True, id="its token is known"),
+        pytest.param(Decoding(11, 11), False, id="a running step computes its token"),
+        pytest.param(Decoding(10, 10, 1), True, id="the last chunk makes its token"),
+        pytest.param(Decoding(11, 10, 2), True, id="two steps have not ended"),
+        pytest.param(Decoding(13, 13, 1), True, id="one more after that in flight"),
+        pytest.param(Decoding(14, 14, 1), False, id="the token in flight is its last"),
+        pytest.param(Decoding(4, 10), False, id="its prompt needs a chunk"),
+    ],
+)
+def test_can_decode(request_: Decoding, expected: bool) -> None:
+    assert can_decode(request_) is expected
 
 
 def reason(**overrides: int | bool) -> str | None:
