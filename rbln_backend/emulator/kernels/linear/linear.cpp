@@ -17,7 +17,8 @@
 namespace rbln {
 namespace {
 
-constexpr int64_t kRowBlock = 192;        // rows whose accumulators one work item keeps
+constexpr int64_t kRowBlock = 264;        // most rows whose accumulators one work item keeps
+constexpr int64_t kShortRowBlock = 192;   // the same where a team has few items
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
 constexpr int64_t kItemPanels = 2 * kTilePanels;
@@ -117,9 +118,11 @@ void run(const LinearArgs& args) {
   const Activations<T> x{RowGroups(args.rows), depth, buffer.take(args.rows * depth)};
   const int64_t panels = (args.columns + kPanel - 1) / kPanel;
   const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
-  const int64_t block_groups = kRowBlock / kMaxTileRows;
-  const int64_t row_blocks = (x.groups.count + block_groups - 1) / block_groups;
   const int threads = team_size(args.rows * depth * args.columns, kSerialWork);
+  // Each block reads all panels, so that a whole chunk of 256 rows is one, and no block is short.
+  const int64_t most_groups = (tiles < 2 * threads ? kShortRowBlock : kRowBlock) / kMaxTileRows;
+  const int64_t row_blocks = (x.groups.count + most_groups - 1) / most_groups;
+  const int64_t block_groups = (x.groups.count + row_blocks - 1) / row_blocks;
   const bool serial_interleave = args.rows * depth < (1 << 14);
   if (serial_interleave)
     for (int64_t g = 0; g < x.groups.count; ++g) interleave_group<T>(args, x, g);
