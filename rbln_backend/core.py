@@ -150,6 +150,8 @@ class UsefulRows(NamedTuple):
     """Tokens of a chunk, or requests of a decode step."""
     ends: int = 1
     """Prompts of a chunk whose logits are read."""
+    only_caches: bool = False
+    """No output is read: the chunk ends no prompt, and writes KV caches alone."""
 
 
 class StepRound(NamedTuple):

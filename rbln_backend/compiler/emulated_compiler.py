@@ -44,6 +44,7 @@ class EmulatedGraph:
         library = native_library()
         self._set_useful_rows = None if library is None else library.rbln_emulator_set_useful_rows
         self._steps: list[Step] = []
+        self._cache_steps: list[Step] = []
         self._outputs: tuple[Tensor, ...] = ()
         self._is_native = False
         """All steps are calls of the kernels."""
@@ -51,13 +52,28 @@ class EmulatedGraph:
     def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:
         """As ``CompiledGraph.run``: outputs [...] of the program; kernels skip padding."""
         spec, set_useful = self.spec, self._set_useful_rows
-        if useful is None or useful == (spec.bucket, spec.prompts) or set_useful is None:
+        if useful is not None and useful.only_caches and self._cache_steps:
+            return self._run_for_caches(useful)
+        if useful is None or useful[:2] == (spec.bucket, spec.prompts) or set_useful is None:
             return self._run()
         set_useful(spec.bucket, useful.rows, spec.prompts, useful.ends)
         try:
             return self._run()
         finally:
             set_useful(0, 0, 0, 0)
+
+    def _run_for_caches(self, useful: UsefulRows) -> tuple[Tensor, ...]:
+        """Run up to the last write of a KV cache; outputs keep what they hold."""
+        spec, set_useful = self.spec, self._set_useful_rows
+        assert set_useful is not None
+        set_useful(spec.bucket, useful.rows, spec.prompts, 0)
+        try:
+            with torch.inference_mode():
+                for step in self._cache_steps:
+                    step()
+        finally:
+            set_useful(0, 0, 0, 0)
+        return self._outputs
 
     def _run(self) -> tuple[Tensor, ...]:
         if self._is_native:
@@ -93,6 +109,7 @@ class EmulatedGraph:
         if recorder.is_repeatable:
             self._steps, self._outputs = recorder.steps(), outputs
             self._is_native = recorder.is_native
+            self._cache_steps = recorder.cache_steps()
         else:
             self._record = None
         return outputs

@@ -63,6 +63,24 @@ class Recorder(TorchDispatchMode):
         replay = self._recording.replay
         return [partial(replay, *s) if isinstance(s, tuple) else s for s in self._steps]
 
+    def cache_steps(self) -> list[Step]:
+        """Return the steps up to the last write of a KV cache; empty where that is not recorded.
+
+        Nothing but the caches is computed.
+        """
+        last, replay = self._recording.last_cache_write, self._recording.replay
+        steps: list[Step] = []
+        if last is None:
+            return steps
+        for step in self._steps:
+            if not isinstance(step, tuple):
+                steps.append(step)
+            elif step[0] <= last < step[1]:
+                return [*steps, partial(replay, step[0], last + 1, only_writes=True)]
+            else:
+                steps.append(partial(replay, *step))
+        return []
+
     def _add_calls(self, first: int, end: int) -> None:
         latest = self._steps[-1] if self._steps else None
         if isinstance(latest, tuple):

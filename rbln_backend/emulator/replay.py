@@ -17,7 +17,10 @@ class Recording:
         self._count = library.rbln_emulator_recorded_calls
         self._count.argtypes, self._count.restype = (ctypes.c_int64,), ctypes.c_int64
         self._replay = library.rbln_emulator_replay
-        self._replay.argtypes, self._replay.restype = (ctypes.c_int64,) * 3, ctypes.c_char_p
+        self._replay.restype = ctypes.c_char_p
+        self._replay.argtypes = (*(ctypes.c_int64,) * 3, ctypes.c_int)
+        self._last_write = library.rbln_emulator_last_cache_write
+        self._last_write.argtypes, self._last_write.restype = (ctypes.c_int64,), ctypes.c_int64
         self._end = library.rbln_emulator_end_recording
         begin = library.rbln_emulator_begin_recording
         begin.argtypes, begin.restype = (ctypes.c_int,), ctypes.c_int64
@@ -36,12 +39,20 @@ class Recording:
         """Calls are made as usual from now on."""
         self._end()
 
-    def replay(self, first: int, end: int) -> None:
+    @property
+    def last_cache_write(self) -> int | None:
+        """The last call that writes a KV cache; None without one, or if one is not recorded."""
+        call = int(self._last_write(self._number))
+        return call if call >= 0 else None
+
+    def replay(self, first: int, end: int, *, only_writes: bool = False) -> None:
         """Make the calls [first, end) again, without the interpreter's lock.
+
+        With ``only_writes`` the last one, of attention, writes its KV cache and computes nothing.
 
         Raises ``RuntimeError`` as the ops do, say for a block that the cache does not have.
         """
-        failure = self._replay(self._number, first, end)
+        failure = self._replay(self._number, first, end, only_writes)
         if failure is not None:
             raise RuntimeError(failure.decode())
 

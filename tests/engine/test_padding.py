@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rbln_backend.compiler.emulated_compiler import EmulatedGraph
+from rbln_backend.core import UsefulRows
 from tests.engine.conftest import Engines
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_scheduling import greedy, tokens
@@ -43,3 +45,28 @@ def test_nan_in_padding_changes_no_token(engines: Engines, arch: str, tmp_path: 
         expected = reference_generate(engines.checkpoints(arch), prompt, 30)
         assert tokens([output]) == [expected.token_ids]
     assert any(torch.isnan(cache[0]).any() for cache in engine.kv_caches()), "the null block"
+
+
+def test_a_chunk_that_ends_no_prompt_ends_with_its_last_keys(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[int] = []
+    run = EmulatedGraph._run_for_caches
+
+    def count(graph: EmulatedGraph, useful: UsefulRows) -> tuple[torch.Tensor, ...]:
+        runs.append(useful.rows)
+        return run(graph, useful)
+
+    monkeypatch.setattr(EmulatedGraph, "_run_for_caches", count)
+    # Two chunks of 64 and a rest, which needs their keys and values.
+    (prompt,) = make_prompts([150], seed=23)
+    output = engines("llama").generate([prompt], greedy(12))
+    expected = reference_generate(engines.checkpoints("llama"), prompt, 12)
+    assert tokens(output) == [expected.token_ids]
+    assert runs == [64, 64]
+    # Hidden states of every chunk are read.
+    (prompt,) = make_prompts([150], seed=24)
+    scored = greedy(1)
+    scored.prompt_logprobs = 1
+    engines("llama").generate([prompt], scored)
+    assert runs == [64, 64]

@@ -74,9 +74,9 @@ class _TappedGraph:
         self._step = step
         self._taps = taps
 
-    def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:
+    def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Run the graph and return its outputs [...] without the states."""
-        outputs = tuple(output.cpu() for output in self._step.graph.run(useful))
+        outputs = tuple(output.cpu() for output in self._step.graph.run())
         count = len(self._taps.rows)
         for rows, state in zip(self._taps.rows, outputs[-count:], strict=True):
             rows.append(state.reshape(-1, state.shape[-1])[: self._num_real_rows()].clone())

@@ -170,7 +170,18 @@ class StepRunner:
 
         Data-parallel ranks gather the rows of all: there, padding is in between.
         """
-        return None if batch is None or self._agreement.ranks > 1 else batch.useful
+        if batch is None or self._agreement.ranks > 1:
+            return None
+        useful = batch.useful
+        if useful is None or useful.ends or not self._is_sole or self._scores_prompts(batch):
+            return useful
+        return useful._replace(only_caches=True)
+
+    def _scores_prompts(self, batch: StepBatch) -> bool:
+        """Return whether hidden states of the step are read, for `prompt_logprobs`."""
+        names = batch.input_batch.req_ids[: batch.num_reqs]
+        params = (self.batches.requests[name].sampling_params for name in names)
+        return any(p is not None and p.prompt_logprobs is not None for p in params)
 
     def _fill(self, inputs: StepInputs, batch: StepBatch) -> None:
         held, count = batch.input_batch, batch.num_reqs

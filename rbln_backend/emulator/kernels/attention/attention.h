@@ -35,6 +35,7 @@ struct AttentionArgs {
   // Of causal_attention alone; 0 is no bound.
   int64_t chunk;   // tokens see their own chunk of so many
   int64_t window;  // tokens see the last so many
+  bool writes_only;  // the new keys and values are written, and nothing is computed
   void* out;            // [batch, length, kv_heads, group, value_size], contiguous
 };
 // Heads of new tokens as a cache of e4m3 keeps them: divided by `scale`, at most 448.

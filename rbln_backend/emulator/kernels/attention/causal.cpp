@@ -116,10 +116,11 @@ template <class T>
 void run(const AttentionArgs& args) {
   const Runs<T> runs(args);
   const int threads = team_size(total_work(args), kSerialWork);
-  if (runs.tiles > 1)
+  if (runs.tiles > 1 || args.writes_only)
     parallel_for(runs.heads, 1, threads, [&](int64_t bh) {
       write_cache<T>(args, bh / args.kv_heads, bh % args.kv_heads);
     });
+  if (args.writes_only) return;
   const int64_t some = items_at_once(runs.count(), threads);
   parallel_for((runs.count() + some - 1) / some, 1, threads, [&](int64_t claim) {
     thread_local Scratch scratch;

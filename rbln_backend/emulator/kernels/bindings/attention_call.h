@@ -112,6 +112,7 @@ inline std::vector<int64_t> checked_row_counts(const Tensor& counts, int64_t len
 
 // `args` without rows of padding: of a chunk's tokens, or of the requests of a decode step.
 inline AttentionArgs with_useful_rows(AttentionArgs args) {
+  args.writes_only = writes_only();
   if (args.batch == 1) {
     args.length = useful_rows(args.length);
   } else if (args.length == 1) {
@@ -252,7 +253,15 @@ struct AttentionCall {
   }
 
   void run_causal(const Tensor& seq_idx, const Tensor& block_tables, const Tensor& cache) {
-    if (counts.has_value()) return run_causal_packed(seq_idx, block_tables, cache);
+    if (counts.has_value()) {
+      run_causal_packed(seq_idx, block_tables, cache);
+    } else {
+      run_causal_batch(seq_idx, block_tables, cache);
+    }
+    if (args.k_size > 0) mark_cache_write();
+  }
+
+  void run_causal_batch(const Tensor& seq_idx, const Tensor& block_tables, const Tensor& cache) {
     launch([args = args, seq_idx, block_tables, cache] {
       const std::vector<int64_t> tables = integers(block_tables, "block_tables");
       const std::vector<int64_t> starts =
@@ -306,8 +315,16 @@ struct AttentionCall {
 
   void run_window(const Tensor& cache_seq_len, const Tensor& cache_offset,
                   const Tensor& block_tables, const Tensor& cache) {
-    if (counts.has_value())
-      return run_window_packed(cache_seq_len, cache_offset, block_tables, cache);
+    if (counts.has_value()) {
+      run_window_packed(cache_seq_len, cache_offset, block_tables, cache);
+    } else {
+      run_window_batch(cache_seq_len, cache_offset, block_tables, cache);
+    }
+    mark_cache_write();
+  }
+
+  void run_window_batch(const Tensor& cache_seq_len, const Tensor& cache_offset,
+                        const Tensor& block_tables, const Tensor& cache) {
     launch([args = args, cache_seq_len, cache_offset, block_tables, cache] {
       const std::vector<int64_t> cached = per_request(cache_seq_len, "cache_seq_len", args.batch),
                                  ends = per_request(cache_offset, "cache_offset", args.batch),

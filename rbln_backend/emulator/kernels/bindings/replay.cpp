@@ -61,7 +61,11 @@ class Arena final : public c10::Allocator {
   std::multimap<size_t, void*> free_;
 };
 
-using Recording = std::vector<std::function<void()>>;
+struct Recording {
+  std::vector<std::function<void()>> calls;
+  int64_t last_write = -1;  // the last call that writes a KV cache
+  bool lost_write = false;  // one of them was forbidden
+};
 
 // By number. Never taken down: tensors in the arena may outlive every other static object.
 std::vector<std::unique_ptr<Recording>>& recordings() {
@@ -76,6 +80,7 @@ thread_local bool rehearsing = false;
 thread_local struct {
   int64_t all, useful;
 } known_rows[2] = {};
+thread_local bool only_writes = false;
 thread_local std::string failure;
 
 }  // namespace
@@ -89,7 +94,13 @@ c10::Allocator* arena() {
   return shared;
 }
 
-void keep_call(std::function<void()> call) { current->push_back(std::move(call)); }
+void keep_call(std::function<void()> call) { current->calls.push_back(std::move(call)); }
+
+void mark_cache_write() {
+  if (is_recording()) current->last_write = int64_t(current->calls.size()) - 1;
+}
+
+bool writes_only() { return only_writes; }
 
 void forbid_replay() { forbidden = true; }
 
@@ -120,9 +131,19 @@ RBLN_EXPORT void rbln_emulator_end_recording() {
 
 // The calls recorded so far. Those after the first `known` are dropped if one of them was forbidden.
 RBLN_EXPORT int64_t rbln_emulator_recorded_calls(int64_t known) {
-  if (rbln::forbidden) rbln::current->resize(size_t(known));
+  rbln::Recording& recording = *rbln::current;
+  if (rbln::forbidden) {
+    recording.lost_write |= recording.last_write >= known;
+    recording.calls.resize(size_t(known));
+  }
   rbln::forbidden = false;
-  return int64_t(rbln::current->size());
+  return int64_t(recording.calls.size());
+}
+
+// The last call that writes a KV cache; -1 if there is none, or one of them cannot be made again.
+RBLN_EXPORT int64_t rbln_emulator_last_cache_write(int64_t recording) {
+  const rbln::Recording& whole = *rbln::recordings()[size_t(recording)];
+  return whole.lost_write ? -1 : whole.last_write;
 }
 
 RBLN_EXPORT void rbln_emulator_drop_recording(int64_t recording) {
@@ -137,14 +158,21 @@ RBLN_EXPORT void rbln_emulator_set_useful_rows(int64_t all, int64_t useful, int6
   rbln::known_rows[1] = {all_ends, ends};
 }
 
-// Makes the calls [first, end) again; returns what went wrong, or null.
-RBLN_EXPORT const char* rbln_emulator_replay(int64_t recording, int64_t first, int64_t end) {
-  const rbln::Recording& calls = *rbln::recordings()[size_t(recording)];
+// Makes the calls [first, end) again, the last one for the KV cache alone if `only_writes`; returns
+// what went wrong, or null.
+RBLN_EXPORT const char* rbln_emulator_replay(int64_t recording, int64_t first, int64_t end,
+                                             int only_writes) {
+  const auto& calls = rbln::recordings()[size_t(recording)]->calls;
+  const char* failure = nullptr;
   try {
-    for (int64_t i = first; i < end; ++i) calls[size_t(i)]();
+    for (int64_t i = first; i < end; ++i) {
+      rbln::only_writes = only_writes != 0 && i == end - 1;
+      calls[size_t(i)]();
+    }
   } catch (const std::exception& error) {
     rbln::failure = error.what();
-    return rbln::failure.c_str();
+    failure = rbln::failure.c_str();
   }
-  return nullptr;
+  rbln::only_writes = false;
+  return failure;
 }

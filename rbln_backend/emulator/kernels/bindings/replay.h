@@ -33,6 +33,12 @@ void forbid_replay();
 // requests or rows of logits, nothing may read the results of the last ones.
 int64_t useful_rows(int64_t count);
 
+// Marks the call that was recorded last as one that writes a KV cache.
+void mark_cache_write();
+
+// True in the last call that writes a KV cache, where nothing reads what the graph computes.
+bool writes_only();
+
 // Makes the call, now (but in a rehearsal) and at every replay. It may point into the arguments and
 // results of its op, and to nothing else that the op made.
 template <class Call>
