@@ -45,12 +45,15 @@ class Phase(Enum):
     POOLING = "pooling"
     """As PREFILL, of a pooling model: ``[1, bucket]`` in, ``[bucket, hidden]`` out."""
     DRAFT = "draft"
-    """Heads of a draft model over ``bucket`` hidden rows, to drafts ``[bucket, drafts]``."""
+    """A draft model: Medusa's heads over ``bucket`` hidden rows, to drafts ``[bucket, drafts]``; or
+    EAGLE's layer over ``[bucket, length]`` tokens and their hidden states, to one draft each."""
+    DRAFT_PREFILL = "draft_prefill"
+    """EAGLE's layer over a chunk of prompt tokens and their hidden states, as PREFILL."""
 
     @property
     def takes_chunk(self) -> bool:
         """True if a run is a chunk of prompt tokens."""
-        return self in (Phase.PREFILL, Phase.POOLING)
+        return self in (Phase.PREFILL, Phase.POOLING, Phase.DRAFT_PREFILL)
 
 
 @dataclass(frozen=True, order=True)

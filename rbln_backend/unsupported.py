@@ -223,15 +223,24 @@ LORA_DTYPE = Feature(
 )
 SPECULATION_METHOD = Feature(
     "speculative decoding with this method",
-    "--speculative-config with a draft model, EAGLE, MTP, ngram_gpu and others",
-    "whose drafts come from texts that are known already, or from Medusa's heads",
+    "--speculative-config with a whole draft model, EAGLE-3, MTP, ngram_gpu and others",
+    "whose drafts come from texts that are known already, from Medusa's heads or EAGLE's layer",
     'use {"method": "ngram"}, {"method": "suffix"} or {"method": "medusa"}',
 )
 DRAFT_MODEL = Feature(
     "a draft model in this engine",
-    "method medusa with several ranks or engines, adapters, KV tiers or latent attention (MLA)",
+    "methods medusa and eagle with several ranks or engines, adapters, KV tiers or latent "
+    "attention (MLA)",
     "with which it has not been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
+)
+EAGLE_MODEL = Feature(
+    "EAGLE with this model",
+    "method eagle with another architecture than LlamaForCausalLM, layers of another size, "
+    "quantised weights or FP8 KV caches",
+    "whose layer of EAGLE is Llama's, with a KV cache like the served model's, and has not been "
+    "run on others",
+    'use {"method": "medusa"}, {"method": "ngram"} or {"method": "suffix"}',
 )
 DRAFT_MODEL_OPTION = Feature(
     "this option of a draft model",

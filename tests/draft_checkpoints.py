@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.checkpoint_families import VOCAB_SIZE
@@ -65,7 +65,7 @@ def fitted_medusa(
     """
     hidden_size, vocab_size = _sizes(served)
     first = 0 if last is None else -last
-    states = _process().submit(_states, served, [list(text) for text in texts]).result()
+    states = hidden_states(served, texts)
     generator = torch.Generator().manual_seed(4)
     tensors = {}
     for head in range(heads):
@@ -81,8 +81,65 @@ def fitted_medusa(
     return write_medusa(folder, heads=heads, tensors=tensors, **sizes)
 
 
+def fitted_eagle(
+    folder: Path, served: Path, texts: Sequence[Sequence[int]], *, last: int | None = None
+) -> Path:
+    """Write EAGLE's layer for the Llama ``served``, fitted to the ``last`` tokens of ``texts``.
+
+    ``fc`` is the least-squares map of a token's embedding and the hidden state before it to the
+    token's own hidden state. Attention and MLP add a little to that.
+    """
+    states = hidden_states(served, texts)
+    table = load_file(served / "model.safetensors")["model.embed_tokens.weight"].float()
+    pairs = [
+        torch.cat((table[torch.tensor(text[1:])], own[:-1].float()), dim=-1)
+        for text, own in zip(texts, states, strict=True)
+    ]
+    first = 0 if last is None else -last
+    wanted = torch.cat([own[1:][first:].float() for own in states])
+    pairs = [own[first:] for own in pairs]
+    fitted = torch.linalg.lstsq(torch.cat(pairs), wanted, driver="gelsd").solution.T.contiguous()
+    return _write_eagle(folder, served, {"fc.weight": fitted}, scale=0.02)
+
+
+def random_eagle(folder: Path, served: Path) -> Path:
+    """Write EAGLE's layer with random weights, whose drafts are wrong."""
+    return _write_eagle(folder, served, {}, scale=1.0)
+
+
+def _write_eagle(folder: Path, served: Path, tensors: dict[str, Tensor], scale: float) -> Path:
+    config = json.loads((served / "config.json").read_text())
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(rows: int, columns: int, by: float = 1.0) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5 * by
+
+    width, layer = config["head_dim"], "layers.0."
+    own = {
+        "fc.weight": drawn(size, 2 * size),
+        f"{layer}self_attn.q_proj.weight": drawn(heads * width, size),
+        f"{layer}self_attn.k_proj.weight": drawn(kv_heads * width, size),
+        f"{layer}self_attn.v_proj.weight": drawn(kv_heads * width, size),
+        f"{layer}self_attn.o_proj.weight": drawn(size, heads * width, scale),
+        f"{layer}mlp.gate_proj.weight": drawn(inner, size),
+        f"{layer}mlp.up_proj.weight": drawn(inner, size),
+        f"{layer}mlp.down_proj.weight": drawn(size, inner, scale),
+        f"{layer}post_attention_layernorm.weight": torch.ones(size),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    save_file(own | tensors, folder / "model.safetensors")
+    return folder
+
+
+def hidden_states(served: Path, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return transformers' hidden states [tokens, H] of each text, after the last norm."""
+    return _process().submit(_states, served, [list(text) for text in texts]).result()
+
+
 def _states(served: Path, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return the hidden states [tokens, H] of each text, after the last norm."""
     model = _load(served, None).base_model
     with torch.inference_mode():
         return [model(torch.tensor([text])).last_hidden_state[0].clone() for text in texts]

@@ -24,6 +24,22 @@ MAX_DERIVED_CHUNKS = 6
 """Largest number of derived chunk sizes, the chunk included."""
 
 
+EAGLE = "eagle"
+"""vLLM's name of the method whose draft model is a layer with a KV cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """Sizes of a draft model's graphs."""
+
+    requests: BucketTable
+    """Requests of a run."""
+    chunks: BucketTable
+    """Tokens of a prefill chunk, for a draft model with a KV cache."""
+    length: int | None
+    """Tokens of each request that a step can add to that cache; None: there is no cache."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineBuckets:
     """The compiled sizes of one engine."""
@@ -34,9 +50,9 @@ class EngineBuckets:
     """Requests of a decode step; None for a model that pools."""
     verify: VerifyTable = NO_DRAFTS
     """Sizes of decode steps that check drafts."""
-    drafted: BucketTable | None = None
-    """Requests of a run of the draft model, which no change of the other sizes changes; None
-    without a draft model."""
+    drafted: DraftSizes | None = None
+    """Sizes of the draft model's graphs, which no change of the other sizes changes; None without
+    a draft model."""
 
     @classmethod
     def derive(
@@ -46,12 +62,13 @@ class EngineBuckets:
         requests: int | None,
         drafts: int | None = None,
         *,
-        has_draft_model: bool = False,
+        draft_model: str | None = None,
     ) -> EngineBuckets:
         """Derive all sizes up to `chunk_tokens` and `requests`; raises `BucketError`.
 
         `requests` is `max_num_seqs` divided by the pipeline stages, None for a model that pools.
-        `drafts` is `num_speculative_tokens`, None without speculation.
+        `drafts` is `num_speculative_tokens`, None without speculation; `draft_model` the method of
+        a draft model, None without one.
         """
         chunks = prefill_chunk_table(config, chunk_tokens)
         if requests is None:
@@ -62,11 +79,11 @@ class EngineBuckets:
         lengths = draft_lengths(config.verify_lengths, drafts)
         # vLLM's scheduler gives no step more tokens than a chunk has.
         tokens = min(config.verify_tokens or DEFAULT_VERIFY_TOKENS, chunk_tokens)
-        return replace(
-            buckets,
-            verify=VerifyTable(buckets.decode, lengths, tokens),
-            drafted=buckets.decode if has_draft_model else None,
-        )
+        verify = VerifyTable(buckets.decode, lengths, tokens)
+        if draft_model is None or buckets.decode is None:
+            return replace(buckets, verify=verify)
+        own = DraftSizes(buckets.decode, chunks, drafts + 1 if draft_model == EAGLE else None)
+        return replace(buckets, verify=verify, drafted=own)
 
     def resized(self, decode: Sequence[int], chunks: Sequence[int]) -> EngineBuckets:
         """Return these sizes with others; `decode` is empty for a model that pools.

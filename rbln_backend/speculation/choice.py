@@ -13,13 +13,18 @@ if TYPE_CHECKING:
 
 DRAFT_METHODS = ("ngram", "suffix")
 """vLLM's names of the methods that need no draft model."""
-DRAFT_MODELS = ("medusa",)
+DRAFT_MODELS = ("medusa", "eagle")
 """vLLM's names of the methods with a draft model."""
 
 
 def has_draft_model(config: SpeculativeConfig) -> bool:
     """Return True for one of ``DRAFT_MODELS``."""
     return config.method in DRAFT_MODELS
+
+
+def draft_model_of(config: SpeculativeConfig) -> str | None:
+    """Return the method of a draft model, None for one without."""
+    return config.method if has_draft_model(config) else None
 
 
 def make_drafter(config: SpeculativeConfig, *, shared: bool) -> Drafter:

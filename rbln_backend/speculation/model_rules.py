@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rbln_backend.bucketing.engine_buckets import EAGLE
 from rbln_backend.config import RblnConfig
-from rbln_backend.unsupported import DRAFT_MODEL, DRAFT_MODEL_OPTION
+from rbln_backend.unsupported import DRAFT_MODEL, DRAFT_MODEL_OPTION, EAGLE_MODEL
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 _PLAIN_OPTIONS = {
     "draft_sample_method": "greedy",
@@ -48,7 +49,48 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig) -> None:
         raise DRAFT_MODEL.refusal(f"{method} with KV tiers")
     if model.use_mla:
         raise DRAFT_MODEL.refusal(f"{method} with architecture {model.architecture}")
+    if speculation.method == EAGLE:
+        _check_eagle(config)
     _check_options(speculation)
+
+
+def settle_draft_model(config: VllmConfig) -> None:
+    """Keep the last block of a prefix hit, which vLLM drops for EAGLE.
+
+    One slot in it may be of another next token: this can make a draft wrong, and no token.
+    """
+    speculation = config.speculative_config
+    if speculation is not None and speculation.method == EAGLE:
+        speculation.disable_eagle_block_drop = True
+
+
+def _check_eagle(config: VllmConfig) -> None:
+    """Raise unless both models are Llamas whose layers have one kind of KV cache."""
+    speculation, served = config.speculative_config, config.model_config
+    assert speculation is not None
+    own = speculation.draft_model_config
+    for role, model, architecture in (
+        ("served", served, "LlamaForCausalLM"),
+        ("draft", own, "EagleLlamaForCausalLM"),
+    ):
+        if model.architecture != architecture:
+            raise EAGLE_MODEL.refusal(f"{role} model {model.architecture}")
+    if own.max_model_len < served.max_model_len:
+        raise EAGLE_MODEL.refusal(
+            f"draft model of {own.max_model_len} tokens, --max-model-len {served.max_model_len}"
+        )
+    if _cache_of(own) != _cache_of(served):
+        raise EAGLE_MODEL.refusal(
+            f"draft model with {_cache_of(own)}, served model with {_cache_of(served)}"
+        )
+    if served.quantization is not None:
+        raise EAGLE_MODEL.refusal(f"served model with quantization {served.quantization!r}")
+    if config.cache_config.cache_dtype not in ("auto", str(served.dtype).removeprefix("torch.")):
+        raise EAGLE_MODEL.refusal(f"--kv-cache-dtype {config.cache_config.cache_dtype}")
+
+
+def _cache_of(model: ModelConfig) -> str:
+    return f"{model.get_total_num_kv_heads()} KV heads of {model.get_head_size()}"
 
 
 def _check_options(speculation: SpeculativeConfig) -> None:

@@ -39,8 +39,9 @@ from rbln_backend.vllm_compat.surface import (
     set_forward_context,
 )
 from rbln_backend.worker.buckets.bucket_change import ServedGraphs
+from rbln_backend.worker.drafts.draft_source import make_source
 from rbln_backend.worker.drafts.drafting import make_drafting
-from rbln_backend.worker.drafts.model_drafter import DraftHeads, ModelDrafter
+from rbln_backend.worker.drafts.model_drafter import ModelDrafter
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.graphs.capture_pool import workers_of
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
@@ -154,12 +155,12 @@ class EngineBuild:
             verify=compiled_sizes(config).verify,
             prompts=rbln.chunk_prompts,
         )
-        hidden_size = config.model_config.get_hidden_size()
-        self._lm_head = LmHead(hidden_size, dtype, dispatch, parts.adapters)
-        self._drafts = DraftHeads(hidden_size, dtype, compiled_sizes(config).drafted, dispatch)
-        self._others = {**self._drafts.inputs}
+        size = config.model_config.get_hidden_size()
+        self._lm_head = LmHead(size, dtype, dispatch, parts.adapters)
+        self._drafts = make_source(config, self._groups, make_inputs, dispatch)
+        self._others = {**self._drafts.graphs} if self._drafts is not None else {}
         if self._generates and self._stage.part.is_last:
-            self._others[LM_HEAD] = self._lm_head.inputs
+            self._others[LM_HEAD] = GraphRequest(LM_HEAD, self._lm_head.inputs, None)
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
         self._step_seconds: Mapping[Size, float] = {}
@@ -174,8 +175,7 @@ class EngineBuild:
     @property
     def served(self) -> ServedGraphs:
         """The graphs, and what makes others."""
-        config, others = self._parts.vllm_config, list(self._others)
-        return ServedGraphs(config, self._graphs, self._factory, others)
+        return ServedGraphs(self._parts.vllm_config, self._graphs, self._factory, [*self._others])
 
     @property
     def usage(self) -> UsageRecorder | None:
@@ -245,7 +245,7 @@ class EngineBuild:
 
     def _request(self, spec: GraphSpec) -> GraphRequest:
         if spec in self._others:
-            return GraphRequest(spec, self._others[spec], None)
+            return self._others[spec]
         step_inputs = self._graphs.inputs[spec]
         return GraphRequest(spec, step_inputs.tensors, step_inputs.metadata)
 
@@ -348,7 +348,7 @@ class EngineBuild:
                 table=self._graphs.verify,
                 measured=self._step_seconds,
                 replies=place.replies,
-                model=ModelDrafter(self._drafts) if self._drafts.inputs else None,
+                model=None if self._drafts is None else ModelDrafter(self._drafts),
             ),
         )
 

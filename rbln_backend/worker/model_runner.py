@@ -122,6 +122,7 @@ class RblnModelRunner:
             return None
         batch, logprobs = pending.batch, None
         if not batch.samples:
+            self._drafting.end_chunk(batch, pending.outputs)
             return self._reply([[] for _ in range(batch.num_reqs)], None, pending)
         token_ids = None if grammar is not None else self._take_picked(batch, pending.outputs)
         if token_ids is None:

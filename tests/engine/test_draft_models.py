@@ -13,7 +13,14 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 
 from rbln_backend.errors import UnsupportedModelError
-from tests.draft_checkpoints import fitted_medusa, random_medusa, write_medusa
+from tests.draft_checkpoints import (
+    fitted_eagle,
+    fitted_medusa,
+    random_eagle,
+    random_medusa,
+    write_medusa,
+)
+from tests.eagle_reference import EagleReference
 from tests.engine.conftest import Engine, Engines
 from tests.engine.oracle import MOST, AnyLength
 from tests.engine.test_equality import make_prompts
@@ -40,6 +47,7 @@ class Drafted:
 
     plain: Engine
     own: Engine
+    method: str = "medusa"
 
     def check(self, lengths: AnyLength) -> None:
         """Check drafts at ``lengths``, whatever they gain."""
@@ -53,7 +61,7 @@ class Drafted:
     def assert_idle(self) -> None:
         """Assert that the engine holds nothing of any request, and has compiled nothing late."""
         self.own.generate([[7]], SamplingParams(max_tokens=1))
-        assert len(self._drafting._model._drafts) <= 1
+        assert len(self.model._drafts) <= 1
         assert self.own.used_blocks() == 0
         assert self.own.total("rbln_recompiles_after_warmup_total") == 0
 
@@ -68,6 +76,11 @@ class Drafted:
         return sum(self.own.total("rbln_bucket_steps_total", phase=phase) for phase in phases)
 
     @property
+    def model(self) -> Any:
+        """The drafter over the draft model."""
+        return self._drafting._model
+
+    @property
     def _drafting(self) -> Any:
         return self.own.core.model_executor.driver_worker.worker._runner._drafting
 
@@ -78,59 +91,66 @@ def texts(engines: Engines) -> list[list[int]]:
     return [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def medusa(
-    engines: Engines, texts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+FITTED = {"medusa": fitted_medusa, "eagle": fitted_eagle}
+RANDOM = {"medusa": random_medusa, "eagle": random_eagle}
+
+
+@pytest.fixture(scope="module", params=list(FITTED))
+def drafted(
+    engines: Engines,
+    texts: list[list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> Drafted:
-    plain = engines("llama")
-    heads = fitted_medusa(tmp_path_factory.mktemp("medusa"), plain.checkpoint, texts)
-    return Drafted(plain, start(engines, heads))
+    plain, method = engines("llama"), request.param
+    own = FITTED[method](tmp_path_factory.mktemp(method), plain.checkpoint, texts, last=41)
+    return Drafted(plain, start(engines, own, method), method)
 
 
-def start(engines: Engines, heads: Path, **options: Any) -> Engine:
+def start(engines: Engines, own: Path, method: str = "medusa", **options: Any) -> Engine:
     """With too few blocks for four long requests."""
-    speculation = {"method": "medusa", "model": str(heads), "num_speculative_tokens": MOST}
+    speculation = {"method": method, "model": str(own), "num_speculative_tokens": MOST}
     options = {"rbln": FEW, "num_gpu_blocks_override": 34, "disable_log_stats": False} | options
     return engines.fresh("llama", speculative_config=speculation, **options)
 
 
-def test_greedy_answers_are_the_same_in_fewer_steps(medusa: Drafted) -> None:
-    medusa.check(AnyLength(MOST + 1))
-    medusa.run(PROMPTS, GREEDY)
-    assert medusa.share() > 0.2
+def test_greedy_answers_are_the_same_in_fewer_steps(drafted: Drafted) -> None:
+    drafted.check(AnyLength(MOST + 1))
+    drafted.run(PROMPTS, GREEDY)
+    assert drafted.share() > 0.6
     # One after the other: a prefill, and without drafts 39 decode steps.
-    before = medusa.steps()
-    medusa.run(PROMPTS[3:4], GREEDY[3:4])
-    assert medusa.steps() - before < 36
+    before = drafted.steps()
+    drafted.run(PROMPTS[3:4], GREEDY[3:4])
+    assert drafted.steps() - before < 36
 
 
-def test_every_way_of_sampling_gives_the_same(medusa: Drafted) -> None:
-    medusa.check(AnyLength())
+def test_every_way_of_sampling_gives_the_same(drafted: Drafted) -> None:
+    drafted.check(AnyLength())
     params = [greedy(**way) for way in WAYS] + [seeded(n, **way) for n, way in enumerate(WAYS)]
-    medusa.run(make_prompts([5 + 4 * n for n in range(len(params))], seed=33), params)
+    drafted.run(make_prompts([5 + 4 * n for n in range(len(params))], seed=33), params)
 
 
-def test_grammars_predictions_and_requests_without_drafts(medusa: Drafted) -> None:
-    medusa.check(AnyLength(MOST + 1))
+def test_grammars_predictions_and_requests_without_drafts(drafted: Drafted) -> None:
+    drafted.check(AnyLength(MOST + 1))
     rules = StructuredOutputsParams(regex=r"([a-z]{1,4} ){3,30}")
-    (answer,) = results(medusa.plain, PROMPTS[1:2], GREEDY[1:2])
+    (answer,) = results(drafted.plain, PROMPTS[1:2], GREEDY[1:2])
     params = [
         seeded(3, structured_outputs=rules, ignore_eos=False),
         greedy(max_tokens=33, extra_args={"speculation": {"prediction": answer[0]}}),
         greedy(extra_args=OFF),
         seeded(4),
     ]
-    medusa.run([PROMPTS[2], PROMPTS[1], PROMPTS[3], PROMPTS[5]], params)
+    drafted.run([PROMPTS[2], PROMPTS[1], PROMPTS[3], PROMPTS[5]], params)
 
 
-def test_preemption_prefix_hits_and_the_end_of_the_context(medusa: Drafted) -> None:
+def test_preemption_prefix_hits_and_the_end_of_the_context(drafted: Drafted) -> None:
     """Twice the same prompts; the last answer ends with the context."""
-    medusa.check(AnyLength())
+    drafted.check(AnyLength())
     prompts = [*make_prompts([100, 101, 102, 103], seed=41), *make_prompts([250], seed=46)]
     params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1), greedy()]
     for _ in range(2):
-        medusa.run(prompts, params)
-    counted = {metric.name: metric for metric in medusa.own.llm.get_metrics()}
+        drafted.run(prompts, params)
+    counted = {metric.name: metric for metric in drafted.own.llm.get_metrics()}
     assert counted["vllm:num_preemptions"].value > 0
     assert counted["vllm:prefix_cache_hits"].value > 0
 
@@ -138,45 +158,74 @@ def test_preemption_prefix_hits_and_the_end_of_the_context(medusa: Drafted) -> N
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in range(1, 12))]
 )
-def test_requests_that_come_and_are_aborted(medusa: Drafted, seed: int) -> None:
+def test_requests_that_come_and_are_aborted(drafted: Drafted, seed: int) -> None:
     rng = random.Random(seed)
     params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1)] * 2
     prompts = make_prompts([1, 90, 33, 100, 64, 7, 110, 48], seed=45)
     crowd = Crowd(prompts, params, rng)
-    medusa.check(AnyLength(rng=rng))
-    crowd.run(medusa.own.llm.llm_engine)
-    crowd.assert_got(results(medusa.plain, prompts, params))
-    medusa.assert_idle()
+    drafted.check(AnyLength(rng=rng))
+    crowd.run(drafted.own.llm.llm_engine)
+    crowd.assert_got(results(drafted.plain, prompts, params))
+    drafted.assert_idle()
     assert crowd.aborted
 
 
-def test_counts_of_vllm_agree(medusa: Drafted) -> None:
-    medusa.run(PROMPTS, GREEDY)
-    theirs = {metric.name: metric for metric in medusa.own.llm.get_metrics()}
+def test_counts_of_vllm_agree(drafted: Drafted) -> None:
+    drafted.run(PROMPTS, GREEDY)
+    theirs = {metric.name: metric for metric in drafted.own.llm.get_metrics()}
     ours = {"draft_tokens": "rbln_draft_tokens", "accepted_tokens": "rbln_draft_accepted_tokens"}
     for name, own in ours.items():
         counted = theirs[f"vllm:spec_decode_num_{name}"].value
-        assert counted == medusa.own.total(f"{own}_total") > 0
+        assert counted == drafted.own.total(f"{own}_total") > 0
     places = theirs["vllm:spec_decode_num_accepted_tokens_per_pos"].values
     assert sum(places) == theirs["vllm:spec_decode_num_accepted_tokens"].value
     assert places == sorted(places, reverse=True)
 
 
 def test_wrong_drafts_cost_steps_no_tokens(
-    engines: Engines, medusa: Drafted, tmp_path: Path
+    engines: Engines, drafted: Drafted, tmp_path: Path
 ) -> None:
-    heads = random_medusa(tmp_path, medusa.plain.checkpoint)
-    drafted = Drafted(medusa.plain, start(engines, heads))
-    drafted.check(AnyLength(MOST + 1))
-    drafted.run(PROMPTS, [*GREEDY[:3], seeded(1), *GREEDY[4:]])
-    assert drafted.share() < 0.1
-    assert drafted.own.metric("rbln_compile_seconds_count", kind="draft", result="loaded") == 2
+    own = RANDOM[drafted.method](tmp_path, drafted.plain.checkpoint)
+    wrong = Drafted(drafted.plain, start(engines, own, drafted.method))
+    wrong.check(AnyLength(MOST + 1))
+    wrong.run(PROMPTS, [*GREEDY[:3], seeded(1), *GREEDY[4:]])
+    assert wrong.share() < 0.1
+    # Graphs of a start like it: weights are no part of them.
+    assert wrong.own.total("rbln_compile_seconds_count", result="compiled") == 0
 
 
-def test_a_checkpoint_with_fewer_heads_is_refused(
-    engines: Engines, medusa: Drafted, tmp_path: Path
-) -> None:
-    heads = random_medusa(tmp_path, medusa.plain.checkpoint, heads=MOST - 1)
+def test_drafts_are_those_of_the_whole_text(engines: Engines, tmp_path: Path) -> None:
+    """With a strong attention: after chunks, after drafts that were wrong, and after hits."""
+    plain = engines("llama")
+    own = random_eagle(tmp_path, plain.checkpoint)
+    drafted = Drafted(plain, start(engines, own, "eagle"))
+    drafted.check(AnyLength())
+    reference, seen = EagleReference(plain.checkpoint, own), record_drafts(drafted)
+    prompts, params = make_prompts([130, 70, 9], seed=47), [greedy(max_tokens=12)] * 3
+    for _ in range(2):
+        drafted.run(prompts, params)
+    assert len(seen) > 30
+    for text, drafts in random.Random(8).sample(seen, 12) + seen[:3] + seen[-3:]:
+        assert drafts == reference.drafts(text, MOST)
+
+
+def record_drafts(drafted: Drafted) -> list[tuple[list[int], list[int]]]:
+    """Return a list that gets each text and its drafts, as steps make them."""
+    model, seen = drafted.model, list[tuple[list[int], list[int]]]()
+    compute = model._source
+
+    def recorded(batch: Any, states: Any, outputs: Any, token_ids: Any, rows: Any) -> Any:
+        drafts = compute(batch, states, outputs, token_ids, rows)
+        texts = [[*states[row].prompt_token_ids, *states[row].output_token_ids] for row in rows]
+        seen.extend((text, own) for text, own in zip(texts, drafts, strict=True) if len(text) > 1)
+        return drafts
+
+    model._source = recorded
+    return seen
+
+
+def test_a_checkpoint_with_fewer_heads_is_refused(engines: Engines, tmp_path: Path) -> None:
+    heads = random_medusa(tmp_path, engines.checkpoints("llama"), heads=MOST - 1)
     with pytest.raises(
         UnsupportedModelError, match=r"num_speculative_tokens 3: .*(blocks|lm_heads)\.2"
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_what_cannot_run_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("arch", "method"),
     [
-        *(("llama", "eagle"), ("llama", "eagle3"), ("llama", "draft_model")),
+        *(("llama", "eagle3"), ("llama", "draft_model")),
         ("deepseek_v3", "mtp"),
     ],
 )
@@ -136,6 +137,41 @@ def test_draft_models_are_refused_where_they_are_not_proven(
     settings = {"method": "medusa", "model": str(drafts), "num_speculative_tokens": 2}
     with pytest.raises((ValueError, UnsupportedModelError), match=text):
         engines.fresh("llama", speculative_config=settings | own, **options)
+
+
+@pytest.mark.parametrize(
+    ("arch", "own", "options", "text"),
+    [
+        ("qwen2", "llama", {}, "served model Qwen2ForCausalLM: EAGLE with this model"),
+        ("llama", "llama", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: EAGLE with this"),
+        ("llama", "llama", {"tensor_parallel_size": 2}, "'eagle' with tensor_parallel_size 2: a"),
+    ],
+)
+def test_eagle_is_refused_for_other_models(
+    engines: Engines, arch: str, own: str, options: dict[str, Any], text: str
+) -> None:
+    drafts = str(engines.checkpoints(own))
+    settings = {"method": "eagle", "model": drafts, "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match=text):
+        engines.fresh(arch, speculative_config=settings, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"num_key_value_heads": 1}, "draft model with 1 KV heads of 32, served model with 2 KV"),
+        ({"max_position_embeddings": 128}, "draft model of 128 tokens, --max-model-len 256"),
+        ({"hidden_size": 64}, "hidden_size must be the served model's, 128, got 64"),
+    ],
+)
+def test_a_layer_of_another_size_is_refused(
+    engines: Engines, tmp_path: Path, fields: dict[str, int], text: str
+) -> None:
+    config = json.loads((engines.checkpoints("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | fields))
+    settings = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 2}
+    with pytest.raises((ValueError, UnsupportedModelError), match=text):
+        engines.fresh("llama", speculative_config=settings)
 
 
 def test_a_switch_of_npus_alone_is_reported(

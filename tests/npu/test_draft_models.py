@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import CheckpointCache
-from tests.draft_checkpoints import fitted_medusa, random_medusa
+from tests.draft_checkpoints import fitted_eagle, fitted_medusa, random_eagle, random_medusa
 from tests.npu.engines import Job, Ran, run
 from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH, MOST
 
@@ -31,7 +31,12 @@ def fitted(checkpoints: CheckpointCache, folder: Path) -> Job:
 
 def with_heads(job: Job, heads: Path) -> Job:
     """Return ``job`` with Medusa's heads."""
-    speculation = {"method": "medusa", "model": str(heads), "num_speculative_tokens": MOST}
+    return with_model(job, "medusa", heads)
+
+
+def with_model(job: Job, method: str, own: Path) -> Job:
+    """Return ``job`` with the draft model ``own``."""
+    speculation = {"method": method, "model": str(own), "num_speculative_tokens": MOST}
     return replace(job, options=job.options | {"speculative_config": speculation})
 
 
@@ -72,3 +77,36 @@ def test_host_sampling_reads_the_logits_before_the_hidden_states(
     """Without ``argmax`` in the decode graphs; the heads' graphs end in it all the same."""
     ran = run([fitted], folder / "host", rbln={"sampler": False})
     assert ran.answers == cold.answers
+
+
+@pytest.fixture(scope="module")
+def layer(fitted: Job, folder: Path) -> Job:
+    """EAGLE's layer, which attends to a KV cache of its own."""
+    batch, answers = fitted.batches[0], fitted.expected()[0]
+    texts = [prompt + answer for prompt, answer in zip(batch, answers, strict=True)]
+    own = fitted_eagle(folder / "layer", fitted.checkpoint, texts, last=LENGTH + 1)
+    return with_model(fitted, "eagle", own)
+
+
+def test_right_drafts_of_a_layer_save_steps(layer: Job, folder: Path) -> None:
+    """Random weights give the same answers in more steps."""
+    right = run([layer], folder / "eagle")
+    assert right.answers == [layer.expected()]
+    # A prefill; steps of 1, 2 and 4 requests with 1 and 4 tokens, of the model and of the layer;
+    # the layer's prefill; the LM head.
+    assert len(right.calls("compile")) == 1 + 2 * 3 * 2 + 1 + 1
+    own = random_eagle(folder / "random-layer", layer.checkpoint)
+    wrong = run([with_model(layer, "eagle", own)], folder / "eagle")
+    assert wrong.answers == right.answers
+    assert len(right.calls("run")) < 0.8 * len(wrong.calls("run"))
+
+
+@pytest.mark.wide
+def test_warm_and_seeded_answers_with_a_layer(layer: Job, folder: Path) -> None:
+    warm = run([layer], folder / "eagle")
+    assert all(call["hit"] for call in warm.calls("compile"))
+    assert warm.answers == [layer.expected()]
+    seeded = replace(layer, seed=5)
+    plain = replace(seeded, options={"max_model_len": CONTEXT}, checks_all_drafts=False)
+    drafted, single = (run([job], folder) for job in (seeded, plain))
+    assert drafted.answers == single.answers != [layer.expected()]

@@ -121,7 +121,7 @@ def test_every_bucket_has_one_length_unless_others_are_configured(
     assert list(compiled_sizes(config).verify) == sizes
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model", "mtp"])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model", "mtp"])
 def test_second_models_are_refused_by_their_method(
     sdk: ModuleType, checkpoints: CheckpointCache, method: str
 ) -> None:

@@ -30,7 +30,7 @@ from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     configured,
 )
-from rbln_backend.worker.drafts.model_drafter import ModelDrafter, SampledRow
+from rbln_backend.worker.drafts.model_drafter import ModelDrafter
 from rbln_backend.worker.step.batches import RequestBatches
 
 
@@ -59,6 +59,10 @@ class Drafting(Protocol):
         """Record the tokens sampled for each request. Called after a step."""
         ...
 
+    def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
+        """Called instead of ``end_step`` after a chunk that ends no prompt."""
+        ...
+
     def take_sizes(self, table: VerifyTable) -> None:
         """Choose among other compiled sizes from the next step on."""
         ...
@@ -81,6 +85,9 @@ class NoDrafting:
         token_ids: Sequence[Sequence[int]],
         took: StepSeconds,
     ) -> None:
+        """Do nothing."""
+
+    def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
         """Do nothing."""
 
     def take_sizes(self, table: VerifyTable) -> None:
@@ -166,7 +173,17 @@ class HostDrafting:
                 begun.acceptance.record(tokens)
                 self._drafter.extend(name, tokens)
         if self._model is not None:
-            self._model.draft(batch, outputs, self._continuing(names, token_ids))
+            going_on = [
+                row
+                for row, name in enumerate(names)
+                if token_ids[row] and not self._has_ended(self._begun[name].state)
+            ]
+            self._model.draft(batch, self._states(batch), outputs, token_ids, going_on)
+
+    def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
+        """As ``Drafting``."""
+        if self._model is not None:
+            self._model.draft(batch, self._states(batch), outputs, [()] * batch.num_reqs)
 
     def take_sizes(self, table: VerifyTable) -> None:
         """As ``Drafting``. Drafts that wait are cut to the new sizes by the scheduler."""
@@ -191,12 +208,9 @@ class HostDrafting:
         most = self._choice.length - 1
         return DraftTokenIds(list(drafts), [tokens[:most] for tokens in drafts.values()])
 
-    def _continuing(
-        self, names: Sequence[str], token_ids: Sequence[Sequence[int]]
-    ) -> list[SampledRow]:
-        """Return the rows of a step whose requests go on."""
-        rows = (SampledRow(row, *own) for row, own in enumerate(zip(names, token_ids, strict=True)))
-        return [row for row in rows if not self._has_ended(self._begun[row.request_id].state)]
+    def _states(self, batch: StepBatch) -> list[CachedRequestState]:
+        names = batch.input_batch.req_ids
+        return [*(self._requests[name] for name in names), *batch.decode_prefill]
 
     def _count(self, batch: StepBatch, tokens: int, took: StepSeconds) -> None:
         size = self._table.find(batch.num_reqs, batch.length)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,50 +12,73 @@ from torch import Tensor
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
 from rbln_backend.speculation.drafter import Draft, DraftedRequest
+from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
-from rbln_backend.worker.graphs.warmup_plan import draft_specs
+from rbln_backend.worker.graphs.factory import GraphRequest
 
-_HIDDEN = 1
+HIDDEN = 1
 """Place of the hidden states in a step's outputs."""
 
 
+class DraftSource(Protocol):
+    """The graphs of a draft model, run after a step."""
+
+    graphs: Mapping[GraphSpec, GraphRequest]
+    """What makes each of them."""
+
+    def __call__(
+        self,
+        batch: StepBatch,
+        states: Sequence[CachedRequestState],
+        outputs: StepOutputs,
+        token_ids: Sequence[Sequence[int]],
+        rows: Sequence[int],
+    ) -> list[list[int]]:
+        """Return the drafts of ``rows`` of a step.
+
+        ``states`` are those of all its rows, ``token_ids`` the tokens sampled for each of the
+        batch, with which the states end.
+        """
+        ...
+
+
 class DraftHeads:
-    """The graphs of the draft model as a function: hidden [n, H] to drafts of n requests."""
+    """Medusa's heads: hidden [n, H] to drafts of n requests."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        dtype: torch.dtype,
-        table: BucketTable | None,
-        dispatch: GraphDispatch,
+        self, hidden_size: int, dtype: torch.dtype, table: BucketTable, dispatch: GraphDispatch
     ) -> None:
-        """``table``: requests of a run, None without a draft model; ``dtype``: of hidden states."""
+        """``table``: requests of a run; ``dtype``: of hidden states."""
         self._table, self._dispatch = table, dispatch
-        self.inputs: Mapping[GraphSpec, Mapping[str, Tensor]] = {
-            spec: {"hidden": torch.zeros(spec.bucket, hidden_size, dtype=dtype)}
-            for spec in draft_specs(table)
+        self.graphs: Mapping[GraphSpec, GraphRequest] = {
+            (spec := GraphSpec.of(Phase.DRAFT, size)): GraphRequest(
+                spec, {"hidden": torch.zeros(size, hidden_size, dtype=dtype)}, None
+            )
+            for size in table
         }
 
     @torch.inference_mode()
-    def __call__(self, hidden: Tensor) -> list[list[int]]:
+    def __call__(
+        self,
+        batch: StepBatch,
+        states: Sequence[CachedRequestState],  # noqa: ARG002
+        outputs: StepOutputs,
+        token_ids: Sequence[Sequence[int]],
+        rows: Sequence[int],
+    ) -> list[list[int]]:
+        """As ``DraftSource``."""
         drafts: list[list[int]] = []
-        assert self._table is not None
+        if not rows:
+            return drafts
+        hidden = _last_rows(batch, outputs[HIDDEN], token_ids, rows)
         for piece in hidden.split(self._table.largest):
-            rows = len(piece)
-            spec = GraphSpec.of(Phase.DRAFT, self._table.find(rows))
-            buffer = self.inputs[spec]["hidden"]
-            buffer[:rows] = piece
-            buffer[rows:] = 0
-            drafts += self._dispatch.get(spec).run()[0].cpu()[:rows].tolist()
+            count = len(piece)
+            spec = GraphSpec.of(Phase.DRAFT, self._table.find(count))
+            buffer = self.graphs[spec].inputs["hidden"]
+            buffer[:count] = piece
+            buffer[count:] = 0
+            drafts += self._dispatch.get(spec).run()[0].cpu()[:count].tolist()
         return drafts
-
-
-class SampledRow(NamedTuple):
-    """A request of a step, and the tokens that were sampled for it."""
-
-    row: int
-    request_id: str
-    tokens: Sequence[int]
 
 
 class ModelDrafter:
@@ -64,18 +87,24 @@ class ModelDrafter:
     Drafts continue the latest token, so that they are dropped where another one has come.
     """
 
-    def __init__(self, heads: DraftHeads) -> None:
-        self._heads = heads
+    def __init__(self, source: DraftSource) -> None:
+        self._source = source
         self._drafts: dict[str, list[int]] = {}
 
-    def draft(self, batch: StepBatch, outputs: StepOutputs, sampled: Sequence[SampledRow]) -> None:
-        """Compute drafts for the requests ``sampled`` of a step, which have begun."""
-        rows = [row for row in sampled if row.tokens and row.request_id in self._drafts]
-        if not rows:
-            return
-        drafts = self._heads(_last_rows(batch, outputs[_HIDDEN], rows))
+    def draft(
+        self,
+        batch: StepBatch,
+        states: Sequence[CachedRequestState],
+        outputs: StepOutputs,
+        token_ids: Sequence[Sequence[int]],
+        going_on: Sequence[int] = (),
+    ) -> None:
+        """Compute drafts for the rows ``going_on`` of a step; see ``DraftSource``."""
+        names = batch.input_batch.req_ids
+        rows = [row for row in going_on if token_ids[row] and names[row] in self._drafts]
+        drafts = self._source(batch, states, outputs, token_ids, rows)
         for row, own in zip(rows, drafts, strict=True):
-            self._drafts[row.request_id] = own
+            self._drafts[names[row]] = own
 
     def begin(self, request: DraftedRequest) -> None:
         """As ``Drafter``."""
@@ -95,14 +124,17 @@ class ModelDrafter:
         del self._drafts[request_id]
 
 
-def _last_rows(batch: StepBatch, hidden: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+def _last_rows(
+    batch: StepBatch, hidden: Tensor, token_ids: Sequence[Sequence[int]], rows: Sequence[int]
+) -> Tensor:
     """Return [n, H]: the hidden state of which each request's latest token was sampled.
 
     hidden [L, H] of a chunk, [bucket, H], or [bucket, length, H] in VERIFY.
     """
     if batch.phase is Phase.VERIFY:
-        places = torch.tensor([(row, len(tokens) - 1) for row, _, tokens in rows])
+        places = torch.tensor([(row, len(token_ids[row]) - 1) for row in rows])
         return hidden[places[:, 0], places[:, 1]]
-    ends: Iterator[int] = accumulate(batch.counts) if batch.phase.takes_chunk else iter(())
-    last = [end - 1 for end in ends] or range(batch.num_reqs)
-    return hidden[[last[row] for row, *_ in rows]]
+    if not batch.phase.takes_chunk:
+        return hidden[list(rows)]
+    last = [end - 1 for end in accumulate(batch.counts)]
+    return hidden[[last[row] for row in rows]]

@@ -1,6 +1,6 @@
-"""The draft model of an engine: Medusa's heads, loaded as a part of the served model.
+"""The draft model of an engine: Medusa's heads or EAGLE's layer, a part of the served model.
 
-As a part of it the heads are named, packed, counted and moved to huge pages as its weights are.
+As a part of it its weights are named, packed, counted and moved to huge pages as the others are.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rbln_backend.bucketing.engine_buckets import EAGLE
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.speculation.choice import has_draft_model
 from rbln_backend.vllm_compat.surface import ModelConfig, VllmConfig
+
+GraphFunction = Callable[..., Any]
 
 PART = "draft_model"
 """The name of the draft model in the served one."""
@@ -40,7 +43,16 @@ def add_draft_model(
         raise UnsupportedModelError(
             f"draft model {own.model} with num_speculative_tokens {number}: {error}"
         ) from error
+    if speculation.method == EAGLE:
+        _share_tables(made, model)
     model.add_module(PART, made)
+
+
+def _share_tables(made: Any, served: Any) -> None:
+    """Give EAGLE the served model's LM head, and its embedding unless the checkpoint has one."""
+    made.lm_head = served.lm_head
+    if not getattr(made, "has_own_embed_tokens", False):
+        made.model.embed_tokens = served.model.embed_tokens
 
 
 def _check_sizes(own: ModelConfig, served: ModelConfig) -> None:
@@ -48,9 +60,11 @@ def _check_sizes(own: ModelConfig, served: ModelConfig) -> None:
     expected = {
         "hidden_size": (own.get_hidden_size(), served.get_hidden_size(), "the served model's"),
         "vocab_size": (found.vocab_size, served.get_vocab_size(), "the served model's"),
-        # vLLM reads no checkpoint with a token_map: it takes it for a weight that is missing.
-        "truncated_vocab_size": (found.truncated_vocab_size, found.vocab_size, "vocab_size"),
     }
+    if hasattr(found, "truncated_vocab_size"):
+        # vLLM reads no checkpoint with a token_map: it takes it for a weight that is missing.
+        sizes = found.truncated_vocab_size, found.vocab_size
+        expected["truncated_vocab_size"] = (*sizes, "vocab_size")
     for name, (value, wanted, whose) in expected.items():
         if value != wanted:
             raise UnsupportedModelError(
@@ -63,21 +77,40 @@ def draft_model(model: nn.Module) -> Any:
     return getattr(model, PART, None)
 
 
-def draft_function(model: nn.Module, *, by_sdk: bool) -> Callable[[Tensor], tuple[Tensor]]:
-    """Return the function of the draft model's graph, hidden [B, H] to drafts int32 [B, heads].
+def draft_function(model: nn.Module, *, by_sdk: bool) -> tuple[GraphFunction, tuple[str, ...]]:
+    """Return the function of a draft model's graphs and the names of its inputs.
 
-    ``by_sdk``: it ends in the SDK's argmax.
+    Hidden [B, H] to drafts int32 [B, heads]; or last_rows [R], input_ids and positions [B, L] and
+    hidden [B * L, H] to drafts int32 [R] and hidden states [R, H]. ``by_sdk``: the graphs end in
+    the SDK's argmax.
     """
-    heads = draft_model(model)
+    own = draft_model(model)
     pick = _picked_by_sdk if by_sdk else _picked_here
+    if hasattr(own, "lm_heads"):
+        return _heads(own, pick), ("hidden",)
+    return _layer(own, pick), ("last_rows", "input_ids", "positions", "hidden")
 
+
+def _heads(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
     def drafts(hidden: Tensor) -> tuple[Tensor]:
-        """[B, H] -> drafts int32 [B, heads]: numbers of the draft vocabulary."""
-        rows = zip(heads(hidden), heads.lm_heads, strict=True)
-        tokens = [pick(heads.logits_processor(head, own)) for own, head in rows]
+        """[B, H] -> drafts int32 [B, heads]."""
+        rows = zip(own(hidden), own.lm_heads, strict=True)
+        tokens = [pick(own.logits_processor(head, states)) for states, head in rows]
         return (torch.stack(tokens, dim=1),)
 
     return drafts
+
+
+def _layer(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
+    def draft(
+        last_rows: Tensor, input_ids: Tensor, positions: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """[R], [B, L], [B, L], [B * L, H] -> drafts int32 [R], hidden states [R, H]."""
+        states, _ = own(input_ids.view(-1), positions.view(-1), hidden)
+        last = states.index_select(0, last_rows)
+        return pick(own.compute_logits(last)), last
+
+    return draft
 
 
 def _picked_by_sdk(logits: Tensor) -> Tensor:

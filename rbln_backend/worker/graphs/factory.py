@@ -16,7 +16,7 @@ from rbln_backend.compiler.capture import capture
 from rbln_backend.compiler.port import CompiledGraph, Compiler
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
-from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.core import GraphSpec
 from rbln_backend.errors import CompileError, CorruptArtifactError
 from rbln_backend.store.artifact_files import BINARIES, PROGRAM
 from rbln_backend.store.artifacts import ArtifactStore
@@ -83,7 +83,7 @@ def graph_key(
         "phase": spec.phase_name,
         "bucket": spec.bucket,
     }
-    if spec.phase is Phase.VERIFY:
+    if spec.length > 1:
         own["length"] = spec.length
     if spec.prompts > 1:
         own["prompts"] = spec.prompts

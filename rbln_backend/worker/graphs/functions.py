@@ -74,8 +74,8 @@ def graph_function(
     """Return the function of ``phase`` over ``model``, and the names of its inputs in order."""
     if phase is Phase.LOGITS:
         return _logits(model), ("hidden",)
-    if phase is Phase.DRAFT:
-        return draft_function(model, by_sdk=part.has_sdk_argmax), ("hidden",)
+    if phase in (Phase.DRAFT, Phase.DRAFT_PREFILL):
+        return draft_function(model, by_sdk=part.has_sdk_argmax)
     forward, names = _forward(model, part), ("input_ids", "positions", *part.received)
     if not part.is_last:
         return _stage(forward, part.intermediates), names

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rbln_backend.bucketing.chunk_plan import prompts_of
+from rbln_backend.bucketing.engine_buckets import DraftSizes
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
 from rbln_backend.core import GraphSpec, Phase
@@ -20,24 +21,30 @@ def plan(
     *,
     has_logits: bool,
     prompts: int = 1,
-    drafted: BucketTable | None = None,
+    drafted: DraftSizes | None = None,
 ) -> list[GraphSpec]:
     """Return every graph, smallest first within a phase.
 
     ``verify``: sizes of steps that check drafts. ``has_logits``: False for pooling models.
-    ``prompts``: most prompts of the largest prefill chunk. ``drafted``: requests of a run of the
-    draft model, None without one.
+    ``prompts``: most prompts of the largest prefill chunk. ``drafted``: sizes of the draft
+    model's graphs, None without one.
     """
     specs = [spec_of(phase, size, prompts) for phase, table in tables.items() for size in table]
     specs += [GraphSpec.of(Phase.VERIFY, bucket, length) for bucket, length in verify]
     if has_logits:
         specs.append(GraphSpec.of(Phase.LOGITS, LOGITS_ROWS))
-    return specs + draft_specs(drafted)
+    return specs + draft_specs(drafted, prompts)
 
 
-def draft_specs(drafted: BucketTable | None) -> list[GraphSpec]:
+def draft_specs(drafted: DraftSizes | None, prompts: int = 1) -> list[GraphSpec]:
     """Return the graphs of a draft model, smallest first; none without one."""
-    return [GraphSpec.of(Phase.DRAFT, size) for size in drafted or ()]
+    if drafted is None:
+        return []
+    specs = [GraphSpec.of(Phase.DRAFT, size) for size in drafted.requests]
+    if drafted.length is None:
+        return specs
+    specs += [GraphSpec.of(Phase.DRAFT, size, drafted.length) for size in drafted.requests]
+    return specs + [spec_of(Phase.DRAFT_PREFILL, size, prompts) for size in drafted.chunks]
 
 
 def spec_of(phase: Phase, size: int, prompts: int) -> GraphSpec:

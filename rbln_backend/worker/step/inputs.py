@@ -209,13 +209,15 @@ class DecodeRows(NamedTuple):
             np.append(self.token_ids, [r.get_token_id(r.num_computed_tokens) for r in requests]),
             np.append(self.num_computed, [r.num_computed_tokens for r in requests]),
             [
-                np.append(rows, _padded([r.block_ids[group] for r in requests], rows.shape[1]), 0)
+                np.append(
+                    rows, padded_blocks([r.block_ids[group] for r in requests], rows.shape[1]), 0
+                )
                 for group, rows in enumerate(self.block_rows)
             ],
         )
 
 
-def _padded(lists: Sequence[Sequence[int]], width: int) -> IntArray:
+def padded_blocks(lists: Sequence[Sequence[int]], width: int) -> IntArray:
     """Return [len(lists), width] int32, each list followed by the null block."""
     whole = np.zeros((len(lists), width), dtype=np.int32)
     for row, blocks in zip(whole, lists, strict=True):

@@ -1,0 +1,230 @@
+"""`DraftLayer`: EAGLE's layer, whose KV cache follows the served model's, token by token.
+
+Slot n of its cache is computed from token n + 1 and the hidden state of token n. It lies in the
+blocks of the served model's layers, so that a prefix hit finds it as well. After each step the
+layer reads what the step has computed, all requests of it; then it drafts one token after another
+for those that go on, from its own hidden states. Their slots are written again once the tokens are
+known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rbln_backend.bucketing.engine_buckets import DraftSizes
+from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
+from rbln_backend.vllm_compat.surface import CachedRequestState
+from rbln_backend.worker.drafts.model_drafter import HIDDEN
+from rbln_backend.worker.graphs.dispatch import GraphDispatch
+from rbln_backend.worker.graphs.factory import GraphRequest
+from rbln_backend.worker.graphs.warmup_plan import draft_specs, spec_of
+from rbln_backend.worker.step.group_inputs import IntArray
+from rbln_backend.worker.step.inputs import DecodeRows, StepInputs, padded_blocks
+
+
+class LayerShape(NamedTuple):
+    """The sizes of a draft layer and of its engine."""
+
+    sizes: DraftSizes
+    hidden_size: int
+    dtype: torch.dtype
+    """Of hidden states."""
+    prompts: int
+    """Most prompts of a chunk."""
+    widths: Sequence[int]
+    """Blocks of a request by KV cache group."""
+    max_model_len: int
+
+
+class _Buffers(NamedTuple):
+    """The inputs of one graph."""
+
+    step: StepInputs
+    hidden: Tensor
+    """[tokens, H]."""
+    last_rows: Tensor
+    """[R] int64: the row of each request of which a token is drafted."""
+
+
+class _Request(NamedTuple):
+    """A request after the layer has read its part of a step."""
+
+    row: int
+    state: CachedRequestState
+    end: int
+    """Slots of the layer's cache that are filled."""
+    token: int
+    """The first draft."""
+    hidden: Tensor
+    """[H]: the layer's hidden state of which it was taken."""
+
+
+class DraftLayer:
+    """A ``DraftSource`` over EAGLE's layer."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        make_inputs: Callable[[GraphSpec], StepInputs],
+        dispatch: GraphDispatch,
+    ) -> None:
+        assert shape.sizes.length is not None
+        self._shape, self._dispatch = shape, dispatch
+        self._length = shape.sizes.length
+        specs = draft_specs(shape.sizes, shape.prompts)
+        self._buffers = {spec: _allocate(spec, shape, make_inputs) for spec in specs}
+        self.graphs: Mapping[GraphSpec, GraphRequest] = {
+            spec: GraphRequest(
+                spec,
+                {**own.step.tensors, "hidden": own.hidden, "last_rows": own.last_rows},
+                own.step.metadata,
+            )
+            for spec, own in self._buffers.items()
+        }
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        batch: StepBatch,
+        states: Sequence[CachedRequestState],
+        outputs: StepOutputs,
+        token_ids: Sequence[Sequence[int]],
+        rows: Sequence[int],
+    ) -> list[list[int]]:
+        """As ``DraftSource``; no drafts for requests that end with the context soon."""
+        hidden = outputs[HIDDEN]
+        if batch.phase.takes_chunk:
+            read = self._read_chunk(batch, states, hidden)
+        else:
+            counts = [max(len(own), 1) for own in token_ids]
+            counts += [1] * (len(states) - len(counts))
+            read = self._read_step(states, hidden, counts)
+        most = self._shape.max_model_len - self._length
+        wanted = set(rows)
+        drafts = self._draft([r for r in read if r.row in wanted and r.end <= most])
+        return [drafts.get(row, []) for row in rows]
+
+    def _read_chunk(
+        self, batch: StepBatch, states: Sequence[CachedRequestState], hidden: Tensor
+    ) -> list[_Request]:
+        """Read a chunk of prompts, whose hidden states are hidden [L, H]."""
+        size = self._shape.sizes.chunks.find(batch.size)
+        spec = spec_of(Phase.DRAFT_PREFILL, size, self._shape.prompts)
+        buffers = self._buffers[spec]
+        starts = [state.num_computed_tokens for state in states]
+        ends = [start + count for start, count in zip(starts, batch.counts, strict=True)]
+        texts = [_tokens(*own) for own in zip(states, starts, ends, strict=True)]
+        total = sum(batch.counts)
+        buffers.step.fill_prefill(
+            [np.array(text, dtype=np.int64) for text in texts],
+            np.array(starts, dtype=np.int64),
+            self._blocks(states),
+        )
+        buffers.hidden[:total] = hidden[:total]
+        buffers.hidden[total:] = 0
+        last = [end - 1 for end in accumulate(batch.counts)]
+        buffers.last_rows[: len(last)] = torch.tensor(last)
+        buffers.last_rows[len(last) :] = 0
+        tokens, layer = self._run(spec)
+        return [
+            _Request(row, state, ends[row], int(tokens[row]), layer[row])
+            for row, state in enumerate(states)
+        ]
+
+    def _read_step(
+        self, states: Sequence[CachedRequestState], hidden: Tensor, counts: Sequence[int]
+    ) -> list[_Request]:
+        """Read ``counts`` tokens of each request of a decode step.
+
+        hidden [bucket, H], or [bucket, length, H] where drafts were checked.
+        """
+        length, most = self._length, self._shape.max_model_len
+        fit = [n for n, s in enumerate(states) if s.num_computed_tokens + length <= most]
+        if not fit:
+            return []
+        # An NPU's kernels get the longest context first.
+        fit.sort(key=lambda row: -states[row].num_computed_tokens)
+        own = [states[row] for row in fit]
+        starts = [state.num_computed_tokens for state in own]
+        ends = [start + counts[row] for start, row in zip(starts, fit, strict=True)]
+        texts = [_tokens(*args) for args in zip(own, starts, ends, strict=True)]
+        spec = GraphSpec.of(Phase.DRAFT, self._shape.sizes.requests.find(len(fit)), length)
+        buffers = self._buffers[spec]
+        rows = DecodeRows(
+            np.array([text[0] for text in texts]), np.array(starts), self._blocks(own)
+        )
+        buffers.step.fill_verify(rows, [text[1:] for text in texts])
+        placed = buffers.hidden.view(spec.bucket, length, -1)
+        placed.zero_()
+        by_token = hidden if hidden.dim() == 3 else hidden[:, None]
+        for place, row in enumerate(fit):
+            placed[place, : counts[row]] = by_token[row, : counts[row]]
+        last = [place * length + counts[row] - 1 for place, row in enumerate(fit)]
+        buffers.last_rows[: len(last)] = torch.tensor(last)
+        buffers.last_rows[len(last) :] = 0
+        tokens, layer = self._run(spec)
+        return [
+            _Request(row, states[row], ends[place], int(tokens[place]), layer[place])
+            for place, row in enumerate(fit)
+        ]
+
+    def _draft(self, requests: Sequence[_Request]) -> dict[int, list[int]]:
+        """Return the drafts of each row: the first one, and those after it."""
+        if not requests:
+            return {}
+        ordered = sorted(requests, key=lambda request: -request.end)
+        places = np.array([request.end for request in ordered])
+        blocks = self._blocks([request.state for request in ordered])
+        count = len(ordered)
+        spec = GraphSpec.of(Phase.DRAFT, self._shape.sizes.requests.find(count))
+        buffers = self._buffers[spec]
+        tokens = torch.tensor([request.token for request in ordered])
+        hidden = torch.stack([request.hidden for request in ordered])
+        drafted = [tokens]
+        for _ in range(self._length - 2):
+            buffers.step.fill_decode(tokens.numpy(), places, blocks)
+            buffers.hidden[:count] = hidden
+            buffers.hidden[count:] = 0
+            tokens, hidden = (output[:count] for output in self._run(spec))
+            drafted.append(tokens)
+            places = places + 1
+        drafts = torch.stack([own.long() for own in drafted], dim=1).tolist()
+        return {request.row: own for request, own in zip(ordered, drafts, strict=True)}
+
+    def _run(self, spec: GraphSpec) -> tuple[Tensor, Tensor]:
+        """Return the drafts [R] and the layer's hidden states [R, H]; the next run leaves them."""
+        tokens, hidden = self._dispatch.get(spec).run()
+        return tokens.cpu().clone(), hidden.cpu().clone()
+
+    def _blocks(self, states: Sequence[CachedRequestState]) -> list[IntArray]:
+        """Return the blocks of each request by KV cache group."""
+        return [
+            padded_blocks([state.block_ids[group] for state in states], width)
+            for group, width in enumerate(self._shape.widths)
+        ]
+
+
+def _allocate(
+    spec: GraphSpec, shape: LayerShape, make_inputs: Callable[[GraphSpec], StepInputs]
+) -> _Buffers:
+    tokens = spec.batch_size * spec.query_len
+    return _Buffers(
+        make_inputs(spec),
+        torch.zeros(tokens, shape.hidden_size, dtype=shape.dtype),
+        torch.arange(spec.requests),
+    )
+
+
+def _tokens(state: CachedRequestState, start: int, end: int) -> list[int]:
+    """Return the tokens after those of the slots ``start`` to ``end``, 0 for one that is open."""
+    prompt, answer = state.prompt_token_ids or [], state.output_token_ids
+    first, last = start + 1, end + 1
+    found = prompt[first:last]
+    found = [*found, *answer[max(first - len(prompt), 0) : max(last - len(prompt), 0)]]
+    return found + [0] * (end - start - len(found))
