@@ -11,7 +11,7 @@ import pytest
 
 from rbln_backend.speculation.chooser import Chooser, StepChoice
 from rbln_backend.worker.buckets.bucket_change import BucketChange
-from tests.draft_checkpoints import fitted_medusa
+from tests.draft_checkpoints import FITTED
 from tests.engine.conftest import Engine, Engines
 from tests.engine.oracle import MOST
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
@@ -85,9 +85,9 @@ def test_changes_while_requests_run_change_no_token(
     plain = engines(**SIZES)
     expected = tokens(plain.generate(prompts, greedy(24)))
     speculation = {"method": drafts, "num_speculative_tokens": MOST}
-    if drafts == "medusa":
+    if drafts in FITTED:
         texts = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
-        speculation["model"] = str(fitted_medusa(tmp_path, plain.checkpoint, texts))
+        speculation["model"] = str(FITTED[drafts](tmp_path, plain.checkpoint, texts, last=25))
     engine = engines.fresh(**SIZES, **({"speculative_config": speculation} if drafts else {}))
     # Steps of tiny models take as long with drafts as they happen to.
     monkeypatch.setattr(Chooser, "choose", lambda *_: StepChoice(MOST + 1))

@@ -14,8 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from rbln_backend.errors import UnsupportedModelError
 from tests.draft_checkpoints import (
-    fitted_eagle,
-    fitted_medusa,
+    FITTED,
     random_eagle,
     random_medusa,
     write_medusa,
@@ -91,7 +90,6 @@ def texts(engines: Engines) -> list[list[int]]:
     return [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
 
 
-FITTED = {"medusa": fitted_medusa, "eagle": fitted_eagle}
 RANDOM = {"medusa": random_medusa, "eagle": random_eagle}
 
 

@@ -52,7 +52,7 @@ class _Buffers(NamedTuple):
     """[R] int64: the row of each request of which a token is drafted."""
 
 
-class _Request(NamedTuple):
+class _ReadRequest(NamedTuple):
     """A request after the layer has read its part of a step."""
 
     row: int
@@ -112,7 +112,7 @@ class DraftLayer:
 
     def _read_chunk(
         self, batch: StepBatch, states: Sequence[CachedRequestState], hidden: Tensor
-    ) -> list[_Request]:
+    ) -> list[_ReadRequest]:
         """Read a chunk of prompts, whose hidden states are hidden [L, H]."""
         size = self._shape.sizes.chunks.find(batch.size)
         spec = spec_of(Phase.DRAFT_PREFILL, size, self._shape.prompts)
@@ -133,13 +133,13 @@ class DraftLayer:
         buffers.last_rows[len(last) :] = 0
         tokens, layer = self._run(spec)
         return [
-            _Request(row, state, ends[row], int(tokens[row]), layer[row])
+            _ReadRequest(row, state, ends[row], int(tokens[row]), layer[row])
             for row, state in enumerate(states)
         ]
 
     def _read_step(
         self, states: Sequence[CachedRequestState], hidden: Tensor, counts: Sequence[int]
-    ) -> list[_Request]:
+    ) -> list[_ReadRequest]:
         """Read ``counts`` tokens of each request of a decode step.
 
         hidden [bucket, H], or [bucket, length, H] where drafts were checked.
@@ -170,11 +170,11 @@ class DraftLayer:
         buffers.last_rows[len(last) :] = 0
         tokens, layer = self._run(spec)
         return [
-            _Request(row, states[row], ends[place], int(tokens[place]), layer[place])
+            _ReadRequest(row, states[row], ends[place], int(tokens[place]), layer[place])
             for place, row in enumerate(fit)
         ]
 
-    def _draft(self, requests: Sequence[_Request]) -> dict[int, list[int]]:
+    def _draft(self, requests: Sequence[_ReadRequest]) -> dict[int, list[int]]:
         """Return the drafts of each row: the first one, and those after it."""
         if not requests:
             return {}

@@ -24,7 +24,7 @@ class DraftSource(Protocol):
     """The graphs of a draft model, run after a step."""
 
     graphs: Mapping[GraphSpec, GraphRequest]
-    """What makes each of them."""
+    """Graph requests, by spec."""
 
     def __call__(
         self,

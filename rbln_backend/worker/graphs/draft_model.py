@@ -49,10 +49,12 @@ def add_draft_model(
 
 
 def _share_tables(made: Any, served: Any) -> None:
-    """Give EAGLE the served model's LM head, and its embedding unless the checkpoint has one."""
+    """Give EAGLE the served model's LM head, and its embedding unless the layer has another."""
     made.lm_head = served.lm_head
-    if not getattr(made, "has_own_embed_tokens", False):
-        made.model.embed_tokens = served.model.embed_tokens
+    own, tables = made.model.embed_tokens, served.model.embed_tokens
+    has_own = getattr(made, "has_own_embed_tokens", False)
+    if not has_own or torch.equal(own.weight, tables.weight):
+        made.model.embed_tokens = tables
 
 
 def _check_sizes(own: ModelConfig, served: ModelConfig) -> None:
