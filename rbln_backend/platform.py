@@ -21,7 +21,6 @@ from rbln_backend.kv_tiers.offloading_config import take_tiers
 from rbln_backend.parallel.rules import settle_parallel
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
 from rbln_backend.settings import options_of_vllm, resolve
-from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.speculation.model_rules import settle_draft_model
 from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.unsupported import (
@@ -217,7 +216,6 @@ class RblnPlatform(Platform):
         _settle_grammars(vllm_config)
         # vLLM does not pass this number to engines of dense models.
         engines = max(1, vllm_config.parallel_config.data_parallel_size_local)
-        settle_draft_model(vllm_config)
         buckets = _settle_buckets(vllm_config, rbln)
         before = vllm_config.additional_config
         # vLLM settles the configuration of an engine's process again after its scheduler is made.
@@ -397,5 +395,5 @@ def _settle_buckets(vllm_config: VllmConfig, rbln: RblnConfig) -> EngineBuckets 
         vllm_config.scheduler_config.max_num_batched_tokens,
         None if model.runner_type == "pooling" else largest_decode(vllm_config),
         None if speculation is None else speculation.num_speculative_tokens,
-        draft_model=None if speculation is None else draft_model_of(speculation),
+        draft_model=settle_draft_model(vllm_config),
     )

@@ -22,11 +22,6 @@ def has_draft_model(config: SpeculativeConfig) -> bool:
     return config.method in DRAFT_MODELS
 
 
-def draft_model_of(config: SpeculativeConfig) -> str | None:
-    """Return the method of a draft model, None for one without."""
-    return config.method if has_draft_model(config) else None
-
-
 def make_drafter(config: SpeculativeConfig, *, shared: bool) -> Drafter:
     """Return a drafter of one of ``DRAFT_METHODS``.
 

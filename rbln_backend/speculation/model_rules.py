@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rbln_backend.bucketing.engine_buckets import EAGLE
 from rbln_backend.config import RblnConfig
+from rbln_backend.speculation.choice import has_draft_model
 from rbln_backend.unsupported import DRAFT_MODEL, DRAFT_MODEL_OPTION, EAGLE_MODEL
 
 if TYPE_CHECKING:
@@ -54,14 +55,18 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig) -> None:
     _check_options(speculation)
 
 
-def settle_draft_model(config: VllmConfig) -> None:
-    """Keep the last block of a prefix hit, which vLLM drops for EAGLE.
+def settle_draft_model(config: VllmConfig) -> str | None:
+    """Return the method of the draft model, None without one.
 
-    One slot in it may be of another next token: this can make a draft wrong, and no token.
+    For EAGLE the last block of a prefix hit is kept, which vLLM drops: one slot in it may be of
+    another next token. This can make a draft wrong, and no token.
     """
     speculation = config.speculative_config
-    if speculation is not None and speculation.method == EAGLE:
+    if speculation is None or not has_draft_model(speculation):
+        return None
+    if speculation.method == EAGLE:
         speculation.disable_eagle_block_drop = True
+    return speculation.method
 
 
 def _check_eagle(config: VllmConfig) -> None:

@@ -54,7 +54,7 @@ class Player:
 
         settled: Any = config.additional_config
         config.additional_config = replace(
-            settled, buckets=replace(settled.buckets, verify=NO_DRAFTS)
+            settled, buckets=replace(settled.buckets, verify=NO_DRAFTS, drafted=None)
         )
         config.speculative_config = None
         config.cache_config.enable_prefix_caching = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.vllm_compat.surface import compiled_sizes
+from server.tuning.replay import Player, ReplayRound
+from server.tuning.simulator import Request
+from tests.checkpoint_tokenizer import VOCAB_SIZE
 from tests.draft_checkpoints import (
     FITTED,
     random_eagle,
@@ -20,7 +25,7 @@ from tests.draft_checkpoints import (
     write_medusa,
 )
 from tests.eagle_reference import EagleReference
-from tests.engine.conftest import Engine, Engines
+from tests.engine.conftest import DEFAULTS, Engine, Engines
 from tests.engine.oracle import MOST, AnyLength
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_speculation import (
@@ -75,6 +80,11 @@ class Drafted:
         return sum(self.own.total("rbln_bucket_steps_total", phase=phase) for phase in phases)
 
     @property
+    def speculation(self) -> Any:
+        """vLLM's configuration of the draft model."""
+        return self.own.core.vllm_config.speculative_config
+
+    @property
     def model(self) -> Any:
         """The drafter over the draft model."""
         return self._drafting._model
@@ -105,9 +115,13 @@ def drafted(
     return Drafted(plain, start(engines, own, method), method)
 
 
+def speculation_of(method: str, own: Path) -> dict[str, Any]:
+    return {"method": method, "model": str(own), "num_speculative_tokens": MOST}
+
+
 def start(engines: Engines, own: Path, method: str = "medusa", **options: Any) -> Engine:
     """With too few blocks for four long requests."""
-    speculation = {"method": method, "model": str(own), "num_speculative_tokens": MOST}
+    speculation = speculation_of(method, own)
     options = {"rbln": FEW, "num_gpu_blocks_override": 34, "disable_log_stats": False} | options
     return engines.fresh("llama", speculative_config=speculation, **options)
 
@@ -166,6 +180,28 @@ def test_requests_that_come_and_are_aborted(drafted: Drafted, seed: int) -> None
     crowd.assert_got(results(drafted.plain, prompts, params))
     drafted.assert_idle()
     assert crowd.aborted
+
+
+def test_the_description_names_the_draft_model(drafted: Drafted) -> None:
+    described = json.loads((drafted.own.run_dir / "describe-0.json").read_text())
+    own = described["draft_model"]
+    assert (own["method"], own["drafts"]) == (drafted.method, MOST)
+    plain = json.loads((drafted.plain.run_dir / "describe-0.json").read_text())
+    weights = described["model"]["weight_bytes"] - plain["model"]["weight_bytes"]
+    # EAGLE's LM head and embedding are the served model's.
+    shared = 0 if drafted.method == "medusa" else 2 * 4 * VOCAB_SIZE * 128
+    assert own["weight_bytes"] - shared == weights > 0
+
+
+def test_a_replay_leaves_the_draft_model_out(drafted: Drafted) -> None:
+    speculation = speculation_of(drafted.method, Path(drafted.speculation.model))
+    options = DEFAULTS | {"speculative_config": speculation, "additional_config": {"rbln": FEW}}
+    config = EngineArgs(str(drafted.plain.checkpoint), **options).create_engine_config()
+    player = Player(config)
+    request = Request(at=0, prompt_tokens=20, output_tokens=4)
+    tables = {"prefill": compiled_sizes(config).chunks, "decode": compiled_sizes(config).decode}
+    assert len(player.play(ReplayRound([request], tables))) == 4
+    player.shutdown()
 
 
 def test_counts_of_vllm_agree(drafted: Drafted) -> None:

@@ -85,6 +85,20 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
             "multiplied head by head, all tokens of a step in one axis",
         ),
     ),
+    "medusa": (
+        Difference(
+            "ours",
+            r"(input|option) sampler .*",
+            "the graph of the heads ends in argmax, as those of their EAGLE do; with Medusa they "
+            "return logits, from which the host picks",
+        ),
+        Difference(
+            "theirs",
+            r"option head use_static_output=False",
+            "their logits of the heads are new tensors in each run; our drafts are one tensor, "
+            "which is read before the next run",
+        ),
+    ),
     "mxfp4 experts": (
         *_PADDING_MASK,
         Difference(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import CheckpointCache
+from tests.draft_checkpoints import FITTED
 from tests.e4m3_inputs import answers_over_e4m3_inputs
 from tests.npu.engines import SCRIPT
 from tests.npu.test_engines import YARN_OVER_LONG
@@ -59,6 +60,8 @@ class Run:
     """Inputs of experts that share a scale in e4m3; 0: they are not rounded."""
     recipe: Recipe | None = None
     """How the weights are quantised; None: they are float32."""
+    drafts_by: str | None = None
+    """The method of a draft model, which is fitted to the answers; None: there is none."""
 
     def checkpoint(self, make: CheckpointCache) -> Path:
         """A tiny member of the family that takes prompts of two blocks."""
@@ -155,6 +158,7 @@ RUNS: Mapping[str, Run] = {
         options={"speculative_config": NGRAM},
         lengths=(300, BLOCK - 5, 2 * BLOCK - NUM_TOKENS),
     ),
+    "medusa": replace(HOST, drafts_by="medusa", lengths=(300, 90, BLOCK - 5)),
     "two ranks": replace(HOST, options={"tensor_parallel_size": 2}),
     "compile only": WITHOUT_NPU,
     # As many blocks as their estimate of a CR13 says fit; of small heads that would be too many.
@@ -181,6 +185,22 @@ def expected_of(run: Run, checkpoint: Path) -> list[list[list[int]]]:
         ]
         for batch in run.rounds()
     ]
+
+
+def options_of(run: Run, checkpoint: Path) -> dict[str, Any]:
+    """The options of the engine, with its draft model if the run has one."""
+    options = dict(OPTIONS) | dict(run.options)
+    if run.drafts_by is None:
+        return options
+    own = checkpoint.parent / f"{checkpoint.name}-{run.drafts_by}"
+    texts = [
+        prompt + answer
+        for prompts, answers in zip(run.rounds(), expected_of(run, checkpoint), strict=True)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    FITTED[run.drafts_by](own, checkpoint, texts, last=NUM_TOKENS + 1)
+    speculation = {"method": run.drafts_by, "model": str(own), "num_speculative_tokens": 3}
+    return options | {"speculative_config": speculation}
 
 
 @dataclass(frozen=True)
@@ -219,7 +239,7 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
     checkpoint = run.checkpoint(CheckpointCache(CHECKPOINTS))
     job = {
         "path": str(checkpoint),
-        "options": dict(OPTIONS) | dict(run.options),
+        "options": options_of(run, checkpoint),
         "batches": run.rounds(),
         "max_tokens": NUM_TOKENS,
         "abort_after": None,

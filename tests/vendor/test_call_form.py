@@ -14,7 +14,7 @@ from tests.npu.engines import Job, run
 from tests.vendor.call_form import call_form, kept_call_forms
 from tests.vendor.differences import allowed_in, shown_in, unexplained, unused
 from tests.vendor.environment import torch_rbln_variables
-from tests.vendor.runs import NUM_TOKENS, OPTIONS, RUNS, expected_of
+from tests.vendor.runs import NUM_TOKENS, RUNS, expected_of, options_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -22,7 +22,7 @@ WIDE = [
     pytest.param(name, marks=pytest.mark.wide)
     for name in (
         *("llama device", "one block", "window", "window device", "window shift"),
-        *("experts", "fp8 cache", "drafts", "two ranks"),
+        *("experts", "fp8 cache", "drafts", "medusa", "two ranks"),
         *("fp8 blocks", "fp8 experts", "fp8 experts w8a8", "mxfp4 experts"),
         *("modelopt fp8", "latent"),
     )
@@ -36,11 +36,12 @@ def test_our_calls_are_theirs_but_for_named_differences(
     """Our engine is started as that run of ``RUNS`` starts theirs."""
     theirs = RUNS[name]
     # Theirs under ``additional_config`` are their settings.
-    options = {k: v for k, v in theirs.options.items() if k != "additional_config"}
     checkpoint = theirs.checkpoint(checkpoints)
+    options = options_of(theirs, checkpoint)
+    options.pop("additional_config", None)
     job = Job(
         checkpoint,
-        dict(OPTIONS) | options,
+        options,
         theirs.rounds(),
         NUM_TOKENS,
         reference=theirs.reference(checkpoint),
