@@ -106,3 +106,15 @@ def test_an_sdk_that_does_not_load_is_an_error(
     with pytest.raises(ConfigError, match=f"'import rebel' fails with {said}"):
         device_capabilities(config)
     assert device_capabilities(RblnConfig(device="emulated")).device == "emulated"
+
+
+def test_torch_rbln_that_does_not_load_is_an_error(install: Install, tmp_path: Path) -> None:
+    """Else a start would go on with caches that KV transfer and tiers cannot read."""
+    install(SDK.format(npus={0: "RBLN-CR13"}))
+    (tmp_path / "torch_rbln.py").write_text("raise ImportError('no librbln.so')")
+    assert device_capabilities(RblnConfig()).copies_caches
+    with pytest.raises(ConfigError, match="torch-rbln is installed, but does not load"):
+        make_rebel_compiler(RblnConfig(), None)
+    off = RblnConfig(use_device_tensor=False)
+    assert not device_capabilities(off).copies_caches
+    assert make_rebel_compiler(off, None).hardware == "RBLN-CR13"
