@@ -124,7 +124,7 @@ def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     present = {
-        f"{parallel.world_size} ranks of an engine": parallel.world_size > 1,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "data-parallel experts": parallel.data_parallel_size > 1 and model.is_moe,
         "--speculative-config": vllm_config.speculative_config is not None,
         "--kv-transfer-config": vllm_config.kv_transfer_config is not None,

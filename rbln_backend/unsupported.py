@@ -276,7 +276,7 @@ SPECULATION_WINDOWS = Feature(
 )
 ASYNC_SCHEDULING = Feature(
     "asynchronous scheduling of this engine",
-    "--async-scheduling with several ranks of an engine, data-parallel experts, "
+    "--async-scheduling with --pipeline-parallel-size, data-parallel experts, "
     "--speculative-config, --kv-transfer-config, KV tiers, models that pool, or on an NPU "
     "VLLM_RBLN_SAMPLER=0",
     "whose steps begin before their tokens are known to other ranks, to a drafter or to a "

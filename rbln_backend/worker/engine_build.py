@@ -313,7 +313,7 @@ class EngineBuild:
         counts = self._parts.board.only_if(place.counts_steps)
         metrics = StepMetrics(counts, specs, self._usage, self._sizes, engine=place.engine)
         runs_on_host = self._parts.compiler.capabilities.runs_on_host
-        loop = step_loop(config, runs_on_host=runs_on_host)
+        loop = step_loop(config, runs_on_host=runs_on_host, replies=place.replies)
         steps = loop.steps(
             batches=batches,
             adapters=self._adapter_rows(batches),

@@ -140,8 +140,7 @@ def test_what_is_computed_after_a_stop_is_dropped_and_charged(engines: Engines, 
 @pytest.mark.parametrize(
     ("options", "setting"),
     [
-        ({"pipeline_parallel_size": 2}, "2 ranks of an engine"),
-        ({"tensor_parallel_size": 2}, "2 ranks of an engine"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"runner": "pooling"}, "--runner pooling"),
         ({"kv_offloading_size": 1.0, "kv_offloading_backend": "native"}, "KV tiers"),
     ],

@@ -29,6 +29,7 @@ wide = pytest.mark.wide
     ("options", "tolerance"),
     [
         (TENSOR, ROUNDING),
+        pytest.param(TENSOR | {"async_scheduling": True}, ROUNDING, marks=wide),
         pytest.param(PIPELINE, NONE, marks=wide),
         pytest.param(TENSOR | PIPELINE, ROUNDING, marks=wide),
         pytest.param(DATA, NONE, marks=wide),

@@ -16,8 +16,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 @pytest.mark.wide
 @pytest.mark.parametrize(
     "options",
-    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
-    ids=["tensor", "pipeline"],
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "async_scheduling": True},
+        {"pipeline_parallel_size": 2},
+    ],
+    ids=["tensor", "tensor-in-flight", "pipeline"],
 )
 def test_two_ranks_answer_as_transformers(
     checkpoints: CheckpointCache, tmp_path: Path, options: dict[str, Any]

@@ -24,9 +24,13 @@ class StepLoop(NamedTuple):
     runner: Callable[..., RblnModelRunner]
 
 
-def step_loop(config: VllmConfig, *, runs_on_host: bool) -> StepLoop:
-    """Return the classes for an engine on a device that ``runs_on_host`` or beside it."""
-    if not config.scheduler_config.async_scheduling:
+def step_loop(config: VllmConfig, *, runs_on_host: bool, replies: bool) -> StepLoop:
+    """Return the classes for a rank on a device that ``runs_on_host`` or beside it.
+
+    A rank that does not reply to the engine has nothing to do beside a step: it ends each step
+    where it began, so that a failure ends its process instead of leaving the others waiting.
+    """
+    if not config.scheduler_config.async_scheduling or not replies:
         return StepLoop(StepRunner, RblnModelRunner)
     launch = LaunchInThread() if runs_on_host else launch_on_device
     return StepLoop(partial(OverlappedStepRunner, launch=launch), AsyncModelRunner)

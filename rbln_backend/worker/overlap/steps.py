@@ -87,7 +87,7 @@ class OverlappedStepRunner(StepRunner):
     """A step runner whose graphs may still run when a step returns; one step at a time."""
 
     def __init__(self, *, launch: Launch, **parts: Any) -> None:
-        """``parts``: those of ``StepRunner``, of an engine of one rank."""
+        """``parts``: those of ``StepRunner``, of an engine without pipeline stages."""
         super().__init__(**parts)
         self._launch = launch
         self._late: LateOutputs | None = None
