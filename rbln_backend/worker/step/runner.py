@@ -173,12 +173,14 @@ class StepRunner:
         if batch is None or self._agreement.ranks > 1:
             return None
         useful = batch.useful
-        if useful is None or useful.ends or not self._is_sole or self._scores_prompts(batch):
+        if useful is None or useful.ends or not self._is_sole or self._reads_hidden(batch):
             return useful
         return useful._replace(only_caches=True)
 
-    def _scores_prompts(self, batch: StepBatch) -> bool:
-        """Return whether hidden states of the step are read, for `prompt_logprobs`."""
+    def _reads_hidden(self, batch: StepBatch) -> bool:
+        """Return whether hidden states may be read: by a layer that drafts, or for prompt_logprobs."""
+        if self._graphs.verify.buckets:
+            return True
         names = batch.input_batch.req_ids[: batch.num_reqs]
         params = (self.batches.requests[name].sampling_params for name in names)
         return any(p is not None and p.prompt_logprobs is not None for p in params)
