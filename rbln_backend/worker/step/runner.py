@@ -178,7 +178,7 @@ class StepRunner:
         return useful._replace(only_caches=True)
 
     def _reads_hidden(self, batch: StepBatch) -> bool:
-        """Return whether hidden states may be read: by a layer that drafts, or for prompt_logprobs."""
+        """Return whether a layer that drafts or `prompt_logprobs` may read hidden states."""
         if self._graphs.verify.buckets:
             return True
         names = batch.input_batch.req_ids[: batch.num_reqs]
