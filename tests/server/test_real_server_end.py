@@ -215,7 +215,8 @@ def test_an_engine_that_runs_no_step_for_a_request_is_killed(
             assert time.monotonic() < deadline, "a stalled engine goes on"
             time.sleep(0.05)
         reason = server.client.get("/readyz").json()["reason"]
-        assert "has 1 requests and ran no step for 4 s, the limit of --step-timeout-s" in reason
+        # The watch looks a few times a second, later on a busy machine.
+        assert re.search(r"has 1 requests and ran no step for [4-9] s, the limit of --step", reason)
         waits.join(20)
         assert out[0].json()["error"]["code"] == "engine_failed"
         assert server.process.wait(30) == 1
