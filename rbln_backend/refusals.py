@@ -12,7 +12,7 @@ from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
 from rbln_backend.kv_transfer.nixl_config import check_nixl, names_nixl
 from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.quantization.schemes import METHODS, MODELOPT, check_modelopt
-from rbln_backend.speculation.choice import DRAFT_METHODS, DRAFT_MODELS, has_draft_model
+from rbln_backend.speculation.choice import DRAFT_METHODS, DRAFT_MODELS, draft_model_of
 from rbln_backend.speculation.model_rules import check_draft_model
 from rbln_backend.text_models.registry import TEXT_MODELS
 from rbln_backend.unsupported import (
@@ -114,7 +114,7 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
             or (parallel.data_parallel_size > 1 and model is not None and model.is_moe),
         }
     )
-    if has_draft_model(speculation):
+    if draft_model_of(vllm_config) is not None:
         check_draft_model(vllm_config, rbln)
 
 

@@ -74,7 +74,7 @@ class Progress(Protocol):
 
 
 class Decoding(Progress, Protocol):
-    """The part of vLLM's ``Request`` that tells if it has a token to compute."""
+    """The part of vLLM's ``Request`` that shows whether it has a token to compute."""
 
     @property
     def num_output_placeholders(self) -> int:

@@ -9,7 +9,7 @@ from rbln_backend.speculation.ngram import NgramDrafter, NgramLimits
 from rbln_backend.speculation.suffix import SuffixDrafter, SuffixLimits
 
 if TYPE_CHECKING:
-    from vllm.config import SpeculativeConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 DRAFT_METHODS = ("ngram", "suffix")
 """vLLM's names of the methods that need no draft model."""
@@ -17,9 +17,10 @@ DRAFT_MODELS = ("medusa", "eagle")
 """vLLM's names of the methods with a draft model."""
 
 
-def has_draft_model(config: SpeculativeConfig) -> bool:
-    """Return True for one of ``DRAFT_MODELS``."""
-    return config.method in DRAFT_MODELS
+def draft_model_of(config: VllmConfig) -> SpeculativeConfig | None:
+    """Return the speculation by one of ``DRAFT_MODELS``, None without a draft model."""
+    speculation = config.speculative_config
+    return speculation if speculation is not None and speculation.method in DRAFT_MODELS else None
 
 
 def make_drafter(config: SpeculativeConfig, *, shared: bool) -> Drafter:

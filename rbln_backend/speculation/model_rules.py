@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rbln_backend.bucketing.engine_buckets import EAGLE
 from rbln_backend.config import RblnConfig
-from rbln_backend.speculation.choice import has_draft_model
+from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.unsupported import DRAFT_MODEL, DRAFT_MODEL_OPTION, EAGLE_MODEL
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ def settle_draft_model(config: VllmConfig) -> str | None:
     For EAGLE the last block of a prefix hit is kept, which vLLM drops: one slot in it may be of
     another next token. This can make a draft wrong, and no token.
     """
-    speculation = config.speculative_config
-    if speculation is None or not has_draft_model(speculation):
+    # With its type, by which `make names` finds the attribute below.
+    speculation: SpeculativeConfig | None = draft_model_of(config)
+    if speculation is None:
         return None
     if speculation.method == EAGLE:
         speculation.disable_eagle_block_drop = True

@@ -80,13 +80,13 @@ def _transferred(job: dict[str, Any], _: str | None, sampling: Any) -> list[Any]
 
     stats.record_transfer = note
     rounds: list[Any] = []
-    asked = {"kv_transfer_params": {"do_remote_decode": True}}
+    for_transfer = {"kv_transfer_params": {"do_remote_decode": True}}
     for _ in range(2):
         read.append(0)
         offers = [
             output.kv_transfer_params
             for output in _generate(
-                prefill, job["prompts"], sampling(max_tokens=1, extra_args=asked)
+                prefill, job["prompts"], sampling(max_tokens=1, extra_args=for_transfer)
             )
         ]
         params = [sampling(extra_args={"kv_transfer_params": offer}) for offer in offers]

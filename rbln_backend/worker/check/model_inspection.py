@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rbln_backend.core import Phase
 from rbln_backend.reporting.model_report import ModelReport
-from rbln_backend.speculation.choice import has_draft_model
+from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.check.memory_plan import memory_report
 from rbln_backend.worker.check.store_survey import knows_ranks, survey
@@ -48,7 +48,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
 
 def _draft_model(config: VllmConfig) -> str:
     """Return the method and the name of the draft model; empty without one."""
-    speculation = config.speculative_config
-    if speculation is None or not has_draft_model(speculation):
+    speculation = draft_model_of(config)
+    if speculation is None:
         return ""
     return f"{speculation.method}, {speculation.draft_model_config.model}"

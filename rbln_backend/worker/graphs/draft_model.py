@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rbln_backend.bucketing.engine_buckets import EAGLE
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.speculation.choice import has_draft_model
+from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.vllm_compat.surface import ModelConfig, VllmConfig
 
 GraphFunction = Callable[..., Any]
@@ -30,8 +30,8 @@ def add_draft_model(
     Raises ``UnsupportedModelError`` for one of another size, and ``ValueError`` of vLLM for a
     checkpoint that lacks weights.
     """
-    speculation = config.speculative_config
-    if speculation is None or not has_draft_model(speculation):
+    speculation = draft_model_of(config)
+    if speculation is None:
         return
     own = speculation.draft_model_config
     _check_sizes(own, config.model_config)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rbln_backend.config import RblnConfig
-from rbln_backend.speculation.choice import has_draft_model
+from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.vllm_compat.model_identity import model_fields, without_provenance
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.step.group_inputs import KvGroup
@@ -44,8 +44,8 @@ def _adapter_fields(config: VllmConfig) -> dict[str, Any] | None:
 
 def _draft_fields(config: VllmConfig) -> dict[str, Any]:
     """Return the fields of the draft model and the number of its drafts; none without one."""
-    speculation = config.speculative_config
-    if speculation is None or not has_draft_model(speculation):
+    speculation = draft_model_of(config)
+    if speculation is None:
         return {}
     own = speculation.draft_model_config
     described = json.loads(json.dumps(own.hf_config.to_dict(), default=str))
