@@ -104,31 +104,26 @@ def readme_blocks() -> Iterator[str]:
     """Yield the blocks of README's section on speed."""
     yield "\n".join(_comparison())
     results = saved_results()
-    met, missed, absent = _by_verdict(results)
-    middles = [
-        f"{r.target.model} {r.target.name} {r.measured.split()[0]} ({r.bound})" for r in missed
-    ]
-    groups = (
-        ("Met by part", _counts(met)),
-        ("Not measured by part", _counts(absent)),
-        ("**Missed**", "; ".join(middles)),
+    _, missed, absent = _by_verdict(results)
+    yield (
+        f"{summary(results)} [Every target](docs/targets.md). Those that are not met, by model, "
+        "as measured and with their bounds:"
     )
-    texts = [f"{name}: {text}." for name, text in groups if text]
-    yield f"{summary(results)} {' '.join(texts)} [Every target](docs/targets.md)."
+    groups = {
+        r.target.model: [s for s in missed if s.target.model == r.target.model] for r in missed
+    }
+    lines = [f"* {model}: {'; '.join(map(_missed, group))}" for model, group in groups.items()]
+    if absent:
+        lines.append(f"* not measured: {'; '.join(map(_name, absent))}")
+    yield "\n".join(lines)
 
 
-def _counts(group: Sequence[TargetResult]) -> str:
-    """Return the numbers of targets by part and model."""
-    places = [(r.target.part, r.target.model) for r in group]
-    parts = [
-        f"{part} ({', '.join(f'{m} {places.count((part, m))}' for m in _models_of(places, part))})"
-        for part in dict.fromkeys(part for part, _ in places)
-    ]
-    return "; ".join(parts)
+def _missed(result: TargetResult) -> str:
+    return f"{result.target.name}: {result.measured.split()[0]} ({result.bound})"
 
 
-def _models_of(places: Sequence[tuple[str, str]], part: str) -> list[str]:
-    return list(dict.fromkeys(model for p, model in places if p == part))
+def _name(result: TargetResult) -> str:
+    return f"{result.target.model} {result.target.name}"
 
 
 def _comparison() -> Iterator[str]:
