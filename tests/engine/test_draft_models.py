@@ -248,9 +248,9 @@ def record_drafts(drafted: Drafted) -> list[tuple[list[int], list[int]]]:
     model, seen = drafted.model, list[tuple[list[int], list[int]]]()
     compute = model._source
 
-    def recorded(batch: Any, states: Any, outputs: Any, token_ids: Any, rows: Any) -> Any:
-        drafts = compute(batch, states, outputs, token_ids, rows)
-        texts = [[*states[row].prompt_token_ids, *states[row].output_token_ids] for row in rows]
+    def recorded(step: Any, rows: Any) -> Any:
+        drafts, own = compute(step, rows), [step.states[row] for row in rows]
+        texts = [[*state.prompt_token_ids, *state.output_token_ids] for state in own]
         seen.extend((text, own) for text, own in zip(texts, drafts, strict=True) if len(text) > 1)
         return drafts
 

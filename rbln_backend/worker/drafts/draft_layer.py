@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from rbln_backend.bucketing.engine_buckets import DraftSizes
-from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
+from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.vllm_compat.surface import CachedRequestState
-from rbln_backend.worker.drafts.model_drafter import HIDDEN
+from rbln_backend.worker.drafts.model_drafter import EndedStep
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.factory import GraphRequest
 from rbln_backend.worker.graphs.warmup_plan import draft_specs, spec_of
@@ -50,6 +50,15 @@ class _Buffers(NamedTuple):
     """[tokens, H]."""
     last_rows: Tensor
     """[R] int64: the row of each request of which a token is drafted."""
+
+    def fill_hidden(self, parts: Sequence[Tensor], starts: Sequence[int]) -> None:
+        """Place hidden states [n, H] of each request at its first row; draft from its last one."""
+        self.hidden.zero_()
+        self.last_rows.zero_()
+        for place, (start, part) in enumerate(zip(starts, parts, strict=True)):
+            end = start + len(part)
+            self.hidden[start:end] = part
+            self.last_rows[place] = end - 1
 
 
 class _ReadRequest(NamedTuple):
@@ -89,68 +98,48 @@ class DraftLayer:
         }
 
     @torch.inference_mode()
-    def __call__(
-        self,
-        batch: StepBatch,
-        states: Sequence[CachedRequestState],
-        outputs: StepOutputs,
-        token_ids: Sequence[Sequence[int]],
-        rows: Sequence[int],
-    ) -> list[list[int]]:
+    def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
         """As ``DraftSource``; no drafts for requests that end with the context soon."""
-        hidden = outputs[HIDDEN]
-        if batch.phase.takes_chunk:
-            read = self._read_chunk(batch, states, hidden)
-        else:
-            counts = [max(len(own), 1) for own in token_ids]
-            counts += [1] * (len(states) - len(counts))
-            read = self._read_step(states, hidden, counts)
+        read = self._read_chunk(step) if step.batch.phase.takes_chunk else self._read_step(step)
         most = self._shape.max_model_len - self._length
         wanted = set(rows)
         drafts = self._draft([r for r in read if r.row in wanted and r.end <= most])
         return [drafts.get(row, []) for row in rows]
 
-    def _read_chunk(
-        self, batch: StepBatch, states: Sequence[CachedRequestState], hidden: Tensor
-    ) -> list[_ReadRequest]:
-        """Read a chunk of prompts, whose hidden states are hidden [L, H]."""
-        size = self._shape.sizes.chunks.find(batch.size)
+    def _read_chunk(self, step: EndedStep) -> list[_ReadRequest]:
+        """Read a chunk of prompts."""
+        states, counts = step.states, step.batch.counts
+        size = self._shape.sizes.chunks.find(step.batch.size)
         spec = spec_of(Phase.DRAFT_PREFILL, size, self._shape.prompts)
         buffers = self._buffers[spec]
         starts = [state.num_computed_tokens for state in states]
-        ends = [start + count for start, count in zip(starts, batch.counts, strict=True)]
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
         texts = [_tokens(*own) for own in zip(states, starts, ends, strict=True)]
-        total = sum(batch.counts)
         buffers.step.fill_prefill(
             [np.array(text, dtype=np.int64) for text in texts],
             np.array(starts, dtype=np.int64),
             self._blocks(states),
         )
-        buffers.hidden[:total] = hidden[:total]
-        buffers.hidden[total:] = 0
-        last = [end - 1 for end in accumulate(batch.counts)]
-        buffers.last_rows[: len(last)] = torch.tensor(last)
-        buffers.last_rows[len(last) :] = 0
+        firsts = [0, *accumulate(counts)]
+        parts = step.hidden[: firsts.pop()].split(list(counts))
+        buffers.fill_hidden(parts, firsts)
         tokens, layer = self._run(spec)
         return [
             _ReadRequest(row, state, ends[row], int(tokens[row]), layer[row])
             for row, state in enumerate(states)
         ]
 
-    def _read_step(
-        self, states: Sequence[CachedRequestState], hidden: Tensor, counts: Sequence[int]
-    ) -> list[_ReadRequest]:
-        """Read ``counts`` tokens of each request of a decode step.
-
-        hidden [bucket, H], or [bucket, length, H] where drafts were checked.
-        """
-        length, most = self._length, self._shape.max_model_len
+    def _read_step(self, step: EndedStep) -> list[_ReadRequest]:
+        """Read the tokens that each request got in a decode step, and at least one."""
+        states, length, most = step.states, self._length, self._shape.max_model_len
         fit = [n for n, s in enumerate(states) if s.num_computed_tokens + length <= most]
         if not fit:
             return []
         # An NPU's kernels get the longest context first.
         fit.sort(key=lambda row: -states[row].num_computed_tokens)
         own = [states[row] for row in fit]
+        counts = [max(len(tokens), 1) for tokens in step.token_ids]
+        counts += [1] * (len(states) - len(counts))
         starts = [state.num_computed_tokens for state in own]
         ends = [start + counts[row] for start, row in zip(starts, fit, strict=True)]
         texts = [_tokens(*args) for args in zip(own, starts, ends, strict=True)]
@@ -160,14 +149,9 @@ class DraftLayer:
             np.array([text[0] for text in texts]), np.array(starts), self._blocks(own)
         )
         buffers.step.fill_verify(rows, [text[1:] for text in texts])
-        placed = buffers.hidden.view(spec.bucket, length, -1)
-        placed.zero_()
-        by_token = hidden if hidden.dim() == 3 else hidden[:, None]
-        for place, row in enumerate(fit):
-            placed[place, : counts[row]] = by_token[row, : counts[row]]
-        last = [place * length + counts[row] - 1 for place, row in enumerate(fit)]
-        buffers.last_rows[: len(last)] = torch.tensor(last)
-        buffers.last_rows[len(last) :] = 0
+        by_token = step.hidden if step.hidden.dim() == 3 else step.hidden[:, None]
+        parts = [by_token[row, : counts[row]] for row in fit]
+        buffers.fill_hidden(parts, range(0, len(fit) * length, length))
         tokens, layer = self._run(spec)
         return [
             _ReadRequest(row, states[row], ends[place], int(tokens[place]), layer[place])

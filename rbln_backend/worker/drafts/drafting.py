@@ -30,7 +30,7 @@ from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     configured,
 )
-from rbln_backend.worker.drafts.model_drafter import ModelDrafter
+from rbln_backend.worker.drafts.model_drafter import HIDDEN, EndedStep, ModelDrafter
 from rbln_backend.worker.step.batches import RequestBatches
 
 
@@ -178,12 +178,12 @@ class HostDrafting:
                 for row, name in enumerate(names)
                 if token_ids[row] and not self._has_ended(self._begun[name].state)
             ]
-            self._model.draft(batch, self._states(batch), outputs, token_ids, going_on)
+            self._model.draft(self._ended(batch, outputs, token_ids), going_on)
 
     def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
         """As ``Drafting``."""
         if self._model is not None:
-            self._model.draft(batch, self._states(batch), outputs, [()] * batch.num_reqs)
+            self._model.draft(self._ended(batch, outputs, [()] * batch.num_reqs))
 
     def take_sizes(self, table: VerifyTable) -> None:
         """As ``Drafting``. Drafts that wait are cut to the new sizes by the scheduler."""
@@ -208,9 +208,12 @@ class HostDrafting:
         most = self._choice.length - 1
         return DraftTokenIds(list(drafts), [tokens[:most] for tokens in drafts.values()])
 
-    def _states(self, batch: StepBatch) -> list[CachedRequestState]:
+    def _ended(
+        self, batch: StepBatch, outputs: StepOutputs, token_ids: Sequence[Sequence[int]]
+    ) -> EndedStep:
         names = batch.input_batch.req_ids
-        return [*(self._requests[name] for name in names), *batch.decode_prefill]
+        states = [*(self._requests[name] for name in names), *batch.decode_prefill]
+        return EndedStep(batch, states, outputs[HIDDEN], token_ids)
 
     def _count(self, batch: StepBatch, tokens: int, took: StepSeconds) -> None:
         size = self._table.find(batch.num_reqs, batch.length)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
+from rbln_backend.core import GraphSpec, Phase, StepBatch
 from rbln_backend.speculation.drafter import Draft, DraftedRequest
 from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
@@ -20,25 +20,26 @@ HIDDEN = 1
 """Place of the hidden states in a step's outputs."""
 
 
+class EndedStep(NamedTuple):
+    """A step whose tokens are known."""
+
+    batch: StepBatch
+    states: Sequence[CachedRequestState]
+    """Of all its rows, those of chunks beside a decode step last."""
+    hidden: Tensor
+    """[L, H] of a chunk, [bucket, H], or [bucket, length, H] in VERIFY."""
+    token_ids: Sequence[Sequence[int]]
+    """The tokens sampled for each request of the batch, with which the states end."""
+
+
 class DraftSource(Protocol):
     """The graphs of a draft model, run after a step."""
 
     graphs: Mapping[GraphSpec, GraphRequest]
     """Graph requests, by spec."""
 
-    def __call__(
-        self,
-        batch: StepBatch,
-        states: Sequence[CachedRequestState],
-        outputs: StepOutputs,
-        token_ids: Sequence[Sequence[int]],
-        rows: Sequence[int],
-    ) -> list[list[int]]:
-        """Return the drafts of ``rows`` of a step.
-
-        ``states`` are those of all its rows, ``token_ids`` the tokens sampled for each of the
-        batch, with which the states end.
-        """
+    def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
+        """Return the drafts of ``rows`` of a step."""
         ...
 
 
@@ -58,19 +59,12 @@ class DraftHeads:
         }
 
     @torch.inference_mode()
-    def __call__(
-        self,
-        batch: StepBatch,
-        states: Sequence[CachedRequestState],  # noqa: ARG002
-        outputs: StepOutputs,
-        token_ids: Sequence[Sequence[int]],
-        rows: Sequence[int],
-    ) -> list[list[int]]:
+    def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
         """As ``DraftSource``."""
         drafts: list[list[int]] = []
         if not rows:
             return drafts
-        hidden = _last_rows(batch, outputs[HIDDEN], token_ids, rows)
+        hidden = _last_rows(step, rows)
         for piece in hidden.split(self._table.largest):
             count = len(piece)
             spec = GraphSpec.of(Phase.DRAFT, self._table.find(count))
@@ -91,19 +85,11 @@ class ModelDrafter:
         self._source = source
         self._drafts: dict[str, list[int]] = {}
 
-    def draft(
-        self,
-        batch: StepBatch,
-        states: Sequence[CachedRequestState],
-        outputs: StepOutputs,
-        token_ids: Sequence[Sequence[int]],
-        going_on: Sequence[int] = (),
-    ) -> None:
+    def draft(self, step: EndedStep, going_on: Sequence[int] = ()) -> None:
         """Compute drafts for the rows ``going_on`` of a step; see ``DraftSource``."""
-        names = batch.input_batch.req_ids
-        rows = [row for row in going_on if token_ids[row] and names[row] in self._drafts]
-        drafts = self._source(batch, states, outputs, token_ids, rows)
-        for row, own in zip(rows, drafts, strict=True):
+        names = step.batch.input_batch.req_ids
+        rows = [row for row in going_on if step.token_ids[row] and names[row] in self._drafts]
+        for row, own in zip(rows, self._source(step, rows), strict=True):
             self._drafts[names[row]] = own
 
     def begin(self, request: DraftedRequest) -> None:
@@ -124,15 +110,11 @@ class ModelDrafter:
         del self._drafts[request_id]
 
 
-def _last_rows(
-    batch: StepBatch, hidden: Tensor, token_ids: Sequence[Sequence[int]], rows: Sequence[int]
-) -> Tensor:
-    """Return [n, H]: the hidden state of which each request's latest token was sampled.
-
-    hidden [L, H] of a chunk, [bucket, H], or [bucket, length, H] in VERIFY.
-    """
+def _last_rows(step: EndedStep, rows: Sequence[int]) -> Tensor:
+    """Return [n, H]: the hidden state of which each request's latest token was sampled."""
+    batch, hidden = step.batch, step.hidden
     if batch.phase is Phase.VERIFY:
-        places = torch.tensor([(row, len(token_ids[row]) - 1) for row in rows])
+        places = torch.tensor([(row, len(step.token_ids[row]) - 1) for row in rows])
         return hidden[places[:, 0], places[:, 1]]
     if not batch.phase.takes_chunk:
         return hidden[list(rows)]
