@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
-from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
+from rbln_backend.kv_cache.fp8 import FP8_DTYPES
 from rbln_backend.kv_transfer.nixl_config import check_nixl, names_nixl
 from rbln_backend.parallel.rules import check_ranks
 from rbln_backend.quantization.schemes import METHODS, MODELOPT, check_modelopt
@@ -70,7 +70,7 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     if model is not None:
         refuse_model(model)
         _check_text_alone(model, rbln)
-        _check_kv_dtype(vllm_config.cache_config, model)
+        _check_kv_dtype(vllm_config.cache_config, model, rbln)
         is_settled = isinstance(vllm_config.additional_config, Settled)
         if model.is_moe:
             _check_expert_ranks(parallel, is_settled=is_settled)
@@ -143,15 +143,18 @@ def _check_text_alone(model: ModelConfig, rbln: RblnConfig) -> None:
         raise MULTIMODAL.refusal(f"architecture {model.architecture!r}")
 
 
-def _check_kv_dtype(cache: CacheConfig, model: ModelConfig) -> None:
-    """Raise unless all KV caches have the model's dtype, or all have e4m3."""
+def _check_kv_dtype(cache: CacheConfig, model: ModelConfig, rbln: RblnConfig) -> None:
+    """Raise unless all KV caches have the model's dtype, or all have the same 8-bit floats."""
+    from rbln_backend.compiler.device import device_capabilities
+
     if cache.kv_cache_dtype_skip_layers:
         raise KV_DTYPE.refusal("--kv-cache-dtype-skip-layers")
     cache_dtype = cache.cache_dtype
     if cache_dtype in ("auto", str(model.dtype).removeprefix("torch.")):
         return
     has_cache = model.attn_type != "encoder_only" and not model.use_mla
-    if cache_dtype not in E4M3_NAMES or not has_cache:
+    has_ops = cache_dtype != "fp8_e5m2" or not device_capabilities(rbln).general_attention
+    if cache_dtype not in FP8_DTYPES or not has_cache or not has_ops:
         raise KV_DTYPE.refusal(f"--kv-cache-dtype {cache_dtype}")
 
 

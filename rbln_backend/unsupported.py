@@ -292,11 +292,11 @@ PREFILL_PROMPTS = Feature(
 )
 KV_DTYPE = Feature(
     "a KV cache in this dtype",
-    "--kv-cache-dtype other than the model's dtype and fp8 (e4m3); fp8 with "
+    "--kv-cache-dtype other than the model's dtype, fp8 (e4m3) and on an NPU fp8_e5m2; fp8 with "
     "RBLN_USE_CUSTOM_KERNEL, of latent attention (MLA) and of encoders, which have no cache; "
     "fp8 on an NPU with sliding windows or with blocks as long as the context",
     "whose ops read keys and values as the model computes them or, those of causal attention over "
-    "blocks, as e4m3",
+    "blocks, as e4m3 or on an NPU e5m2",
     "drop --kv-cache-dtype, or name the model's dtype where the checkpoint asks for fp8",
 )
 KV_TRANSFER = Feature(

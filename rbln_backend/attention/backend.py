@@ -18,7 +18,7 @@ from rbln_backend.attention.sdk_ops import SdkAttention
 from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.kv_cache.e4m3 import E4M3_NAMES
+from rbln_backend.kv_cache.fp8 import FP8_DTYPES
 from rbln_backend.unsupported import ALIBI, ENCODER_DECODER, KV_DTYPE, KV_SHARING, SOFT_CAP
 from rbln_backend.vllm_compat.surface import (
     AttentionBackend,
@@ -46,7 +46,7 @@ class RblnAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
         *("auto", "float16", "bfloat16", "float32"),
-        *E4M3_NAMES,
+        *FP8_DTYPES,
     ]
 
     @staticmethod
@@ -119,7 +119,7 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self._is_e4m3 = kv_cache_dtype in E4M3_NAMES
+        self._cache_dtype = FP8_DTYPES.get(kv_cache_dtype)
         # The ops take the scale as a tensor, which makes it a graph input.
         self.scale_tensor = torch.tensor(self.scale, dtype=torch.float32)
         # A tensor as well, for the slopes of each tensor-parallel rank are its own.
@@ -148,7 +148,7 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
                 window=sliding_window,
                 appends=capabilities.appends_windows,
                 sinks=sinks,
-                cache_dtype=torch.float8_e4m3fn if self._is_e4m3 else None,
+                cache_dtype=self._cache_dtype,
             )
         )
 
@@ -161,18 +161,18 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
             raise ALIBI.refusal(f"device {capabilities.device!r}")
         if self.shares_kv and (is_limited or uses_custom_kernel):
             raise KV_SHARING.refusal()
-        if self._is_e4m3 and uses_custom_kernel:
+        if self._cache_dtype is not None and uses_custom_kernel:
             raise KV_DTYPE.refusal(f"--kv-cache-dtype {self.kv_cache_dtype}")
-        if self._is_e4m3 and is_limited:
-            self._refuse_e4m3()
+        if self._cache_dtype is not None and is_limited:
+            self._refuse_fp8()
         if is_limited and self.head_size not in SUPPORTED_HEAD_SIZES:
             raise UnsupportedModelError(
                 f"head size {self.head_size}: the attention kernels of {capabilities.product} have "
                 f"{', '.join(map(str, SUPPORTED_HEAD_SIZES))}"
             )
 
-    def _refuse_e4m3(self) -> None:
-        """Raise where an NPU's layer would use another op than the one that takes e4m3."""
+    def _refuse_fp8(self) -> None:
+        """Raise where an NPU's layer would use another op than the one that takes 8-bit floats."""
         block = get_current_vllm_config().cache_config.block_size
         window = self._within_context(self.sliding_window)
         if window is not None:
@@ -202,7 +202,7 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         given = {"q": query} if self.shares_kv else {"q": query, "k": key, "v": value}
         tensors = {name: self._by_head(rows, attn_metadata) for name, rows in given.items()}
         tensors |= {"kv_cache": kv_cache, "scale": self.scale_tensor}
-        if self._is_e4m3 and isinstance(self._attention, EmulatedAttention):
+        if self._cache_dtype is not None and isinstance(self._attention, EmulatedAttention):
             tensors |= {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         result = self._attend(layer, attn_metadata, **tensors)
         output.copy_(result.permute(0, 3, 1, 2, 4).reshape(output.shape))

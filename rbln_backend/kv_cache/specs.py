@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
-
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.unsupported import (
     ENCODER_DECODER,
@@ -129,11 +127,6 @@ def window_of(spec: KVCacheSpec, max_model_len: int) -> int | None:
     return window if window is not None and window < max_model_len else None
 
 
-def _stored_dtype(spec: AttentionSpec) -> torch.dtype:
-    """Return the dtype of a layer's cache; vLLM's uint8 stands for e4m3, the only one accepted."""
-    return torch.float8_e4m3fn if spec.dtype == torch.uint8 else spec.dtype
-
-
 def paged_spec(spec: AttentionSpec, block_size: int) -> PagedSpec:
     """Return our spec of a layer that keeps its whole context."""
     return PagedSpec(
@@ -141,7 +134,7 @@ def paged_spec(spec: AttentionSpec, block_size: int) -> PagedSpec:
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         head_size_v=0 if isinstance(spec, MLAAttentionSpec) else spec.head_size,
-        dtype=_stored_dtype(spec),
+        dtype=spec.dtype,
     )
 
 
@@ -156,7 +149,7 @@ def appended_window_spec(spec: AttentionSpec, window: int, block_size: int) -> A
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
-        dtype=_stored_dtype(spec),
+        dtype=spec.dtype,
         sliding_window=window,
     )
 
@@ -169,7 +162,7 @@ def window_spec(
         block_size=block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
-        dtype=_stored_dtype(spec),
+        dtype=spec.dtype,
         window=window,
         own_blocks=storage.own_blocks,
         log_pages=storage.log_pages,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from rbln_backend.kv_cache.e4m3 import log_scales, share_scales
+from rbln_backend.kv_cache.fp8 import log_scales, share_scales
 from rbln_backend.kv_cache.layout import kv_cache_shape
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs, parts_of
 from rbln_backend.kv_cache.transfers import HeadCopy, PageMove, WindowTransfers

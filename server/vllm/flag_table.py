@@ -214,7 +214,7 @@ CHECKED_FLAGS: Mapping[str, str] = {
     "enable_chunked_prefill": "on; `--no-enable-chunked-prefill` is refused",
     "quantization": "the formats of [quantization.md](quantization.md)",
     "quantization_config": "the formats of [quantization.md](quantization.md)",
-    "kv_cache_dtype": "`auto`, the model's dtype, or e4m3 on the emulated device",
+    "kv_cache_dtype": "`auto`, the model's dtype, e4m3, or on an NPU e5m2",
     "kv_cache_dtype_skip_layers": "refused: all layers have one dtype",
     "distributed_executor_backend": "`uni`, `mp` or `ray`",
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""KV caches of e4m3 over the double: tokens of transformers over rounded keys and values."""
+"""KV caches of 8-bit floats over the double: as transformers over rounded keys and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from vllm.engine.arg_utils import EngineArgs
 
 from rbln_backend.attention.backend import RblnAttentionImpl
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.store.bundle_contents import collect, write_folder
+from server.commands.graph_checks import GraphChecks
 from tests.checkpoints import CheckpointCache
+from tests.e5m2_cache import answers_over_e5m2_cache
 from tests.engine.test_e4m3_cache import with_scales
 from tests.engine.test_equality import make_prompts
 from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, Job, run
@@ -62,6 +65,33 @@ def test_tokens_are_those_of_rounded_keys_and_values(tmp_path: Path) -> None:
     for swapped in (tuple((v, k) for k, v in SCALES), ()):
         other = Job(path, batches=job.batches, reference=path / "plain", cache_scales=swapped)
         assert other.expected() != job.expected()
+
+
+@pytest.mark.engine
+def test_e5m2_answers_as_rounded_so(tmp_path: Path) -> None:
+    """Cold and over a bundle; wrong where the bytes are read as e4m3. The weights are float32:
+    vLLM refuses this cache for FP8 checkpoints.
+    """
+    sizes = {"max_position_embeddings": 4096}
+    recipe = Recipe(format="fp8", block=(32, 64))
+    path = make_quantized_checkpoint("llama", tmp_path / "fp8", recipe, **sizes)
+    amplify_attention(path)
+    ones = ((1.0, 1.0),) * len(SCALES)
+    options = {"kv_cache_dtype": "fp8_e5m2"}
+    job = Job(path / "plain", options, [[ONE_CHUNK, TWO_BLOCKS], [SHARED]])
+    expected = [
+        answers_over_e5m2_cache(job.checkpoint, batch, job.max_tokens, ones)
+        for batch in job.batches
+    ]
+    cold = run([job], tmp_path / "npu")
+    assert cold.answers == [expected]
+    bundle = tmp_path / "bundle"
+    write_folder(bundle, collect(tmp_path / "npu" / "cache", GraphChecks()))
+    elsewhere = run([job], tmp_path / "host", rbln={"cache_bundles": [str(bundle)]})
+    assert elsewhere.answers == [expected]
+    broken = run([job], tmp_path / "npu", **{"break": ["cache_dtype"]})
+    assert broken.answers != [expected]
+    assert all(call["hit"] for warm in (elsewhere, broken) for call in warm.calls("compile"))
 
 
 @pytest.mark.engine

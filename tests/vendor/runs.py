@@ -16,6 +16,7 @@ from typing import Any
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import FITTED
 from tests.e4m3_inputs import answers_over_e4m3_inputs
+from tests.e5m2_cache import answers_over_e5m2_cache
 from tests.npu.engines import SCRIPT
 from tests.npu.test_engines import YARN_OVER_LONG
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
@@ -53,7 +54,7 @@ class Run:
     environment: Mapping[str, str] = field(default_factory=dict)
     device_tensors: bool = False
     cache_scales: tuple[tuple[float, float], ...] = ()
-    """Of keys and values by layer, in a cache of e4m3; none in another."""
+    """Of keys and values by layer, in a cache of 8-bit floats; none in another."""
     lengths: tuple[int, ...] = ()
     """Of the first prompts; empty: see ``rounds``."""
     input_group: int = 0
@@ -125,6 +126,9 @@ RUNS: Mapping[str, Run] = {
     "window shift": replace(HOST, family="mistral", fields=_WINDOW, double={"npu": "RBLN-CR03"}),
     "experts": replace(HOST, family="qwen3_moe"),
     "fp8 cache": replace(HOST, options={"kv_cache_dtype": "fp8"}, cache_scales=((1.0, 1.0),) * 3),
+    "e5m2 cache": replace(
+        HOST, options={"kv_cache_dtype": "fp8_e5m2"}, cache_scales=((1.0, 1.0),) * 3
+    ),
     "fp8 blocks": replace(HOST, recipe=_FP8),
     "fp8 experts": replace(
         HOST,
@@ -171,6 +175,11 @@ RUNS: Mapping[str, Run] = {
 def expected_of(run: Run, checkpoint: Path) -> list[list[list[int]]]:
     """The tokens of transformers, round by round."""
     reference = run.reference(checkpoint)
+    if run.options.get("kv_cache_dtype") == "fp8_e5m2":
+        return [
+            answers_over_e5m2_cache(reference, batch, NUM_TOKENS, run.cache_scales)
+            for batch in run.rounds()
+        ]
     if run.input_group:
         return [
             answers_over_e4m3_inputs(reference, batch, NUM_TOKENS, run.input_group)

@@ -70,10 +70,13 @@ def test_a_dropped_copy_makes_their_answer_wrong(name: str, tmp_path: Path) -> N
         ("fp8 experts", "scales"),
         ("fp8 experts w8a8", "scales"),
         ("mxfp4 experts", "nibbles"),
+        ("e5m2 cache", "cache_dtype"),
     ],
 )
-def test_experts_of_other_values_answer_otherwise(name: str, broken: str, tmp_path: Path) -> None:
-    """Their experts are those of the double's ops: another order of the parts shows."""
+def test_stored_values_read_otherwise_answer_otherwise(
+    name: str, broken: str, tmp_path: Path
+) -> None:
+    """Theirs are read by the double's ops: another order of the parts, or dtype, shows."""
     run = run_vendor(RUNS[name], tmp_path, broken=broken)
     assert run.tokens != run.expected()
 

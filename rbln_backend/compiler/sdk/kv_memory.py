@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def _held_as(dtype: torch.dtype) -> torch.dtype:
     """Return uint8 for floats of 8 bits: the ops get their dtype as an argument."""
-    return torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+    return torch.uint8 if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dtype
 
 
 def _as_ops_take(shape: Sequence[int]) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rbln_backend.errors import RblnError
+from rbln_backend.kv_cache.fp8 import FP8_DTYPES
 from rbln_backend.kv_cache.tensors import sharing_layers
 from rbln_backend.unsupported import QUANTIZATION
 from rbln_backend.vllm_compat.surface import (
     AttentionLayerBase,
+    AttentionSpec,
     KVCacheSpec,
     VllmConfig,
     initialize_model,
@@ -116,8 +119,15 @@ def kv_cache_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
     """Return vLLM's spec of every attention layer with its own KV cache, by layer name."""
     layers = attention_layers(config)
     sharing = sharing_layers(layers)
-    found = {n: x.get_kv_cache_spec(config) for n, x in layers.items() if n not in sharing}
+    found = {n: _stored_spec(x, config) for n, x in layers.items() if n not in sharing}
     return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def _stored_spec(layer: Any, config: VllmConfig) -> KVCacheSpec | None:
+    """Return vLLM's spec of ``layer`` with its cache's dtype, where vLLM has uint8 for any fp8."""
+    spec: AttentionSpec | None = layer.get_kv_cache_spec(config)
+    stored = FP8_DTYPES.get(getattr(layer, "kv_cache_dtype", ""))
+    return spec if spec is None or stored is None else replace(spec, dtype=stored)
 
 
 class _ShapesForWeights(TorchFunctionMode):

@@ -54,9 +54,14 @@ class Cache:
     def of(
         kv_cache: Tensor, dtype: torch.dtype | None, k_scale: Tensor | None, v_scale: Tensor | None
     ) -> Cache:
-        """``dtype`` is what the bytes of an fp8 cache stand for; None for a plain cache."""
+        """``dtype`` is what the bytes of an fp8 cache stand for; None for a plain cache.
+
+        With ``cache_dtype`` broken it is e4m3 for any.
+        """
         if dtype is None:
             return Cache(kv_cache)
+        if "cache_dtype" in SETTINGS.broken:
+            dtype = torch.float8_e4m3fn
         assert k_scale is not None
         assert v_scale is not None
         return Cache(kv_cache.view(dtype), float(k_scale), float(v_scale))
