@@ -6,7 +6,7 @@ the maximum, so that the largest bucket always holds a full batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rbln_backend.bucketing.table import BucketTable
@@ -38,6 +38,11 @@ class DraftSizes:
     """Tokens of a prefill chunk, for a draft model with a KV cache."""
     length: int | None
     """Tokens of each request that a step can add to that cache; None: there is no cache."""
+
+    @property
+    def runs(self) -> Mapping[int, int]:
+        """Runs of graphs after a decode step, by their tokens of each request."""
+        return {1: 1} if self.length is None else {self.length: 1, 1: self.length - 2}
 
 
 @dataclass(frozen=True, slots=True)

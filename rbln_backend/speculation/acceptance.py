@@ -10,6 +10,8 @@ from rbln_backend.speculation.drafter import NO_DRAFT, Draft
 
 _INITIAL_RATES = (0.6, 0.6, 0.35, 0.45, 0.55, 0.65, 0.7, 0.75, 0.8, 0.8, 0.85, 0.85, 0.9)
 """By match length. A client's prediction starts with a match of length 0."""
+_INITIAL_COMPUTED = 0.3
+"""Of the first draft of a draft model. It is compared with the sampled token without a check."""
 _INITIAL_WEIGHT = 2
 """Drafts that an initial rate counts for."""
 _WINDOW = 16
@@ -24,8 +26,10 @@ class Acceptance:
     also if no step checked it.
     """
 
-    def __init__(self) -> None:
-        self._rates = list(_INITIAL_RATES)
+    def __init__(self, *, is_computed: bool = False) -> None:
+        """``is_computed``: of the drafts of a draft model, which all have a match of 0."""
+        first = _INITIAL_COMPUTED if is_computed else _INITIAL_RATES[0]
+        self._rates = [first, *_INITIAL_RATES[1:]]
         self._counts = [_INITIAL_WEIGHT] * len(_INITIAL_RATES)
         self._draft = NO_DRAFT
 
@@ -36,13 +40,19 @@ class Acceptance:
         chances = accumulate((self._rates[self._index(length)] for length in lengths), mul)
         return list(accumulate(chances))
 
-    def record(self, tokens: Sequence[int]) -> None:
-        """Compare the draft of the latest ``expect`` with the ``tokens`` sampled in its place."""
+    def record(self, tokens: Sequence[int]) -> bool | None:
+        """Compare the draft of the latest ``expect`` with the ``tokens`` sampled in its place.
+
+        Returns True if its first token was right, None if there is nothing to compare.
+        """
         draft, self._draft = self._draft, NO_DRAFT
         for position, (drafted, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
             self._count(self._index(draft.match_length + position), drafted == token)
             if drafted != token:
-                return
+                break
+        if not (draft.tokens and tokens):
+            return None
+        return draft.tokens[0] == tokens[0]
 
     def _index(self, match_length: int) -> int:
         return min(match_length, len(self._rates) - 1)

@@ -28,10 +28,13 @@ class Chooser:
     def __init__(self, table: VerifyTable, costs: StepCosts) -> None:
         self._table, self._costs = table, costs
 
-    def choose(self, expected: Sequence[Sequence[float]], requests: int) -> StepChoice:
+    def choose(
+        self, expected: Sequence[Sequence[float]], requests: int, drafting_s: float = 0.0
+    ) -> StepChoice:
         """Return the size of a step of ``requests`` requests, with and without drafts.
 
-        ``expected``: the ``Acceptance.expect`` of each request with a draft.
+        ``expected``: the ``Acceptance.expect`` of each request with a draft. ``drafting_s``:
+        seconds of computing the drafts of a step.
         """
         sizes = self._table.sizes(requests) if expected else ()
         best, least = StepChoice(), _LEAST_GAIN
@@ -39,7 +42,7 @@ class Chooser:
             drafts = size[1] - 1
             right = sum(tokens[min(drafts, len(tokens)) - 1] for tokens in expected)
             gain = (1 + right / requests) * self._costs.seconds(sizes[0])
-            gain /= self._costs.seconds(size)
+            gain /= self._costs.seconds(size) + drafting_s
             if gain > least:
                 best, least = StepChoice(size[1], gain), gain
         return best

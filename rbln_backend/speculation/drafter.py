@@ -54,6 +54,8 @@ class Draft:
     tokens: list[int]
     match_length: int
     """Tokens before the first that equal those before it in the text that the draft is from."""
+    is_computed: bool = False
+    """By a draft model, which takes time."""
 
 
 NO_DRAFT = Draft([], 0)

@@ -41,7 +41,6 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.worker.buckets.bucket_change import ServedGraphs
 from rbln_backend.worker.drafts.draft_source import make_source
 from rbln_backend.worker.drafts.drafting import make_drafting
-from rbln_backend.worker.drafts.model_drafter import ModelDrafter
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.graphs.capture_pool import workers_of
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
@@ -164,6 +163,7 @@ class EngineBuild:
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
         self._step_seconds: Mapping[Size, float] = {}
+        self._drafting_seconds: Mapping[int, float] = {}
         self._usage = self._open_usage(tables)
         self._sizes = self._open_sizes()
 
@@ -237,6 +237,8 @@ class EngineBuild:
         graphs = warm_up.compile_all(self._requests(), self._factory)
         with torch.inference_mode():
             self._step_seconds = warm_up.run_all(graphs, self._graphs.verify)
+            drafted = compiled_sizes(self._parts.vllm_config).drafted
+            self._drafting_seconds = warm_up.measure_drafting(graphs, drafted)
         for graph in graphs:
             self._graphs.dispatch.add(graph)
         self._graphs.dispatch.seal()
@@ -348,7 +350,8 @@ class EngineBuild:
                 table=self._graphs.verify,
                 measured=self._step_seconds,
                 replies=place.replies,
-                model=None if self._drafts is None else ModelDrafter(self._drafts),
+                source=self._drafts,
+                drafting=self._drafting_seconds,
             ),
         )
 

@@ -54,7 +54,10 @@ class AnyLength:
     """A chooser of random lengths."""
 
     least: int = 1
+    most: int = MOST + 1
     rng: random.Random = field(default_factory=lambda: random.Random(6))
 
-    def choose(self, expected: Sequence[Sequence[float]], requests: int) -> StepChoice:
-        return StepChoice(self.rng.randint(self.least, MOST + 1))
+    def choose(
+        self, expected: Sequence[Sequence[float]], requests: int, drafting_s: float = 0.0
+    ) -> StepChoice:
+        return StepChoice(self.rng.randint(self.least, self.most))

@@ -66,6 +66,7 @@ class Drafted:
         """Assert that the engine holds nothing of any request, and has compiled nothing late."""
         self.own.generate([[7]], SamplingParams(max_tokens=1))
         assert len(self.model._drafts) <= 1
+        assert len(getattr(self.model._source, "_unread", ())) <= 1
         assert self.own.used_blocks() == 0
         assert self.own.total("rbln_recompiles_after_warmup_total") == 0
 
@@ -241,20 +242,30 @@ def test_drafts_are_those_of_the_whole_text(engines: Engines, tmp_path: Path) ->
     assert len(seen) > 30
     for text, drafts in random.Random(8).sample(seen, 12) + seen[:3] + seen[-3:]:
         assert drafts == reference.drafts(text, MOST)
+    # Drafts that never pay: after ever more steps, of which the layer has read each token.
+    drafted.check(AnyLength(most=1))
+    seen.clear()
+    drafted.run(make_prompts([100, 40], seed=48), [greedy(max_tokens=90)] * 2)
+    assert 6 < len(seen) < 20
+    assert all(drafts == reference.drafts(text, MOST) for text, drafts in seen[1::2])
 
 
 def record_drafts(drafted: Drafted) -> list[tuple[list[int], list[int]]]:
     """Return a list that gets each text and its drafts, as steps make them."""
-    model, seen = drafted.model, list[tuple[list[int], list[int]]]()
-    compute = model._source
+    seen = list[tuple[list[int], list[int]]]()
+    source = drafted.model._source
 
-    def recorded(step: Any, rows: Any) -> Any:
-        drafts, own = compute(step, rows), [step.states[row] for row in rows]
-        texts = [[*state.prompt_token_ids, *state.output_token_ids] for state in own]
-        seen.extend((text, own) for text, own in zip(texts, drafts, strict=True) if len(text) > 1)
-        return drafts
+    class Recorded:
+        follow, forget = source.follow, source.forget
 
-    model._source = recorded
+        def __call__(self, step: Any, rows: Any) -> Any:
+            drafts, states = source(step, rows), [step.states[row] for row in rows]
+            texts = [[*state.prompt_token_ids, *state.output_token_ids] for state in states]
+            pairs = zip(texts, drafts, strict=True)
+            seen.extend((text, own) for text, own in pairs if len(text) > 1)
+            return drafts
+
+    drafted.model._source = Recorded()
     return seen
 
 

@@ -4,7 +4,8 @@ Slot n of its cache is computed from token n + 1 and the hidden state of token n
 blocks of the served model's layers, so that a prefix hit finds it as well. After each step the
 layer reads what the step has computed, all requests of it; then it drafts one token after another
 for those that go on, from its own hidden states. Their slots are written again once the tokens are
-known.
+known. Of decode steps after which nothing is drafted, the hidden states wait and are read together
+before the next drafts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rbln_backend.bucketing.chunk_plan import room_of
 from rbln_backend.bucketing.engine_buckets import DraftSizes
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.vllm_compat.surface import CachedRequestState
@@ -74,6 +76,28 @@ class _ReadRequest(NamedTuple):
     """[H]: the layer's hidden state of which it was taken."""
 
 
+class _Unread(NamedTuple):
+    """Hidden states of a request that the layer has not read, of steps in order."""
+
+    start: int
+    """Slot of the first one."""
+    parts: list[Tensor]
+    """[n, H] of each step."""
+
+
+class _Piece(NamedTuple):
+    """Hidden states of a request that the layer reads in a chunk."""
+
+    state: CachedRequestState
+    start: int
+    hidden: Tensor
+    """[n, H]"""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.hidden)
+
+
 class DraftLayer:
     """A ``DraftSource`` over EAGLE's layer."""
 
@@ -96,6 +120,7 @@ class DraftLayer:
             )
             for spec, own in self._buffers.items()
         }
+        self._unread: dict[str, _Unread] = {}
 
     @torch.inference_mode()
     def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
@@ -106,28 +131,73 @@ class DraftLayer:
         drafts = self._draft([r for r in read if r.row in wanted and r.end <= most])
         return [drafts.get(row, []) for row in rows]
 
+    @torch.inference_mode()
+    def follow(self, step: EndedStep) -> None:
+        """As ``DraftSource``: read a chunk; the hidden states of a decode step wait."""
+        if step.batch.phase.takes_chunk:
+            self._read_chunk(step)
+            return
+        rows = step.hidden[: len(step.states)].cpu().clone()
+        by_token = rows if rows.dim() == 3 else rows[:, None]
+        for state, own, count in zip(step.states, by_token, _counts(step), strict=True):
+            start = state.num_computed_tokens
+            if start + self._length <= self._shape.max_model_len:
+                unread = self._unread.setdefault(state.req_id, _Unread(start, []))
+                unread.parts.append(own[:count])
+
+    def forget(self, request_id: str) -> None:
+        """As ``DraftSource``."""
+        self._unread.pop(request_id, None)
+
     def _read_chunk(self, step: EndedStep) -> list[_ReadRequest]:
         """Read a chunk of prompts."""
-        states, counts = step.states, step.batch.counts
-        size = self._shape.sizes.chunks.find(step.batch.size)
+        self._catch_up(step.states)
+        counts = list(step.batch.counts)
+        hidden = step.hidden[: sum(counts)].split(counts)
+        starts = [state.num_computed_tokens for state in step.states]
+        pieces = [_Piece(*own) for own in zip(step.states, starts, hidden, strict=True)]
+        tokens, layer = self._read(pieces)
+        return [
+            _ReadRequest(row, own.state, own.end, int(tokens[row]), layer[row])
+            for row, own in enumerate(pieces)
+        ]
+
+    def _catch_up(self, states: Sequence[CachedRequestState]) -> None:
+        """Read the unread tokens of requests, in as few chunks as hold them."""
+        most, pieces = self._shape.sizes.chunks.largest, list[_Piece]()
+        for state in states:
+            unread = self._unread.pop(state.req_id, None)
+            if unread is None:
+                continue
+            for part in torch.cat(unread.parts).split(most):
+                own = _Piece(state, unread.start, part)
+                unread = _Unread(own.end, [])
+                if pieces and not self._fits([*pieces, own]):
+                    self._read(pieces)
+                    pieces = []
+                pieces.append(own)
+        if pieces:
+            self._read(pieces)
+
+    def _fits(self, pieces: Sequence[_Piece]) -> bool:
+        size, count = _size(pieces), len(pieces)
+        return size <= self._shape.sizes.chunks.largest and count <= self._shape.prompts
+
+    def _read(self, pieces: Sequence[_Piece]) -> tuple[Tensor, Tensor]:
+        """Read pieces as one chunk; return the next tokens [R] and the hidden states [R, H]."""
+        size = self._shape.sizes.chunks.find(_size(pieces))
         spec = spec_of(Phase.DRAFT_PREFILL, size, self._shape.prompts)
         buffers = self._buffers[spec]
-        starts = [state.num_computed_tokens for state in states]
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        texts = [_tokens(*own) for own in zip(states, starts, ends, strict=True)]
+        texts = [_tokens(own.state, own.start, own.end) for own in pieces]
         buffers.step.fill_prefill(
             [np.array(text, dtype=np.int64) for text in texts],
-            np.array(starts, dtype=np.int64),
-            self._blocks(states),
+            np.array([own.start for own in pieces], dtype=np.int64),
+            self._blocks([own.state for own in pieces]),
         )
-        firsts = [0, *accumulate(counts)]
-        parts = step.hidden[: firsts.pop()].split(list(counts))
-        buffers.fill_hidden(parts, firsts)
-        tokens, layer = self._run(spec)
-        return [
-            _ReadRequest(row, state, ends[row], int(tokens[row]), layer[row])
-            for row, state in enumerate(states)
-        ]
+        ends = accumulate(len(own.hidden) for own in pieces)
+        firsts = [end - len(own.hidden) for own, end in zip(pieces, ends, strict=True)]
+        buffers.fill_hidden([own.hidden for own in pieces], firsts)
+        return self._run(spec)
 
     def _read_step(self, step: EndedStep) -> list[_ReadRequest]:
         """Read the tokens that each request got in a decode step, and at least one."""
@@ -135,11 +205,11 @@ class DraftLayer:
         fit = [n for n, s in enumerate(states) if s.num_computed_tokens + length <= most]
         if not fit:
             return []
+        self._catch_up([states[row] for row in fit])
         # An NPU's kernels get the longest context first.
         fit.sort(key=lambda row: -states[row].num_computed_tokens)
         own = [states[row] for row in fit]
-        counts = [max(len(tokens), 1) for tokens in step.token_ids]
-        counts += [1] * (len(states) - len(counts))
+        counts = _counts(step)
         starts = [state.num_computed_tokens for state in own]
         ends = [start + counts[row] for start, row in zip(starts, fit, strict=True)]
         texts = [_tokens(*args) for args in zip(own, starts, ends, strict=True)]
@@ -203,6 +273,17 @@ def _allocate(
         torch.zeros(tokens, shape.hidden_size, dtype=shape.dtype),
         torch.arange(spec.requests),
     )
+
+
+def _counts(step: EndedStep) -> list[int]:
+    """Return the tokens that a decode step has computed of each request."""
+    counts = [max(len(tokens), 1) for tokens in step.token_ids]
+    return counts + [1] * (len(step.states) - len(counts))
+
+
+def _size(pieces: Sequence[_Piece]) -> int:
+    """Return the tokens of the smallest chunk that holds ``pieces``."""
+    return room_of(sum(len(own.hidden) for own in pieces), len(pieces))
 
 
 def _tokens(state: CachedRequestState, start: int, end: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from rbln_backend.bucketing.verify import Size, VerifyTable
@@ -20,6 +20,7 @@ from rbln_backend.speculation.drafter import (
     Drafter,
     DraftSettings,
 )
+from rbln_backend.speculation.drafting_costs import DraftingCosts
 from rbln_backend.speculation.prediction import PredictionFirst
 from rbln_backend.speculation.step_costs import StepCosts
 from rbln_backend.vllm_compat.surface import (
@@ -28,9 +29,15 @@ from rbln_backend.vllm_compat.surface import (
     SamplingParams,
     SchedulerOutput,
     VllmConfig,
+    compiled_sizes,
     configured,
 )
-from rbln_backend.worker.drafts.model_drafter import HIDDEN, EndedStep, ModelDrafter
+from rbln_backend.worker.drafts.model_drafter import (
+    HIDDEN,
+    DraftSource,
+    EndedStep,
+    ModelDrafter,
+)
 from rbln_backend.worker.step.batches import RequestBatches
 
 
@@ -104,13 +111,15 @@ class _Decoding:
 
     state: CachedRequestState
     acceptance: Acceptance | None
+    computed: Acceptance = field(default_factory=lambda: Acceptance(is_computed=True))
+    """Of the draft model's drafts."""
 
 
 class HostDrafting:
     """Drafting over a drafter on the host, on the one rank that replies.
 
     Drafts of every decoding request are proposed after every step, also while none are checked:
-    the tokens sampled next show if they were right.
+    the tokens sampled next show if they were right. A draft model pauses meanwhile.
     """
 
     def __init__(
@@ -147,6 +156,9 @@ class HostDrafting:
         gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
         if gone:
             self._decoding = [name for name in self._decoding if name not in gone]
+        if self._model is not None:
+            for name in gone:
+                self._model.forget(name)
         for name in scheduled.finished_req_ids & self._begun.keys():
             begun = self._begun.pop(name)
             if begun.acceptance is not None:
@@ -167,12 +179,16 @@ class HostDrafting:
         else:
             self._decoding = list(names)
             self._count(batch, sum(map(len, token_ids)), took)
+        rights = list[bool | None]()
         for name, tokens in zip(names, token_ids, strict=True):
             begun = self._begun.get(name) or self._begin(self._requests[name])
             if begun.acceptance is not None:
                 begun.acceptance.record(tokens)
+                rights.append(begun.computed.record(tokens))
                 self._drafter.extend(name, tokens)
         if self._model is not None:
+            if rights.count(True) > rights.count(False):
+                self._model.pace.hurry()
             going_on = [
                 row
                 for row, name in enumerate(names)
@@ -197,16 +213,37 @@ class HostDrafting:
             return None
         begun = [self._begun[name] for name in self._decoding]
         running = [request for request in begun if not self._has_ended(request.state)]
-        drafts, expected = dict[str, list[int]](), list[list[float]]()
+        drafts = dict[str, Draft]()
+        known, computed = list[list[float]](), list[list[float]]()
         for request in running:
             if request.acceptance is not None:
-                draft = self._propose(request.state)
-                drafts[request.state.req_id] = draft.tokens
-                if draft.tokens:
-                    expected.append(request.acceptance.expect(draft))
-        self._choice = self._chooser.choose(expected, len(running))
+                draft = drafts[request.state.req_id] = self._propose(request.state)
+                if draft.is_computed and draft.tokens:
+                    computed.append(request.computed.expect(draft))
+                elif draft.tokens:
+                    known.append(request.acceptance.expect(draft))
+        uses_model = self._choose(known, computed, len(running))
         most = self._choice.length - 1
-        return DraftTokenIds(list(drafts), [tokens[:most] for tokens in drafts.values()])
+        return DraftTokenIds(
+            list(drafts),
+            [
+                draft.tokens[:most] if uses_model or not draft.is_computed else []
+                for draft in drafts.values()
+            ],
+        )
+
+    def _choose(self, known: list[list[float]], computed: list[list[float]], requests: int) -> bool:
+        """Choose the next step's size; return True if it checks drafts of the draft model."""
+        self._choice = self._chooser.choose(known, requests)
+        if self._model is None or not computed:
+            return False
+        drafting_s = self._model.costs.seconds(requests)
+        choice = self._chooser.choose(known + computed, requests, drafting_s)
+        pays = choice.length > 1 and choice.gain >= self._choice.gain
+        if pays:
+            self._choice = choice
+        self._model.pace.record(pays)
+        return pays
 
     def _ended(
         self, batch: StepBatch, outputs: StepOutputs, token_ids: Sequence[Sequence[int]]
@@ -218,7 +255,8 @@ class HostDrafting:
     def _count(self, batch: StepBatch, tokens: int, took: StepSeconds) -> None:
         size = self._table.find(batch.num_reqs, batch.length)
         if batch.phase is Phase.VERIFY:
-            without = self._costs.seconds((size[0], 1)) / took.whole
+            drafting_s = self._model.seconds if self._model is not None else 0.0
+            without = self._costs.seconds((size[0], 1)) / (took.whole + drafting_s)
             self._counts.record(
                 size,
                 checked=sum(map(len, batch.drafts)),
@@ -270,16 +308,20 @@ def make_drafting(
     table: VerifyTable,
     measured: Mapping[Size, float],
     replies: bool,
-    model: ModelDrafter | None,
+    source: DraftSource | None,
+    drafting: Mapping[int, float],
 ) -> Drafting:
     """Return the drafting of a rank; one that does not reply to the executor has none.
 
-    ``measured``: seconds of graphs by size, from warm-up. ``model``: drafts of the draft model,
-    None for a method without one.
+    ``measured``: seconds of graphs by size, from warm-up. ``source``: the draft model's graphs,
+    None for a method without one; ``drafting``: their seconds after a decode step, by bucket.
     """
     speculation = config.speculative_config
     if speculation is None or not replies:
         return NoDrafting()
+    sizes, model = compiled_sizes(config).drafted, None
+    if source is not None and sizes is not None:
+        model = ModelDrafter(source, DraftingCosts(sizes.requests, drafting))
     return HostDrafting(
         PredictionFirst(model or make_drafter(speculation, shared=configured(config).share_drafts)),
         batches,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.core import GraphSpec, Phase, StepBatch
+from rbln_backend.speculation.draft_pace import DraftPace
 from rbln_backend.speculation.drafter import Draft, DraftedRequest
+from rbln_backend.speculation.drafting_costs import DraftingCosts
 from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.factory import GraphRequest
@@ -40,6 +43,14 @@ class DraftSource(Protocol):
 
     def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
         """Return the drafts of ``rows`` of a step."""
+        ...
+
+    def follow(self, step: EndedStep) -> None:
+        """Take a step after which nothing is drafted."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that has finished or lost its blocks."""
         ...
 
 
@@ -74,23 +85,45 @@ class DraftHeads:
             drafts += self._dispatch.get(spec).run()[0].cpu()[:count].tolist()
         return drafts
 
+    def follow(self, step: EndedStep) -> None:
+        """Do nothing: heads read the latest hidden state alone."""
+
+    def forget(self, request_id: str) -> None:
+        """Do nothing."""
+
 
 class ModelDrafter:
     """A ``Drafter`` over a draft model: ``draft`` is called after each step.
 
-    Drafts continue the latest token, so that they are dropped where another one has come.
+    Drafts continue the latest token, so that they are dropped where another one has come. While
+    they do not pay, few steps are followed by a run of the draft model.
     """
 
-    def __init__(self, source: DraftSource) -> None:
+    def __init__(self, source: DraftSource, costs: DraftingCosts) -> None:
+        self.costs, self.pace = costs, DraftPace()
+        self.seconds = 0.0
+        """Of the latest call of ``draft``."""
         self._source = source
         self._drafts: dict[str, list[int]] = {}
+        self._has_run = False
 
     def draft(self, step: EndedStep, going_on: Sequence[int] = ()) -> None:
-        """Compute drafts for the rows ``going_on`` of a step; see ``DraftSource``."""
+        """Compute drafts for the rows ``going_on`` of a step, if the pace has it; none beside."""
+        started = time.perf_counter()
         names = step.batch.input_batch.req_ids
         rows = [row for row in going_on if step.token_ids[row] and names[row] in self._drafts]
-        for row, own in zip(rows, self._source(step, rows), strict=True):
-            self._drafts[names[row]] = own
+        had_run = self._has_run
+        if rows:
+            self._has_run = self.pace.is_due()
+        if self._has_run:
+            for row, own in zip(rows, self._source(step, rows), strict=True):
+                self._drafts[names[row]] = own
+        else:
+            self._source.follow(step)
+        self.seconds = time.perf_counter() - started
+        # After a pause a run reads the tokens of the pause as well.
+        if rows and had_run and self._has_run and not step.batch.phase.takes_chunk:
+            self.costs.record(len(rows), self.seconds)
 
     def begin(self, request: DraftedRequest) -> None:
         """As ``Drafter``."""
@@ -103,11 +136,15 @@ class ModelDrafter:
 
     def propose(self, request_id: str, limit: int) -> Draft:
         """As ``Drafter``."""
-        return Draft(self._drafts[request_id][:limit], 0)
+        return Draft(self._drafts[request_id][:limit], 0, is_computed=True)
 
     def end(self, request_id: str, finished: bool) -> None:  # noqa: ARG002
         """As ``Drafter``."""
         del self._drafts[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Drop what the draft model has not read of a request; see ``DraftSource``."""
+        self._source.forget(request_id)
 
 
 def _last_rows(step: EndedStep, rows: Sequence[int]) -> Tensor:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from itertools import accumulate
 
+from rbln_backend.bucketing.engine_buckets import DraftSizes
 from rbln_backend.bucketing.verify import NO_DRAFTS, Size, VerifyTable
 from rbln_backend.compiler.port import CompiledGraph
 from rbln_backend.compiler.programs.program import Program
@@ -130,6 +131,26 @@ class WarmUp:
             for size in sizes
             if _name(size) in chosen
         }
+
+    def measure_drafting(
+        self, graphs: Sequence[CompiledGraph], sizes: DraftSizes | None
+    ) -> dict[int, float]:
+        """Return the seconds of a draft model's graphs after a decode step, by bucket.
+
+        Smallest first, within ``_MEASURING_S``. None without a draft model: ``sizes`` is None.
+        """
+        if sizes is None:
+            return {}
+        own = {(g.spec.bucket, g.spec.length): g for g in graphs if g.spec.phase is Phase.DRAFT}
+        measured, started = dict[int, float](), time.perf_counter()
+        for bucket in sizes.requests:
+            if measured and time.perf_counter() - started > _MEASURING_S / 2:
+                break
+            measured[bucket] = 0.0
+            for length, runs in sizes.runs.items():
+                graph = own[bucket, length]
+                measured[bucket] += runs * min(_seconds(graph), _seconds(graph))
+        return measured
 
     def graph_started(self, spec: GraphSpec) -> None:
         """Report that the capture or load of a graph begins."""
