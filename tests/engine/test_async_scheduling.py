@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
+from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_neighbours import FEATURES, PREEMPTING, Company
@@ -135,6 +139,51 @@ def test_what_is_computed_after_a_stop_is_dropped_and_charged(engines: Engines, 
         "rbln_device_seconds_total", kind="warmup"
     )
     assert spent == pytest.approx(engine.total("rbln_bucket_step_seconds_sum"), rel=1e-6)
+
+
+def test_adapters_are_loaded_and_removed_while_a_step_runs(
+    engines: Engines, tmp_path: Path
+) -> None:
+    """Beside an answer without an adapter; each adapter takes the slot of the one before."""
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    plain, engine = engines("llama", **lora), engines("llama", async_scheduling=True, **lora)
+    base, prompt = make_prompts([20, 30], seed=12)
+    adapters = [
+        LoRARequest(f"a{n}", n, str(make_adapter(plain.checkpoint, tmp_path / str(n), seed=n)))
+        for n in (1, 2, 3)
+    ]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    inputs, expected = {"prompt_token_ids": prompt}, {}
+    (whole,) = plain.generate([base], long)
+    for adapter in adapters:
+        (output,) = plain.llm.generate(inputs, greedy, use_tqdm=False, lora_request=adapter)
+        expected[adapter.lora_name] = list(output.outputs[0].token_ids)
+        plain.core.model_executor.driver_worker.worker.remove_lora(adapter.lora_int_id)
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(adapters)
+
+    llm, worker = engine.llm.llm_engine, engine.core.model_executor.driver_worker.worker
+    answers: dict[str, list[int]] = {}
+
+    def step() -> None:
+        for output in llm.step():
+            if output.finished:
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+
+    llm.add_request("base", {"prompt_token_ids": base}, long)
+    for adapter in adapters:
+        while worker._runner._in_flight is None:
+            step()
+        assert worker.add_lora(adapter)
+        llm.add_request(adapter.lora_name, inputs, greedy, lora_request=adapter)
+        while adapter.lora_name not in answers or worker._runner._in_flight is None:
+            step()
+        assert worker.remove_lora(adapter.lora_int_id)
+    assert "base" not in answers
+    while llm.has_unfinished_requests():
+        step()
+    assert answers.pop("base") == list(whole.outputs[0].token_ids)
+    assert answers == expected
 
 
 @pytest.mark.parametrize(

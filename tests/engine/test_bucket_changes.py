@@ -106,6 +106,26 @@ def test_changes_while_requests_run_change_no_token(
     assert engine.total("rbln_recompiles_after_warmup_total") == 0
 
 
+def test_changes_while_a_step_is_in_flight_change_no_token(engines: Engines) -> None:
+    prompts = make_prompts([5, 70, 130, 20, 17, 40], seed=3)
+    expected = tokens(engines(**SIZES).generate(prompts, greedy(24)))
+    engine = engines.fresh(**SIZES, async_scheduling=True)
+    worker, in_flight = engine.core.model_executor.driver_worker.worker, list[bool]()
+    advance = worker.advance_bucket_change
+
+    def seen(phase: str) -> Any:
+        in_flight.append(worker._runner._in_flight is not None)
+        return advance(phase)
+
+    worker.advance_bucket_change = seen
+    results = _run_changes(engine, prompts)
+    assert in_flight.count(True) > len(in_flight) / 2
+    assert len(results) >= len(prompts)
+    for number, found in results.items():
+        assert found == expected[int(number) % len(prompts)]
+    assert engine.total("rbln_recompiles_after_warmup_total") == 0
+
+
 def test_a_failed_change_leaves_the_sizes(engines: Engines, monkeypatch: Any) -> None:
     engine = engines(**SIZES)
 

@@ -84,6 +84,22 @@ def test_another_process_compiles_and_answers_are_those_of_a_fresh_server(
 
 
 @pytest.mark.wide
+def test_sizes_change_while_a_step_is_in_flight(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    checkpoint = checkpoints("llama", max_position_embeddings=4096)
+    options = {"async_scheduling": True}
+    result, log = change(checkpoint, tmp_path, [OTHER, START], options, hold=1)
+    assert [report["error"] for report in result["reports"]] == [None, None]
+    assert read_log(log, "waited")
+    job = Job(checkpoint, batches=[[prompt] for prompt in PROMPTS])
+    (expected,) = zip(*job.expected(), strict=True)
+    assert len(result["answers"]) > len(PROMPTS)
+    for number, tokens in result["answers"]:
+        assert tokens == expected[number]
+
+
+@pytest.mark.wide
 def test_a_device_without_room_for_both_sets_keeps_the_old_one(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
