@@ -175,10 +175,12 @@ def test_adapters_are_loaded_and_removed_while_a_step_runs(
         while worker._runner._in_flight is None:
             step()
         assert worker.add_lora(adapter)
+        assert worker._runner._in_flight is None, "the slot is filled after the step's end"
         llm.add_request(adapter.lora_name, inputs, greedy, lora_request=adapter)
         while adapter.lora_name not in answers or worker._runner._in_flight is None:
             step()
         assert worker.remove_lora(adapter.lora_int_id)
+        assert worker._runner._in_flight is None
     assert "base" not in answers
     while llm.has_unfinished_requests():
         step()

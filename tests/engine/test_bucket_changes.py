@@ -115,7 +115,9 @@ def test_changes_while_a_step_is_in_flight_change_no_token(engines: Engines) -> 
 
     def seen(phase: str) -> Any:
         in_flight.append(worker._runner._in_flight is not None)
-        return advance(phase)
+        report = advance(phase)
+        assert worker._runner._in_flight is None, "the change waits for the step's end"
+        return report
 
     worker.advance_bucket_change = seen
     results = _run_changes(engine, prompts)
