@@ -223,23 +223,24 @@ LORA_DTYPE = Feature(
 )
 SPECULATION_METHOD = Feature(
     "speculative decoding with this method",
-    "--speculative-config with a whole draft model, EAGLE-3, MTP, ngram_gpu and others",
-    "whose drafts come from texts that are known already, from Medusa's heads or EAGLE's layer",
+    "--speculative-config with a whole draft model, MTP, ngram_gpu and others",
+    "whose drafts come from texts that are known already, from Medusa's heads or layers of EAGLE",
     'use {"method": "ngram"}, {"method": "suffix"} or {"method": "medusa"}',
 )
 DRAFT_MODEL = Feature(
     "a draft model in this engine",
-    "methods medusa and eagle with several ranks or engines, adapters, KV tiers or latent "
+    "methods medusa, eagle and eagle3 with several ranks or engines, adapters, KV tiers or latent "
     "attention (MLA)",
     "with which it has not been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
 )
 EAGLE_MODEL = Feature(
     "EAGLE with this model",
-    "method eagle with another architecture than LlamaForCausalLM, layers of another size, "
+    "method eagle with another architecture than LlamaForCausalLM, eagle3 with others than Llama, "
+    "Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss and MiniMax-M2, layers with another KV cache, "
     "quantised weights or FP8 KV caches",
-    "whose layer of EAGLE is Llama's, with a KV cache like the served model's, and has not been "
-    "run on others",
+    "whose layers of EAGLE have a KV cache like the served model's, and have not been run on "
+    "others",
     'use {"method": "medusa"}, {"method": "ngram"} or {"method": "suffix"}',
 )
 DRAFT_MODEL_OPTION = Feature(

@@ -53,7 +53,7 @@ class EagleReference:
             for name in "qkv"
         )
         shown = functional.scaled_dot_product_attention(
-            _rotated(q)[None], _rotated(k)[None], v[None], is_causal=True, enable_gqa=True
+            rotated(q)[None], rotated(k)[None], v[None], is_causal=True, enable_gqa=True
         )
         return shown[0].transpose(0, 1).flatten(1) @ self._of("self_attn.o_proj").T
 
@@ -65,7 +65,7 @@ class EagleReference:
         return float(self._config["rms_norm_eps"])
 
 
-def _rotated(x: Tensor) -> Tensor:
+def rotated(x: Tensor) -> Tensor:
     """Rotate x [heads, n, D] by position, with base 10,000."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)

@@ -25,7 +25,9 @@ MAX_DERIVED_CHUNKS = 6
 
 
 EAGLE = "eagle"
-"""vLLM's name of the method whose draft model is a layer with a KV cache."""
+EAGLE3 = "eagle3"
+DRAFT_LAYERS = (EAGLE, EAGLE3)
+"""vLLM's names of the methods whose draft model is a layer with a KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,8 @@ class EngineBuckets:
         verify = VerifyTable(buckets.decode, lengths, tokens)
         if draft_model is None or buckets.decode is None:
             return replace(buckets, verify=verify)
-        own = DraftSizes(buckets.decode, chunks, drafts + 1 if draft_model == EAGLE else None)
-        return replace(buckets, verify=verify, drafted=own)
+        length = drafts + 1 if draft_model in DRAFT_LAYERS else None
+        return replace(buckets, verify=verify, drafted=DraftSizes(buckets.decode, chunks, length))
 
     def resized(self, decode: Sequence[int], chunks: Sequence[int]) -> EngineBuckets:
         """Return these sizes with others; `decode` is empty for a model that pools.

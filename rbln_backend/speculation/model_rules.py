@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rbln_backend.bucketing.engine_buckets import EAGLE
+from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE, EAGLE3
 from rbln_backend.config import RblnConfig
 from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.unsupported import DRAFT_MODEL, DRAFT_MODEL_OPTION, EAGLE_MODEL
@@ -31,6 +31,29 @@ _PLAIN_OPTIONS = {
 """The value of each option of vLLM's draft models that changes nothing here."""
 
 
+_EAGLE_MODELS = {
+    EAGLE: (("LlamaForCausalLM",), ("EagleLlamaForCausalLM",)),
+    EAGLE3: (
+        (
+            "GptOssForCausalLM",
+            "LlamaForCausalLM",
+            "MiniMaxM2ForCausalLM",
+            "MistralForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen3ForCausalLM",
+            "Qwen3MoeForCausalLM",
+        ),
+        (
+            "Eagle3LlamaForCausalLM",
+            "Eagle3MiniMaxM2ForCausalLM",
+            "Eagle3Qwen3ForCausalLM",
+            "LlamaForCausalLMEagle3",
+        ),
+    ),
+}
+"""vLLM's architectures of served models and of their draft models, by method."""
+
+
 def check_draft_model(config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for the first setting of the engine that does not go with its draft model."""
     speculation, parallel, model = (
@@ -50,7 +73,7 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig) -> None:
         raise DRAFT_MODEL.refusal(f"{method} with KV tiers")
     if model.use_mla:
         raise DRAFT_MODEL.refusal(f"{method} with architecture {model.architecture}")
-    if speculation.method == EAGLE:
+    if speculation.method in _EAGLE_MODELS:
         _check_eagle(config)
     _check_options(speculation)
 
@@ -58,28 +81,27 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig) -> None:
 def settle_draft_model(config: VllmConfig) -> str | None:
     """Return the method of the draft model, None without one.
 
-    For EAGLE the last block of a prefix hit is kept, which vLLM drops: one slot in it may be of
+    For a layer the last block of a prefix hit is kept, which vLLM drops: one slot in it may be of
     another next token. This can make a draft wrong, and no token.
     """
     # With its type, by which `make names` finds the attribute below.
     speculation: SpeculativeConfig | None = draft_model_of(config)
     if speculation is None:
         return None
-    if speculation.method == EAGLE:
+    if speculation.method in DRAFT_LAYERS:
         speculation.disable_eagle_block_drop = True
     return speculation.method
 
 
 def _check_eagle(config: VllmConfig) -> None:
-    """Raise unless both models are Llamas whose layers have one kind of KV cache."""
+    """Raise unless both models are of known architectures with one kind of KV cache."""
     speculation, served = config.speculative_config, config.model_config
-    assert speculation is not None
+    assert speculation is not None and speculation.method is not None
     own = speculation.draft_model_config
-    for role, model, architecture in (
-        ("served", served, "LlamaForCausalLM"),
-        ("draft", own, "EagleLlamaForCausalLM"),
+    for role, model, known in zip(
+        ("served", "draft"), (served, own), _EAGLE_MODELS[speculation.method], strict=True
     ):
-        if model.architecture != architecture:
+        if model.architecture not in known:
             raise EAGLE_MODEL.refusal(f"{role} model {model.architecture}")
     if own.max_model_len < served.max_model_len:
         raise EAGLE_MODEL.refusal(

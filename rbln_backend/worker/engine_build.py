@@ -156,7 +156,7 @@ class EngineBuild:
         )
         size = config.model_config.get_hidden_size()
         self._lm_head = LmHead(size, dtype, dispatch, parts.adapters)
-        self._drafts = make_source(config, self._groups, make_inputs, dispatch)
+        self._drafts = make_source(config, self._groups, make_inputs, dispatch, parts.model)
         self._others = {**self._drafts.graphs} if self._drafts is not None else {}
         if self._generates and self._stage.part.is_last:
             self._others[LM_HEAD] = GraphRequest(LM_HEAD, self._lm_head.inputs, None)

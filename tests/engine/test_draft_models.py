@@ -19,11 +19,13 @@ from server.tuning.replay import Player, ReplayRound
 from server.tuning.simulator import Request
 from tests.checkpoint_tokenizer import VOCAB_SIZE
 from tests.draft_checkpoints import (
-    FITTED,
+    fitted_eagle,
+    fitted_medusa,
     random_eagle,
     random_medusa,
     write_medusa,
 )
+from tests.eagle3_checkpoints import NARROW, Eagle3Reference, fitted_eagle3, random_eagle3
 from tests.eagle_reference import EagleReference
 from tests.engine.conftest import DEFAULTS, Engine, Engines
 from tests.engine.oracle import MOST, AnyLength
@@ -101,7 +103,9 @@ def texts(engines: Engines) -> list[list[int]]:
     return [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
 
 
-RANDOM = {"medusa": random_medusa, "eagle": random_eagle}
+REFERENCES: dict[str, Any] = {"eagle": EagleReference, "eagle3": Eagle3Reference}
+FITTED = {"medusa": fitted_medusa, "eagle": fitted_eagle, "eagle3": fitted_eagle3}
+RANDOM = {"medusa": random_medusa, "eagle": random_eagle, "eagle3": random_eagle3}
 
 
 @pytest.fixture(scope="module", params=list(FITTED))
@@ -120,11 +124,13 @@ def speculation_of(method: str, own: Path) -> dict[str, Any]:
     return {"method": method, "model": str(own), "num_speculative_tokens": MOST}
 
 
-def start(engines: Engines, own: Path, method: str = "medusa", **options: Any) -> Engine:
+def start(
+    engines: Engines, own: Path, method: str = "medusa", *, arch: str = "llama", **options: Any
+) -> Engine:
     """With too few blocks for four long requests."""
     speculation = speculation_of(method, own)
     options = {"rbln": FEW, "num_gpu_blocks_override": 34, "disable_log_stats": False} | options
-    return engines.fresh("llama", speculative_config=speculation, **options)
+    return engines.fresh(arch, speculative_config=speculation, **options)
 
 
 def test_greedy_answers_are_the_same_in_fewer_steps(drafted: Drafted) -> None:
@@ -189,8 +195,8 @@ def test_the_description_names_the_draft_model(drafted: Drafted) -> None:
     assert (own["method"], own["drafts"]) == (drafted.method, MOST)
     plain = json.loads((drafted.plain.run_dir / "describe-0.json").read_text())
     weights = described["model"]["weight_bytes"] - plain["model"]["weight_bytes"]
-    # EAGLE's LM head and embedding are the served model's.
-    shared = 0 if drafted.method == "medusa" else 2 * 4 * VOCAB_SIZE * 128
+    # EAGLE's LM head and embedding are the served model's, EAGLE-3's embedding.
+    shared = {"medusa": 0, "eagle": 2, "eagle3": 1}[drafted.method] * 4 * VOCAB_SIZE * 128
     assert own["weight_bytes"] - shared == weights > 0
 
 
@@ -229,13 +235,26 @@ def test_wrong_drafts_cost_steps_no_tokens(
     assert wrong.own.total("rbln_compile_seconds_count", result="compiled") == 0
 
 
-def test_drafts_are_those_of_the_whole_text(engines: Engines, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [
+        ("eagle", {}),
+        ("eagle3", {}),
+        ("eagle3", {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}),
+        ("eagle3", NARROW),
+    ],
+    ids=["eagle", "eagle3", "eagle3-norms", "eagle3-narrow"],
+)
+def test_drafts_are_those_of_the_whole_text(
+    engines: Engines, tmp_path: Path, method: str, fields: dict[str, Any]
+) -> None:
     """With a strong attention: after chunks, after drafts that were wrong, and after hits."""
     plain = engines("llama")
-    own = random_eagle(tmp_path, plain.checkpoint)
-    drafted = Drafted(plain, start(engines, own, "eagle"))
+    own = RANDOM[method](tmp_path, plain.checkpoint, **fields)
+    drafted = Drafted(plain, start(engines, own, method))
     drafted.check(AnyLength())
-    reference, seen = EagleReference(plain.checkpoint, own), record_drafts(drafted)
+    reference = REFERENCES[method](plain.checkpoint, own)
+    seen = record_drafts(drafted)
     prompts, params = make_prompts([130, 70, 9], seed=47), [greedy(max_tokens=12)] * 3
     for _ in range(2):
         drafted.run(prompts, params)
@@ -256,7 +275,7 @@ def record_drafts(drafted: Drafted) -> list[tuple[list[int], list[int]]]:
     source = drafted.model._source
 
     class Recorded:
-        follow, forget = source.follow, source.forget
+        follow, forget, reads_layers = source.follow, source.forget, source.reads_layers
 
         def __call__(self, step: Any, rows: Any) -> Any:
             drafts, states = source(step, rows), [step.states[row] for row in rows]

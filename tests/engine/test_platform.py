@@ -100,7 +100,7 @@ def test_what_cannot_run_is_refused_with_the_reason(
 @pytest.mark.parametrize(
     ("arch", "method"),
     [
-        *(("llama", "eagle3"), ("llama", "draft_model")),
+        ("llama", "draft_model"),
         ("deepseek_v3", "mtp"),
     ],
 )
@@ -143,6 +143,7 @@ def test_draft_models_are_refused_where_they_are_not_proven(
     ("arch", "own", "options", "text"),
     [
         ("qwen2", "llama", {}, "served model Qwen2ForCausalLM: EAGLE with this model"),
+        ("phi3", "llama", {"method": "eagle3"}, "served model Phi3ForCausalLM: EAGLE with this"),
         ("llama", "llama", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: EAGLE with this"),
         ("llama", "llama", {"tensor_parallel_size": 2}, "'eagle' with tensor_parallel_size 2: a"),
     ],
@@ -150,8 +151,9 @@ def test_draft_models_are_refused_where_they_are_not_proven(
 def test_eagle_is_refused_for_other_models(
     engines: Engines, arch: str, own: str, options: dict[str, Any], text: str
 ) -> None:
-    drafts = str(engines.checkpoints(own))
-    settings = {"method": "eagle", "model": drafts, "num_speculative_tokens": 2}
+    drafts, options = str(engines.checkpoints(own)), dict(options)
+    method = options.pop("method", "eagle")
+    settings = {"method": method, "model": drafts, "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match=text):
         engines.fresh(arch, speculative_config=settings, **options)
 

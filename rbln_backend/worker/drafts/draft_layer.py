@@ -1,4 +1,4 @@
-"""`DraftLayer`: EAGLE's layer, whose KV cache follows the served model's, token by token.
+"""`DraftLayer`: a layer of EAGLE or EAGLE-3, whose KV cache follows the served model's by token.
 
 Slot n of its cache is computed from token n + 1 and the hidden state of token n. It lies in the
 blocks of the served model's layers, so that a prefix hit finds it as well. After each step the
@@ -35,8 +35,13 @@ class LayerShape(NamedTuple):
 
     sizes: DraftSizes
     hidden_size: int
+    """Of what the layer reads and returns."""
     dtype: torch.dtype
     """Of hidden states."""
+    reads_layers: bool
+    """As ``DraftSource``."""
+    token_offsets: Tensor | None
+    """[V] int64: the served model's token less the layer's own one; None: they are the same."""
     prompts: int
     """Most prompts of a chunk."""
     widths: Sequence[int]
@@ -99,7 +104,7 @@ class _Piece(NamedTuple):
 
 
 class DraftLayer:
-    """A ``DraftSource`` over EAGLE's layer."""
+    """A ``DraftSource`` over a layer."""
 
     def __init__(
         self,
@@ -109,6 +114,7 @@ class DraftLayer:
     ) -> None:
         assert shape.sizes.length is not None
         self._shape, self._dispatch = shape, dispatch
+        self.reads_layers = shape.reads_layers
         self._length = shape.sizes.length
         specs = draft_specs(shape.sizes, shape.prompts)
         self._buffers = {spec: _allocate(spec, shape, make_inputs) for spec in specs}
@@ -254,7 +260,9 @@ class DraftLayer:
     def _run(self, spec: GraphSpec) -> tuple[Tensor, Tensor]:
         """Return the drafts [R] and the layer's hidden states [R, H]; the next run leaves them."""
         tokens, hidden = self._dispatch.get(spec).run()
-        return tokens.cpu().clone(), hidden.cpu().clone()
+        tokens, hidden = tokens.cpu().clone(), hidden.cpu().clone()
+        offsets = self._shape.token_offsets
+        return tokens if offsets is None else tokens + offsets[tokens], hidden
 
     def _blocks(self, states: Sequence[CachedRequestState]) -> list[IntArray]:
         """Return the blocks of each request by KV cache group."""

@@ -33,7 +33,6 @@ from rbln_backend.vllm_compat.surface import (
     configured,
 )
 from rbln_backend.worker.drafts.model_drafter import (
-    HIDDEN,
     DraftSource,
     EndedStep,
     ModelDrafter,
@@ -250,7 +249,8 @@ class HostDrafting:
     ) -> EndedStep:
         names = batch.input_batch.req_ids
         states = [*(self._requests[name] for name in names), *batch.decode_prefill]
-        return EndedStep(batch, states, outputs[HIDDEN], token_ids)
+        assert self._model is not None
+        return EndedStep(batch, states, self._model.hidden_of(batch, outputs), token_ids)
 
     def _count(self, batch: StepBatch, tokens: int, took: StepSeconds) -> None:
         size = self._table.find(batch.num_reqs, batch.length)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.core import GraphSpec, Phase, StepBatch
+from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
 from rbln_backend.speculation.draft_pace import DraftPace
 from rbln_backend.speculation.drafter import Draft, DraftedRequest
 from rbln_backend.speculation.drafting_costs import DraftingCosts
@@ -30,7 +30,8 @@ class EndedStep(NamedTuple):
     states: Sequence[CachedRequestState]
     """Of all its rows, those of chunks beside a decode step last."""
     hidden: Tensor
-    """[L, H] of a chunk, [bucket, H], or [bucket, length, H] in VERIFY."""
+    """Hidden states that the draft model reads: [L, H] of a chunk, [bucket, H], or
+    [bucket, length, H] in VERIFY."""
     token_ids: Sequence[Sequence[int]]
     """The tokens sampled for each request of the batch, with which the states end."""
 
@@ -40,6 +41,8 @@ class DraftSource(Protocol):
 
     graphs: Mapping[GraphSpec, GraphRequest]
     """Graph requests, by spec."""
+    reads_layers: bool
+    """It reads hidden states of several layers, which prefill graphs return behind the others."""
 
     def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
         """Return the drafts of ``rows`` of a step."""
@@ -56,6 +59,8 @@ class DraftSource(Protocol):
 
 class DraftHeads:
     """Medusa's heads: hidden [n, H] to drafts of n requests."""
+
+    reads_layers = False
 
     def __init__(
         self, hidden_size: int, dtype: torch.dtype, table: BucketTable, dispatch: GraphDispatch
@@ -106,6 +111,11 @@ class ModelDrafter:
         self._source = source
         self._drafts: dict[str, list[int]] = {}
         self._has_run = False
+
+    def hidden_of(self, batch: StepBatch, outputs: StepOutputs) -> Tensor:
+        """Return the hidden states [..., H] of ``EndedStep`` among the outputs of a step."""
+        is_behind = self._source.reads_layers and batch.phase.takes_chunk
+        return outputs[HIDDEN + is_behind]
 
     def draft(self, step: EndedStep, going_on: Sequence[int] = ()) -> None:
         """Compute drafts for the rows ``going_on`` of a step, if the pace has it; none beside."""

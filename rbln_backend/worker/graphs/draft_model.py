@@ -1,4 +1,4 @@
-"""The draft model of an engine: Medusa's heads or EAGLE's layer, a part of the served model.
+"""The draft model of an engine: Medusa's heads or a layer of EAGLE, a part of the served model.
 
 As a part of it its weights are named, packed, counted and moved to huge pages as the others are.
 """
@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.bucketing.engine_buckets import EAGLE
+from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE3
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.vllm_compat.surface import ModelConfig, VllmConfig
+from rbln_backend.worker.graphs.eagle3 import (
+    PART,
+    check_tables,
+    draft_logits,
+    return_layers,
+    served_embedding,
+)
 
 GraphFunction = Callable[..., Any]
-
-PART = "draft_model"
-"""The name of the draft model in the served one."""
 
 
 def add_draft_model(
@@ -34,7 +38,7 @@ def add_draft_model(
     if speculation is None:
         return
     own = speculation.draft_model_config
-    _check_sizes(own, config.model_config)
+    _check_sizes(own, config.model_config, reads_layers=speculation.method == EAGLE3)
     try:
         made = make(own)
     except ValueError as error:
@@ -43,24 +47,35 @@ def add_draft_model(
         raise UnsupportedModelError(
             f"draft model {own.model} with num_speculative_tokens {number}: {error}"
         ) from error
-    if speculation.method == EAGLE:
+    if speculation.method == EAGLE3:
+        return_layers(made, model, own)
+        if config.load_config.load_format != "dummy":
+            check_tables(made, model, own)
+    if speculation.method in DRAFT_LAYERS:
         _share_tables(made, model)
     model.add_module(PART, made)
 
 
 def _share_tables(made: Any, served: Any) -> None:
-    """Give EAGLE the served model's LM head, and its embedding unless the layer has another."""
-    made.lm_head = served.lm_head
-    own, tables = made.model.embed_tokens, served.model.embed_tokens
+    """Give a layer the served model's LM head, and its embedding unless the layer has another.
+
+    EAGLE-3's LM head is its own: it may have another vocabulary.
+    """
+    if not hasattr(made, "draft_id_to_target_id"):
+        made.lm_head = served.lm_head
+    own, tables = made.model.embed_tokens, served_embedding(served)
+    if own.weight.shape != tables.weight.shape:
+        return
     has_own = getattr(made, "has_own_embed_tokens", False)
     if not has_own or torch.equal(own.weight, tables.weight):
         made.model.embed_tokens = tables
 
 
-def _check_sizes(own: ModelConfig, served: ModelConfig) -> None:
+def _check_sizes(own: ModelConfig, served: ModelConfig, *, reads_layers: bool) -> None:
     found = own.hf_config
+    width = (reads_layers and getattr(found, "target_hidden_size", None)) or own.get_hidden_size()
     expected = {
-        "hidden_size": (own.get_hidden_size(), served.get_hidden_size(), "the served model's"),
+        "hidden_size": (width, served.get_hidden_size(), "the served model's"),
         "vocab_size": (found.vocab_size, served.get_vocab_size(), "the served model's"),
     }
     if hasattr(found, "truncated_vocab_size"):
@@ -108,9 +123,11 @@ def _layer(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
         last_rows: Tensor, input_ids: Tensor, positions: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[R], [B, L], [B, L], [B * L, H] -> drafts int32 [R], hidden states [R, H]."""
-        states, _ = own(input_ids.view(-1), positions.view(-1), hidden)
+        # Those for the LM head, and those that the next token is drafted with.
+        states, following = own(input_ids.view(-1), positions.view(-1), hidden)
         last = states.index_select(0, last_rows)
-        return pick(own.compute_logits(last)), last
+        tokens = pick(draft_logits(own, last))
+        return tokens, last if following is states else following.index_select(0, last_rows)
 
     return draft
 

@@ -23,6 +23,7 @@ from rbln_backend.vllm_compat.surface import (
     configured,
 )
 from rbln_backend.worker.graphs.draft_model import draft_function
+from rbln_backend.worker.graphs.eagle3 import read_hidden
 
 GraphFunction = Callable[..., Any]
 _Forward = Callable[..., Any]
@@ -42,7 +43,8 @@ class ModelPart:
     picks_tokens: bool = False
     """The last output is int32 [rows]: the token of the largest logit, by the SDK's ``argmax``."""
     keeps_hidden: bool = False
-    """Decode and verify graphs return hidden states [rows, H] after the logits."""
+    """Decode and verify graphs return what a draft model reads after the logits: hidden states
+    [rows, H], or those of several layers, combined."""
     has_sdk_argmax: bool = False
     """A draft model's graphs end in the SDK's ``argmax``, else in the emulator's kernel."""
 
@@ -89,9 +91,9 @@ def graph_function(
 def _prefill(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
     def prefill(token_indices: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """[R], then [1, L], [1, L] -> logits [R, V] of the last rows, hidden states [L, H]."""
-        hidden = forward(*inputs)
+        hidden, combined = read_hidden(model, forward(*inputs))
         logits = model.compute_logits(hidden.index_select(0, token_indices))
-        return (logits, hidden, *_picked(logits, part))
+        return (logits, hidden, *combined, *_picked(logits, part))
 
     return prefill
 
@@ -107,9 +109,9 @@ def _pooling(forward: _Forward) -> GraphFunction:
 def _decode(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
     def decode(*inputs: Tensor) -> tuple[Tensor, ...]:
         """[B, L], [B, L] -> logits [B * L, V]; L is 1 where no drafts are checked."""
-        hidden = forward(*inputs)
+        hidden, combined = read_hidden(model, forward(*inputs))
         logits = model.compute_logits(hidden)
-        kept = (hidden,) if part.keeps_hidden else ()
+        kept = (combined or (hidden,)) if part.keeps_hidden else ()
         return (logits, *kept, *_picked(logits, part))
 
     return decode

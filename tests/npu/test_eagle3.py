@@ -1,0 +1,84 @@
+"""EAGLE-3 over the double: hidden states of three layers, and a vocabulary of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rbln_backend.store.bundle_contents import collect, write_folder
+from server.commands.graph_checks import GraphChecks
+from tests.checkpoints import CheckpointCache
+from tests.eagle3_checkpoints import fitted_eagle3, random_eagle3
+from tests.npu.engines import Job, Ran, run
+from tests.npu.test_draft_models import with_model
+from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("eagle3")
+
+
+@pytest.fixture(scope="module")
+def fitted(checkpoints: CheckpointCache, folder: Path) -> Job:
+    return fitted_job(checkpoints, folder, "llama")
+
+
+@pytest.fixture(scope="module")
+def cold(fitted: Job, folder: Path) -> Ran:
+    return run([fitted], folder)
+
+
+def fitted_job(checkpoints: CheckpointCache, folder: Path, arch: str) -> Job:
+    """Return a job of ``arch`` with a layer that is right."""
+    served = checkpoints(arch, max_position_embeddings=CONTEXT)
+    job = Job(served, {"max_model_len": CONTEXT}, BATCHES, LENGTH, checks_all_drafts=True)
+    batch, answers = job.batches[0], job.expected()[0]
+    texts = [prompt + answer for prompt, answer in zip(batch, answers, strict=True)]
+    own = fitted_eagle3(folder / f"fitted-{arch}", served, texts, last=LENGTH + 1)
+    return with_model(job, "eagle3", own)
+
+
+def test_right_drafts_save_steps(fitted: Job, folder: Path, cold: Ran) -> None:
+    """Random weights give the same answers in more steps."""
+    assert cold.answers == [fitted.expected()]
+    # A prefill; steps of 1, 2 and 4 requests with 1 and 4 tokens, of the model and of the layer;
+    # the layer's prefill; the LM head.
+    assert len(cold.calls("compile")) == 1 + 2 * 3 * 2 + 1 + 1
+    own = random_eagle3(folder / "random", fitted.checkpoint)
+    wrong = run([with_model(fitted, "eagle3", own)], folder)
+    assert wrong.answers == cold.answers
+    assert len(cold.calls("run")) < 0.8 * len(wrong.calls("run"))
+
+
+@pytest.mark.wide
+def test_answers_are_the_same_warm_and_over_a_bundle(
+    fitted: Job, folder: Path, cold: Ran, tmp_path: Path
+) -> None:
+    warm, bundle = run([fitted], folder), tmp_path / "bundle"
+    write_folder(bundle, collect(folder / "cache", GraphChecks()))
+    elsewhere = run([fitted], tmp_path / "host", rbln={"cache_bundles": [str(bundle)]})
+    for ran in (warm, elsewhere):
+        assert ran.answers == cold.answers
+        assert all(call["hit"] for call in ran.calls("compile"))
+
+
+@pytest.mark.wide
+def test_seeds_give_the_same_tokens(fitted: Job, folder: Path) -> None:
+    seeded = replace(fitted, seed=5)
+    plain = replace(seeded, options={"max_model_len": CONTEXT}, checks_all_drafts=False)
+    drafted, single = (run([job], folder) for job in (seeded, plain))
+    assert drafted.answers == single.answers != [fitted.expected()]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("arch", ["qwen3", "minimax_m2", "gpt_oss"])
+def test_other_families_answer_as_transformers(
+    checkpoints: CheckpointCache, tmp_path: Path, arch: str
+) -> None:
+    job = fitted_job(checkpoints, tmp_path, arch)
+    assert run([job], tmp_path).answers == [job.expected()]
