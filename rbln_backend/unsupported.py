@@ -237,8 +237,8 @@ DRAFT_MODEL = Feature(
 EAGLE_MODEL = Feature(
     "EAGLE with this model",
     "method eagle with another architecture than LlamaForCausalLM, eagle3 with others than Llama, "
-    "Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss and MiniMax-M2, layers with another KV cache, "
-    "quantised weights or FP8 KV caches",
+    "Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss and MiniMax-M2, layers with another KV cache; "
+    "eagle with quantised weights or FP8 KV caches",
     "whose layers of EAGLE have a KV cache like the served model's, and have not been run on "
     "others",
     'use {"method": "medusa"}, {"method": "ngram"} or {"method": "suffix"}',

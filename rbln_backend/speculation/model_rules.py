@@ -111,6 +111,8 @@ def _check_eagle(config: VllmConfig) -> None:
         raise EAGLE_MODEL.refusal(
             f"draft model with {_cache_of(own)}, served model with {_cache_of(served)}"
         )
+    if speculation.method != EAGLE:
+        return
     if served.quantization is not None:
         raise EAGLE_MODEL.refusal(f"served model with quantization {served.quantization!r}")
     if config.cache_config.cache_dtype not in ("auto", str(served.dtype).removeprefix("torch.")):

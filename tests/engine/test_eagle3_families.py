@@ -15,6 +15,7 @@ from tests.engine.oracle import MOST, AnyLength
 from tests.engine.test_draft_models import GREEDY, PROMPTS, Drafted, start
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_speculation import greedy, results, seeded
+from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 
 pytestmark = pytest.mark.engine
 
@@ -25,6 +26,7 @@ FEWER = {
     "decode_batch_bucket_manual_buckets": [4],
     "verify_lengths": [MOST + 1],
 }
+FP8 = Recipe(format="fp8", block=(64, 64))
 OFTEN, SELDOM = ("qwen3", "minimax_m2"), ("qwen2", "qwen3_moe", "mistral_full", "gpt_oss")
 
 
@@ -45,6 +47,32 @@ def test_right_drafts_save_steps_and_change_nothing(
     drafted.check(AnyLength())
     prompts = make_prompts([100, 101, 102, 103], seed=41)
     drafted.run(prompts, [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy()])
+
+
+@pytest.mark.parametrize(
+    ("arch", "recipe", "cache", "share"),
+    [
+        ("minimax_m2", FP8, "auto", 0.6),
+        # The layer is fitted to states over keys and values that are not rounded.
+        pytest.param("minimax_m2", FP8, "fp8", 0.3, marks=pytest.mark.wide),
+        pytest.param("llama", Recipe(bits=4, group_size=64), "auto", 0.6, marks=pytest.mark.wide),
+    ],
+)
+def test_quantised_models_answer_the_same(
+    engines: Engines, tmp_path: Path, arch: str, recipe: Recipe, cache: str, share: float
+) -> None:
+    """The layer is not quantised; its cache is of the served model's dtype."""
+    served = make_quantized_checkpoint(arch, tmp_path / "served", recipe, intermediate_size=128)
+    plain = engines.fresh(arch, checkpoint=served, kv_cache_dtype=cache)
+    answers = results(plain, PROMPTS, GREEDY)
+    texts = [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    own = fitted_eagle3(tmp_path / "own", served / "plain", texts, last=41)
+    options = {"checkpoint": served, "kv_cache_dtype": cache, "rbln": FEWER}
+    drafted = Drafted(plain, start(engines, own, "eagle3", arch=arch, **options), "eagle3")
+    drafted.check(AnyLength(MOST + 1))
+    drafted.run(PROMPTS, GREEDY)
+    assert drafted.share() > share
+    drafted.run(PROMPTS[:3], [greedy(), seeded(1), seeded(2)])
 
 
 @pytest.mark.parametrize(
