@@ -223,14 +223,14 @@ LORA_DTYPE = Feature(
 )
 SPECULATION_METHOD = Feature(
     "speculative decoding with this method",
-    "--speculative-config with a whole draft model, MTP, ngram_gpu and others",
-    "whose drafts come from texts that are known already, from Medusa's heads or layers of EAGLE",
+    "--speculative-config with a whole draft model, ngram_gpu and others",
+    "whose drafts come from known texts, from Medusa's heads, layers of EAGLE or an MTP layer",
     'use {"method": "ngram"}, {"method": "suffix"} or {"method": "medusa"}',
 )
 DRAFT_MODEL = Feature(
     "a draft model in this engine",
-    "methods medusa, eagle and eagle3 with several ranks or engines, adapters, KV tiers or latent "
-    "attention (MLA)",
+    "methods with a draft model with several ranks or engines, adapters or KV tiers; medusa, "
+    "eagle and eagle3 with latent attention (MLA)",
     "with which it has not been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
 )
@@ -242,6 +242,13 @@ EAGLE_MODEL = Feature(
     "whose layers of EAGLE have a KV cache like the served model's, and have not been run on "
     "others",
     'use {"method": "medusa"}, {"method": "ngram"} or {"method": "suffix"}',
+)
+MTP_MODEL = Feature(
+    "MTP with this model",
+    "method mtp with other architectures than DeepSeek-V3's, ERNIE 4.5's, GLM-4.5's and MiMo's, "
+    "several MTP layers, quantised weights or FP8 KV caches",
+    "which runs one MTP layer, of families that have been shown to give the same tokens",
+    'use {"method": "ngram"} or {"method": "suffix"}',
 )
 DRAFT_MODEL_OPTION = Feature(
     "this option of a draft model",

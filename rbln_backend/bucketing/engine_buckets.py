@@ -26,7 +26,8 @@ MAX_DERIVED_CHUNKS = 6
 
 EAGLE = "eagle"
 EAGLE3 = "eagle3"
-DRAFT_LAYERS = (EAGLE, EAGLE3)
+MTP = "mtp"
+DRAFT_LAYERS = (EAGLE, EAGLE3, MTP)
 """vLLM's names of the methods whose draft model is a layer with a KV cache."""
 
 

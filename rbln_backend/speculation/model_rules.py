@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE, EAGLE3
+from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP
 from rbln_backend.config import RblnConfig
 from rbln_backend.speculation.choice import draft_model_of
-from rbln_backend.unsupported import DRAFT_MODEL, DRAFT_MODEL_OPTION, EAGLE_MODEL
+from rbln_backend.unsupported import (
+    DRAFT_MODEL,
+    DRAFT_MODEL_OPTION,
+    EAGLE_MODEL,
+    MTP_MODEL,
+    Feature,
+)
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -53,6 +59,14 @@ _EAGLE_MODELS = {
 }
 """vLLM's architectures of served models and of their draft models, by method."""
 
+MTP_FAMILIES = {
+    "DeepseekV3ForCausalLM": "DeepSeekMTPModel",
+    "Ernie4_5_MoeForCausalLM": "ErnieMTPModel",
+    "Glm4MoeForCausalLM": "Glm4MoeMTPModel",
+    "MiMoForCausalLM": "MiMoMTPModel",
+}
+"""vLLM's architecture of the MTP layers of each served one."""
+
 
 def check_draft_model(config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for the first setting of the engine that does not go with its draft model."""
@@ -71,10 +85,12 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig) -> None:
         raise DRAFT_MODEL.refusal(f"{method} with enable_lora true")
     if rbln.has_kv_tiers:
         raise DRAFT_MODEL.refusal(f"{method} with KV tiers")
-    if model.use_mla:
+    if model.use_mla and speculation.method != MTP:
         raise DRAFT_MODEL.refusal(f"{method} with architecture {model.architecture}")
     if speculation.method in _EAGLE_MODELS:
         _check_eagle(config)
+    if speculation.method == MTP:
+        _check_mtp(config)
     _check_options(speculation)
 
 
@@ -111,12 +127,32 @@ def _check_eagle(config: VllmConfig) -> None:
         raise EAGLE_MODEL.refusal(
             f"draft model with {_cache_of(own)}, served model with {_cache_of(served)}"
         )
-    if speculation.method != EAGLE:
-        return
+    if speculation.method == EAGLE:
+        _check_storage(config, EAGLE_MODEL)
+
+
+def _check_mtp(config: VllmConfig) -> None:
+    """Raise unless the served model has one MTP layer, and is of a family that has been run."""
+    speculation, served = config.speculative_config, config.model_config
+    assert speculation is not None
+    wanted, own = MTP_FAMILIES.get(served.architecture), speculation.draft_model_config
+    if own.architecture != wanted:
+        raise MTP_MODEL.refusal(
+            f"served model {served.architecture}, draft model {own.architecture}"
+        )
+    # vLLM's class takes its sizes from the served model's configuration.
+    layers = getattr(served.hf_config, "num_nextn_predict_layers", None)
+    if layers != 1:
+        raise MTP_MODEL.refusal(f"num_nextn_predict_layers {layers}")
+    _check_storage(config, MTP_MODEL)
+
+
+def _check_storage(config: VllmConfig, feature: Feature) -> None:
+    served = config.model_config
     if served.quantization is not None:
-        raise EAGLE_MODEL.refusal(f"served model with quantization {served.quantization!r}")
+        raise feature.refusal(f"served model with quantization {served.quantization!r}")
     if config.cache_config.cache_dtype not in ("auto", str(served.dtype).removeprefix("torch.")):
-        raise EAGLE_MODEL.refusal(f"--kv-cache-dtype {config.cache_config.cache_dtype}")
+        raise feature.refusal(f"--kv-cache-dtype {config.cache_config.cache_dtype}")
 
 
 def _cache_of(model: ModelConfig) -> str:

@@ -97,20 +97,41 @@ def test_what_cannot_run_is_refused_with_the_reason(
         engines.fresh("llama", **options)
 
 
+@pytest.mark.parametrize("method", ["draft_model"])
+def test_second_models_are_refused_by_their_method(engines: Engines, method: str) -> None:
+    settings = {
+        "method": method,
+        "model": str(engines.checkpoints("llama")),
+        "num_speculative_tokens": 2,
+    }
+    with pytest.raises(ValueError, match=f"method '{method}': speculative decoding with this"):
+        engines.fresh("llama", speculative_config=settings)
+
+
+def _layers(number: int) -> dict[str, Any]:
+    """Return options of an engine whose checkpoint says that it has so many MTP layers."""
+    return {"hf_overrides": {"num_nextn_predict_layers": number}}
+
+
 @pytest.mark.parametrize(
-    ("arch", "method"),
+    ("arch", "options", "text"),
     [
-        ("llama", "draft_model"),
-        ("deepseek_v3", "mtp"),
+        ("llama", {}, "served model LlamaForCausalLM, draft model Glm4MoeMTPModel: MTP with this"),
+        ("glm4_moe", _layers(0), "num_nextn_predict_layers 0: MTP with this model"),
+        ("glm4_moe", _layers(2), "num_nextn_predict_layers 2: MTP with this model"),
+        ("glm4_moe", {}, r"num_speculative_tokens 2: .* not initialized .*model\.layers\.3"),
+        ("glm4_moe", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: MTP with"),
+        ("glm4_moe", {"tensor_parallel_size": 2}, "'mtp' with tensor_parallel_size 2"),
+        ("glm4_moe", {"enable_lora": True}, "'mtp' with enable_lora true"),
     ],
 )
-def test_second_models_are_refused_by_their_method(
-    engines: Engines, arch: str, method: str
+def test_mtp_is_refused_where_it_is_not_proven(
+    engines: Engines, arch: str, options: dict[str, Any], text: str
 ) -> None:
-    drafts = engines.checkpoints(arch)
-    settings = {"method": method, "model": str(drafts), "num_speculative_tokens": 2}
-    with pytest.raises(ValueError, match=f"method '{method}': speculative decoding with this"):
-        engines.fresh(arch, speculative_config=settings)
+    drafts = str(engines.checkpoints("glm4_moe"))
+    settings = {"method": "mtp", "model": drafts, "num_speculative_tokens": 2}
+    with pytest.raises((ValueError, UnsupportedModelError), match=text):
+        engines.fresh(arch, speculative_config=settings, **options)
 
 
 @pytest.mark.parametrize(

@@ -121,17 +121,16 @@ def test_every_bucket_has_one_length_unless_others_are_configured(
     assert list(compiled_sizes(config).verify) == sizes
 
 
-@pytest.mark.parametrize("method", ["eagle3", "draft_model", "mtp"])
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 def test_second_models_are_refused_by_their_method(
     sdk: ModuleType, checkpoints: CheckpointCache, method: str
 ) -> None:
     """With what to use instead."""
     assert sdk
-    arch = "deepseek_v3" if method == "mtp" else "llama"
-    drafts = checkpoints(arch, max_position_embeddings=CONTEXT)
+    drafts = checkpoints("llama", max_position_embeddings=CONTEXT)
     settings = {"method": method, "model": str(drafts), "num_speculative_tokens": 2}
     config = EngineArgs(
-        str(checkpoints(arch, max_position_embeddings=CONTEXT)),
+        str(drafts),
         max_num_batched_tokens=128,
         speculative_config=settings,
         additional_config={"rbln": {"device": "rebel"}},

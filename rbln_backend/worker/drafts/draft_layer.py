@@ -200,6 +200,7 @@ class DraftLayer:
             np.array([own.start for own in pieces], dtype=np.int64),
             self._blocks([own.state for own in pieces]),
         )
+        buffers.step.fill_mask([sum(len(own.hidden) for own in pieces)])
         ends = accumulate(len(own.hidden) for own in pieces)
         firsts = [end - len(own.hidden) for own, end in zip(pieces, ends, strict=True)]
         buffers.fill_hidden([own.hidden for own in pieces], firsts)
@@ -225,6 +226,7 @@ class DraftLayer:
             np.array([text[0] for text in texts]), np.array(starts), self._blocks(own)
         )
         buffers.step.fill_verify(rows, [text[1:] for text in texts])
+        buffers.step.fill_mask([len(fit)])
         by_token = step.hidden if step.hidden.dim() == 3 else step.hidden[:, None]
         parts = [by_token[row, : counts[row]] for row in fit]
         buffers.fill_hidden(parts, range(0, len(fit) * length, length))
@@ -244,6 +246,7 @@ class DraftLayer:
         count = len(ordered)
         spec = GraphSpec.of(Phase.DRAFT, self._shape.sizes.requests.find(count))
         buffers = self._buffers[spec]
+        buffers.step.fill_mask([count])
         tokens = torch.tensor([request.token for request in ordered])
         hidden = torch.stack([request.hidden for request in ordered])
         drafted = [tokens]

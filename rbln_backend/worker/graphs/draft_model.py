@@ -1,4 +1,4 @@
-"""The draft model of an engine: Medusa's heads or a layer of EAGLE, a part of the served model.
+"""The draft model of an engine: Medusa's heads or a layer, a part of the served model.
 
 As a part of it its weights are named, packed, counted and moved to huge pages as the others are.
 """
@@ -63,6 +63,10 @@ def _share_tables(made: Any, served: Any) -> None:
     """
     if not hasattr(made, "draft_id_to_target_id"):
         made.lm_head = served.lm_head
+    for part in made.modules():
+        # MTP layers of some families have an LM head each, which vLLM replaces as well.
+        if hasattr(part, "shared_head"):
+            part.shared_head.head = served.lm_head
     own, tables = made.model.embed_tokens, served_embedding(served)
     if own.weight.shape != tables.weight.shape:
         return
@@ -123,11 +127,12 @@ def _layer(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
         last_rows: Tensor, input_ids: Tensor, positions: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[R], [B, L], [B, L], [B * L, H] -> drafts int32 [R], hidden states [R, H]."""
+        states = own(input_ids.view(-1), positions.view(-1), hidden)
         # Those for the LM head, and those that the next token is drafted with.
-        states, following = own(input_ids.view(-1), positions.view(-1), hidden)
-        last = states.index_select(0, last_rows)
+        for_head, following = states if isinstance(states, tuple) else (states, states)
+        last = for_head.index_select(0, last_rows)
         tokens = pick(draft_logits(own, last))
-        return tokens, last if following is states else following.index_select(0, last_rows)
+        return tokens, last if following is for_head else following.index_select(0, last_rows)
 
     return draft
 

@@ -1,0 +1,229 @@
+"""Checkpoints with an MTP layer, which is right some of the time, or never, and its reference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.checkpoint_families import SIZES
+from tests.checkpoints import CheckpointCache
+from tests.reference import _load, _process
+
+_HIDDEN_SIZE = int(SIZES["hidden_size"])
+_SMALL = 0.02
+"""Share of attention and experts in a fitted layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpFamily:
+    """The parts of one family's MTP layer."""
+
+    served: str
+    """Of ``FAMILIES``."""
+    block: str
+    """The family of whose layers the transformer block is one."""
+    block_fields: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str
+    """Of the block's tensors."""
+    token_norm: str
+    hidden_norm: str
+    projection: str
+    last_norm: str | None
+    token_first: bool = True
+    """The projection reads the token before the hidden state."""
+    recycles_norm: bool = False
+    """The next token is drafted from the hidden state after the last norm."""
+    reads_before_norm: bool = False
+    """The served model's hidden states are those before its last norm."""
+    architecture: str | None = None
+    """Of the served model, where transformers has no class for it."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of the served model by the names that the layer has for them."""
+
+
+def _deepseek(served: str, **options: Any) -> MtpFamily:
+    own = "model.layers.3."
+    return MtpFamily(
+        served=served,
+        block=served,
+        block_fields={"first_k_dense_replace": 0},
+        prefix=own,
+        token_norm=f"{own}enorm",
+        hidden_norm=f"{own}hnorm",
+        projection=f"{own}eh_proj",
+        last_norm=f"{own}shared_head.norm",
+        copies={
+            f"{own}embed_tokens.weight": "model.embed_tokens.weight",
+            f"{own}shared_head.head.weight": "lm_head.weight",
+        },
+        **options,
+    )
+
+
+MTP_LAYERS: Mapping[str, MtpFamily] = {
+    "glm4_moe": _deepseek("glm4_moe"),
+    "deepseek_v3": _deepseek("deepseek_v3", recycles_norm=True),
+    "mimo": MtpFamily(
+        served="qwen2",
+        block="qwen2",
+        prefix="model.mtp_layers.0.",
+        token_norm="model.mtp_layers.0.token_layernorm",
+        hidden_norm="model.mtp_layers.0.hidden_layernorm",
+        projection="model.mtp_layers.0.input_proj",
+        last_norm="model.mtp_layers.0.final_layernorm",
+        token_first=False,
+        recycles_norm=True,
+        reads_before_norm=True,
+        architecture="MiMoForCausalLM",
+    ),
+    "ernie4_5_moe": MtpFamily(
+        served="ernie4_5_moe",
+        block="llama",
+        block_fields={
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+            "rms_norm_eps": 1e-5,
+        },
+        prefix="model.mtp_block.0.",
+        token_norm="model.mtp_emb_norm.0",
+        hidden_norm="model.mtp_hidden_norm.0",
+        projection="model.mtp_linear_proj.0",
+        last_norm=None,
+    ),
+}
+"""By the name of the served family."""
+
+
+class MtpMaker:
+    """Writes checkpoints of one family with an MTP layer."""
+
+    def __init__(self, name: str, checkpoints: CheckpointCache, **fields: Any) -> None:
+        """``fields``: of the configurations of the served model and of the block."""
+        self.family = family = MTP_LAYERS[name]
+        self.served = checkpoints(family.served, **fields)
+        """Without the layer; a checkpoint of transformers."""
+        own = {"num_hidden_layers": 1, "seed": 9, **family.block_fields, **fields}
+        self._block = checkpoints(family.block, **own)
+
+    def random(self, folder: Path) -> Path:
+        """Write a layer of random weights, whose drafts are wrong."""
+        return self._write(folder, self._drawn())
+
+    def fitted(
+        self, folder: Path, texts: Sequence[Sequence[int]], *, last: int | None = None
+    ) -> Path:
+        """Write a layer that is fitted to the ``last`` tokens of ``texts``.
+
+        Its projection is the least-squares map of a token and the hidden state before it to the
+        token's own hidden state. Attention and MLP add a little to that.
+        """
+        family, first = self.family, 0 if last is None else -last
+        tensors = self._drawn()
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensors[name] = tensor * _SMALL
+            elif name.startswith((family.token_norm, family.hidden_norm)):
+                tensors[name] = torch.ones_like(tensor)
+        states = _process().submit(_states, self.served, [list(text) for text in texts]).result()
+        embedding = load_file(self.served / "model.safetensors")["model.embed_tokens.weight"]
+        pairs, wanted = [], []
+        for text, (before, after) in zip(texts, states, strict=True):
+            rows = embedding[torch.tensor(text[1:])].float()
+            hidden = before if family.reads_before_norm else after
+            own = [_norm(rows), _norm(hidden[:-1])]
+            pairs.append(torch.cat(own if family.token_first else own[::-1], dim=-1)[first:])
+            # What the LM head reads is the layer's last norm of the wanted state, if it has one.
+            wanted.append((before if family.last_norm else after)[1:][first:])
+        solved = torch.linalg.lstsq(torch.cat(pairs), torch.cat(wanted), driver="gelsd").solution
+        tensors[f"{family.projection}.weight"] = solved.T.contiguous()
+        if family.last_norm:
+            weight = load_file(self.served / "model.safetensors")["model.norm.weight"]
+            tensors[f"{family.last_norm}.weight"] = weight.clone()
+        return self._write(folder, tensors)
+
+    def drafts(self, own: Path, text: Sequence[int], count: int) -> list[int]:
+        """Return transformers' ``count`` drafts after ``text`` by the random layer in ``own``.
+
+        The last token of ``text`` has no hidden state.
+        """
+        arguments = self.family, self.served, self._block, own, list(text), count
+        return _process().submit(_drafts, *arguments).result()
+
+    def _drawn(self) -> dict[str, Tensor]:
+        family, generator = self.family, torch.Generator().manual_seed(5)
+        prefix = "model.layers.0."
+        own = {
+            family.prefix + name.removeprefix(prefix): tensor
+            for name, tensor in load_file(self._block / "model.safetensors").items()
+            if name.startswith(prefix)
+        }
+        for norm in (family.token_norm, family.hidden_norm, family.last_norm):
+            if norm:
+                noise = torch.randn(_HIDDEN_SIZE, generator=generator)
+                own[f"{norm}.weight"] = 1 + 0.2 * noise
+        both = torch.randn(_HIDDEN_SIZE, 2 * _HIDDEN_SIZE, generator=generator)
+        own[f"{family.projection}.weight"] = both * (2 * _HIDDEN_SIZE) ** -0.5
+        return own
+
+    def _write(self, folder: Path, tensors: dict[str, Tensor]) -> Path:
+        shutil.copytree(self.served, folder, dirs_exist_ok=True)
+        served = load_file(self.served / "model.safetensors")
+        copies = {name: served[own].clone() for name, own in self.family.copies.items()}
+        save_file(tensors | copies, folder / "mtp.safetensors")
+        place = folder / "config.json"
+        config = json.loads(place.read_text()) | {"num_nextn_predict_layers": 1}
+        if self.family.architecture:
+            config["architectures"] = [self.family.architecture]
+        place.write_text(json.dumps(config))
+        return folder
+
+
+def _states(served: Path, texts: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+    """Return the hidden states [tokens, H] of each text, before and after the last norm."""
+    model, found = _load(served, None).base_model, list[Tensor]()
+    hook = model.norm.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0][0]))
+    with torch.inference_mode():
+        after = [model(torch.tensor([text])).last_hidden_state[0] for text in texts]
+    hook.remove()
+    return [(own[0].clone(), own[1].clone()) for own in zip(found, after, strict=True)]
+
+
+def _drafts(
+    family: MtpFamily, served: Path, block: Path, own: Path, text: list[int], count: int
+) -> list[int]:
+    model, layer = _load(served, None), _load(block, None).base_model
+    layer.norm = nn.Identity()
+    eps, weights = float(model.config.rms_norm_eps), load_file(own / "mtp.safetensors")
+    ((before, after),) = _states(served, [text[:-1]])
+    hidden, tokens = before if family.reads_before_norm else after, text[1:]
+    embedding = model.get_input_embeddings().weight.detach()
+    drafts: list[int] = []
+    for _ in range(count):
+        rows = embedding[torch.tensor(tokens)]
+        rows[0] = 0
+        pair = [
+            _norm(rows, weights[f"{family.token_norm}.weight"], eps),
+            _norm(hidden, weights[f"{family.hidden_norm}.weight"], eps),
+        ]
+        joined = torch.cat(pair if family.token_first else pair[::-1], dim=-1)
+        with torch.inference_mode():
+            inputs = joined @ weights[f"{family.projection}.weight"].T
+            out = layer(inputs_embeds=inputs[None]).last_hidden_state[0]
+            last = out
+            if family.last_norm:
+                last = _norm(out, weights[f"{family.last_norm}.weight"], eps)
+            drafts.append(int((model.get_output_embeddings()(last[-1])).argmax()))
+        tokens = [*tokens, drafts[-1]]
+        hidden = torch.cat((hidden, (last if family.recycles_norm else out)[-1:].clone()))
+    return drafts
+
+
+def _norm(rows: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    return nn.functional.rms_norm(rows.float(), rows.shape[-1:], weight, eps)
