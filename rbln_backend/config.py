@@ -266,6 +266,10 @@ class RblnConfig(BaseModel):
     """On an NPU: graphs end in the SDK's `argmax`, and steps of greedy requests without processors
     or log-probabilities take its tokens; all others are sampled on the host.
     """
+    sample_on_device: Switch = False
+    """On an NPU with torch-rbln: graphs of the SDK draw the tokens of steps whose requests have no
+    `seed` and nothing but temperature, top_k and top_p; they are compiled at each start.
+    """
     flash_causal_attn: Switch = True
     """No effect: the op follows from whether a sequence fits in one block."""
     use_custom_kernel: Annotated[Switch, GRAPH, Env("RBLN_USE_CUSTOM_KERNEL")] = False

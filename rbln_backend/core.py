@@ -49,6 +49,8 @@ class Phase(Enum):
     EAGLE's layer over ``[bucket, length]`` tokens and their hidden states, to one draft each."""
     DRAFT_PREFILL = "draft_prefill"
     """EAGLE's layer over a chunk of prompt tokens and their hidden states, as PREFILL."""
+    SAMPLE = "sample"
+    """The draw of a token from each of ``bucket`` rows of logits, on the device."""
 
     @property
     def takes_chunk(self) -> bool:
@@ -195,6 +197,14 @@ class StepOutputs:
         if len(made) != count:
             made = made[:count]
         return made if self._arrange is None else self._arrange(made)
+
+    def on_device(self, number: int) -> Tensor:
+        """Return an output [rows, ...] as the graph has it, for ``arranged``."""
+        return self._outputs[number]
+
+    def arranged(self, values: Any) -> Any:
+        """Return ``values`` [rows, ...], in the graph's order, in the scheduler's order."""
+        return values if self._arrange is None else self._arrange(values)
 
     def cloned(self) -> StepOutputs:
         """Return copies, which another run does not overwrite."""

@@ -18,6 +18,7 @@ from rbln_backend.text_models.registry import TEXT_MODELS
 from rbln_backend.unsupported import (
     ASYNC_SCHEDULING,
     CONTEXT_PARALLEL,
+    DEVICE_SAMPLING,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
     EXPERT_EXCHANGE,
@@ -67,6 +68,8 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         _check_speculation(vllm_config, rbln)
     if scheduler.async_scheduling and model is not None:
         _check_async_scheduling(vllm_config, rbln)
+    if rbln.sample_on_device and model is not None:
+        _check_device_sampling(vllm_config, rbln)
     if model is not None:
         refuse_model(model)
         _check_text_alone(model, rbln)
@@ -135,6 +138,27 @@ def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     for setting, is_present in present.items():
         if is_present:
             raise ASYNC_SCHEDULING.refusal(f"--async-scheduling with {setting}")
+
+
+def _check_device_sampling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
+    """Raise for an engine whose tokens cannot be drawn on the device."""
+    from rbln_backend.compiler.device import device_capabilities
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    device = device_capabilities(rbln)
+    present = {
+        f"device {device.device!r}": device.runs_on_host,
+        "device 'rebel' without torch-rbln": not device.copies_caches,
+        "VLLM_RBLN_SAMPLER=0": not rbln.sampler,
+        "VLLM_RBLN_ENABLE_WARM_UP=0": not rbln.enable_warm_up,
+        "--runner pooling": model.runner_type == "pooling",
+        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "data-parallel experts": parallel.data_parallel_size > 1 and model.is_moe,
+    }
+    for setting, is_present in present.items():
+        if is_present:
+            raise DEVICE_SAMPLING.refusal(f"sample_on_device with {setting}")
 
 
 def _check_text_alone(model: ModelConfig, rbln: RblnConfig) -> None:

@@ -291,6 +291,15 @@ ASYNC_SCHEDULING = Feature(
     "connector, and on an NPU end where the tokens that its graph picked are read",
     "drop --async-scheduling, or what it is combined with",
 )
+DEVICE_SAMPLING = Feature(
+    "sampling on the device",
+    "sample_on_device on the emulated device, without torch-rbln, with VLLM_RBLN_SAMPLER=0, "
+    "VLLM_RBLN_ENABLE_WARM_UP=0, models that pool, --tensor-parallel-size, "
+    "--pipeline-parallel-size or data-parallel experts",
+    "whose graphs read the model's logits where torch-rbln keeps them, and draw other tokens on "
+    "each rank",
+    "drop sample_on_device, or what it is combined with",
+)
 PREFILL_PROMPTS = Feature(
     "several prompts in one prefill step on an NPU, of a model that pools, or with "
     "RBLN_USE_CUSTOM_KERNEL",

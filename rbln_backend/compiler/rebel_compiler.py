@@ -27,7 +27,7 @@ from rbln_backend.compiler.sdk.kv_memory import StaticKvMemory, TensorKvMemory
 from rbln_backend.compiler.sdk.modules import as_dynamo_calls, module_of
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.compiler.sdk.tensors import BoundTensors, HostTensors, Moved, NpuTensors
-from rbln_backend.core import GraphSpec, UsefulRows
+from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.errors import CompileError, ConfigError, DeviceMemoryError
 from rbln_backend.parallel.collectives import Group
 from rbln_backend.parallel.functional import process_group_dict, use_functional_ops
@@ -69,6 +69,12 @@ class RebelGraph:
         with torch.inference_mode():
             self._bound.before_run()
             return self._bound.after_run(self._runtime(*self._bound.arguments))
+
+    def run_over(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
+        """As ``SamplingGraph``: ``tensor`` [...] is an output of another graph, on the NPU."""
+        assert isinstance(self._bound, NpuTensors)
+        self._bound.put(name, tensor)
+        return self.run()
 
     def prepare(self) -> None:
         """The runtime was made when the graph was."""
@@ -172,7 +178,7 @@ class RebelCompiler:
         module.recompile()
         try:
             with as_dynamo_calls(module, bound.arguments):
-                runtime = self._backend(module, bound.arguments, options=dict(self._options))
+                runtime = self._backend(module, bound.arguments, options=self._options_of(spec))
         except RuntimeError as error:
             if any(marker in str(error) for marker in _OUT_OF_MEMORY):
                 raise CompileError(
@@ -181,6 +187,16 @@ class RebelCompiler:
             raise CompileError(f"compiling graph {spec} failed: {error}") from error
         logger.info("Compile time of %s: SDK %.2f s", spec, time.perf_counter() - started)
         return RebelGraph(spec, runtime, bound, self._runtimes)
+
+    def _options_of(self, spec: GraphSpec) -> dict[str, Any]:
+        """Return the options of a graph; those that draw tokens are the vendor's sampler's.
+
+        No binary of one is stored: the SDK would load it without the buffer of its seed.
+        """
+        if spec.phase is not Phase.SAMPLE:
+            return dict(self._options)
+        own = {"num_devices": 1, "use_static_output": False}
+        return {name: self._options[name] for name in ("mode", "model_trace_method")} | own
 
     def _bind(self, program: Program, tensors: Sequence[Tensor]) -> BoundTensors:
         if self._moved is None:

@@ -47,6 +47,8 @@ class ModelReport:
     prefix_caching_reason: str
     verify_sizes: tuple[str, ...] = ()
     """Sizes of steps that check drafts: requests x tokens of each."""
+    num_sampler_graphs: int = 0
+    """Graphs that draw tokens, which every start compiles."""
     draft_model: str = ""
     """Method and name of the draft model; empty without one."""
     max_loras: int = 0
@@ -92,13 +94,18 @@ class ModelReport:
             ("prefill chunks", _sizes(self.prefill_chunks)),
             ("decode buckets", _sizes(self.decode_buckets)),
             *self._drafts(),
-            ("graphs", str(self.num_graphs)),
+            ("graphs", self._graphs()),
             ("prefix caching", self._prefix_caching()),
             *self._adapters(),
             ("device", self.device),
             *(self.memory.lines() if self.memory is not None else ()),
             *self._stored(),
         ]
+
+    def _graphs(self) -> str:
+        drawing = self.num_sampler_graphs
+        more = f", and {drawing} that draw tokens, compiled by every start" if drawing else ""
+        return f"{self.num_graphs}{more}"
 
     def _drafts(self) -> list[tuple[str, str]]:
         sizes = ", ".join(self.verify_sizes)

@@ -53,6 +53,7 @@ from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.overlap.step_loop import step_loop
 from rbln_backend.worker.pooling_runner import PoolingRunner
 from rbln_backend.worker.relay_runner import RelayRunner
+from rbln_backend.worker.sampling.device_sampler import DeviceSampler
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
 from rbln_backend.worker.sampling.input_batch import IsolatedInputBatch
 from rbln_backend.worker.sampling.kernel_sampler import make_picks, make_sampler
@@ -133,8 +134,7 @@ class EngineBuild:
         )
         self.kv_caches.bind(parts.attention_layers)
         parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self.kv_caches.num_bytes)
-        dispatch = self._make_dispatch()
-        tables = bucket_tables(config)
+        dispatch, tables = self._make_dispatch(), bucket_tables(config)
         # Not the dtype of a parameter: a quantised model's first parameter may hold packed words.
         dtype: Any = config.model_config.dtype
         self._stage = make_stage(parts.model, dtype, whole_part(device, config))
@@ -162,10 +162,10 @@ class EngineBuild:
             self._others[LM_HEAD] = GraphRequest(LM_HEAD, self._lm_head.inputs, None)
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
+        self._draws = DeviceSampler() if rbln.sample_on_device else None
         self._step_seconds: Mapping[Size, float] = {}
         self._drafting_seconds: Mapping[int, float] = {}
-        self._usage = self._open_usage(tables)
-        self._sizes = self._open_sizes()
+        self._usage, self._sizes = self._open_usage(tables), self._open_sizes()
 
     @property
     def usage_file(self) -> Path | None:
@@ -192,7 +192,8 @@ class EngineBuild:
     def warm_up(self, progress: ProgressWriter) -> Runner:
         """Compile or load every graph, run each once, then reject unknown shapes."""
         if self._parts.rbln.enable_warm_up:
-            self._warm_up_graphs(WarmUp(progress, self._parts.board, Peers.of_this_rank()))
+            peers = Peers.of_this_rank()
+            self._warm_up_graphs(WarmUp(progress, self._parts.board, peers, self._draws))
         else:
             logger.warning(
                 "Warm-up is off (VLLM_RBLN_ENABLE_WARM_UP): each graph is compiled by the first "
@@ -294,8 +295,7 @@ class EngineBuild:
         writes = rbln.record_usage and not rbln.cache_read_only
         if not writes or not self._generates or not self._parts.place.counts_steps:
             return None
-        root = Path(rbln.cache_root) / "rbln" / "usage"
-        compiler = self._parts.compiler
+        root, compiler = Path(rbln.cache_root) / "rbln" / "usage", self._parts.compiler
         threads = rbln.num_threads or len(os.sched_getaffinity(0))
         device = {**compiler.fingerprint(), "device": compiler.hardware, "threads": threads}
         fields = cache_fields(config, rbln, self._groups)
@@ -307,8 +307,7 @@ class EngineBuild:
         return BatchSizeLog(interval_s) if logs else None
 
     def _make_runner(self) -> Runner:
-        config = self._parts.vllm_config
-        is_last = self._stage.part.is_last
+        config, is_last = self._parts.vllm_config, self._stage.part.is_last
         most, prompts = largest_decode(config), self._graphs.prompts
         batches = RequestBatches(self._input_batch, most, prompts, samples=is_last)
         place, specs = self._parts.place, list(self._graphs.inputs)
@@ -340,6 +339,7 @@ class EngineBuild:
             steps=steps,
             sampler=sampler,
             picks=make_picks(by_graph=self._stage.part.picks_tokens, runs_on_host=runs_on_host),
+            draws=self._draws,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
             grammar_mask=GrammarMask(board),
             verification=Verification(sampler, batches, is_picked=self._stage.part.picks_tokens),

@@ -25,10 +25,12 @@ from rbln_backend.vllm_compat.surface import (
     LogprobsLists,
     LogprobsTensors,
     ModelRunnerOutput,
+    SamplingMetadata,
     SchedulerOutput,
 )
 from rbln_backend.worker.drafts.drafting import Drafting, StepSeconds
 from rbln_backend.worker.drafts.verification import Verification
+from rbln_backend.worker.sampling.device_sampler import DeviceSampler
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
 from rbln_backend.worker.sampling.picks import TokenPicks
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
@@ -57,16 +59,19 @@ class RblnModelRunner:
         steps: StepRunner,
         sampler: RowSampler,
         picks: TokenPicks | None,
+        draws: DeviceSampler | None,
         prompt_logprobs: PromptLogprobs,
         grammar_mask: GrammarMask,
         verification: Verification,
         drafting: Drafting,
     ) -> None:
-        """``picks``: the tokens of greedy steps; None where the sampler takes them."""
+        """``picks``: the tokens of greedy steps; ``draws``: those of sampled ones. None where the
+        sampler takes them.
+        """
         self.steps = steps
         self._batches = steps.batches
         self._sampler = sampler
-        self._picks = picks
+        self._picks, self._draws = picks, draws
         self._verification = verification
         self._drafting = drafting
         self._prompt_logprobs = prompt_logprobs
@@ -140,17 +145,23 @@ class RblnModelRunner:
         return self._drafting.take()
 
     def _take_picked(self, batch: StepBatch, outputs: StepOutputs) -> list[list[int]] | None:
-        """Record and return picked tokens; None if any is not that of its largest logit."""
+        """Record and return picked or drawn tokens; None if the logits of any are needed here."""
         if batch.phase is Phase.VERIFY:
             return self._verification.take_picked(batch, outputs)
-        is_greedy = self._sampler.takes_largest(batch.input_batch.sampling_metadata)
-        if self._picks is None or not is_greedy:
+        metadata = batch.input_batch.sampling_metadata
+        if self._picks is not None and self._sampler.takes_largest(metadata):
+            token_ids = self._picks(outputs, batch.num_reqs)
+        elif self._draws is not None and self._is_drawn(self._draws, metadata):
+            token_ids = self._draws.draw(outputs, batch.num_reqs, metadata)
+        else:
             return None
-        token_ids = self._picks(outputs, batch.num_reqs)
         for row in batch.unfinished:
             token_ids[row] = []
         self._batches.record(batch, token_ids)
         return token_ids
+
+    def _is_drawn(self, draws: DeviceSampler, metadata: SamplingMetadata) -> bool:
+        return self._sampler.takes_logits_alone(metadata) and draws.takes(metadata)
 
     @torch.inference_mode()
     def _sample_logits(

@@ -44,6 +44,7 @@ FIELDS = [
     "disable_mm",
     "use_vllm_model",
     "sampler",
+    "sample_on_device",
     "flash_causal_attn",
     "use_custom_kernel",
     "enforce_model_fp32",

@@ -49,7 +49,8 @@ def test_our_calls_are_theirs_but_for_named_differences(
     )
     environment = dict(theirs.environment)
     environment |= torch_rbln_variables() if theirs.device_tensors else {}
-    ran = run([job], tmp_path, environment=environment, **dict(theirs.double))
+    rbln = {"sample_on_device": theirs.device_tensors}
+    ran = run([job], tmp_path, rbln=rbln, environment=environment, **dict(theirs.double))
     assert ran.answers == [expected_of(theirs, checkpoint)]
     forms = (call_form(ran.log), kept_call_forms()[name])
     assert unexplained(*forms, allowed_in(name)) == []

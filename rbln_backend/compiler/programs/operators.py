@@ -30,7 +30,9 @@ _MODULES = {
 }
 _EMULATED = frozenset(("rbln_emulated_ops", "rbln_emulated_kernels", "rbln_emulator"))
 _OP_NAMESPACES = _EMULATED | {sdk_schemas.NAMESPACE, collectives.NAMESPACE}
-_SINGLE_OPS = frozenset(("aten::embedding", "aten::linear", "aten::index_select", "rbln::argmax"))
+_SINGLE_OPS = frozenset(
+    ("aten::embedding", "aten::linear", "aten::index_select", "rbln::argmax", "rbln::top_k_top_p")
+)
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
     f"{kind}.{name}": getattr(module, name)

@@ -13,7 +13,7 @@ import torch
 from rbln_backend.errors import UnsupportedModelError
 
 NAMESPACE = "rbln_custom_ops"
-_ARGMAX = "argmax"
+_SAMPLING = ("argmax", "top_k_top_p")
 
 _QKV = "Tensor q, Tensor k, Tensor v, Tensor kv_cache"
 _FLASH = (
@@ -64,14 +64,15 @@ PASSED: Mapping[str, str] = {
         " Tensor down_scales, Tensor down_bias, Tensor masked_routing_weight, Tensor alpha,"
         " Tensor limit, Tensor? expert_map"
     ),
-    _ARGMAX: "Tensor logits",
+    "argmax": "Tensor logits",
+    "top_k_top_p": "Tensor probs, Tensor k, Tensor p",
 }
 """By op: the arguments that are passed, by position."""
 
 
 def namespace_of(name: str) -> str:
     """Return the namespace that the SDK registers an op in."""
-    return "rbln" if name == _ARGMAX else NAMESPACE
+    return "rbln" if name in _SAMPLING else NAMESPACE
 
 
 def passed_schema(name: str) -> torch._C.FunctionSchema:

@@ -64,6 +64,7 @@ class NpuTensors:
 
     def __init__(self, bindings: Sequence[str], tensors: Sequence[Tensor], moved: Moved) -> None:
         self._filled: list[tuple[Tensor, Tensor]] = []
+        self._bindings = list(bindings)
         self.arguments: list[Tensor] = []
         for binding, tensor in zip(bindings, tensors, strict=True):
             self.arguments.append(self._place(binding, tensor, moved))
@@ -76,6 +77,12 @@ class NpuTensors:
         twin = tensor.to(moved.device)
         self._filled.append((twin, tensor))
         return twin
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Read ``tensor`` [...], which lies on the NPU, as the input ``name``; it is not copied."""
+        place = self._bindings.index(INPUT + name)
+        twin, self.arguments[place] = self.arguments[place], tensor
+        self._filled = [pair for pair in self._filled if pair[0] is not twin]
 
     def before_run(self) -> None:
         """Copy the step's buffers."""

@@ -9,7 +9,13 @@ from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.check.memory_plan import memory_report
 from rbln_backend.worker.check.store_survey import knows_ranks, survey
 from rbln_backend.worker.startup.model_layers import quantized_summary
-from rbln_backend.worker.startup.preflight import cache_groups, generates, prefix_caching, prepare
+from rbln_backend.worker.startup.preflight import (
+    cache_groups,
+    generates,
+    prefix_caching,
+    prepare,
+    sampler_graphs,
+)
 
 
 def inspect_model(config: VllmConfig) -> ModelReport:
@@ -34,6 +40,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         prefill_chunks=next(iter(tables.values())).sizes,
         decode_buckets=tables[Phase.DECODE].sizes if Phase.DECODE in tables else (),
         num_graphs=len(found.graphs),
+        num_sampler_graphs=len(sampler_graphs(config)),
         prefix_caching=caching,
         prefix_caching_reason=reason,
         verify_sizes=tuple(f"{requests}x{tokens}" for requests, tokens in found.verify),

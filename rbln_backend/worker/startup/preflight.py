@@ -35,6 +35,7 @@ from rbln_backend.vllm_compat.surface import (
     set_current_vllm_config,
 )
 from rbln_backend.worker.graphs.warmup_plan import plan
+from rbln_backend.worker.sampling.device_sampler import sampler_specs
 from rbln_backend.worker.startup.model_layers import install_latent_layers, register_quantization
 from rbln_backend.worker.startup.skeleton import Skeleton
 from rbln_backend.worker.step.graph_set import tables_of
@@ -169,6 +170,11 @@ def planned_graphs(config: VllmConfig) -> list[GraphSpec]:
         prompts=configured(config).chunk_prompts,
         drafted=sizes.drafted,
     )
+
+
+def sampler_graphs(config: VllmConfig) -> list[GraphSpec]:
+    """Return the graphs that draw tokens, which every start of ``config`` compiles."""
+    return sampler_specs(planned_graphs(config)) if configured(config).sample_on_device else []
 
 
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:

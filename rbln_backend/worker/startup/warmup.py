@@ -16,6 +16,7 @@ from rbln_backend.parallel.peers import Peers
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, NoListener, Result
+from rbln_backend.worker.sampling.device_sampler import DeviceSampler, sampler_specs
 from rbln_backend.worker.startup.phase_timer import timed_phase
 
 _BY_TOKEN = (Phase.DECODE, Phase.VERIFY)
@@ -26,12 +27,20 @@ class WarmUp:
     """Reports each graph on the terminal, in the progress file and in the metrics."""
 
     def __init__(
-        self, progress: ProgressWriter, board: MetricsBoard, peers: Peers | None = None
+        self,
+        progress: ProgressWriter,
+        board: MetricsBoard,
+        peers: Peers | None = None,
+        draws: DeviceSampler | None = None,
     ) -> None:
-        """``peers``: the ranks that must run the same graphs, None for a single rank."""
+        """``peers``: the ranks that must run the same graphs, None for a single rank.
+
+        ``draws``: the sampler whose graphs are compiled after the model's.
+        """
         self._progress = progress
         self._board = board
         self._peers = peers or Peers(None)
+        self._draws = draws
         self._fresh: Set[str] = frozenset()
         self._results: dict[GraphSpec, Result] = {}
 
@@ -46,6 +55,8 @@ class WarmUp:
             return {str(spec) for spec, how in self._results.items() if how == "compiled"}
 
         self._fresh = self._peers.union(compile_here)
+        if self._draws is not None:
+            self._draws.compile(graphs, factory, self)
         return graphs
 
     def _compile(
@@ -89,8 +100,10 @@ class WarmUp:
 
     def _plan(self, requests: Sequence[GraphRequest], factory: GraphFactory) -> None:
         self._progress.phase("compile")
-        names = [str(request.spec) for request in requests]
-        self._progress.plan(names, workers=factory.capture_workers)
+        specs = [request.spec for request in requests]
+        if self._draws is not None:
+            specs += sampler_specs(specs)
+        self._progress.plan([str(spec) for spec in specs], workers=factory.capture_workers)
 
     @property
     def results(self) -> dict[str, Result]:

@@ -22,14 +22,17 @@ def top_k_top_p(probs: Tensor, k: Tensor | None = None, p: Tensor | None = None)
 
 
 def _cut(probs: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
-    """probs [B, V] with zeros instead of what is not among the k likeliest, or those of p."""
+    """probs [B, V] with zeros instead of what is not among the k likeliest, or those of p.
+
+    As vLLM's filters, which the vendor replaces by this: p of what k leaves.
+    """
     ordered, ids = probs.float().sort(dim=-1, descending=True)
-    kept = torch.ones_like(ordered, dtype=torch.bool)
     if k is not None:
-        kept &= torch.arange(ordered.shape[1]) < k.long()[:, None]
+        ordered = ordered * (torch.arange(ordered.shape[1]) < k.long()[:, None])
     if p is not None:
-        kept &= ordered.cumsum(-1) - ordered < p[:, None]
-    return torch.zeros_like(ordered).scatter(1, ids, ordered * kept)
+        shares = ordered / ordered.sum(-1, keepdim=True)
+        ordered = ordered * (shares.cumsum(-1) - shares < p[:, None])
+    return torch.zeros_like(ordered).scatter(1, ids, ordered)
 
 
 def rejection_sample(
