@@ -155,8 +155,9 @@ class UsefulRows(NamedTuple):
     """Tokens of a chunk, or requests of a decode step."""
     ends: int = 1
     """Prompts of a chunk whose logits are read."""
-    only_caches: bool = False
-    """No output is read: the chunk ends no prompt, and writes KV caches alone."""
+    reads_hidden: bool = True
+    """False where hidden states [L, H] of a chunk are not read; with no ``ends`` the chunk writes
+    KV caches alone."""
 
 
 class StepRound(NamedTuple):

@@ -57,6 +57,8 @@ class ModelWork:
     head_dim: int
     layer_weights: int
     head_weights: int
+    key_value_weights: int = 0
+    """Elements of one layer's matrices of keys and values; 0 in results that did not count them."""
 
     @classmethod
     def of(cls, checkpoint: Path) -> Self:
@@ -74,6 +76,7 @@ class ModelWork:
             layer_weights=config["num_hidden_layers"]
             * (attention + 3 * hidden * config["intermediate_size"]),
             head_weights=hidden * config["vocab_size"],
+            key_value_weights=2 * hidden * kv_heads * head_dim,
         )
 
     @property
@@ -91,11 +94,17 @@ class ModelWork:
         )
 
     def prefill(self, tokens: int) -> Work:
-        """Return the work of one prompt of `tokens` tokens, its first output token included."""
-        pairs = self.layers * self.heads * self.head_dim * tokens * (tokens + 1) // 2
+        """Return the work of one prompt of `tokens` tokens, its first output token included.
+
+        Of the last layer all tokens need keys and values, and only the last one the rest.
+        """
+        layer = self.layer_weights // self.layers
+        last = tokens * self.key_value_weights + layer - self.key_value_weights
+        weights = tokens * (self.layer_weights - layer) + last + self.head_weights
+        pairs = (self.layers - 1) * tokens * (tokens + 1) // 2 + tokens
         return Work(
             moved=self.weight_bytes,
-            flops=2 * (tokens * self.layer_weights + self.head_weights) + 4 * pairs,
+            flops=2 * weights + 4 * self.heads * self.head_dim * pairs,
         )
 
 

@@ -17,6 +17,7 @@ from rbln_backend.compiler.examples import (
     add_method,
     example,
     is_method,
+    op_name,
     shape_arguments,
     viewed,
 )
@@ -72,18 +73,8 @@ def fuse_attention(graph: fx.Graph) -> None:
             _fuse(graph, node, call)
 
 
-def _op_name(node: object) -> str:
-    """``namespace::name`` of a torch op, with or without its overload."""
-    target = node.target if isinstance(node, fx.Node) else None
-    if isinstance(target, torch._ops.OpOverload):
-        return str(target._schema.name)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return str(target._qualified_op_name)
-    return ""
-
-
 def _attention_call(node: fx.Node) -> _Call | None:
-    namespace, _, name = _op_name(node).partition("::")
+    namespace, _, name = op_name(node).partition("::")
     if namespace != "rbln_emulated_ops" or "attention_naive" not in name:
         return None
     packet = getattr(torch.ops.rbln_emulated_ops, name)
@@ -163,7 +154,7 @@ def _unrotated(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads, _R
     kept = q, k, _Rotation()
     if rotary is None or rotary is not _part_of(k.rows, 1):
         return kept
-    if _op_name(rotary) != "rbln_emulator::rotary_embedding" or rotary.args[4] != head_size:
+    if op_name(rotary) != "rbln_emulator::rotary_embedding" or rotary.args[4] != head_size:
         return kept
     positions, turned_q, turned_k, cache, _, is_neox = rotary.args
     before = [_rows_behind(x) for x in (turned_q, turned_k) if isinstance(x, fx.Node)]
@@ -192,7 +183,7 @@ def _unnormed(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads]:
 
 def _before_norm(heads: _Heads, head_size: int) -> _Heads | None:
     for norm in viewed(heads.rows):
-        if _op_name(norm) != "rbln_emulator::rms_norm":
+        if op_name(norm) != "rbln_emulator::rms_norm":
             continue
         x, weight, eps = norm.args
         value = example(norm)

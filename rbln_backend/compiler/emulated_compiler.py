@@ -44,7 +44,10 @@ class EmulatedGraph:
         library = native_library()
         self._set_useful_rows = None if library is None else library.rbln_emulator_set_useful_rows
         self._steps: list[Step] = []
+        self._logits_steps: list[Step] = []
+        """The steps without those that hidden states alone need."""
         self._cache_steps: list[Step] = []
+        """The steps up to the last write of a KV cache; empty if that is not known."""
         self._outputs: tuple[Tensor, ...] = ()
         self._is_native = False
         """All steps are calls of the kernels."""
@@ -52,39 +55,31 @@ class EmulatedGraph:
     def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:
         """As ``CompiledGraph.run``: outputs [...] of the program; kernels skip padding."""
         spec, set_useful = self.spec, self._set_useful_rows
-        if useful is not None and useful.only_caches and self._cache_steps:
-            return self._run_for_caches(useful)
-        if useful is None or useful[:2] == (spec.bucket, spec.prompts) or set_useful is None:
-            return self._run()
+        if useful is None or set_useful is None:
+            return self._run(self._steps)
         set_useful(spec.bucket, useful.rows, spec.prompts, useful.ends)
         try:
-            return self._run()
+            return self._run(self._steps_for(useful))
         finally:
             set_useful(0, 0, 0, 0)
 
-    def _run_for_caches(self, useful: UsefulRows) -> tuple[Tensor, ...]:
-        """Run up to the last write of a KV cache; outputs keep what they hold."""
-        spec, set_useful = self.spec, self._set_useful_rows
-        assert set_useful is not None
-        set_useful(spec.bucket, useful.rows, spec.prompts, 0)
-        try:
-            with torch.inference_mode():
-                for step in self._cache_steps:
-                    step()
-        finally:
-            set_useful(0, 0, 0, 0)
-        return self._outputs
+    def _steps_for(self, useful: UsefulRows) -> Sequence[Step]:
+        """Return the steps of what is read; other outputs keep what they hold."""
+        if useful.reads_hidden:
+            return self._steps
+        return self._logits_steps if useful.ends else self._cache_steps or self._logits_steps
 
-    def _run(self) -> tuple[Tensor, ...]:
+    def _run(self, steps: Sequence[Step]) -> tuple[Tensor, ...]:
+        """Run ``steps``; interpret the calls where none is recorded."""
         if self._is_native:
-            for step in self._steps:
+            for step in steps:
                 step()
             return self._outputs
         # Operators of PyTorch write to its tensors.
         with torch.inference_mode():
-            for step in self._steps:
+            for step in steps:
                 step()
-            if self._steps:
+            if steps:
                 return self._outputs
             if self._record is None:
                 return self._calls(*self._tensors)
@@ -108,6 +103,7 @@ class EmulatedGraph:
             recording.end()
         if recorder.is_repeatable:
             self._steps, self._outputs = recorder.steps(), outputs
+            self._logits_steps = recorder.steps_to(outputs[0])
             self._is_native = recorder.is_native
             self._cache_steps = recorder.cache_steps()
         else:

@@ -1,9 +1,10 @@
-"""The example tensor that capture leaves on each node: its shape, strides and dtype."""
+"""Facts of captured nodes: the op that each calls, and the example tensor that capture leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
@@ -12,6 +13,20 @@ def example(node: object) -> Tensor | None:
     """Return the example tensor [...] of ``node``; None if it is no node or makes no tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
+
+
+def op_schema(node: object) -> torch.FunctionSchema | None:
+    """Return the schema of the torch op that ``node`` calls, with or without its overload."""
+    target = node.target if isinstance(node, fx.Node) else None
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+
+
+def op_name(node: object) -> str:
+    """Return ``namespace::name`` of the torch op that ``node`` calls, "" if it calls none."""
+    schema = op_schema(node)
+    return "" if schema is None else str(schema.name)
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:

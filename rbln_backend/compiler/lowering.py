@@ -10,6 +10,7 @@ from torch import fx
 from rbln_backend.compiler.attention_lowering import fuse_attention
 from rbln_backend.compiler.constants import is_impure
 from rbln_backend.compiler.examples import example, is_method
+from rbln_backend.compiler.last_rows import compute_last_rows_apart
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import PACKED, PARAM
 from rbln_backend.compiler.views import elide_output_buffers, simplify_views
@@ -45,6 +46,8 @@ def lower_graph(program: Program, *, pack_linear: bool) -> Program:
     _elide_casts(graph)
     simplify_views(graph)
     graph.eliminate_dead_code(is_impure_node=is_impure)
+    if pack_linear:
+        compute_last_rows_apart(graph)
     _erase_unused_placeholders(graph, bindings)
     graph.lint()
     return Program(graph, tuple(bindings[node] for node in _placeholders(graph)))

@@ -31,6 +31,8 @@ class Recorder(TorchDispatchMode):
         """False once an operator read a value: then a run may depend on more than its calls."""
         self._recording = recording
         self._steps: list[Step | tuple[int, int]] = []
+        self._writers: dict[int, tuple[int, int]] = {}
+        """By address: the number of steps, and of native calls, up to the last that wrote there."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -51,6 +53,10 @@ class Recorder(TorchDispatchMode):
             self._add_calls(*calls)
         else:
             self._add_operator(func, args, kwargs, results)
+        latest = self._steps[-1] if self._steps else None
+        place = len(self._steps), latest[1] if isinstance(latest, tuple) else 0
+        written = (results, args, kwargs) if func._schema.is_mutable else results
+        self._writers |= {_address(tensor): place for tensor in _tensors(written)}
         return results
 
     @property
@@ -60,8 +66,17 @@ class Recorder(TorchDispatchMode):
 
     def steps(self) -> list[Step]:
         """Return the recorded steps of a run, in order."""
-        replay = self._recording.replay
-        return [partial(replay, *s) if isinstance(s, tuple) else s for s in self._steps]
+        return self._repeated(self._steps)
+
+    def steps_to(self, output: Tensor) -> list[Step]:
+        """Return the steps up to the last that writes to an output [...] of the run."""
+        count, end = self._writers.get(_address(output), (0, 0))
+        if not count:
+            return self.steps()
+        steps, last = self._steps[:count], self._steps[count - 1]
+        if isinstance(last, tuple):
+            steps[-1] = (last[0], end)
+        return self._repeated(steps)
 
     def cache_steps(self) -> list[Step]:
         """Return the steps up to the last write of a KV cache; empty where that is not recorded.
@@ -80,6 +95,10 @@ class Recorder(TorchDispatchMode):
             else:
                 steps.append(partial(replay, *step))
         return []
+
+    def _repeated(self, steps: Sequence[Step | tuple[int, int]]) -> list[Step]:
+        replay = self._recording.replay
+        return [partial(replay, *step) if isinstance(step, tuple) else step for step in steps]
 
     def _add_calls(self, first: int, end: int) -> None:
         latest = self._steps[-1] if self._steps else None

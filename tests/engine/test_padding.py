@@ -50,23 +50,24 @@ def test_nan_in_padding_changes_no_token(engines: Engines, arch: str, tmp_path: 
 def test_a_chunk_that_ends_no_prompt_ends_with_its_last_keys(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs: list[int] = []
-    run = EmulatedGraph._run_for_caches
+    runs: list[UsefulRows] = []
+    run = EmulatedGraph.run
 
-    def count(graph: EmulatedGraph, useful: UsefulRows) -> tuple[torch.Tensor, ...]:
-        runs.append(useful.rows)
+    def note(graph: EmulatedGraph, useful: UsefulRows | None = None) -> tuple[torch.Tensor, ...]:
+        if useful is not None:
+            runs.append(useful)
         return run(graph, useful)
 
-    monkeypatch.setattr(EmulatedGraph, "_run_for_caches", count)
+    monkeypatch.setattr(EmulatedGraph, "run", note)
     # Two chunks of 64 and a rest, which needs their keys and values.
     (prompt,) = make_prompts([150], seed=23)
     output = engines("llama").generate([prompt], greedy(12))
     expected = reference_generate(engines.checkpoints("llama"), prompt, 12)
     assert tokens(output) == [expected.token_ids]
-    assert runs == [64, 64]
+    assert runs == [(64, 0, False), (64, 0, False), (22, 1, False)]
     # Hidden states of every chunk are read.
     (prompt,) = make_prompts([150], seed=24)
     scored = greedy(1)
     scored.prompt_logprobs = 1
     engines("llama").generate([prompt], scored)
-    assert runs == [64, 64]
+    assert runs[3:] == [(64, 0, True), (64, 0, True), (22, 1, True)]

@@ -173,9 +173,9 @@ class StepRunner:
         if batch is None or self._agreement.ranks > 1:
             return None
         useful = batch.useful
-        if useful is None or useful.ends or not self._is_sole or self._reads_hidden(batch):
+        if useful is None or not self._is_sole or self._reads_hidden(batch):
             return useful
-        return useful._replace(only_caches=True)
+        return useful._replace(reads_hidden=False)
 
     def _reads_hidden(self, batch: StepBatch) -> bool:
         """Return whether a layer that drafts or `prompt_logprobs` may read hidden states."""

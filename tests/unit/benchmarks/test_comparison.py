@@ -88,6 +88,10 @@ def test_work_is_counted_from_the_configuration(tmp_path: Path) -> None:
     assert step.flops == 2 * (2 * (work.layer_weights + 1600) + 10 * 4 * 3 * 4 * 8)
     # One prompt of one token is one decode step without anything cached before it.
     assert work.prefill(1).flops == work.decode_step(1, 1).flops
+    # Of the last layer ten tokens need keys and values, the last one the rest.
+    layer = work.layer_weights // 3
+    weights = 20 * layer + 10 * 2 * 16 * 16 + (layer - 2 * 16 * 16) + 1600
+    assert work.prefill(10).flops == 2 * weights + 4 * 4 * 8 * (2 * 55 + 10)
 
 
 def test_the_side_that_takes_longer_binds() -> None:
