@@ -43,7 +43,9 @@ class Acceptance:
     def record(self, tokens: Sequence[int]) -> bool | None:
         """Compare the draft of the latest ``expect`` with the ``tokens`` sampled in its place.
 
-        Returns True if its first token was right, None if there is nothing to compare.
+        What is left of a right draft is compared with the next tokens, unless another ``expect``
+        comes before: of a draft that no step checks, each step samples one token. Returns True if
+        the draft's next token was right, None if there is nothing to compare.
         """
         draft, self._draft = self._draft, NO_DRAFT
         for position, (drafted, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
@@ -52,6 +54,9 @@ class Acceptance:
                 break
         if not (draft.tokens and tokens):
             return None
+        if draft.tokens[: len(tokens)] == list(tokens):
+            length = draft.match_length + len(tokens)
+            self._draft = Draft(draft.tokens[len(tokens) :], length, draft.is_computed)
         return draft.tokens[0] == tokens[0]
 
     def _index(self, match_length: int) -> int:

@@ -43,6 +43,14 @@ def test_rates_are_separate_by_match_length() -> None:
     assert acceptance.expect(Draft([5], 30))[0] > 0.9
 
 
+def test_what_is_left_of_a_right_draft_is_compared_with_the_next_tokens() -> None:
+    acceptance = Acceptance(is_computed=True)
+    for _ in range(30):
+        acceptance.expect(Draft([1, 2, 3], 0))
+        assert [acceptance.record([token]) for token in (1, 2, 9, 1)] == [True, True, False, None]
+    assert acceptance.expect(Draft([1, 2, 3], 0)) == pytest.approx([1, 2, 2], abs=0.3)
+
+
 def test_only_the_latest_draft_is_counted_and_once() -> None:
     acceptance = Acceptance()
     before = acceptance.expect(Draft([1], 3))
