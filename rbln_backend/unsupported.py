@@ -117,13 +117,14 @@ EXPERT_ACTIVATION = Feature(
 QUANTIZED_EXPERTS = Feature(
     "quantised experts in this form",
     "mixtures whose gate and up projections differ in their format or have no whole groups; on "
-    "an NPU all but FP8 in blocks and MXFP4",
-    "which multiplies by whole groups, on an NPU by the two forms that the SDK has ops for",
+    "an NPU all but FP8 in blocks, MXFP4 and NVFP4",
+    "which multiplies by whole groups, on an NPU by the three forms that the SDK has ops for",
     "serve a bfloat16 copy of the checkpoint",
 )
 QUANTIZATION = Feature(
     "weights in this quantised format",
-    "bitsandbytes, NVFP4 and MXFP8, of single layers too, GGUF by name, vLLM's own at load",
+    "bitsandbytes, MXFP8, NVFP4 of linear layers, of single layers too, GGUF by name, vLLM's own "
+    "at load",
     "which multiplies by the formats of docs/quantization.md alone",
     "serve a checkpoint in one of these formats, or a bfloat16 copy",
 )

@@ -23,6 +23,7 @@ from tests.quantized_tensors import (
     gptq,
     integers,
     mxfp4,
+    nvfp4,
 )
 
 _PROJECTION = re.compile(r"(_proj(_with_mqa)?|experts\.\d+\.w[123])\.weight$")
@@ -35,6 +36,7 @@ Format = Literal[
     "modelopt",
     "modelopt-mixed",
     "mxfp4",
+    "nvfp4",
     "float-quantized",
     "int-quantized",
 ]
@@ -79,6 +81,8 @@ class Recipe:
             return gptq(weight, self.bits, self.group_size)
         if self.format == "awq":
             return awq(weight, self.group_size)
+        if self.format == "nvfp4":
+            return nvfp4(weight, self.group_size)
         if self.format == "compressed-tensors":
             return compressed(weight, self.bits, self.group_size, symmetric=self.symmetric)
         is_inverse = self.format == "fp8" and self.block != (0, 0)
@@ -169,13 +173,16 @@ def quantization_config(recipe: Recipe, stored: Iterable[str] = ()) -> dict[str,
     if recipe.format == "modelopt":
         names = (f"model.layers.{n}.{module}" for module in recipe.skipped for n in range(8))
         return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", *names]}
-    if recipe.format == "modelopt-mixed":
+    if recipe.format in ("modelopt-mixed", "nvfp4"):
         scale = ".weight_scale"
         layers = sorted(name.removesuffix(scale) for name in stored if name.endswith(scale))
+        algorithm: dict[str, Any] = {"quant_algo": "FP8"}
+        if recipe.format == "nvfp4":
+            algorithm = {"quant_algo": "NVFP4", "group_size": recipe.group_size}
         return {
             "quant_method": "modelopt",
             "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": {name: {"quant_algo": "FP8"} for name in layers},
+            "quantized_layers": dict.fromkeys(layers, algorithm),
             "ignore": ["lm_head"],
         }
     if recipe.format == "mxfp4":

@@ -82,6 +82,25 @@ def mxfp4(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return plain, pairs.to(torch.uint8), (exponents + 127).to(torch.uint8)
 
 
+def nvfp4(weight: Tensor, group: int) -> Stored:
+    """NVFP4 as ModelOpt writes it: scales of e4m3 by ``group``, times one for the matrix."""
+    by_group = weight.unflatten(1, (-1, group))
+    second = weight.abs().max() / (_E4M3_MOST * _E2M1[-1])
+    scales = (by_group.abs().amax(-1) / _E2M1[-1] / second).to(torch.float8_e4m3fn)
+    whole = (scales.float() * second).unsqueeze(-1)
+    scaled = by_group / whole
+    codes = (scaled.abs().unsqueeze(-1) - _E2M1).abs().argmin(-1)
+    meant = _E2M1[codes] * scaled.sign() * whole
+    codes = (codes + 8 * (scaled < 0)).flatten(1)
+    stored = {
+        "weight": (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        "weight_scale": scales,
+        "weight_scale_2": second,
+        "input_scale": torch.tensor(0.7),
+    }
+    return meant.flatten(1), stored
+
+
 def pack(fields: Tensor, bits: int) -> Tensor:
     """Unsigned numbers [..., K] as words int32 [..., K * bits / 32], the first number lowest."""
     places = torch.arange(0, 32, bits)

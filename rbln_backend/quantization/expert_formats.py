@@ -49,6 +49,11 @@ class ExpertFormat(ABC):
         """The scope of a scale, by the name that vLLM's loader uses."""
         return "channel" if self.quantized.group_size == CHANNEL else "group"
 
+    def scope_of(self, suffix: str) -> str:
+        """Return the scope of the stored tensor ``suffix``: ``scope``, of all by default."""
+        del suffix
+        return self.scope
+
     @property
     def unit(self) -> int:
         """Number that divides both sizes of a rank's matrix."""
@@ -179,7 +184,8 @@ class ByteRows(ExpertFormat):
         }
         return {
             "weight": torch.empty(columns, depth, dtype=self.stored.dtype),
-            self.stored.scale_name: torch.empty(scales[self.stored.scope]),
+            # The default dtype is the model's while it is made.
+            self.stored.scale_name: torch.empty(scales[self.stored.scope], dtype=torch.float32),
             **{name: torch.empty(()) for name in self.stored.dropped},
         }
 
@@ -212,3 +218,45 @@ class Mxfp4Rows(ExpertFormat):
         """As ``ExpertFormat``: parts of one [N, K] matrix."""
         words = pack_words(stored["weight"].view(torch.int32))
         return Packed(words, pack_scales(stored["weight_scale"]))
+
+
+class Nvfp4Rows(ExpertFormat):
+    """NVFP4 of ModelOpt: two e2m1 a byte [N, K / 2], scales e4m3 [N, groups], one more float32.
+
+    The emulated device has no kernel for such scales: twice an e2m1 is an integer, kept in a byte,
+    with one float32 scale for a group, of the same value (1.25 bytes a weight in groups of 16).
+    """
+
+    _OF_WHOLE: ClassVar = ("weight_scale_2", "input_scale")
+
+    @property
+    def scope(self) -> str:
+        """As ``ExpertFormat``."""
+        return "block"
+
+    def scope_of(self, suffix: str) -> str:
+        """As ``ExpertFormat``; the second scales belong to whole matrices."""
+        return "tensor" if suffix in self._OF_WHOLE else self.scope
+
+    def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
+        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
+        del dtype
+        whole = (parts,) if parts > 1 else ()
+        return {
+            "weight": torch.empty(columns, depth // 2, dtype=torch.uint8),
+            "weight_scale": torch.empty(columns, self.groups(depth), dtype=torch.float8_e4m3fn),
+            **{name: torch.empty(whole, dtype=torch.float32) for name in self._OF_WHOLE},
+        }
+
+    def pack(self, stored: Mapping[str, Tensor]) -> Packed:
+        """As ``ExpertFormat``: parts of one [N, K] matrix."""
+        halves = torch.stack((stored["weight"] & 15, stored["weight"] >> 4), dim=-1)
+        twice = _TWICE_E2M1[halves.flatten(-2).long()]
+        seconds = stored["weight_scale_2"].reshape(-1, 1) / 2
+        rows = stored["weight_scale"].float()
+        scales = rows * seconds.repeat_interleave(len(rows) // len(seconds), 0)
+        return Packed(pack_words(twice.view(torch.int32)), pack_scales(scales))
+
+
+_SIZES = (0, 1, 2, 3, 4, 6, 8, 12)
+_TWICE_E2M1 = torch.tensor((*_SIZES, *(-size for size in _SIZES)), dtype=torch.int8)

@@ -119,13 +119,14 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
             ("w2", hidden_size, inner, 1),
         ):
             written = self._formats[name]
-            loader = {"is_transposed": written.is_transposed, "quant_method": written.scope}
+            is_transposed = written.is_transposed
             tensors = written.tensors(columns, depth, parts, params_dtype)
             tensors["bias"] = torch.empty(columns, dtype=params_dtype)
             for suffix, value in tensors.items():
                 stacked = value.new_zeros(num_experts, *value.shape)
                 parameter = nn.Parameter(stacked, requires_grad=False)
                 layer.register_parameter(f"{name}_{suffix}", parameter)
+                loader = {"is_transposed": is_transposed, "quant_method": written.scope_of(suffix)}
                 set_weight_attrs(parameter, attributes | loader)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -162,6 +163,11 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
                 del layer._parameters[f"{name}_{dropped}"]
             blocks[name] = written.stored.block
         self.hold(layer, BlockExperts(layer, blocks["w13"], takes_bytes=self._takes_bytes))
+
+    def packing_bytes(self, layer: Any) -> int:
+        """Return the bytes that packing adds to the stored tensors of ``layer``."""
+        del layer
+        return 0
 
     def has_sdk_form(self, inner: int) -> bool:
         """Return True if the SDK's op takes experts of ``inner`` columns in the stored form."""

@@ -11,7 +11,8 @@ from torch import nn
 from rbln_backend.quantization.byte_linear import ByteWeights, RblnByteScheme
 from rbln_backend.quantization.expert_formats import ByteRows
 from rbln_backend.quantization.experts import RblnQuantizedMoEMethod
-from rbln_backend.quantization.schemes import check_fp8, check_modelopt
+from rbln_backend.quantization.schemes import NVFP4, check_fp8, check_modelopt
+from rbln_backend.quantization.sdk.nvfp4 import RblnModelOptNvfp4MoEMethod
 from rbln_backend.unsupported import QUANTIZATION
 from rbln_backend.vllm_compat.quantization import (
     Attention,
@@ -130,7 +131,12 @@ class RblnModelOptMixedConfig(ModelOptMixedPrecisionConfig):
         """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         if isinstance(layer, Attention):
             return super().get_quant_method(layer, prefix)
-        is_skipped = self.is_layer_excluded(prefix) or self._resolve_quant_algo(prefix) is None
+        algorithm = self._resolve_quant_algo(prefix)
+        is_skipped = self.is_layer_excluded(prefix) or algorithm is None
+        if algorithm in NVFP4 and not is_skipped:
+            if not isinstance(layer, RoutedExperts):
+                raise QUANTIZATION.refusal(f"{prefix} in {algorithm}")
+            return RblnModelOptNvfp4MoEMethod(layer.moe_config, self.nvfp4_config.group_size)
         return _method_of_modelopt(layer, prefix, is_skipped=is_skipped)
 
 

@@ -15,7 +15,9 @@ from rbln_backend.quantization.weights import CHANNEL, Weights
 COMPRESSED_TENSORS, GPTQ = "compressed-tensors", "auto_gptq"
 AWQ, FP8, MXFP4 = "auto_awq", "fp8", "gpt_oss_mxfp4"
 MODELOPT, MODELOPT_MIXED = "modelopt", "modelopt_mixed"
-"""FP8 alone, of all layers or of listed ones: vLLM calls ModelOpt's other algorithms otherwise."""
+"""FP8 of all layers, or of listed ones, whose experts may be in NVFP4: vLLM calls ModelOpt's other
+algorithms otherwise."""
+NVFP4, NVFP4_GROUPS = ("NVFP4", "W4A16_NVFP4"), (16, 32)
 GGUF = "gguf_blocks"
 """Of checkpoints that are made here of GGUF files."""
 METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4, MODELOPT, MODELOPT_MIXED, GGUF)
@@ -179,14 +181,28 @@ def check_modelopt(config: Mapping[str, Any]) -> None:
         _check_algorithm("", fields)
         return
     for name, layer in fields.get("quantized_layers", {}).items():
-        _check_algorithm(f"quantized_layers[{name!r}].", layer)
+        place = f"quantized_layers[{name!r}]."
+        if str(layer.get("quant_algo")).upper() in NVFP4 and "experts" in name:
+            _check_nvfp4(place, layer)
+        else:
+            _check_algorithm(place, layer)
+
+
+def _check_nvfp4(place: str, fields: Mapping[str, Any]) -> None:
+    group = fields.get("group_size", NVFP4_GROUPS[0])
+    if group not in NVFP4_GROUPS:
+        reason = f"experts in NVFP4 have groups of {' or '.join(map(str, NVFP4_GROUPS))}"
+        raise _refusal(f"{place}group_size", group, reason)
 
 
 def _check_algorithm(place: str, fields: Mapping[str, Any]) -> None:
     written = fields.get("quant_algo")
     algorithm = str(written).upper()
     if algorithm != "FP8":
-        reason = f"ModelOpt's {algorithm} not supported, FP8 with a scale per tensor alone"
+        reason = (
+            f"ModelOpt's {algorithm} not supported, FP8 with a scale per tensor alone, and NVFP4 "
+            "of experts in checkpoints of mixed precision"
+        )
         raise _refusal(f"{place}quant_algo", written, reason)
 
 

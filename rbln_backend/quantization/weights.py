@@ -21,7 +21,7 @@ class Weights:
     is_ordered: bool = False
     """True if groups have their own input order (``g_idx``)."""
     kind: str = "int"
-    """"int", or "float" for e4m3 and e2m1."""
+    """"int", "float" for e4m3 and e2m1, or "nvfp4"."""
     input_bits: int = 16
     """Of what is multiplied by; 16 stands for the model's dtype."""
     published: str = ""
@@ -30,6 +30,7 @@ class Weights:
     def __str__(self) -> str:
         group = "channel" if self.group_size == CHANNEL else f"group {self.group_size}"
         kind = {8: " FP8", 4: " MXFP4"}[self.bits] if self.kind == "float" else ""
+        kind = " NVFP4" if self.kind == "nvfp4" else kind
         zeros = "" if self.symmetric else " with zero points"
         published = f" (published as {self.published})" if self.published else ""
         return f"W{self.bits}A{self.input_bits}{kind} {group}{zeros}{published}"
@@ -37,6 +38,8 @@ class Weights:
     @property
     def format(self) -> str:
         """The format's name in ``emulator.quantized_packing``."""
+        if self.kind == "nvfp4":
+            return "blocks8"
         return {8: "e4m3", 4: "e2m1"}[self.bits] if self.kind == "float" else f"int{self.bits}"
 
     def obstacle(self, *, may_have_zeros: bool = False) -> tuple[str, str] | None:

@@ -129,6 +129,7 @@ SIZES = {
     "qwen3_moe": {"moe_intermediate_size": 128},
     "gpt_oss": {"intermediate_size": 64},
 }
+NVFP4 = Recipe(format="nvfp4", group_size=16, skipped=("self_attn", "mlp.gate"))
 NATIVE = {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
 
 
@@ -137,7 +138,10 @@ NATIVE = {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
     [
         ("qwen3_moe", MIXED, {}),
         ("gpt_oss", Recipe(format="mxfp4"), {}),
+        ("qwen3_moe", NVFP4, {}),
         *wide(
+            ("qwen3_moe", NVFP4, NATIVE),
+            ("qwen3_moe", NVFP4, {"kernels": "aten"}),
             ("qwen3_moe", W4, {}),
             ("qwen3_moe", Recipe(format="fp8", block=(64, 64), skipped=("mlp.gate",)), {}),
             ("qwen2_moe", Recipe(format="fp8", block=(0, 0), static=True), {}),
@@ -205,6 +209,7 @@ def test_an_adapter_over_quantised_weights_is_worth_its_merged_ones(
         ("qwen3_moe", FP8_CHANNEL),
         ("qwen3_moe", AWQ),
         ("gpt_oss", Recipe(format="mxfp4")),
+        ("qwen3_moe", NVFP4),
     ],
     ids=str,
 )

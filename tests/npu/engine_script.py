@@ -6,7 +6,7 @@ batch is aborted, if it is. Then, if they are given, the seed of sampled tokens,
 otherwise, whether steps check as many drafts as there are, whatever they gain, the texts (token
 ids) that vLLM's n-gram drafts are read from, the quantisation method of vLLM that is to accept
 float32, and when outputs are read against the rules. It prints the tokens of every job's batches
-behind ``RESULT``.
+behind ``RESULT``, before that how many tokens were drafted and accepted behind ``DRAFTS``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from typing import Any
 
 def main() -> None:
     """Each batch is answered before the next is sent: later ones meet what earlier ones left."""
+    drafts = _count_drafts()
     answers = [_answer(**job) for job in json.loads(sys.argv[1])]
+    sys.stdout.write(f"DRAFTS {json.dumps(drafts)}\n")
     sys.stdout.write(f"RESULT {json.dumps(answers)}\n")
 
 
@@ -61,6 +63,22 @@ def _answer(
     del llm
     gc.collect()
     return answers
+
+
+def _count_drafts() -> list[int]:
+    """Return the number of drafted tokens and of those that are accepted, as they become."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    counts = [0, 0]
+    count_them = Scheduler.make_spec_decoding_stats
+
+    def counted(self: Any, stats: Any, **of_request: Any) -> Any:
+        counts[0] += of_request["num_draft_tokens"]
+        counts[1] += of_request["num_accepted_tokens"]
+        return count_them(self, stats, **of_request)
+
+    setattr(Scheduler, "make_spec_decoding_stats", counted)  # noqa: B010
+    return counts
 
 
 def _draft_from(texts: list[list[int]]) -> None:

@@ -1,8 +1,8 @@
-"""Run in a process of its own: two engines over the SDK's double that share their experts.
+"""Run in a process of its own: engines over the SDK's double that share their experts.
 
 Its argument is a JSON object: the model's path, options of vLLM's engine, the prompts (token ids)
 and how many tokens to answer with. It prints the tokens of each round behind ``RESULT``: all on
-the second engine, one after the other; all at once, on both.
+the second engine, one after the other; all at once, on all. There are two engines by default.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ async def _answer(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=path, data_parallel_size=2, **options))
+    options = {"data_parallel_size": 2} | options
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=path, **options))
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
     async def generate(name: str, place: int, rank: int) -> list[int]:
@@ -39,8 +40,9 @@ async def _answer(
     try:
         # The first engine runs padding.
         alone = [await generate(f"alone-{place}", place, 1) for place in places]
-        both = [generate(f"both-{place}", place, place % 2) for place in places]
-        return [alone, list(await asyncio.gather(*both))]
+        ranks = [place % options["data_parallel_size"] for place in places]
+        all_of = [generate(f"all-{place}", place, ranks[place]) for place in places]
+        return [alone, list(await asyncio.gather(*all_of))]
     finally:
         llm.shutdown()
 

@@ -18,13 +18,8 @@ from server.commands.graph_checks import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.e5m2_cache import answers_over_e5m2_cache
 from tests.engine.test_e4m3_cache import with_scales
-from tests.engine.test_equality import make_prompts
 from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, Job, run
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
-
-# Of the vendor's deployment of MiniMax-M2.7; a block and a half.
-LARGE_BLOCK = 4096
-(LONG,) = make_prompts([LARGE_BLOCK + 300], seed=13)
 
 # So coarse that tokens depend on the rounding, and on which scale is whose.
 SCALES = ((64.0, 32.0), (32.0, 256.0), (128.0, 16.0))
@@ -92,25 +87,6 @@ def test_e5m2_answers_as_rounded_so(tmp_path: Path) -> None:
     broken = run([job], tmp_path / "npu", **{"break": ["cache_dtype"]})
     assert broken.answers != [expected]
     assert all(call["hit"] for warm in (elsewhere, broken) for call in warm.calls("compile"))
-
-
-@pytest.mark.engine
-@pytest.mark.wide
-def test_a_small_minimax_as_the_vendor_deploys_it(tmp_path: Path) -> None:
-    """FP8 experts, an FP8 cache and blocks of 4,096, on one rank."""
-    recipe = Recipe(format="fp8", block=(32, 64), skipped=("block_sparse_moe.gate",))
-    sizes = {"max_position_embeddings": 2 * LARGE_BLOCK, "intermediate_size": 128}
-    path = make_quantized_checkpoint("minimax_m2", tmp_path / "fp8", recipe, **sizes)
-    options = {
-        "kv_cache_dtype": "fp8",
-        "block_size": LARGE_BLOCK,
-        "max_model_len": 2 * LARGE_BLOCK,
-        "max_num_batched_tokens": 512,
-    }
-    plain, ones = path / "plain", ((1.0, 1.0),) * len(SCALES)
-    job = Job(path, options, [[ONE_CHUNK, LONG]], reference=plain, cache_scales=ones)
-    ran = run([job], tmp_path / "npu")
-    assert ran.answers == [job.expected()]
 
 
 def config_of(checkpoint: Path, **options: Any) -> VllmConfig:

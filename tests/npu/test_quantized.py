@@ -160,6 +160,36 @@ def test_gpt_oss_as_published_answers_as_its_float32_copy(tmp_path: Path) -> Non
     assert "rbln_custom_ops::custom_moe_glu_mxfp4" in ops
 
 
+@pytest.mark.engine
+def test_nvfp4_experts_answer_as_their_float32_copy(tmp_path: Path) -> None:
+    recipe = Recipe(format="nvfp4", group_size=16, skipped=("self_attn", "mlp.gate"))
+    sizes = {"max_position_embeddings": 4096, "moe_intermediate_size": 128}
+    path = make_quantized_checkpoint("qwen3_moe", tmp_path / "nvfp4", recipe, **sizes)
+    job = Job(path, batches=[[ONE_CHUNK]], reference=path / "plain")
+    ran = run([job], tmp_path / "npu")
+    assert ran.answers == [job.expected()]
+    ops = {name for call in ran.calls("compile") for name, _ in call["sdk_ops"]}
+    assert "rbln_custom_ops::custom_moe_glu_group_dequantize" in ops
+    given = {x["dtype"] for call in ran.calls("compile") for x in call["inputs"]}
+    assert {"uint8", "float8_e4m3fn"} <= given, "weights stay fields on the device"
+    broken = run([job], tmp_path / "broken", **{"break": ["nibbles"]})
+    assert broken.answers != ran.answers
+
+
+@pytest.mark.engine
+def test_switched_on_inputs_of_linear_layers_are_scaled(tmp_path: Path) -> None:
+    """As theirs, which are not rounded: the answer is the same."""
+    recipe = Recipe(format="fp8", block=(32, 64))
+    path = make_quantized_checkpoint(
+        "llama", tmp_path / "fp8", recipe, max_position_embeddings=4096
+    )
+    job = Job(path, batches=[[ONE_CHUNK]], reference=path / "plain")
+    ran = run([job], tmp_path / "npu", rbln={"use_w8a8": True})
+    assert ran.answers == [job.expected()]
+    clamps = [sum(n for op, n in x["ops"].items() if "clamp" in op) for x in ran.calls("compile")]
+    assert max(clamps) > 0
+
+
 @pytest.mark.parametrize("make", [make_bytes, make_words])
 def test_other_formats_than_the_sdk_s_are_refused(
     sdk: ModuleType, make: Callable[[], object]

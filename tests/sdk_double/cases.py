@@ -219,6 +219,17 @@ def a_weight_written_after_it_was_loaded() -> None:
     assert graph(torch.zeros(3)).tolist() == [1.0, 1.0, 1.0], "the device has its own copy"
 
 
+def models_that_name_weights_alike() -> None:
+    """Each has a KV cache of its own; both know the last weight."""
+    device, common = Device(), torch.ones(2)
+    other = torch.zeros_like(device.kv)
+    device.context.mark_static_address(other, "drafts")
+    for size, cache in ((2, device.kv), (3, other), (2, None)):
+        if cache is not None:
+            _load(device, torch.ones(size), cache)
+        _load(device, common, cache, "embedding")
+
+
 def outputs_in_the_same_memory() -> None:
     graph = Device().compile(lambda x: x + 1, use_static_output=True)
     first = graph(torch.zeros(3))
@@ -286,10 +297,15 @@ def an_index_of_32_bits() -> None:
 
 
 def two_weights_of_one_name() -> None:
-    context = rebel.CompileContext(use_weight_sharing=True)
+    device = Device()
     for size in (2, 3):
-        options = {"compile_context": context}
-        torch_compile.rbln_backend(_adder(torch.ones(size)), [torch.zeros(size)], options=options)
+        _load(device, torch.ones(size), device.kv)
+
+
+def two_names_of_one_weight() -> None:
+    device, weight = Device(), torch.ones(2)
+    for name in ("weight", "bias"):
+        _load(device, weight, device.kv, name)
 
 
 def a_graph_that_is_called() -> None:
@@ -315,6 +331,19 @@ def two_inputs_in_the_same_memory() -> None:
     graph = Device().compile(lambda x, y: x + y)
     graph(torch.zeros(3), torch.zeros(3))
     graph(both[:3], both[1:])
+
+
+def _load(device: Device, weight: Tensor, cache: Tensor | None, name: str = "weight") -> None:
+    """Compile a graph that adds ``weight``, and reads ``cache`` if there is one."""
+    graph = fx.Graph()
+    caches = [] if cache is None else [cache]
+    given = [graph.placeholder(word) for word in ("x", name, *("kv" for _ in caches))]
+    total = graph.call_function(torch.add, (given[0], given[1]))
+    total.meta["example_value"] = weight
+    graph.output((total, *given[2:]))
+    values = [torch.zeros_like(weight), nn.Parameter(weight, requires_grad=False), *caches]
+    options = {"compile_context": device.context}
+    torch_compile.rbln_backend(fx.GraphModule(nn.Module(), graph), values, options=options)
 
 
 def _adder(weight: Tensor | None = None) -> fx.GraphModule:

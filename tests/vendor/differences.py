@@ -77,6 +77,22 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
     "experts": _PADDING_MASK,
     "fp8 experts": _PADDING_MASK,
     "fp8 experts w8a8": _PADDING_MASK,
+    "nvfp4 experts": _PADDING_MASK,
+    "eagle": (
+        Difference(
+            "theirs",
+            r"input (prefill|decode) host on cpu float32 3d",
+            "hidden states before a layer have an axis for the batch; ours have all tokens of a "
+            "step in one axis, as the model's graphs return them",
+        ),
+        Difference(
+            "theirs",
+            r"input decode host on cpu int32 1d",
+            "the places that drafts begin from are int32 with them, int64 with us; converted as "
+            "token ids are",
+        ),
+        Difference("ours", r"input decode host on cpu int64 1d", "as above"),
+    ),
     "latent": (
         *_PADDING_MASK,
         Difference(

@@ -108,7 +108,11 @@ NGRAM = {
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 _FP8 = Recipe(format="fp8", block=(32, 64))
 # vLLM's names of formats that it calls otherwise.
-_METHODS = {"mxfp4": "gpt_oss_mxfp4", "modelopt-mixed": "modelopt_mixed"}
+_METHODS = {
+    "mxfp4": "gpt_oss_mxfp4",
+    "modelopt-mixed": "modelopt_mixed",
+    "nvfp4": "modelopt_mixed",
+}
 HOST = Run()
 DEVICE = Run(device_tensors=True, options=_FIXED_KV)
 WITHOUT_NPU = replace(
@@ -130,6 +134,8 @@ RUNS: Mapping[str, Run] = {
         HOST, options={"kv_cache_dtype": "fp8_e5m2"}, cache_scales=((1.0, 1.0),) * 3
     ),
     "fp8 blocks": replace(HOST, recipe=_FP8),
+    # Their graph scales the inputs of linear layers, and does not round them.
+    "fp8 blocks w8a8": replace(HOST, recipe=_FP8, environment={"VLLM_RBLN_USE_W8A8": "1"}),
     "fp8 experts": replace(
         HOST,
         family="qwen3_moe",
@@ -148,6 +154,12 @@ RUNS: Mapping[str, Run] = {
     "modelopt fp8": replace(
         HOST, recipe=Recipe(format="modelopt-mixed", block=(0, 0), static=True)
     ),
+    "nvfp4 experts": replace(
+        HOST,
+        family="qwen3_moe",
+        fields={"moe_intermediate_size": 128},
+        recipe=Recipe(format="nvfp4", group_size=16, skipped=("self_attn", "mlp.gate")),
+    ),
     "latent": replace(HOST, family="deepseek_v3", fields=LATENT),
     # As gpt-oss is published.
     "mxfp4 experts": replace(
@@ -163,6 +175,7 @@ RUNS: Mapping[str, Run] = {
         lengths=(300, BLOCK - 5, 2 * BLOCK - NUM_TOKENS),
     ),
     "medusa": replace(HOST, drafts_by="medusa", lengths=(300, 90, BLOCK - 5)),
+    "eagle": replace(HOST, drafts_by="eagle", lengths=(300, 90, BLOCK - 5)),
     "two ranks": replace(HOST, options={"tensor_parallel_size": 2}),
     "compile only": WITHOUT_NPU,
     # As many blocks as their estimate of a CR13 says fit; of small heads that would be too many.
@@ -220,6 +233,8 @@ class Answered:
     checkpoint: Path
     tokens: list[list[list[int]]]
     log_path: Path
+    drafted: int = 0
+    accepted: int = 0
 
     def expected(self) -> list[list[list[int]]]:
         """The same rounds by transformers."""
@@ -271,7 +286,12 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
         timeout=1500,
         check=False,
     )
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    results = _printed(done.stdout, "RESULT")
     assert results, f"status {done.returncode}: {done.stderr[-4000:]}"
-    (tokens,) = json.loads(results[-1].removeprefix("RESULT"))
-    return Answered(run, checkpoint, tokens, log)
+    (tokens,) = results[-1]
+    drafted, accepted = _printed(done.stdout, "DRAFTS")[-1]
+    return Answered(run, checkpoint, tokens, log, drafted, accepted)
+
+
+def _printed(text: str, word: str) -> list[Any]:
+    return [json.loads(x.removeprefix(word)) for x in text.splitlines() if x.startswith(word)]

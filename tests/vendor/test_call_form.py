@@ -22,9 +22,9 @@ WIDE = [
     pytest.param(name, marks=pytest.mark.wide)
     for name in (
         *("llama device", "one block", "window", "window device", "window shift"),
-        *("experts", "fp8 cache", "e5m2 cache", "drafts", "medusa", "two ranks"),
+        *("experts", "fp8 cache", "e5m2 cache", "drafts", "medusa", "eagle", "two ranks"),
         *("fp8 blocks", "fp8 experts", "fp8 experts w8a8", "mxfp4 experts"),
-        *("modelopt fp8", "latent"),
+        *("fp8 blocks w8a8", "nvfp4 experts", "modelopt fp8", "latent"),
     )
 ]
 

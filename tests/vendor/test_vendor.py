@@ -71,6 +71,8 @@ def test_a_dropped_copy_makes_their_answer_wrong(name: str, tmp_path: Path) -> N
         ("fp8 experts w8a8", "scales"),
         ("mxfp4 experts", "nibbles"),
         ("e5m2 cache", "cache_dtype"),
+        ("nvfp4 experts", "nibbles"),
+        ("nvfp4 experts", "scales"),
     ],
 )
 def test_stored_values_read_otherwise_answer_otherwise(
@@ -79,6 +81,32 @@ def test_stored_values_read_otherwise_answer_otherwise(
     """Theirs are read by the double's ops: another order of the parts, or dtype, shows."""
     run = run_vendor(RUNS[name], tmp_path, broken=broken)
     assert run.tokens != run.expected()
+
+
+def test_switched_on_inputs_of_linear_layers_are_scaled(
+    answered: Callable[[str], Answered],
+) -> None:
+    """They are not rounded, so that the answer is the same: the graph shows it."""
+    clamps = {
+        name: sum(line["ops"].get("Tensor.clamp", 0) for line in answered(name).calls("compile"))
+        for name in ("fp8 blocks", "fp8 blocks w8a8")
+    }
+    assert clamps["fp8 blocks"] == 0 < clamps["fp8 blocks w8a8"]
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle"])
+def test_fitted_drafts_are_accepted(name: str, answered: Callable[[str], Answered]) -> None:
+    run = answered(name)
+    assert run.accepted > 0.5 * run.drafted > 0
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle"])
+def test_drafts_without_hidden_states_are_rejected(name: str, tmp_path: Path) -> None:
+    """Their answers stay those of transformers: only what the model itself says is kept."""
+    run = run_vendor(RUNS[name], tmp_path, broken="hidden_states")
+    assert run.tokens == run.expected()
+    # Embeddings alone are right of some.
+    assert run.accepted < 0.3 * run.drafted
 
 
 def test_compile_only_leaves_binaries_that_a_host_with_an_npu_takes(tmp_path: Path) -> None:

@@ -55,6 +55,10 @@ PASSED: Mapping[str, str] = {
         " Tensor? down_bias"
     ),
     "custom_moe_glu_group_dequantize": f"Tensor hidden_states, {_BLOCKS}, {_BIASES}",
+    "custom_moe_glu_group_dequantize.nvfp4": (
+        f"Tensor hidden_states, {_BLOCKS}, {_BIASES}, *, Tensor gate_scale_2, Tensor up_scale_2,"
+        " Tensor down_scale_2, str weight_dtype"
+    ),
     "custom_moe_glu_w8a8": (
         f"Tensor hidden_states, Tensor hidden_scale, {_BLOCKS}, ScalarType compute_dtype, {_BIASES}"
     ),
@@ -67,7 +71,7 @@ PASSED: Mapping[str, str] = {
     "argmax": "Tensor logits",
     "top_k_top_p": "Tensor probs, Tensor k, Tensor p",
 }
-"""By op: the arguments that are passed, by position."""
+"""By op: the arguments that are passed, by position; behind a dot, a form with further ones."""
 
 
 def namespace_of(name: str) -> str:
@@ -92,7 +96,8 @@ def check_ops(*names: str) -> None:
 
 
 def _problem(name: str) -> str | None:
-    packet = getattr(getattr(torch.ops, namespace_of(name)), name, None)
+    op = name.partition(".")[0]
+    packet = getattr(getattr(torch.ops, namespace_of(name)), op, None)
     if packet is None:
         return "is missing"
     wanted = packet.default._schema.arguments

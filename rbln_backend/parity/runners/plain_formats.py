@@ -43,6 +43,9 @@ def _plain(stored: _Stored, quantization: Mapping[str, Any]) -> tuple[Tensors, s
         names = [kind.removesuffix(_MXFP4) for kind in blocks]
         made = {name: _mxfp4(stored[f"{name}_blocks"], stored[f"{name}_scales"]) for name in names}
         return made, {*blocks, *(f"{name}_scales" for name in names)}
+    if "weight_scale_2" in stored:
+        taken = {"weight", "weight_scale", "weight_scale_2", "input_scale"}
+        return {"weight": _nvfp4(stored, quantization)}, taken
     for kind, (unpack, others) in _FORMS.items():
         if kind in stored and (kind != "weight" or stored[kind].dtype in _BYTES):
             return {"weight": unpack(stored, quantization)}, {kind, *others}
@@ -141,6 +144,15 @@ def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     sizes = _E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
     weight = sizes * 2.0 ** (scales.float() - 127).unsqueeze(-1)
     return weight.flatten(2).transpose(1, 2).contiguous()
+
+
+def _nvfp4(stored: _Stored, _: Mapping[str, Any]) -> Tensor:
+    """Pairs uint8 [N, K / 2], scales e4m3 [N, groups] and one for all, to [N, K]."""
+    codes = torch.stack((stored["weight"] & 15, stored["weight"] >> 4), dim=-1).flatten(1).long()
+    sizes = _E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+    scales = stored["weight_scale"].float() * stored["weight_scale_2"].float()
+    weight: Tensor = sizes.unflatten(1, (scales.shape[1], -1)) * scales.unsqueeze(-1)
+    return weight.flatten(1)
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import psutil
@@ -112,10 +113,10 @@ def packing_bytes(model: nn.Module) -> int:
     """Return the bytes that packed weights take beyond the weights' own.
 
     A weight that is also read unpacked (an embedding that is the LM head) is kept beside its packed
-    form, and one that needs padding grows.
+    form, and one that needs padding grows. Experts in NVFP4 are kept in bytes.
     """
     owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    extra = 0
+    extra = sum(_expert_bytes(layer) for layer in model.modules())
     for parameter in model.parameters():
         weight = parameter.data
         if not can_pack(weight):
@@ -126,6 +127,13 @@ def packing_bytes(model: nn.Module) -> int:
         elif not fits_in_place(weight):
             extra += packed - weight.nbytes
     return extra
+
+
+def _expert_bytes(layer: nn.Module) -> int:
+    # Their module is imported with vLLM's expert layers, for quantised checkpoints alone.
+    count: Callable[[nn.Module], int] | None
+    count = getattr(getattr(layer, "quant_method", None), "packing_bytes", None)
+    return 0 if count is None else count(layer)
 
 
 def _lora_bytes(found: Preflight) -> int:

@@ -7,6 +7,9 @@ from rebel.device import KvMemory, storage_id
 from rebel.rules import require
 from torch import Tensor
 
+# Storage, offset and shape.
+_Place = tuple[int, int, tuple[int, ...]]
+
 
 class CompileContext:
     """Names of static tensors and of weights; graphs compiled with it address the same memory."""
@@ -15,7 +18,9 @@ class CompileContext:
         self.use_weight_sharing = use_weight_sharing
         self.use_global_ctx = use_global_ctx
         self.kv = KvMemory()
-        self._weights: dict[str, Tensor] = {}
+        self._names: dict[_Place, tuple[str, Tensor]] = {}
+        # By name of the weight, then by name of a KV cache that its graphs read.
+        self._places: dict[str, dict[str, _Place]] = {}
         log.write("context", use_weight_sharing=use_weight_sharing, use_global_ctx=use_global_ctx)
 
     def mark_static_address(self, tensor: Tensor, name: str) -> None:
@@ -30,16 +35,25 @@ class CompileContext:
         require("static", tensor.device.type == "meta", f"{name} is on {tensor.device.type}")
         self.kv.add(tensor, name)
 
-    def name_weight(self, name: str, weight: Tensor) -> None:
-        """Note that a graph calls ``weight`` by ``name``; a name means one weight."""
-        known = self._weights.setdefault(name, weight)
-        same = (storage_id(known), known.storage_offset(), known.shape) == (
-            storage_id(weight),
-            weight.storage_offset(),
-            weight.shape,
-        )
+    def name_weight(self, name: str, weight: Tensor, caches: frozenset[str]) -> None:
+        """Note that a graph over the static tensors ``caches`` calls ``weight`` by ``name``.
+
+        Two models may use a name for weights of their own, as vllm_rbln's model and its EAGLE
+        layer do (both are ``self.model`` in ``model_wrapper``); each has KV caches of its own.
+        """
+        place = _place(weight)
+        # The tensor is kept, so that its storage's identity stays its own.
+        first, _ = self._names.setdefault(place, (name, weight))
+        require("weights", first == name, f"{name} was {first} in another graph")
+        known = self._places.setdefault(name, {})
+        others = [other for cache in caches if (other := known.setdefault(cache, place)) != place]
         require(
             "weights",
-            same,
-            f"{name} is {list(weight.shape)} here and was {list(known.shape)} of other storage",
+            not others,
+            f"{name} is {list(weight.shape)} here and was "
+            f"{[list(shape) for _, _, shape in others]} over the same caches",
         )
+
+
+def _place(weight: Tensor) -> _Place:
+    return storage_id(weight), weight.storage_offset(), tuple(weight.shape)

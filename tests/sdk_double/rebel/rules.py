@@ -49,7 +49,10 @@ RULES = {
     ),
     "schema": Rule("an SDK op gets all its arguments, in the dtypes and ranks of 0.12", "vendor"),
     "static": Rule("KV is a static tensor on meta, or a tensor of the device", "vendor"),
-    "weights": Rule("a weight's name means one weight in a context", "vendor"),
+    "weights": Rule(
+        "a weight has one name in a context, and a name one weight among graphs of one KV cache",
+        "vendor",
+    ),
     "weights_fixed": Rule(
         "a weight goes to the device once: later host writes are not seen", "ours"
     ),

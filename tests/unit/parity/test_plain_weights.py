@@ -32,6 +32,7 @@ from tests.quantized_tensors import CHANNEL
         Recipe(format="float-quantized", block=(64, 64)),
         Recipe(format="int-quantized", block=(0, 0), static=True),
         Recipe(format="mxfp4"),
+        Recipe(format="nvfp4", group_size=16),
     ],
     ids=str,
 )

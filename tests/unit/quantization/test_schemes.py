@@ -184,14 +184,29 @@ def test_refusals_of_fp8_and_awq(
             },
             "quantized_layers['b'].quant_algo is 'NVFP4'",
         ),
+        (
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a.experts": {"quant_algo": "NVFP4", "group_size": 64}},
+            },
+            "quantized_layers['a.experts'].group_size is 64",
+        ),
     ],
 )
 def test_refusals_of_modelopt(fields: dict[str, Any], named: str) -> None:
     config = quantization_config(Recipe(format="modelopt", block=(0, 0))) | fields
     with pytest.raises(UnsupportedModelError) as caught:
         check(config)
-    for part in (f"quantization_config.{named}", "FP8 with a scale per tensor", "bfloat16 copy"):
+    for part in (f"quantization_config.{named}", "NVFP4", "bfloat16 copy"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "w4a16_nvfp4"])
+def test_experts_in_nvfp4_are_taken(algorithm: str) -> None:
+    layers = {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": algorithm, "group_size": 16}}
+    recipe = Recipe(format="modelopt", block=(0, 0))
+    named = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    check(quantization_config(recipe) | named)
 
 
 def test_weights_that_were_ordered_before_are_taken() -> None:

@@ -76,13 +76,14 @@ def check_weights(
     """Rule ``weights``, for placeholders and attributes alike."""
     if context is None:
         return
+    caches = frozenset(context.kv.name_of(x.value) or "" for x in inputs if x.kind == "static")
     owned = {name for name, _ in [*module.named_parameters(), *module.named_buffers()]}
     for name, weight in attributes(module):
         if name in owned:
-            context.name_weight(name, weight)
+            context.name_weight(name, weight, caches)
     for given in inputs:
         if given.kind == "weight":
-            context.name_weight(given.name, given.value)
+            context.name_weight(given.name, given.value, caches)
 
 
 def check_contiguous(module: fx.GraphModule, inputs: Sequence[Input]) -> None:

@@ -92,6 +92,8 @@ class Runtime:
             return self._context.kv.on_device(value)
         if given.kind == "weight":
             return upload(value)
+        if "hidden_states" in SETTINGS.broken and "hidden_states" in given.name:
+            return torch.zeros(value.shape, dtype=value.dtype)
         if isinstance(value, Tensor) and is_device_tensor(value):
             return alias_of_device_tensor(value)
         return value.detach() if isinstance(value, Tensor) else value

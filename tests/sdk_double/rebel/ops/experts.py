@@ -1,7 +1,7 @@
 """The experts of a layer, given what each token wants of each expert.
 
-``custom_moe_glu`` takes plain weights, ``custom_moe_glu_group_dequantize`` e4m3 in blocks, and
-``custom_moe_glu_w8a8`` tokens of e4m3 in groups, too.
+``custom_moe_glu`` takes plain weights, ``custom_moe_glu_group_dequantize`` e4m3 in blocks or NVFP4,
+and ``custom_moe_glu_w8a8`` tokens of e4m3 in groups, too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rebel.ops.library import CUSTOM, define, describe
+from rebel.ops.nvfp4 import NVFP4, check_nvfp4, from_nvfp4
 from rebel.rules import require
 from rebel.settings import SETTINGS
 from torch import Tensor
@@ -88,10 +89,23 @@ def moe_glu_blocks(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     expert_map: Tensor | None,
+    *,
+    gate_proj_scale_2: Tensor | None = None,
+    up_proj_scale_2: Tensor | None = None,
+    down_proj_scale_2: Tensor | None = None,
+    weight_dtype: str | None = None,
 ) -> Tensor:
-    """As ``moe_glu`` with e4m3 weights [E, N, K] and float32 scales [E, rows, K / group_size]."""
+    """As ``moe_glu`` with e4m3 weights [E, N, K] and float32 scales [E, rows, K / group_size].
+
+    With ``weight_dtype`` float4_e2m1fn: see ``from_nvfp4``.
+    """
     pairs = ((gate, gate_scale), (up, up_scale), (down, down_scale))
-    plain = [_from_blocks(weight, scale, int(group_size)) for weight, scale in pairs]
+    if weight_dtype == NVFP4:
+        seconds = (gate_proj_scale_2, up_proj_scale_2, down_proj_scale_2)
+        parts = zip(pairs, seconds, strict=True)
+        plain = [from_nvfp4(*pair, second, int(group_size)) for pair, second in parts]
+    else:
+        plain = [_from_blocks(weight, scale, int(group_size)) for weight, scale in pairs]
     return moe_glu(x, *plain, routing, hidden_act, expert_map, gate_bias, up_bias, down_bias)
 
 
@@ -131,9 +145,15 @@ def _fake_blocks(
     group_size: Tensor,
     hidden_act: str,
     *rest: object,
+    weight_dtype: str | None = None,
+    **seconds: Tensor | None,
 ) -> Tensor:
-    dtypes = {gate.dtype, up.dtype, down.dtype}
-    require("schema", dtypes == {torch.float8_e4m3fn}, f"weights are {dtypes}, not e4m3")
+    if weight_dtype is None:
+        dtypes = {gate.dtype, up.dtype, down.dtype}
+        require("schema", dtypes == {torch.float8_e4m3fn}, f"weights are {dtypes}, not e4m3")
+    else:
+        pairs = ((gate, gate_scale), (up, up_scale), (down, down_scale))
+        check_nvfp4(weight_dtype, pairs, list(seconds.values()))
     one_number = group_size.dim() == 0 and group_size.dtype == torch.int32
     require("schema", one_number, f"group_size is {describe(group_size)}, not int32[]")
     return _fake(x, gate, up, down, routing, hidden_act)

@@ -29,16 +29,19 @@ _ARGUMENTS = ", ".join(
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Blocks [N, K / 2] and scales [N, K / 32] to float32 [N, K].
+    """Blocks [N, K / 2] and scales [N, K / 32] to float32 [N, K]."""
+    return e2m1_numbers(blocks) * torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+
+
+def e2m1_numbers(packed: Tensor) -> Tensor:
+    """Packed uint8 [..., K / 2] to float32 [..., K].
 
     With ``nibbles`` broken the first number of a byte is in its upper half.
     """
-    halves = [blocks & 0xF, blocks >> 4]
+    halves = [packed & 0xF, packed >> 4]
     if "nibbles" in SETTINGS.broken:
         halves.reverse()
-    fields = torch.stack(halves, dim=-1).flatten(-2)
-    powers = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
-    return _E2M1[fields.long()] * powers
+    return _E2M1[torch.stack(halves, dim=-1).flatten(-2).long()]
 
 
 def moe_glu_mxfp4(x: Tensor, *rest: Tensor | None) -> Tensor:

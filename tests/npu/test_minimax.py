@@ -1,0 +1,95 @@
+"""MiniMax-M2.7 as the vendor deploys it, small: FP8 experts, an FP8 cache, blocks of 4,096.
+
+Its prompts are read by four pipeline stages, its answers written by four engines that share the
+experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.script import run_script
+from tests.engine.test_equality import make_prompts
+from tests.npu.engines import ONE_CHUNK, OPTIONS, Job, run
+from tests.npu.test_shared_experts import SCRIPT
+from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
+from tests.sdk_double.launch import double_environment, read_log
+
+pytestmark = [pytest.mark.engine, pytest.mark.wide, pytest.mark.timeout(1800)]
+
+BLOCK, LAYERS, NUM_TOKENS = 4096, 4, 6
+# One for each engine.
+PROMPTS = [ONE_CHUNK, *make_prompts([BLOCK + 104, 40, 128], seed=9)]
+AS_DEPLOYED: dict[str, Any] = {
+    "kv_cache_dtype": "fp8",
+    "block_size": BLOCK,
+    "max_model_len": 2 * BLOCK,
+    "max_num_batched_tokens": 512,
+}
+
+
+@dataclass(frozen=True)
+class Small:
+    """The checkpoint, and answers of transformers over keys and values of e4m3."""
+
+    path: Path
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+    def job(self, **options: Any) -> Job:
+        """Return an engine's life with ``options`` beyond those of the deployment."""
+        ones = ((1.0, 1.0),) * LAYERS
+        return Job(
+            self.path,
+            AS_DEPLOYED | options,
+            [self.prompts],
+            NUM_TOKENS,
+            reference=self.path / "plain",
+            cache_scales=ones,
+        )
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    recipe = Recipe(format="fp8", block=(32, 64), skipped=("block_sparse_moe.gate",))
+    sizes = {
+        "max_position_embeddings": 2 * BLOCK,
+        "intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+    }
+    path = tmp_path_factory.mktemp("minimax") / "fp8"
+    make_quantized_checkpoint("minimax_m2", path, recipe, **sizes)
+    unanswered = Small(path, PROMPTS, [])
+    (answers,) = unanswered.job().expected()
+    return Small(path, unanswered.prompts, answers)
+
+
+@pytest.mark.parametrize("stages", [1, LAYERS])
+def test_stages_answer_as_transformers(small: Small, tmp_path: Path, stages: int) -> None:
+    ran = run([small.job(pipeline_parallel_size=stages)], tmp_path, devices=4)
+    assert ran.answers == [[small.answers]]
+    opened = [x["variables"] for x in ran.calls("environment") if x["when"] == "open"]
+    assert len({found["RBLN_VISIBLE_DEVICES"] for found in opened}) == stages
+
+
+def test_four_engines_that_share_experts_answer_as_transformers(
+    small: Small, tmp_path: Path
+) -> None:
+    rbln = {"cache_root": str(tmp_path / "cache"), "record_usage": False, "num_threads": 1}
+    options = {"data_parallel_size": 4, "enable_expert_parallel": True}
+    request = {
+        "path": str(small.path),
+        "options": OPTIONS | AS_DEPLOYED | {"additional_config": {"rbln": rbln}} | options,
+        "prompts": small.prompts,
+        "max_tokens": NUM_TOKENS,
+    }
+    log = tmp_path / "calls.jsonl"
+    variables = double_environment(log, devices=4) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    answers = run_script(SCRIPT, request, variables, timeout_s=1500, own_imports=True)
+    assert answers == [small.answers, small.answers]
+    opened = [x["variables"] for x in read_log(log, "environment") if x["when"] == "open"]
+    assert len({found["RBLN_VISIBLE_DEVICES"] for found in opened}) == 4
