@@ -14,6 +14,7 @@ from tests.eagle3_checkpoints import fitted_eagle3, random_eagle3
 from tests.npu.engines import Job, Ran, run
 from tests.npu.test_draft_models import with_model
 from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH
+from tests.npu.test_engines import YARN_OVER_LONG
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -35,7 +36,9 @@ def cold(fitted: Job, folder: Path) -> Ran:
 
 def fitted_job(checkpoints: CheckpointCache, folder: Path, arch: str) -> Job:
     """Return a job of ``arch`` with a layer that is right."""
-    served = checkpoints(arch, max_position_embeddings=CONTEXT)
+    # Its positions otherwise end before the context does.
+    ropes = {"rope_parameters": YARN_OVER_LONG} if arch == "gpt_oss" else {}
+    served = checkpoints(arch, max_position_embeddings=CONTEXT, **ropes)
     job = Job(served, {"max_model_len": CONTEXT}, BATCHES, LENGTH, checks_all_drafts=True)
     batch, answers = job.batches[0], job.expected()[0]
     texts = [prompt + answer for prompt, answer in zip(batch, answers, strict=True)]
