@@ -102,10 +102,6 @@ def fitted_eagle(
     return _write_eagle(folder, served, {"fc.weight": fitted}, scale=0.02)
 
 
-FITTED = {"medusa": fitted_medusa, "eagle": fitted_eagle}
-"""By vLLM's name of the method."""
-
-
 def random_eagle(folder: Path, served: Path) -> Path:
     """Write EAGLE's layer with random weights, whose drafts are wrong."""
     return _write_eagle(folder, served, {}, scale=1.0)

@@ -11,13 +11,13 @@ import pytest
 
 from rbln_backend.speculation.chooser import Chooser, StepChoice
 from rbln_backend.worker.buckets.bucket_change import BucketChange
-from tests.draft_checkpoints import FITTED
 from tests.engine.conftest import Engine, Engines
 from tests.engine.oracle import MOST
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_pooling import EMBED, assert_close, vectors
 from tests.engine.test_scheduling import greedy, tokens
+from tests.fitted_drafts import FITTED
 
 pytestmark = pytest.mark.engine
 

@@ -18,14 +18,8 @@ from rbln_backend.vllm_compat.surface import compiled_sizes
 from server.tuning.replay import Player, ReplayRound
 from server.tuning.simulator import Request
 from tests.checkpoint_tokenizer import VOCAB_SIZE
-from tests.draft_checkpoints import (
-    fitted_eagle,
-    fitted_medusa,
-    random_eagle,
-    random_medusa,
-    write_medusa,
-)
-from tests.eagle3_checkpoints import NARROW, Eagle3Reference, fitted_eagle3, random_eagle3
+from tests.draft_checkpoints import random_eagle, random_medusa, write_medusa
+from tests.eagle3_checkpoints import NARROW, Eagle3Reference, random_eagle3
 from tests.eagle_reference import EagleReference
 from tests.engine.conftest import DEFAULTS, Engine, Engines
 from tests.engine.oracle import MOST, AnyLength
@@ -40,6 +34,7 @@ from tests.engine.test_speculation import (
     results,
     seeded,
 )
+from tests.fitted_drafts import FITTED
 
 pytestmark = pytest.mark.engine
 
@@ -104,7 +99,6 @@ def texts(engines: Engines) -> list[list[int]]:
 
 
 REFERENCES: dict[str, Any] = {"eagle": EagleReference, "eagle3": Eagle3Reference}
-FITTED = {"medusa": fitted_medusa, "eagle": fitted_eagle, "eagle3": fitted_eagle3}
 RANDOM = {"medusa": random_medusa, "eagle": random_eagle, "eagle3": random_eagle3}
 
 

@@ -220,14 +220,15 @@ def a_weight_written_after_it_was_loaded() -> None:
 
 
 def models_that_name_weights_alike() -> None:
-    """Each has a KV cache of its own; both know the last weight."""
-    device, common = Device(), torch.ones(2)
+    """Each has a KV cache of its own; both know the last two weights, one by two names."""
+    device, common, head = Device(), torch.ones(2), torch.ones(2)
     other = torch.zeros_like(device.kv)
     device.context.mark_static_address(other, "drafts")
     for size, cache in ((2, device.kv), (3, other), (2, None)):
         if cache is not None:
             _load(device, torch.ones(size), cache)
         _load(device, common, cache, "embedding")
+        _load(device, head, cache, "own_head" if cache is other else "head")
 
 
 def outputs_in_the_same_memory() -> None:

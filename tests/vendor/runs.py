@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import CheckpointCache
-from tests.draft_checkpoints import FITTED
 from tests.e4m3_inputs import answers_over_e4m3_inputs
 from tests.e5m2_cache import answers_over_e5m2_cache
+from tests.fitted_drafts import FITTED
+from tests.mtp_checkpoints import MtpMaker
 from tests.npu.engines import SCRIPT
 from tests.npu.test_engines import YARN_OVER_LONG
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
@@ -66,6 +67,8 @@ class Run:
 
     def checkpoint(self, make: CheckpointCache) -> Path:
         """A tiny member of the family that takes prompts of two blocks."""
+        if self.drafts_by == "mtp":
+            return self.mtp_maker(make).served
         fields = {"max_position_embeddings": 2 * BLOCK} | dict(self.fields)
         if self.recipe is None:
             return make(self.family, **fields)
@@ -80,6 +83,10 @@ class Run:
             except OSError:
                 shutil.rmtree(building)
         return place
+
+    def mtp_maker(self, make: CheckpointCache) -> MtpMaker:
+        """What adds an MTP layer to the checkpoint."""
+        return MtpMaker(self.family, make, max_position_embeddings=2 * BLOCK, **self.fields)
 
     def reference(self, checkpoint: Path) -> Path:
         """The float32 checkpoint of the same values, which transformers reads."""
@@ -176,6 +183,15 @@ RUNS: Mapping[str, Run] = {
     ),
     "medusa": replace(HOST, drafts_by="medusa", lengths=(300, 90, BLOCK - 5)),
     "eagle": replace(HOST, drafts_by="eagle", lengths=(300, 90, BLOCK - 5)),
+    "eagle3": replace(HOST, drafts_by="eagle3", lengths=(300, 90, BLOCK - 5)),
+    # Of the families that we draft for by MTP, theirs serves DeepSeek's alone.
+    "mtp latent": replace(
+        HOST,
+        family="deepseek_v3",
+        fields=LATENT,
+        drafts_by="mtp",
+        lengths=(300, 90, BLOCK - 5),
+    ),
     "two ranks": replace(HOST, options={"tensor_parallel_size": 2}),
     "compile only": WITHOUT_NPU,
     # As many blocks as their estimate of a CR13 says fit; of small heads that would be too many.
@@ -209,20 +225,25 @@ def expected_of(run: Run, checkpoint: Path) -> list[list[list[int]]]:
     ]
 
 
-def options_of(run: Run, checkpoint: Path) -> dict[str, Any]:
-    """The options of the engine, with its draft model if the run has one."""
+def served_by(run: Run, checkpoint: Path) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint and the options of the engine, with the run's draft model if it has one."""
     options = dict(OPTIONS) | dict(run.options)
     if run.drafts_by is None:
-        return options
+        return checkpoint, options
     own = checkpoint.parent / f"{checkpoint.name}-{run.drafts_by}"
     texts = [
         prompt + answer
         for prompts, answers in zip(run.rounds(), expected_of(run, checkpoint), strict=True)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    FITTED[run.drafts_by](own, checkpoint, texts, last=NUM_TOKENS + 1)
-    speculation = {"method": run.drafts_by, "model": str(own), "num_speculative_tokens": 3}
-    return options | {"speculative_config": speculation}
+    speculation = {"method": run.drafts_by, "num_speculative_tokens": 3}
+    if run.drafts_by == "mtp":
+        maker = run.mtp_maker(CheckpointCache(CHECKPOINTS))
+        checkpoint = maker.fitted(own, texts, last=NUM_TOKENS + 1)
+    else:
+        FITTED[run.drafts_by](own, checkpoint, texts, last=NUM_TOKENS + 1)
+        speculation["model"] = str(own)
+    return checkpoint, options | {"speculative_config": speculation}
 
 
 @dataclass(frozen=True)
@@ -261,9 +282,10 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
     several = run.options.get("tensor_parallel_size", 1) > 1
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(several))
     checkpoint = run.checkpoint(CheckpointCache(CHECKPOINTS))
+    served, options = served_by(run, checkpoint)
     job = {
-        "path": str(checkpoint),
-        "options": options_of(run, checkpoint),
+        "path": str(served),
+        "options": options,
         "batches": run.rounds(),
         "max_tokens": NUM_TOKENS,
         "abort_after": None,

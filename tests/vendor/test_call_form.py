@@ -14,7 +14,7 @@ from tests.npu.engines import Job, run
 from tests.vendor.call_form import call_form, kept_call_forms
 from tests.vendor.differences import allowed_in, shown_in, unexplained, unused
 from tests.vendor.environment import torch_rbln_variables
-from tests.vendor.runs import NUM_TOKENS, RUNS, expected_of, options_of
+from tests.vendor.runs import NUM_TOKENS, RUNS, expected_of, served_by
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -37,10 +37,10 @@ def test_our_calls_are_theirs_but_for_named_differences(
     theirs = RUNS[name]
     # Theirs under ``additional_config`` are their settings.
     checkpoint = theirs.checkpoint(checkpoints)
-    options = options_of(theirs, checkpoint)
+    served, options = served_by(theirs, checkpoint)
     options.pop("additional_config", None)
     job = Job(
-        checkpoint,
+        served,
         options,
         theirs.rounds(),
         NUM_TOKENS,

@@ -94,19 +94,19 @@ def test_switched_on_inputs_of_linear_layers_are_scaled(
     assert clamps["fp8 blocks"] == 0 < clamps["fp8 blocks w8a8"]
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle"])
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "mtp latent"])
 def test_fitted_drafts_are_accepted(name: str, answered: Callable[[str], Answered]) -> None:
     run = answered(name)
-    assert run.accepted > 0.5 * run.drafted > 0
+    assert run.accepted > 0.35 * run.drafted > 0
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle"])
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "mtp latent"])
 def test_drafts_without_hidden_states_are_rejected(name: str, tmp_path: Path) -> None:
     """Their answers stay those of transformers: only what the model itself says is kept."""
     run = run_vendor(RUNS[name], tmp_path, broken="hidden_states")
     assert run.tokens == run.expected()
     # Embeddings alone are right of some.
-    assert run.accepted < 0.3 * run.drafted
+    assert run.accepted < 0.25 * run.drafted
 
 
 def test_compile_only_leaves_binaries_that_a_host_with_an_npu_takes(tmp_path: Path) -> None:

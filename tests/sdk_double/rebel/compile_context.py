@@ -18,7 +18,10 @@ class CompileContext:
         self.use_weight_sharing = use_weight_sharing
         self.use_global_ctx = use_global_ctx
         self.kv = KvMemory()
-        self._names: dict[_Place, tuple[str, Tensor]] = {}
+        # By place of the weight, then by name of a KV cache that its graphs read, "" for none.
+        self._names: dict[_Place, dict[str, str]] = {}
+        # Kept, so that the identity of each storage stays its own.
+        self._weights: dict[_Place, Tensor] = {}
         # By name of the weight, then by name of a KV cache that its graphs read.
         self._places: dict[str, dict[str, _Place]] = {}
         log.write("context", use_weight_sharing=use_weight_sharing, use_global_ctx=use_global_ctx)
@@ -39,12 +42,19 @@ class CompileContext:
         """Note that a graph over the static tensors ``caches`` calls ``weight`` by ``name``.
 
         Two models may use a name for weights of their own, as vllm_rbln's model and its EAGLE
-        layer do (both are ``self.model`` in ``model_wrapper``); each has KV caches of its own.
+        layer do (both are ``self.model`` in ``model_wrapper``), and two names for one weight, as
+        its model and an MTP layer do for the LM head; each has KV caches of its own.
         """
         place = _place(weight)
-        # The tensor is kept, so that its storage's identity stays its own.
-        first, _ = self._names.setdefault(place, (name, weight))
-        require("weights", first == name, f"{name} was {first} in another graph")
+        self._weights.setdefault(place, weight)
+        names = self._names.setdefault(place, {})
+        earlier = [names[cache] for cache in caches or names if cache in names]
+        require(
+            "weights",
+            not earlier or (name in earlier and (not caches or set(earlier) == {name})),
+            f"{name} was {', '.join(sorted(set(earlier)))} in another graph",
+        )
+        names |= dict.fromkeys(caches or {""}, name)
         known = self._places.setdefault(name, {})
         others = [other for cache in caches if (other := known.setdefault(cache, place)) != place]
         require(

@@ -50,7 +50,7 @@ RULES = {
     "schema": Rule("an SDK op gets all its arguments, in the dtypes and ranks of 0.12", "vendor"),
     "static": Rule("KV is a static tensor on meta, or a tensor of the device", "vendor"),
     "weights": Rule(
-        "a weight has one name in a context, and a name one weight among graphs of one KV cache",
+        "among graphs of one KV cache a weight has one name, and a name one weight",
         "vendor",
     ),
     "weights_fixed": Rule(
