@@ -46,9 +46,9 @@ class Phase(Enum):
     """As PREFILL, of a pooling model: ``[1, bucket]`` in, ``[bucket, hidden]`` out."""
     DRAFT = "draft"
     """A draft model: Medusa's heads over ``bucket`` hidden rows, to drafts ``[bucket, drafts]``; or
-    EAGLE's layer over ``[bucket, length]`` tokens and their hidden states, to one draft each."""
+    a layer over ``[bucket, length]`` tokens and their hidden states, to one draft each."""
     DRAFT_PREFILL = "draft_prefill"
-    """EAGLE's layer over a chunk of prompt tokens and their hidden states, as PREFILL."""
+    """A draft layer over a chunk of prompt tokens and their hidden states, as PREFILL."""
     SAMPLE = "sample"
     """The draw of a token from each of ``bucket`` rows of logits, on the device."""
 
@@ -185,8 +185,8 @@ class StepOutputs:
         self._outputs, self._arrange = outputs, arrange
 
     def __getitem__(self, number: int) -> Tensor:
-        output: Tensor = self._outputs[number].cpu()
-        return output if self._arrange is None else self._arrange(output)
+        output: Tensor = self.arranged(self._outputs[number].cpu())
+        return output
 
     def of_rows(self, number: int, count: int, function: Callable[[Tensor], Any]) -> Any:
         """Return what ``function`` makes of the first ``count`` rows of an output, [count, ...].
@@ -197,7 +197,7 @@ class StepOutputs:
         made = function(self._outputs[number])
         if len(made) != count:
             made = made[:count]
-        return made if self._arrange is None else self._arrange(made)
+        return self.arranged(made)
 
     def on_device(self, number: int) -> Tensor:
         """Return an output [rows, ...] as the graph has it, for ``arranged``."""

@@ -42,7 +42,7 @@ class CompiledGraph(Protocol):
 
 
 class SamplingGraph(CompiledGraph, Protocol):
-    """A graph that reads an output of another one where it lies."""
+    """A graph that reads an output of another one in the memory of the device."""
 
     def run_over(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
         """Run with ``tensor`` [...], which the device has, as the input ``name``."""

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.programs.sdk_schemas import check_ops
-from rbln_backend.moe.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertAdapters
-from rbln_backend.moe.paths import Choice
+from rbln_backend.moe.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from rbln_backend.quantization.expert_formats import Mxfp4Rows
-from rbln_backend.quantization.experts import RblnQuantizedMoEMethod
+from rbln_backend.quantization.sdk.one_op_experts import OneOpExperts, OneOpMoEMethod
 from rbln_backend.quantization.weights import Weights
 from rbln_backend.vllm_compat.quantization import FusedMoEConfig, GptOssMxfp4Config
 
@@ -19,13 +17,12 @@ from rbln_backend.vllm_compat.quantization import FusedMoEConfig, GptOssMxfp4Con
 _BLOCK = 32
 # As vllm-rbln 0.12 checks it (quantization/mxfp4.py).
 _SDK_COLUMNS = 64
-_ONE_OP = "experts in MXFP4 are computed by one op on an NPU"
 
 
-class Mxfp4Experts:
+class Mxfp4Experts(OneOpExperts):
     """Experts of e2m1 as an NPU keeps them: blocks, scales and biases of three projections."""
 
-    adapters: ExpertAdapters | None = None
+    form = "MXFP4"
 
     def __init__(self, layer: Any) -> None:
         self._parts = [
@@ -44,37 +41,19 @@ class Mxfp4Experts:
         )
         return mixed
 
-    def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
-        raise NotImplementedError(_ONE_OP)
 
-    def weighted(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
-        raise NotImplementedError(_ONE_OP)
-
-    def expert(self, x: Tensor, number: int) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
-        raise NotImplementedError(_ONE_OP)
-
-
-class RblnMxfp4MoEMethod(RblnQuantizedMoEMethod):
+class RblnMxfp4MoEMethod(OneOpMoEMethod):
     """Experts of a gpt-oss checkpoint."""
 
     weight_dtype = "gpt_oss_mxfp4"
     """Name that the model's own loader requires."""
 
+    form = "MXFP4"
     sdk_op = "custom_moe_glu_mxfp4"
 
     def __init__(self, moe: FusedMoEConfig) -> None:
         stored = Mxfp4Rows(Weights(bits=4, group_size=_BLOCK, kind="float"))
         super().__init__(moe, stored, stored)
-
-    def choose(self, layer: Any) -> None:
-        """As ``RblnMoEMethod``; on an NPU the op of this format, which has the activation."""
-        super().choose(layer)
-        if not self.capabilities.packed_weights:
-            check_ops(self.sdk_op)
-            self.choice = Choice("glu", "the SDK has an op for experts in MXFP4")
 
     def has_sdk_form(self, inner: int) -> bool:
         """As ``RblnQuantizedMoEMethod``; vllm-rbln 0.12 requires 64 columns and biases."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.parallel.stages import largest_decode
-from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.ranks import RankPlace
 from rbln_backend.reporting.stats import MetricsBoard
@@ -60,6 +58,7 @@ from rbln_backend.worker.sampling.kernel_sampler import make_picks, make_sampler
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.startup.cache_fields import cache_fields
 from rbln_backend.worker.startup.preflight import bucket_tables
+from rbln_backend.worker.startup.step_records import open_size_log, open_usage
 from rbln_backend.worker.startup.store_metrics import open_store, report_store_size
 from rbln_backend.worker.startup.warmup import WarmUp
 from rbln_backend.worker.step.accounts import StepMeters, step_accounts
@@ -73,7 +72,7 @@ from rbln_backend.worker.step.inputs import StepInputs, row_order
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.stage import intermediate_buffers, make_stage
 from rbln_backend.worker.step.token_types import TokenTypes
-from rbln_backend.worker.step.usage_recorder import UsageRecorder, open_recorder
+from rbln_backend.worker.step.usage_recorder import UsageRecorder
 
 logger = init_logger(__name__)
 
@@ -134,7 +133,8 @@ class EngineBuild:
         )
         self.kv_caches.bind(parts.attention_layers)
         parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self.kv_caches.num_bytes)
-        dispatch, tables = self._make_dispatch(), bucket_tables(config)
+        dispatch = self._make_dispatch()
+        tables = bucket_tables(config)
         # Not the dtype of a parameter: a quantised model's first parameter may hold packed words.
         dtype: Any = config.model_config.dtype
         self._stage = make_stage(parts.model, dtype, whole_part(device, config))
@@ -165,7 +165,10 @@ class EngineBuild:
         self._draws = DeviceSampler() if rbln.sample_on_device else None
         self._step_seconds: Mapping[Size, float] = {}
         self._drafting_seconds: Mapping[int, float] = {}
-        self._usage, self._sizes = self._open_usage(tables), self._open_sizes()
+        counts = self._generates and parts.place.counts_steps
+        own = (config, parts.compiler, self._groups, tables)
+        self._usage = open_usage(*own) if counts else None
+        self._sizes = open_size_log(rbln) if counts else None
 
     @property
     def usage_file(self) -> Path | None:
@@ -289,25 +292,9 @@ class EngineBuild:
         everywhere = torch.full((config.parallel_config.data_parallel_size,), rows)
         return set_forward_context(*(request.metadata, config, rows, everywhere), slot_mapping={})
 
-    def _open_usage(self, tables: Mapping[Phase, BucketTable]) -> UsageRecorder | None:
-        """Return the recorder of step sizes on one rank: all ranks run the same sizes."""
-        config, rbln = self._parts.vllm_config, self._parts.rbln
-        writes = rbln.record_usage and not rbln.cache_read_only
-        if not writes or not self._generates or not self._parts.place.counts_steps:
-            return None
-        root, compiler = Path(rbln.cache_root) / "rbln" / "usage", self._parts.compiler
-        threads = rbln.num_threads or len(os.sched_getaffinity(0))
-        device = {**compiler.fingerprint(), "device": compiler.hardware, "threads": threads}
-        fields = cache_fields(config, rbln, self._groups)
-        return open_recorder(root, config.model_config, fields, device, tables)
-
-    def _open_sizes(self) -> BatchSizeLog | None:
-        interval_s = self._parts.rbln.log_batchsize_interval
-        logs = interval_s >= 0 and self._generates and self._parts.place.counts_steps
-        return BatchSizeLog(interval_s) if logs else None
-
     def _make_runner(self) -> Runner:
-        config, is_last = self._parts.vllm_config, self._stage.part.is_last
+        config = self._parts.vllm_config
+        is_last = self._stage.part.is_last
         most, prompts = largest_decode(config), self._graphs.prompts
         batches = RequestBatches(self._input_batch, most, prompts, samples=is_last)
         place, specs = self._parts.place, list(self._graphs.inputs)

@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.worker.check.model_inspection import inspect_model
 from rbln_backend.worker.startup.npu_memory import rank_memory
-from rbln_backend.worker.startup.preflight import sampler_graphs
+from rbln_backend.worker.startup.preflight import planned_graphs, sampler_graphs
 from tests.checkpoints import CheckpointCache
 
 
@@ -38,7 +38,11 @@ def test_graphs_that_draw_are_counted(checkpoints: CheckpointCache) -> None:
     checkpoint = checkpoints("llama", max_position_embeddings=4096)
     with_them = config_of(checkpoint, rbln={})
     without = config_of(checkpoint, rbln={"sample_on_device": False})
-    assert list(map(str, sampler_graphs(with_them))) == ["sample-1", "sample-2", "sample-4"]
+    assert list(map(str, sampler_graphs(with_them, planned_graphs(with_them)))) == [
+        "sample-1",
+        "sample-2",
+        "sample-4",
+    ]
     npu = Npu.named("RBLN-CR13")
     counts = [rank_memory(npu, config).num_graphs for config in (with_them, without)]
     assert counts[0] - counts[1] == 3

@@ -79,7 +79,7 @@ class NpuTensors:
         return twin
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Read ``tensor`` [...], which lies on the NPU, as the input ``name``; it is not copied."""
+        """Read ``tensor`` [...] of the NPU's memory as the input ``name``; it is not copied."""
         place = self._bindings.index(INPUT + name)
         twin, self.arguments[place] = self.arguments[place], tensor
         self._filled = [pair for pair in self._filled if pair[0] is not twin]

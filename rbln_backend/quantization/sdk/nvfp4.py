@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.programs.sdk_schemas import check_ops
-from rbln_backend.moe.experts import ExpertAdapters
-from rbln_backend.moe.paths import Choice
 from rbln_backend.quantization.expert_formats import Nvfp4Rows
-from rbln_backend.quantization.experts import RblnQuantizedMoEMethod
 from rbln_backend.quantization.sdk.block_experts import BLOCKS_OP
+from rbln_backend.quantization.sdk.one_op_experts import OneOpExperts, OneOpMoEMethod
 from rbln_backend.quantization.weights import Weights
 from rbln_backend.vllm_compat.quantization import FusedMoEConfig
 
@@ -22,14 +19,13 @@ logger = logging.getLogger(__name__)
 
 # The op's name of the format.
 _E2M1 = "float4_e2m1fn"
-_ONE_OP = "experts in NVFP4 are computed by one op on an NPU"
 _KEPT = ("weight", "weight_scale", "weight_scale_2")
 
 
-class Nvfp4Experts:
+class Nvfp4Experts(OneOpExperts):
     """Experts as an NPU keeps them: fields, scales of groups, scales of matrices."""
 
-    adapters: ExpertAdapters | None = None
+    form = "NVFP4"
 
     def __init__(self, layer: Any, group: int) -> None:
         self._w13 = [getattr(layer, f"w13_{part}") for part in _KEPT]
@@ -58,25 +54,14 @@ class Nvfp4Experts:
         )
         return mixed
 
-    def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
-        raise NotImplementedError(_ONE_OP)
 
-    def weighted(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
-        raise NotImplementedError(_ONE_OP)
-
-    def expert(self, x: Tensor, number: int) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
-        raise NotImplementedError(_ONE_OP)
-
-
-class RblnModelOptNvfp4MoEMethod(RblnQuantizedMoEMethod):
+class RblnModelOptNvfp4MoEMethod(OneOpMoEMethod):
     """Experts with e2m1 weights; inputs have the model's dtype.
 
     vLLM's loader recognises the order of ModelOpt's tensors by the class's name.
     """
 
+    form = "NVFP4"
     sdk_op = f"{BLOCKS_OP}.nvfp4"
 
     def __init__(self, moe: FusedMoEConfig, group_size: int) -> None:
@@ -89,13 +74,6 @@ class RblnModelOptNvfp4MoEMethod(RblnQuantizedMoEMethod):
     def uses_weight_scale_2_pattern() -> bool:
         """Scales of whole matrices are called ``weight_scale_2``; vLLM's loader calls this."""
         return True
-
-    def choose(self, layer: Any) -> None:
-        """As ``RblnMoEMethod``; on an NPU the op of this format."""
-        super().choose(layer)
-        if not self.capabilities.packed_weights:
-            check_ops(self.sdk_op)
-            self.choice = Choice("glu", "the SDK has an op for experts in NVFP4")
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """As ``RblnQuantizedMoEMethod``; logs what the emulated device keeps instead."""

@@ -40,7 +40,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         prefill_chunks=next(iter(tables.values())).sizes,
         decode_buckets=tables[Phase.DECODE].sizes if Phase.DECODE in tables else (),
         num_graphs=len(found.graphs),
-        num_sampler_graphs=len(sampler_graphs(config)),
+        num_sampler_graphs=len(sampler_graphs(config, found.graphs)),
         prefix_caching=caching,
         prefix_caching_reason=reason,
         verify_sizes=tuple(f"{requests}x{tokens}" for requests, tokens in found.verify),

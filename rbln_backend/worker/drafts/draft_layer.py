@@ -143,8 +143,7 @@ class DraftLayer:
         if step.batch.phase.takes_chunk:
             self._read_chunk(step)
             return
-        rows = step.hidden[: len(step.states)].cpu().clone()
-        by_token = rows if rows.dim() == 3 else rows[:, None]
+        by_token = _by_token(step.hidden[: len(step.states)]).cpu().clone()
         for state, own, count in zip(step.states, by_token, _counts(step), strict=True):
             start = state.num_computed_tokens
             if start + self._length <= self._shape.max_model_len:
@@ -227,7 +226,7 @@ class DraftLayer:
         )
         buffers.step.fill_verify(rows, [text[1:] for text in texts])
         buffers.step.fill_mask([len(fit)])
-        by_token = step.hidden if step.hidden.dim() == 3 else step.hidden[:, None]
+        by_token = _by_token(step.hidden)
         parts = [by_token[row, : counts[row]] for row in fit]
         buffers.fill_hidden(parts, range(0, len(fit) * length, length))
         tokens, layer = self._run(spec)
@@ -284,6 +283,11 @@ def _allocate(
         torch.zeros(tokens, shape.hidden_size, dtype=shape.dtype),
         torch.arange(spec.requests),
     )
+
+
+def _by_token(hidden: Tensor) -> Tensor:
+    """Return the hidden states of a decode step, [bucket, H] without drafts, as [bucket, n, H]."""
+    return hidden if hidden.dim() == 3 else hidden[:, None]
 
 
 def _counts(step: EndedStep) -> list[int]:

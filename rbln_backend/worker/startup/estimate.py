@@ -7,7 +7,7 @@ from pathlib import Path
 from rbln_backend.config import RblnConfig
 from rbln_backend.reporting.start_costs import StartCosts
 from rbln_backend.vllm_compat.surface import VllmConfig
-from rbln_backend.worker.startup.preflight import planned_graphs, sampler_graphs
+from rbln_backend.worker.startup.preflight import start_graphs
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -17,7 +17,7 @@ class StartEstimate:
 
     def __init__(self, config: VllmConfig, rbln: RblnConfig) -> None:
         model, parallel = config.model_config, config.parallel_config
-        graphs = [*planned_graphs(config), *sampler_graphs(config)]
+        graphs = start_graphs(config)
         self._sizes = (
             _weight_bytes(Path(model.model)) // parallel.world_size,
             len(graphs),

@@ -13,14 +13,14 @@ from rbln_backend.errors import DeviceMemoryError
 from rbln_backend.kv_cache.layout import MIB
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.vllm_compat.surface import VllmConfig, configured
-from rbln_backend.worker.startup.preflight import planned_graphs, sampler_graphs
+from rbln_backend.worker.startup.preflight import start_graphs
 from rbln_backend.worker.startup.skeleton import weight_bytes
 
 
 def rank_memory(npu: Npu, config: VllmConfig) -> RankMemory:
     """Return the memory of one rank of the engine that ``config`` describes."""
     rbln = configured(config)
-    graphs = [*planned_graphs(config), *sampler_graphs(config)]
+    graphs = start_graphs(config)
     return RankMemory(
         npu,
         devices=rbln.num_devices_per_local_rank,

@@ -172,9 +172,15 @@ def planned_graphs(config: VllmConfig) -> list[GraphSpec]:
     )
 
 
-def sampler_graphs(config: VllmConfig) -> list[GraphSpec]:
-    """Return the graphs that draw tokens, which every start of ``config`` compiles."""
-    return sampler_specs(planned_graphs(config)) if configured(config).sample_on_device else []
+def sampler_graphs(config: VllmConfig, planned: Sequence[GraphSpec]) -> list[GraphSpec]:
+    """Return the graphs that draw the tokens of ``planned`` ones, which every start compiles."""
+    return sampler_specs(planned) if configured(config).sample_on_device else []
+
+
+def start_graphs(config: VllmConfig) -> list[GraphSpec]:
+    """Return every graph of a start of ``config``."""
+    planned = planned_graphs(config)
+    return [*planned, *sampler_graphs(config, planned)]
 
 
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:

@@ -178,8 +178,8 @@ class StepRunner:
         return useful._replace(reads_hidden=False)
 
     def _reads_hidden(self, batch: StepBatch) -> bool:
-        """Return whether a layer that drafts or `prompt_logprobs` may read hidden states."""
-        if self._graphs.verify.buckets:
+        """Return whether a draft model or `prompt_logprobs` may read hidden states."""
+        if self._stage.part.keeps_hidden:
             return True
         names = batch.input_batch.req_ids[: batch.num_reqs]
         params = (self.batches.requests[name].sampling_params for name in names)
