@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from tests.eagle_reference import rotated
+from tests.eagle_reference import attention
 from tests.reference import _load, _process
 
 INNER = 512
@@ -42,15 +42,7 @@ class Eagle3Layer:
         """[n, H] twice to hidden states [n, H] before the MLP."""
         normed = self._norm(hidden, "midlayer.hidden_norm")
         x = torch.cat((self._norm(embedded, "midlayer.input_layernorm"), normed), dim=-1)
-        width = self._config["head_dim"]
-        q, k, v = (
-            (x @ self._of(f"self_attn.{name}_proj").T).unflatten(-1, (-1, width)).transpose(0, 1)
-            for name in "qkv"
-        )
-        shown = functional.scaled_dot_product_attention(
-            rotated(q)[None], rotated(k)[None], v[None], is_causal=True, enable_gqa=True
-        )
-        added = shown[0].transpose(0, 1).flatten(1) @ self._of("self_attn.o_proj").T
+        added = attention(x, self._of, self._config["head_dim"])
         return added + (normed if self._config.get("norm_before_residual") else hidden)
 
     def inner(self, attended: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -41,21 +41,10 @@ class EagleReference:
     def _layer(self, pairs: Tensor) -> Tensor:
         """[n, 2 H] to hidden states [n, H]."""
         x = pairs @ self._weights["fc.weight"].T
-        x = x + self._attention(x)
+        x = x + attention(x, self._of, self._config["head_dim"])
         norm = functional.rms_norm(x, x.shape[-1:], self._of("post_attention_layernorm"), self._eps)
         gate, up = (norm @ self._of(f"mlp.{name}").T for name in ("gate_proj", "up_proj"))
         return x + (functional.silu(gate) * up) @ self._of("mlp.down_proj").T
-
-    def _attention(self, x: Tensor) -> Tensor:
-        width = self._config["head_dim"]
-        q, k, v = (
-            (x @ self._of(f"self_attn.{name}_proj").T).unflatten(-1, (-1, width)).transpose(0, 1)
-            for name in "qkv"
-        )
-        shown = functional.scaled_dot_product_attention(
-            rotated(q)[None], rotated(k)[None], v[None], is_causal=True, enable_gqa=True
-        )
-        return shown[0].transpose(0, 1).flatten(1) @ self._of("self_attn.o_proj").T
 
     def _of(self, name: str) -> Tensor:
         return self._weights[f"layers.0.{name}.weight"]
@@ -65,7 +54,19 @@ class EagleReference:
         return float(self._config["rms_norm_eps"])
 
 
-def rotated(x: Tensor) -> Tensor:
+def attention(x: Tensor, weight_of: Callable[[str], Tensor], width: int) -> Tensor:
+    """Causal self-attention over x [n, H], heads of ``width``; ``weight_of`` has its matrices."""
+    q, k, v = (
+        (x @ weight_of(f"self_attn.{name}_proj").T).unflatten(-1, (-1, width)).transpose(0, 1)
+        for name in "qkv"
+    )
+    shown = functional.scaled_dot_product_attention(
+        _rotated(q)[None], _rotated(k)[None], v[None], is_causal=True, enable_gqa=True
+    )
+    return shown[0].transpose(0, 1).flatten(1) @ weight_of("self_attn.o_proj").T
+
+
+def _rotated(x: Tensor) -> Tensor:
     """Rotate x [heads, n, D] by position, with base 10,000."""
     half = x.shape[-1] // 2
     angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)

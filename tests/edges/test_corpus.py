@@ -21,7 +21,7 @@ HELD_S = 0.1
 """Seconds that the loop may be held on a quiet machine; a case that is over it is tried again."""
 TRIES = 4
 GROWTH_BYTES = {"serve": 96 << 20, "reading requests": 192 << 20}
-"""What allocators may keep of all that was sent, by process; 66 MiB were seen in the first."""
+"""Memory that allocators may keep after all requests, by process; the first kept 66 MiB once."""
 MAX_ERROR_BYTES = 4096
 
 Start = Callable[[bool], RealServer]

@@ -67,6 +67,38 @@ class Drafted:
         assert self.own.used_blocks() == 0
         assert self.own.total("rbln_recompiles_after_warmup_total") == 0
 
+    def assert_fewer_steps(self, least_share: float) -> None:
+        """Assert equal greedy answers, in fewer steps, with more than that share accepted."""
+        self.check(AnyLength(MOST + 1))
+        self.run(PROMPTS, GREEDY)
+        assert self.share() > least_share
+        # One after the other: a prefill, and without drafts 39 decode steps.
+        before = self.steps()
+        self.run(PROMPTS[3:4], GREEDY[3:4])
+        assert self.steps() - before < 36
+
+    def assert_same_after_preemption_and_hits(self) -> None:
+        """Run twice the same prompts; the last answer ends with the context."""
+        self.check(AnyLength())
+        prompts = [*make_prompts([100, 101, 102, 103], seed=41), *make_prompts([250], seed=46)]
+        ways = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1)]
+        for _ in range(2):
+            self.run(prompts, [*ways, greedy()])
+        counted = {metric.name: metric for metric in self.own.llm.get_metrics()}
+        assert counted["vllm:num_preemptions"].value > 0
+        assert counted["vllm:prefix_cache_hits"].value > 0
+
+    def assert_same_with_aborts(self, rng: random.Random) -> None:
+        """Run requests that come, and of which some are aborted."""
+        params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1)] * 2
+        prompts = make_prompts([1, 90, 33, 100, 64, 7, 110, 48], seed=45)
+        crowd = Crowd(prompts, params, rng)
+        self.check(AnyLength(rng=rng))
+        crowd.run(self.own.llm.llm_engine)
+        crowd.assert_got(results(self.plain, prompts, params))
+        self.assert_idle()
+        assert crowd.aborted
+
     def share(self) -> float:
         """Return the share of checked drafts that were accepted so far."""
         accepted = self.own.total("rbln_draft_accepted_tokens_total")
@@ -128,13 +160,7 @@ def start(
 
 
 def test_greedy_answers_are_the_same_in_fewer_steps(drafted: Drafted) -> None:
-    drafted.check(AnyLength(MOST + 1))
-    drafted.run(PROMPTS, GREEDY)
-    assert drafted.share() > 0.6
-    # One after the other: a prefill, and without drafts 39 decode steps.
-    before = drafted.steps()
-    drafted.run(PROMPTS[3:4], GREEDY[3:4])
-    assert drafted.steps() - before < 36
+    drafted.assert_fewer_steps(0.6)
 
 
 def test_every_way_of_sampling_gives_the_same(drafted: Drafted) -> None:
@@ -157,30 +183,14 @@ def test_grammars_predictions_and_requests_without_drafts(drafted: Drafted) -> N
 
 
 def test_preemption_prefix_hits_and_the_end_of_the_context(drafted: Drafted) -> None:
-    """Twice the same prompts; the last answer ends with the context."""
-    drafted.check(AnyLength())
-    prompts = [*make_prompts([100, 101, 102, 103], seed=41), *make_prompts([250], seed=46)]
-    params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1), greedy()]
-    for _ in range(2):
-        drafted.run(prompts, params)
-    counted = {metric.name: metric for metric in drafted.own.llm.get_metrics()}
-    assert counted["vllm:num_preemptions"].value > 0
-    assert counted["vllm:prefix_cache_hits"].value > 0
+    drafted.assert_same_after_preemption_and_hits()
 
 
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in range(1, 12))]
 )
 def test_requests_that_come_and_are_aborted(drafted: Drafted, seed: int) -> None:
-    rng = random.Random(seed)
-    params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1)] * 2
-    prompts = make_prompts([1, 90, 33, 100, 64, 7, 110, 48], seed=45)
-    crowd = Crowd(prompts, params, rng)
-    drafted.check(AnyLength(rng=rng))
-    crowd.run(drafted.own.llm.llm_engine)
-    crowd.assert_got(results(drafted.plain, prompts, params))
-    drafted.assert_idle()
-    assert crowd.aborted
+    drafted.assert_same_with_aborts(random.Random(seed))
 
 
 def test_the_description_names_the_draft_model(drafted: Drafted) -> None:

@@ -15,7 +15,7 @@ from tests.engine.conftest import Engine, Engines
 from tests.engine.oracle import MOST, AnyLength
 from tests.engine.test_draft_models import GREEDY, PROMPTS, Drafted, record_drafts
 from tests.engine.test_equality import make_prompts
-from tests.engine.test_speculation import FEW, OFF, WAYS, Crowd, greedy, results, seeded
+from tests.engine.test_speculation import FEW, OFF, WAYS, greedy, results, seeded
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker
 
 pytestmark = pytest.mark.engine
@@ -54,14 +54,7 @@ def family(
 
 
 def test_greedy_answers_are_the_same_in_fewer_steps(family: MtpFamilyRun) -> None:
-    pair = family.pair
-    pair.check(AnyLength(MOST + 1))
-    pair.run(PROMPTS, GREEDY)
-    assert pair.share() > 0.5
-    # One after the other: a prefill, and without drafts 39 decode steps.
-    before = pair.steps()
-    pair.run(PROMPTS[3:4], GREEDY[3:4])
-    assert pair.steps() - before < 36
+    family.pair.assert_fewer_steps(0.5)
 
 
 def test_every_way_of_sampling_and_grammars_give_the_same(family: MtpFamilyRun) -> None:
@@ -79,31 +72,14 @@ def test_every_way_of_sampling_and_grammars_give_the_same(family: MtpFamilyRun) 
 
 
 def test_preemption_prefix_hits_and_the_end_of_the_context(family: MtpFamilyRun) -> None:
-    """Twice the same prompts; the last answer ends with the context."""
-    pair = family.pair
-    pair.check(AnyLength())
-    prompts = [*make_prompts([100, 101, 102, 103], seed=41), *make_prompts([250], seed=46)]
-    params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1), greedy()]
-    for _ in range(2):
-        pair.run(prompts, params)
-    counted = {metric.name: metric for metric in pair.own.llm.get_metrics()}
-    assert counted["vllm:num_preemptions"].value > 0
-    assert counted["vllm:prefix_cache_hits"].value > 0
+    family.pair.assert_same_after_preemption_and_hits()
 
 
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in range(1, 6))]
 )
 def test_requests_that_come_and_are_aborted(family: MtpFamilyRun, seed: int) -> None:
-    rng, pair = random.Random(seed), family.pair
-    params = [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy(logprobs=1)] * 2
-    prompts = make_prompts([1, 90, 33, 100, 64, 7, 110, 48], seed=45)
-    crowd = Crowd(prompts, params, rng)
-    pair.check(AnyLength(rng=rng))
-    crowd.run(pair.own.llm.llm_engine)
-    crowd.assert_got(results(pair.plain, prompts, params))
-    pair.assert_idle()
-    assert crowd.aborted
+    family.pair.assert_same_with_aborts(random.Random(seed))
 
 
 def test_drafts_are_those_of_the_whole_text(

@@ -62,12 +62,17 @@ def test_warm_answers_are_transformers(fitted: Job, folder: Path, cold: Ran) -> 
     assert all(call["hit"] for call in warm.calls("compile"))
 
 
+def assert_same_with_seeds(job: Job, folder: Path) -> None:
+    """Assert that sampled tokens are those of the same engine without a draft model."""
+    seeded = replace(job, seed=5)
+    plain = replace(seeded, options={"max_model_len": CONTEXT}, checks_all_drafts=False)
+    drafted, single = (run([own], folder) for own in (seeded, plain))
+    assert drafted.answers == single.answers != [job.expected()]
+
+
 @pytest.mark.wide
 def test_seeds_give_the_same_with_a_draft_model(fitted: Job, folder: Path) -> None:
-    seeded = replace(fitted, seed=5)
-    plain = replace(seeded, options={"max_model_len": CONTEXT}, checks_all_drafts=False)
-    drafted, single = (run([job], folder) for job in (seeded, plain))
-    assert drafted.answers == single.answers != [fitted.expected()]
+    assert_same_with_seeds(fitted, folder)
 
 
 @pytest.mark.wide
@@ -106,7 +111,4 @@ def test_warm_and_seeded_answers_with_a_layer(layer: Job, folder: Path) -> None:
     warm = run([layer], folder / "eagle")
     assert all(call["hit"] for call in warm.calls("compile"))
     assert warm.answers == [layer.expected()]
-    seeded = replace(layer, seed=5)
-    plain = replace(seeded, options={"max_model_len": CONTEXT}, checks_all_drafts=False)
-    drafted, single = (run([job], folder) for job in (seeded, plain))
-    assert drafted.answers == single.answers != [layer.expected()]
+    assert_same_with_seeds(layer, folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from server.commands.graph_checks import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.eagle3_checkpoints import fitted_eagle3, random_eagle3
 from tests.npu.engines import Job, Ran, run
-from tests.npu.test_draft_models import with_model
+from tests.npu.test_draft_models import assert_same_with_seeds, with_model
 from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH
 from tests.npu.test_engines import YARN_OVER_LONG
 
@@ -72,10 +71,7 @@ def test_answers_are_the_same_warm_and_over_a_bundle(
 
 @pytest.mark.wide
 def test_seeds_give_the_same_tokens(fitted: Job, folder: Path) -> None:
-    seeded = replace(fitted, seed=5)
-    plain = replace(seeded, options={"max_model_len": CONTEXT}, checks_all_drafts=False)
-    drafted, single = (run([job], folder) for job in (seeded, plain))
-    assert drafted.answers == single.answers != [fitted.expected()]
+    assert_same_with_seeds(fitted, folder)
 
 
 @pytest.mark.wide

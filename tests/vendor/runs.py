@@ -85,7 +85,7 @@ class Run:
         return place
 
     def mtp_maker(self, make: CheckpointCache) -> MtpMaker:
-        """What adds an MTP layer to the checkpoint."""
+        """Return the maker of this checkpoint with an MTP layer."""
         return MtpMaker(self.family, make, max_position_embeddings=2 * BLOCK, **self.fields)
 
     def reference(self, checkpoint: Path) -> Path:

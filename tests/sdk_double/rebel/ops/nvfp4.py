@@ -43,8 +43,8 @@ def check_nvfp4(
         bytes_of = weight.dtype == torch.uint8 and scale.dtype == torch.float8_e4m3fn
         group = 2 * weight.shape[2] // scale.shape[2]
         kept = bytes_of and group in _GROUPS and weight.shape[:2] == scale.shape[:2]
-        told = f"{describe(weight)} with scales {describe(scale)}"
-        require("schema", kept, f"{told} are not NVFP4 in groups of 16 or 32")
+        given = f"{describe(weight)} with scales {describe(scale)}"
+        require("schema", kept, f"{given} are not NVFP4 in groups of 16 or 32")
         whole = second is not None and list(second.shape) == [weight.shape[0]]
         whole = whole and second is not None and second.dtype == torch.float32
         require("schema", whole, f"scale_2 is {describe(second)}, not float32[experts]")
