@@ -138,14 +138,17 @@ def traffic_of_the_last_minutes(server: RealServer) -> None:
     while sum(sample.output_tokens for sample in samples(latest)) < 6:
         assert time.monotonic() < give_up, samples()
         time.sleep(0.1)
-    busy = [sample for sample in samples(latest) if sample.output_tokens]
-    assert sum(sample.prompt_tokens for sample in busy) > 0
-    assert sum(sample.output_tokens for sample in busy) <= server.metric(
+    taken = samples(latest)
+    busy = [sample for sample in taken if sample.output_tokens]
+    assert sum(sample.prompt_tokens for sample in taken) > 0
+    assert sum(sample.output_tokens for sample in taken) <= server.metric(
         "vllm:generation_tokens_total"
     )
-    shares = [share for sample in busy for share in (sample.decode_padding, sample.prefill_padding)]
-    assert all(share is None or 0 <= share <= 1 for share in shares)
-    # A request alone fills its decode batch; its prompt does not fill a chunk of 64 tokens.
-    assert busy[0].prefill_padding
+    prefill = [sample.prefill_padding for sample in taken if sample.prefill_padding is not None]
+    decode = [sample.decode_padding for sample in taken if sample.decode_padding is not None]
+    assert all(0 <= share <= 1 for share in prefill + decode)
+    # A request alone fills its decode batch; its prompt does not fill a chunk of 64 tokens. The
+    # engine counts a step before vLLM counts its tokens: a sample may be taken between the two.
+    assert max(prefill) > 0
     assert time.time() - 60 < busy[0].at < time.time() + 1
     assert 4 < busy[0].seconds < 60
