@@ -20,8 +20,10 @@ class StepCosts:
     """Seconds by size: requests, and tokens of each.
 
     A graph's time is the mean of its latest runs. A size that has not run yet has its warm-up time,
-    scaled as the other sizes of its bucket have slowed down since: contexts have grown. The time
-    of a step outside its graph (sampling, the host) is the same for all sizes.
+    scaled as the other sizes of its bucket have slowed down since: contexts have grown. It is never
+    above that of a larger size that ran, as a run that something interrupted would be: drafts would
+    then seem to pay, and steps without them, which correct it, would not run. The time of a step
+    outside its graph (sampling, the host) is the same for all sizes.
     """
 
     def __init__(self, table: VerifyTable, measured: Mapping[Size, float]) -> None:
@@ -58,6 +60,8 @@ class StepCosts:
         for other in self._sizes[size[0]]:
             if other != size:
                 self._adjust(other, self._graph[size] / self._at_warm_up[size])
+            if other < size:
+                self._graph[other] = min(self._graph[other], self._graph[size])
 
     def _adjust(self, size: Size, slowdown: float) -> None:
         expected = self._at_warm_up[size] * slowdown
