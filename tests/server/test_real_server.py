@@ -56,11 +56,6 @@ def server(
         yield up
 
 
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def test_warm_up_was_reported(server: RealServer) -> None:
     body = server.client.get("/readyz").json()
     assert body["graphs"]["done"] == body["graphs"]["total"] > 0

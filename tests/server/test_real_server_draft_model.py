@@ -36,11 +36,6 @@ def server(
         yield up
 
 
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_those_without_drafts(
     server: RealServer, client: openai.OpenAI, way: dict[str, Any]

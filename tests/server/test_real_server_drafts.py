@@ -35,11 +35,6 @@ def server(
 
 
 @pytest.fixture(scope="module")
-def client(server: RealServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
 def text(client: openai.OpenAI) -> str:
     """The answer without drafts."""
     answer = client.chat.completions.create(**WISH, extra_body={"speculative": False})

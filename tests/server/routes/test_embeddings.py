@@ -53,11 +53,6 @@ def server(
         yield up
 
 
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def token_ids(server: RealServer, text: str) -> list[int]:
     ids: list[int] = server.client.post("/tokenize", json={"prompt": text}).json()["tokens"]
     return ids

@@ -67,11 +67,6 @@ def server(
         yield up
 
 
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def request_for(index: int, schema: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return a path and a body with the schema, in turn in each form; every other one streams."""
     nested = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

@@ -27,11 +27,6 @@ def server(
         yield up
 
 
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 @pytest.mark.parametrize(
     ("requested", "used"),
     [("auto", "default"), ("default", "default"), ("flex", "flex"), ("priority", "priority")],

@@ -33,11 +33,6 @@ def server(
         yield up
 
 
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def ask(client: openai.OpenAI, number: int, **fields: Any) -> Any:
     given = body(number) | fields
     return client.completions.create(

@@ -44,11 +44,6 @@ def server(
         yield up
 
 
-@pytest.fixture(scope="module")
-def client(server: RealServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 def ask(client: openai.OpenAI, given: Any, **wish: Any) -> Any:
     return client.responses.create(input=given, **{**WISH, **wish})
 

@@ -42,11 +42,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 
 @pytest.fixture(scope="module")
-def client(server: RealServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-
-
-@pytest.fixture(scope="module")
 def messages(server: RealServer) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key="none").messages
 
