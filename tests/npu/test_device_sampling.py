@@ -1,13 +1,14 @@
 """Sampling on the device, over the double: tokens are spread as vLLM's sampler spreads them.
 
-The double's op draws with a generator of its own, as the SDK's.
+The double's op draws with a generator of its own, as the SDK's. With asynchronous scheduling the
+double keeps outputs back until they are read.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.wide, pytest.mark.timeout(1800)]
 
 SCRIPT = Path(__file__).with_name("sampling_script.py")
 ON_DEVICE = {"sample_on_device": True}
+IN_FLIGHT = {"async_scheduling": True}
 KINDS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 2.0},
     "top_k": {"temperature": 2.0, "top_k": 12},
@@ -127,9 +129,20 @@ def cold(life: Life, folder: Path) -> Ran:
     return run(life, folder, ON_DEVICE)
 
 
-def test_tokens_are_spread_as_the_parameters_say(life: Life, cold: Ran) -> None:
+@pytest.fixture(scope="module")
+def in_flight(life: Life, folder: Path) -> Ran:
+    return run(replace(life, options=IN_FLIGHT), folder / "in flight", ON_DEVICE, hold=1)
+
+
+@pytest.fixture(params=["cold", "in_flight"])
+def drawn_by(request: pytest.FixtureRequest) -> Ran:
+    ran: Ran = request.getfixturevalue(request.param)
+    return ran
+
+
+def test_tokens_are_spread_as_the_parameters_say(life: Life, drawn_by: Ran) -> None:
     """The first token comes from a prompt's logits, the second from those of a decode step."""
-    answers, width = cold.answers[0][0], len(KINDS) + len(GREEDY)
+    answers, width = drawn_by.answers[0][0], len(KINDS) + len(GREEDY)
     first, second = reference_generate(life.checkpoint, ONE_CHUNK, 2).logprobs
     greedy = int(first.argmax())
     for place, (kind, fields) in enumerate(KINDS.items()):
@@ -144,13 +157,13 @@ def test_tokens_are_spread_as_the_parameters_say(life: Life, cold: Ran) -> None:
             fewer = {name: value for name, value in fields.items() if name != left_out}
             if fewer != fields:
                 assert distance(tokens, filtered(first, fewer)) > UNLIKELY, f"{kind}: {left_out}"
-    assert sampler_runs(cold.log) > 1.5 * EACH * width / 4
+    assert sampler_runs(drawn_by.log) > 1.5 * EACH * width / 4
 
 
-def test_the_likeliest_token_is_drawn_where_nothing_else_may_be(life: Life, cold: Ran) -> None:
+def test_the_likeliest_token_is_drawn_where_nothing_else_may_be(life: Life, drawn_by: Ran) -> None:
     width, expected = len(KINDS) + len(GREEDY), reference_generate(life.checkpoint, ONE_CHUNK, 2)
     for place in range(len(KINDS), width):
-        assert set(map(tuple, cold.answers[0][0][place::width])) == {tuple(expected.token_ids)}
+        assert set(map(tuple, drawn_by.answers[0][0][place::width])) == {tuple(expected.token_ids)}
 
 
 def test_a_seed_gives_the_tokens_of_the_host(life: Life, cold: Ran, folder: Path) -> None:
@@ -169,3 +182,13 @@ def test_a_seed_gives_the_tokens_of_the_host(life: Life, cold: Ran, folder: Path
     # Of one row for prompts and decode steps, of two and of four; none while serving.
     assert sum(map(_draws, compiled)) == 3
     assert len(compiled) == len(cold.calls("compile")) == len(on_host.calls("compile")) + 3
+
+
+def test_a_seed_gives_the_same_tokens_with_asynchronous_scheduling(
+    cold: Ran, in_flight: Ran
+) -> None:
+    """Steps wait for the device twice: for the model's logits, then for the tokens of the draw."""
+    found, _, picked = in_flight.answers[0][1]
+    seeded, _, greedy = cold.answers[0][1]
+    assert (found, picked) == (seeded, greedy)
+    assert len(in_flight.calls("waited")) > len(in_flight.calls("launch")) / 2 > 0
