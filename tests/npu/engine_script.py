@@ -5,8 +5,9 @@ Its argument is a JSON list of jobs: the model's path, the options of ``LLM``, b
 batch is aborted, if it is. Then, if they are given, the seed of sampled tokens, which are greedy
 otherwise, whether steps check as many drafts as there are, whatever they gain, the texts (token
 ids) that vLLM's n-gram drafts are read from, the quantisation method of vLLM that is to accept
-float32, and when outputs are read against the rules. It prints the tokens of every job's batches
-behind ``RESULT``, before that how many tokens were drafted and accepted behind ``DRAFTS``.
+float32, when outputs are read against the rules, and fields of ``SamplingParams``. It
+prints the tokens of every job's batches behind ``RESULT``, before that how many tokens were drafted
+and accepted behind ``DRAFTS``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def _answer(
     texts: list[list[int]] | None = None,
     float32_method: str | None = None,
     reads: str | None = None,
+    sampling: dict[str, Any] | None = None,
 ) -> list[list[list[int]]]:
     from vllm import LLM, SamplingParams
 
@@ -54,10 +56,8 @@ def _answer(
     llm = LLM(path, **options)
     if checks_all_drafts:
         _check_all_drafts(llm.llm_engine)
-    temperature = 0.0 if seed is None else 1.2
-    params = SamplingParams(
-        temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True
-    )
+    fields = {"temperature": 0.0 if seed is None else 1.2} | (sampling or {})
+    params = SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True, **fields)
     answers = [_generate(llm.llm_engine, batch, params, abort_after) for batch in batches]
     llm.llm_engine.engine_core.shutdown()
     del llm

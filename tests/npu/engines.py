@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +44,8 @@ class Job:
     """A checkpoint of the same values that transformers reads; None: the same one."""
     seed: int | None = None
     """Of sampled tokens; None: the most probable ones."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of ``SamplingParams``."""
     checks_all_drafts: bool = False
     """As many as there are, whatever they gain."""
     reads: str | None = None
@@ -92,6 +94,7 @@ def run(
             "max_tokens": job.max_tokens,
             "abort_after": job.abort_after,
             "seed": job.seed,
+            "sampling": dict(job.sampling),
             "checks_all_drafts": job.checks_all_drafts,
             "reads": job.reads,
         }

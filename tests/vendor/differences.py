@@ -64,6 +64,27 @@ _PADDING_MASK = (
         "parallel engine has; ours comes ready",
     ),
 )
+_DRAFT_LAYER = (
+    Difference(
+        "theirs",
+        r"input (prefill|decode) host on cpu float32 3d",
+        "hidden states before a layer have an axis for the batch; ours have all tokens of a "
+        "step in one axis, as the model's graphs return them",
+    ),
+    Difference(
+        "theirs",
+        r"input decode host on cpu int32 1d",
+        "the places that drafts begin from are int32 with them, int64 with us; converted as "
+        "token ids are",
+    ),
+    Difference("ours", r"input decode host on cpu int64 1d", "as above"),
+)
+_LATENT_WEIGHTS = Difference(
+    "theirs",
+    r"input (prefill|decode) weight on cpu float32 4d",
+    "their projections of queries and values have an axis for the batch, of one; ours are "
+    "multiplied head by head, all tokens of a step in one axis",
+)
 OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
     "two ranks": (
         Difference(
@@ -73,35 +94,16 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
         ),
     ),
     "llama device": _WITH_DEVICE_TENSORS,
+    "sampled": _WITH_DEVICE_TENSORS,
     "window device": _WITH_DEVICE_TENSORS,
     "experts": _PADDING_MASK,
     "fp8 experts": _PADDING_MASK,
     "fp8 experts w8a8": _PADDING_MASK,
     "nvfp4 experts": _PADDING_MASK,
-    "eagle": (
-        Difference(
-            "theirs",
-            r"input (prefill|decode) host on cpu float32 3d",
-            "hidden states before a layer have an axis for the batch; ours have all tokens of a "
-            "step in one axis, as the model's graphs return them",
-        ),
-        Difference(
-            "theirs",
-            r"input decode host on cpu int32 1d",
-            "the places that drafts begin from are int32 with them, int64 with us; converted as "
-            "token ids are",
-        ),
-        Difference("ours", r"input decode host on cpu int64 1d", "as above"),
-    ),
-    "latent": (
-        *_PADDING_MASK,
-        Difference(
-            "theirs",
-            r"input (prefill|decode) weight on cpu float32 4d",
-            "their projections of queries and values have an axis for the batch, of one; ours are "
-            "multiplied head by head, all tokens of a step in one axis",
-        ),
-    ),
+    "eagle": _DRAFT_LAYER,
+    "eagle3": _DRAFT_LAYER,
+    "latent": (*_PADDING_MASK, _LATENT_WEIGHTS),
+    "mtp latent": (*_PADDING_MASK, _LATENT_WEIGHTS, *_DRAFT_LAYER),
     "medusa": (
         Difference(
             "ours",

@@ -62,6 +62,8 @@ class Run:
     """Inputs of experts that share a scale in e4m3; 0: they are not rounded."""
     recipe: Recipe | None = None
     """How the weights are quantised; None: they are float32."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of ``SamplingParams``; empty: greedy."""
     drafts_by: str | None = None
     """The method of a draft model, which is fitted to the answers; None: there is none."""
 
@@ -130,6 +132,8 @@ WITHOUT_NPU = replace(
 RUNS: Mapping[str, Run] = {
     "llama host": HOST,
     "llama device": DEVICE,
+    # Drawn by ``top_k_top_p``, of one token: the answer is the greedy one.
+    "sampled": replace(DEVICE, sampling={"temperature": 1.0, "top_k": 1}),
     "one block": replace(HOST, options={"max_model_len": BLOCK}),
     "window": replace(HOST, family="mistral", fields=_WINDOW),
     "window device": replace(DEVICE, family="mistral", fields=_WINDOW),
@@ -289,6 +293,7 @@ def run_vendor(run: Run, folder: Path, *, broken: str = "", cache: Path | None =
         "batches": run.rounds(),
         "max_tokens": NUM_TOKENS,
         "abort_after": None,
+        "sampling": dict(run.sampling),
     }
     if run.recipe is not None:
         job["float32_method"] = _METHODS.get(run.recipe.format, run.recipe.format)

@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 WIDE = [
     pytest.param(name, marks=pytest.mark.wide)
     for name in (
-        *("llama device", "one block", "window", "window device", "window shift"),
-        *("experts", "fp8 cache", "e5m2 cache", "drafts", "medusa", "eagle", "two ranks"),
+        *("llama device", "sampled", "one block", "window", "window device", "window shift"),
+        *("experts", "fp8 cache", "e5m2 cache", "two ranks"),
+        *("drafts", "medusa", "eagle", "eagle3", "mtp latent"),
         *("fp8 blocks", "fp8 experts", "fp8 experts w8a8", "mxfp4 experts"),
         *("fp8 blocks w8a8", "nvfp4 experts", "modelopt fp8", "latent"),
     )
@@ -46,6 +47,7 @@ def test_our_calls_are_theirs_but_for_named_differences(
         NUM_TOKENS,
         reference=theirs.reference(checkpoint),
         cache_scales=theirs.cache_scales,
+        sampling=theirs.sampling,
     )
     environment = dict(theirs.environment)
     environment |= torch_rbln_variables() if theirs.device_tensors else {}
@@ -55,6 +57,12 @@ def test_our_calls_are_theirs_but_for_named_differences(
     forms = (call_form(ran.log), kept_call_forms()[name])
     assert unexplained(*forms, allowed_in(name)) == []
     assert unused(*forms, shown_in(name)) == []
+
+
+def test_every_kept_form_is_compared() -> None:
+    """Or differs from a compared one by its host or by the number of its blocks alone."""
+    compared = {"llama host", *(name for param in WIDE for name in param.values)}
+    assert set(kept_call_forms()) - compared == {"compile only", "whole device"}
 
 
 def test_a_fact_that_nobody_names_is_told() -> None:

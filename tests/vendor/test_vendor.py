@@ -83,6 +83,13 @@ def test_stored_values_read_otherwise_answer_otherwise(
     assert run.tokens != run.expected()
 
 
+@pytest.mark.parametrize(("name", "same"), [("llama device", False), ("sampled", True)])
+def test_sampled_tokens_come_from_no_argmax(name: str, same: bool, tmp_path: Path) -> None:
+    """With ``argmax`` broken their greedy answer is wrong, and the drawn one is not."""
+    run = run_vendor(RUNS[name], tmp_path, broken="argmax")
+    assert (run.tokens == run.expected()) is same
+
+
 def test_switched_on_inputs_of_linear_layers_are_scaled(
     answered: Callable[[str], Answered],
 ) -> None:
