@@ -104,6 +104,8 @@ def _check_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for an unsupported combination with speculative decoding."""
+    from rbln_backend.compiler.device import device_capabilities
+
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model = model_config(vllm_config)
     assert speculation is not None
@@ -118,7 +120,8 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         }
     )
     if draft_model_of(vllm_config) is not None:
-        check_draft_model(vllm_config, rbln)
+        on_npu = not device_capabilities(rbln).general_attention
+        check_draft_model(vllm_config, rbln, on_npu=on_npu)
 
 
 def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.checkpoint_families import SIZES
-from tests.checkpoints import CheckpointCache
+from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 from tests.reference import _load, _process
 
 _HIDDEN_SIZE = int(SIZES["hidden_size"])
 _SMALL = 0.02
 """Share of attention and experts in a fitted layer."""
+_ADDED = re.compile(r"(o|down)_proj\.weight(_scale(_inv)?)?$")
+"""Tensors that a fitted layer's attention and experts are proportional to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +107,18 @@ MTP_LAYERS: Mapping[str, MtpFamily] = {
 class MtpMaker:
     """Writes checkpoints of one family with an MTP layer."""
 
-    def __init__(self, name: str, checkpoints: CheckpointCache, **fields: Any) -> None:
-        """``fields``: of the configurations of the served model and of the block."""
+    def __init__(self, name: str, make: Callable[..., Path], **fields: Any) -> None:
+        """``make``: returns the checkpoint of a family with ``fields``; a quantised one has a
+        float32 copy of its values in the folder ``plain``. ``fields``: of the served model and of
+        the layer.
+        """
         self.family = family = MTP_LAYERS[name]
-        self.served = checkpoints(family.served, **fields)
-        """Without the layer; a checkpoint of transformers."""
+        self.stored = make(family.served, **fields)
+        """Without the layer."""
+        self.served = _plain(self.stored)
+        """The same values; a checkpoint of transformers."""
         own = {"num_hidden_layers": 1, "seed": 9, **family.block_fields, **fields}
-        self._block = checkpoints(family.block, **own)
+        self._block = make(family.block, **own)
 
     def random(self, folder: Path) -> Path:
         """Write a layer of random weights, whose drafts are wrong."""
@@ -127,7 +135,7 @@ class MtpMaker:
         family, first = self.family, 0 if last is None else -last
         tensors = self._drawn()
         for name, tensor in tensors.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if _ADDED.search(name) and tensor.dtype.itemsize > 1:
                 tensors[name] = tensor * _SMALL
             elif name.startswith((family.token_norm, family.hidden_norm)):
                 tensors[name] = torch.ones_like(tensor)
@@ -153,7 +161,7 @@ class MtpMaker:
 
         The last token of ``text`` has no hidden state.
         """
-        arguments = self.family, self.served, self._block, own, list(text), count
+        arguments = self.family, self.served, _plain(self._block), own, list(text), count
         return _process().submit(_drafts, *arguments).result()
 
     def _drawn(self) -> dict[str, Tensor]:
@@ -173,7 +181,8 @@ class MtpMaker:
         return own
 
     def _write(self, folder: Path, tensors: dict[str, Tensor]) -> Path:
-        shutil.copytree(self.served, folder, dirs_exist_ok=True)
+        ignored = shutil.ignore_patterns("plain")
+        shutil.copytree(self.stored, folder, dirs_exist_ok=True, ignore=ignored)
         served = load_file(self.served / "model.safetensors")
         copies = {name: served[own].clone() for name, own in self.family.copies.items()}
         save_file(tensors | copies, folder / "mtp.safetensors")
@@ -183,6 +192,22 @@ class MtpMaker:
             config["architectures"] = [self.family.architecture]
         place.write_text(json.dumps(config))
         return folder
+
+
+def quantized_maker(name: str, folder: Path, recipe: Recipe, **fields: Any) -> MtpMaker:
+    """Return a maker of checkpoints that are quantised by ``recipe``, MTP layer and all."""
+
+    def make(arch: str, **own: Any) -> Path:
+        place = folder / ("layer" if "seed" in own else "served")
+        return make_quantized_checkpoint(arch, place, recipe, **own)
+
+    return MtpMaker(name, make, **fields)
+
+
+def _plain(checkpoint: Path) -> Path:
+    """Return the checkpoint of the same values that transformers reads."""
+    copy = checkpoint / "plain"
+    return copy if copy.is_dir() else checkpoint
 
 
 def _states(served: Path, texts: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:

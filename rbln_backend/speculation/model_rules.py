@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 _PLAIN_OPTIONS = {
     "draft_sample_method": "greedy",
     "rejection_sample_method": "standard",
-    "quantization": None,
     "moe_backend": None,
     "attention_backend": None,
     "kv_cache_dtype": None,
@@ -67,8 +67,11 @@ MTP_FAMILIES = {
 }
 """vLLM's architecture of the MTP layers of each served one."""
 
+_QUANTIZED_MTP = ("fp8", "compressed-tensors float-quantized")
+"""Formats of checkpoints whose MTP layers may be quantised."""
 
-def check_draft_model(config: VllmConfig, rbln: RblnConfig) -> None:
+
+def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> None:
     """Raise for the first setting of the engine that does not go with its draft model."""
     speculation, parallel, model = (
         config.speculative_config,
@@ -90,8 +93,8 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig) -> None:
     if speculation.method in _EAGLE_MODELS:
         _check_eagle(config)
     if speculation.method == MTP:
-        _check_mtp(config)
-    _check_options(speculation)
+        _check_mtp(config, on_npu=on_npu)
+    _check_options(speculation, model.quantization if speculation.method == MTP else None)
 
 
 def settle_draft_model(config: VllmConfig) -> str | None:
@@ -131,7 +134,7 @@ def _check_eagle(config: VllmConfig) -> None:
         _check_storage(config, EAGLE_MODEL)
 
 
-def _check_mtp(config: VllmConfig) -> None:
+def _check_mtp(config: VllmConfig, *, on_npu: bool) -> None:
     """Raise unless the served model has one MTP layer, and is of a family that has been run."""
     speculation, served = config.speculative_config, config.model_config
     assert speculation is not None
@@ -144,26 +147,38 @@ def _check_mtp(config: VllmConfig) -> None:
     layers = getattr(served.hf_config, "num_nextn_predict_layers", None)
     if layers != 1:
         raise MTP_MODEL.refusal(f"num_nextn_predict_layers {layers}")
-    _check_storage(config, MTP_MODEL)
+    _check_storage(config, MTP_MODEL, () if on_npu else _QUANTIZED_MTP)
 
 
-def _check_storage(config: VllmConfig, feature: Feature) -> None:
+def _check_storage(config: VllmConfig, feature: Feature, formats: Sequence[str] = ()) -> None:
+    """Raise for quantised weights other than of ``formats``, and for a quantised KV cache."""
     served = config.model_config
-    if served.quantization is not None:
-        raise feature.refusal(f"served model with quantization {served.quantization!r}")
+    written = _format_of(served)
+    if written is not None and written not in formats:
+        raise feature.refusal(f"served model {served.architecture} with quantization {written!r}")
     if config.cache_config.cache_dtype not in ("auto", str(served.dtype).removeprefix("torch.")):
         raise feature.refusal(f"--kv-cache-dtype {config.cache_config.cache_dtype}")
+
+
+def _format_of(model: ModelConfig) -> str | None:
+    """Return vLLM's name of the quantisation, with the format that compressed-tensors names."""
+    method = model.quantization
+    if method is None:
+        return None
+    own = getattr(model.hf_config, "quantization_config", None) or {}
+    return f"{method} {own['format']}" if "format" in own else str(method)
 
 
 def _cache_of(model: ModelConfig) -> str:
     return f"{model.get_total_num_kv_heads()} KV heads of {model.get_head_size()}"
 
 
-def _check_options(speculation: SpeculativeConfig) -> None:
-    for name, plain in _PLAIN_OPTIONS.items():
+def _check_options(speculation: SpeculativeConfig, expected: str | None) -> None:
+    """Raise for options that change drafts; ``expected``: the draft model's quantisation."""
+    for name, plain in (_PLAIN_OPTIONS | {"quantization": expected}).items():
         value = getattr(speculation, name)
         if value != plain:
             raise DRAFT_MODEL_OPTION.refusal(f"--speculative-config {name} {value!r}")
     quantization = speculation.draft_model_config.quantization
-    if quantization is not None:
+    if quantization != expected:
         raise DRAFT_MODEL_OPTION.refusal(f"draft model with quantization {quantization!r}")

@@ -20,6 +20,7 @@ from tests.engine.conftest import DEFAULTS, Engines
 from tests.engine.script import run_script
 from tests.engine.test_equality import make_prompts
 from tests.graph_cache import graph_cache
+from tests.quantized_checkpoints import Recipe, quantization_config
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
@@ -113,6 +114,12 @@ def _layers(number: int) -> dict[str, Any]:
     return {"hf_overrides": {"num_nextn_predict_layers": number}}
 
 
+def _quantized(recipe: Recipe) -> dict[str, Any]:
+    """Return options of an engine whose checkpoint says that it is quantised and has a layer."""
+    fields = {"quantization_config": quantization_config(recipe)}
+    return {"hf_overrides": {"num_nextn_predict_layers": 1, **fields}}
+
+
 @pytest.mark.parametrize(
     ("arch", "options", "text"),
     [
@@ -121,6 +128,11 @@ def _layers(number: int) -> dict[str, Any]:
         ("glm4_moe", _layers(2), "num_nextn_predict_layers 2: MTP with this model"),
         ("glm4_moe", {}, r"num_speculative_tokens 2: .* not initialized .*model\.layers\.3"),
         ("glm4_moe", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: MTP with"),
+        (
+            "glm4_moe",
+            _quantized(Recipe(bits=4)),
+            "Glm4MoeForCausalLM with quantization 'compressed-tensors pack-quantized': MTP with",
+        ),
         ("glm4_moe", {"tensor_parallel_size": 2}, "'mtp' with tensor_parallel_size 2"),
         ("glm4_moe", {"enable_lora": True}, "'mtp' with enable_lora true"),
     ],

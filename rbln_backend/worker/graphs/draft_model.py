@@ -31,8 +31,8 @@ def add_draft_model(
 ) -> None:
     """Add the draft model that ``make`` returns to ``model``, if ``config`` names one.
 
-    Raises ``UnsupportedModelError`` for one of another size, and ``ValueError`` of vLLM for a
-    checkpoint that lacks weights.
+    Raises ``UnsupportedModelError`` for one of another size, and for a checkpoint that lacks
+    weights or has others.
     """
     speculation = draft_model_of(config)
     if speculation is None:
@@ -46,6 +46,11 @@ def add_draft_model(
         number = speculation.num_speculative_tokens
         raise UnsupportedModelError(
             f"draft model {own.model} with num_speculative_tokens {number}: {error}"
+        ) from error
+    except KeyError as error:
+        # vLLM's readers of MTP layers look up a parameter for each tensor.
+        raise UnsupportedModelError(
+            f"draft model {own.model}: no part of {own.architecture} has the tensor {error}"
         ) from error
     if speculation.method == EAGLE3:
         return_layers(made, model, own)
