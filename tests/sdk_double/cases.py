@@ -257,6 +257,15 @@ def a_decode_that_ends_behind_its_table() -> None:
     decode.compile(attend)(q, k, v, decode.kv, start(BLOCK - 3), blocks(2)[None])
 
 
+def an_assignment_into_a_tensor() -> None:
+    def assign(x: Tensor) -> Tensor:
+        result = x + 1
+        result[x == 0] = 5
+        return result
+
+    assert Device().compile(assign)(torch.tensor([0.0, 1.0])).tolist() == [5.0, 2.0]
+
+
 def gradients_on() -> None:
     with torch.enable_grad():
         torch_compile.rbln_backend(_adder(), [torch.zeros(2)], options={})

@@ -17,6 +17,7 @@ RIGHT = (
     "experts_of_one_rank_of_two",
     "experts_of_fp8_in_blocks",
     "a_weight_written_after_it_was_loaded",
+    "an_assignment_into_a_tensor",
     "models_that_name_weights_alike",
     "outputs_in_the_same_memory",
 )
