@@ -230,8 +230,8 @@ SPECULATION_METHOD = Feature(
 )
 DRAFT_MODEL = Feature(
     "a draft model in this engine",
-    "methods with a draft model with several ranks or engines, adapters or KV tiers; medusa, "
-    "eagle and eagle3 with latent attention (MLA)",
+    "methods with a draft model with adapters or KV tiers; medusa, eagle and eagle3 with latent "
+    "attention (MLA)",
     "with which it has not been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
 )
@@ -254,8 +254,8 @@ MTP_MODEL = Feature(
 )
 DRAFT_MODEL_OPTION = Feature(
     "this option of a draft model",
-    "draft_sample_method, rejection_sample_method, quantization, kv_cache_dtype and other options "
-    "of a draft model",
+    "draft_sample_method, rejection_sample_method, quantization, kv_cache_dtype, another "
+    "draft_tensor_parallel_size than --tensor-parallel-size and other options of a draft model",
     "which computes drafts in the served model's dtype and checks them by the tokens that would "
     "be sampled",
     "drop the option",

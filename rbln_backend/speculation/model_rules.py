@@ -73,17 +73,9 @@ _QUANTIZED_MTP = ("fp8", "compressed-tensors float-quantized")
 
 def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> None:
     """Raise for the first setting of the engine that does not go with its draft model."""
-    speculation, parallel, model = (
-        config.speculative_config,
-        config.parallel_config,
-        config.model_config,
-    )
+    speculation, model = config.speculative_config, config.model_config
     assert speculation is not None
     method = f"method {speculation.method!r}"
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        size = getattr(parallel, name)
-        if size > 1:
-            raise DRAFT_MODEL.refusal(f"{method} with {name} {size}")
     if config.lora_config is not None:
         raise DRAFT_MODEL.refusal(f"{method} with enable_lora true")
     if rbln.has_kv_tiers:
@@ -95,6 +87,12 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> 
     if speculation.method == MTP:
         _check_mtp(config, on_npu=on_npu)
     _check_options(speculation, model.quantization if speculation.method == MTP else None)
+    # Where it is not given, vLLM sets it to the served model's.
+    own, ranks = speculation.draft_tensor_parallel_size, config.parallel_config.tensor_parallel_size
+    if own != ranks:
+        raise DRAFT_MODEL_OPTION.refusal(
+            f"draft_tensor_parallel_size {own} with tensor_parallel_size {ranks}"
+        )
 
 
 def settle_draft_model(config: VllmConfig) -> str | None:

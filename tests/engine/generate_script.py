@@ -4,7 +4,7 @@ The argument is ``[checkpoint, options of AsyncEngineArgs, prompts, number of to
 adapters being a folder or null per prompt, or empty. The result has the tokens of every prompt,
 greedily, each with its log-probability. Requests go to the data-parallel engines in turn. A sixth
 item has sizes (``decode``, ``prefill``): they replace the engine's while it answers, and all
-prompts are answered again afterwards.
+prompts are answered again afterwards. With a seventh, steps check as many drafts as there are.
 """
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ async def change(engine: AsyncLLM, sizes: dict[str, list[int]]) -> None:
     assert {name: state[name] for name in sizes} == sizes
 
 
+def check_all_drafts(worker: Any) -> None:
+    from tests.engine.oracle import MOST, AnyLength
+
+    worker.worker._runner._drafting._chooser = AnyLength(MOST + 1)
+
+
 async def main(
     checkpoint: str,
     options: Any,
@@ -67,6 +73,7 @@ async def main(
     num_tokens: int,
     adapters: list[str | None],
     sizes: dict[str, list[int]] | None = None,
+    checks_all_drafts: bool = False,
 ) -> None:
     inspect_models_here()
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=checkpoint, **options))
@@ -76,6 +83,8 @@ async def main(
     try:
         for lora in loras.values():
             await engine.add_lora(lora)
+        if checks_all_drafts:
+            await engine.collective_rpc(check_all_drafts)
 
         async def answer_all(first: int) -> list[dict[str, Any]]:
             return await asyncio.gather(

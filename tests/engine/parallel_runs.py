@@ -27,12 +27,13 @@ def run_ranks(
     environment: dict[str, str] | None = None,
     adapters: Sequence[Path | None] = (),
     sizes: dict[str, list[int]] | None = None,
+    checks_all_drafts: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Answers of an engine with ``options`` beyond the tests' own, in a process of its own.
 
     ``adapters`` has one or none for each prompt. ``sizes`` replace the engine's while it answers;
-    then it answers all prompts once more.
+    then it answers all prompts once more. ``checks_all_drafts``: whatever they gain.
     """
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     root = Path(__file__).parents[2]
@@ -41,6 +42,9 @@ def run_ranks(
         "VLLM_PLUGINS": "rbln",
         "VLLM_CACHE_ROOT": str(share_kernels(cache_root)),
     }
+    if checks_all_drafts:
+        # A function is sent to the engines.
+        ours["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     one_thread = {"additional_config": {"rbln": {"num_threads": 1}}}
     folders = [None if path is None else str(path) for path in adapters]
     argument = [
@@ -50,6 +54,7 @@ def run_ranks(
         NUM_TOKENS,
         folders,
         sizes,
+        checks_all_drafts,
     ]
     answers: list[dict[str, Any]] = run_script(
         SCRIPT, argument, inherited | ours | (environment or {}), timeout_s=TIMEOUT_S

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engine
 
 
 DRAFTS = {"method": "suffix", "num_speculative_tokens": 2}
-DRAFT_OPTIONS = {"draft_sample_method", "max_model_len"}
+DRAFT_OPTIONS = {"draft_sample_method", "draft_tensor_parallel_size", "max_model_len"}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def _quantized(recipe: Recipe) -> dict[str, Any]:
             _quantized(Recipe(bits=4)),
             "Glm4MoeForCausalLM with quantization 'compressed-tensors pack-quantized': MTP with",
         ),
-        ("glm4_moe", {"tensor_parallel_size": 2}, "'mtp' with tensor_parallel_size 2"),
+        ("glm4_moe", {"pipeline_parallel_size": 2}, "speculative decoding with pipeline stages"),
         ("glm4_moe", {"enable_lora": True}, "'mtp' with enable_lora true"),
     ],
 )
@@ -149,7 +149,10 @@ def test_mtp_is_refused_where_it_is_not_proven(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"tensor_parallel_size": 2}, "method 'medusa' with tensor_parallel_size 2: a draft model"),
+        (
+            {"tensor_parallel_size": 2, "draft_tensor_parallel_size": 1},
+            "draft_tensor_parallel_size 1 with tensor_parallel_size 2: this option of a draft",
+        ),
         ({"enable_lora": True}, "method 'medusa' with enable_lora true: a draft model"),
         ({"rbln": {"kv_tier_memory_bytes": 1 << 24}}, "method 'medusa' with KV tiers: a draft"),
         ({"draft_sample_method": "probabilistic"}, "draft_sample_method 'probabilistic': this"),
@@ -178,7 +181,7 @@ def test_draft_models_are_refused_where_they_are_not_proven(
         ("qwen2", "llama", {}, "served model Qwen2ForCausalLM: EAGLE with this model"),
         ("phi3", "llama", {"method": "eagle3"}, "served model Phi3ForCausalLM: EAGLE with this"),
         ("llama", "llama", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: EAGLE with this"),
-        ("llama", "llama", {"tensor_parallel_size": 2}, "'eagle' with tensor_parallel_size 2: a"),
+        ("llama", "llama", {"pipeline_parallel_size": 2}, "speculative decoding with pipeline"),
     ],
 )
 def test_eagle_is_refused_for_other_models(

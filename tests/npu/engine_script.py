@@ -133,10 +133,13 @@ def _read(when: str) -> None:
 
 def _check_all_drafts(engine: Any) -> None:
     """Steps of the double take as long with drafts as they happen to."""
+    engine.engine_core.engine_core.model_executor.collective_rpc(_check_all_drafts_of_rank)
+
+
+def _check_all_drafts_of_rank(worker: Any) -> None:
     from tests.engine.oracle import MOST, AnyLength
 
-    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
-    worker._runner._drafting._chooser = AnyLength(MOST + 1)
+    worker.worker._runner._drafting._chooser = AnyLength(MOST + 1)
 
 
 def _generate(

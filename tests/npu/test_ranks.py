@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import CheckpointCache
+from tests.fitted_drafts import FITTED, RANDOM
 from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, Job, run
+from tests.npu.test_draft_models import with_model
+from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -41,3 +44,25 @@ def test_two_ranks_answer_as_transformers(
     assert warm.answers == cold.answers
     assert warm.calls("compile")
     assert all(call["hit"] for call in warm.calls("compile"))
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("method", FITTED)
+def test_two_ranks_with_a_draft_model(
+    checkpoints: CheckpointCache, tmp_path: Path, method: str
+) -> None:
+    """Right drafts save steps; random ones give the same answers in more."""
+    served = checkpoints("llama", max_position_embeddings=CONTEXT)
+    options = {"max_model_len": CONTEXT, "tensor_parallel_size": 2}
+    job = Job(served, options, BATCHES, LENGTH, checks_all_drafts=True)
+    expected = job.expected()
+    texts = [prompt + answer for prompt, answer in zip(BATCHES[0], expected[0], strict=True)]
+    right = FITTED[method](tmp_path / "right", served, texts, last=LENGTH + (method != "medusa"))
+    wrong = RANDOM[method](tmp_path / "wrong", served)
+    fitted, random = (
+        run([with_model(job, method, own)], tmp_path, devices=4) for own in (right, wrong)
+    )
+    assert fitted.answers == random.answers == [expected]
+    assert len(fitted.calls("run")) < 0.8 * len(random.calls("run"))
+    assert all(call["hit"] for call in random.calls("compile"))

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from rbln_backend.bucketing.verify import Size, VerifyTable
 from rbln_backend.core import Phase, StepBatch, StepOutputs
+from rbln_backend.parallel.first_rank import FirstRank
 from rbln_backend.reporting.draft_counts import DraftCounts
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.speculation.acceptance import Acceptance
@@ -116,6 +117,9 @@ class _Decoding:
 
 class HostDrafting:
     """Drafting over a drafter on the host, on the one rank that replies.
+
+    A draft model's graphs have collectives. So every rank drafts with one, from the same tokens,
+    and the first decides by its times when the graphs run.
 
     Drafts of every decoding request are proposed after every step, also while none are checked:
     the tokens sampled next show if they were right. A draft model pauses meanwhile.
@@ -238,10 +242,9 @@ class HostDrafting:
             return False
         drafting_s = self._model.costs.seconds(requests)
         choice = self._chooser.choose(known + computed, requests, drafting_s)
-        pays = choice.length > 1 and choice.gain >= self._choice.gain
+        pays = self._model.decide(choice.length > 1 and choice.gain >= self._choice.gain)
         if pays:
             self._choice = choice
-        self._model.pace.record(pays)
         return pays
 
     def _ended(
@@ -311,17 +314,18 @@ def make_drafting(
     source: DraftSource | None,
     drafting: Mapping[int, float],
 ) -> Drafting:
-    """Return the drafting of a rank; one that does not reply to the executor has none.
+    """Return the drafting of a rank; without a draft model, of the one that replies alone.
 
     ``measured``: seconds of graphs by size, from warm-up. ``source``: the draft model's graphs,
     None for a method without one; ``drafting``: their seconds after a decode step, by bucket.
     """
     speculation = config.speculative_config
-    if speculation is None or not replies:
+    if speculation is None or not (replies or source is not None):
         return NoDrafting()
     sizes, model = compiled_sizes(config).drafted, None
     if source is not None and sizes is not None:
-        model = ModelDrafter(source, DraftingCosts(sizes.requests, drafting))
+        costs = DraftingCosts(sizes.requests, drafting)
+        model = ModelDrafter(source, costs, FirstRank.of_this_rank())
     return HostDrafting(
         PredictionFirst(model or make_drafter(speculation, shared=configured(config).share_drafts)),
         batches,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
+from rbln_backend.parallel.first_rank import FirstRank
 from rbln_backend.speculation.draft_pace import DraftPace
 from rbln_backend.speculation.drafter import Draft, DraftedRequest
 from rbln_backend.speculation.drafting_costs import DraftingCosts
@@ -104,8 +105,10 @@ class ModelDrafter:
     they do not pay, few steps are followed by a run of the draft model.
     """
 
-    def __init__(self, source: DraftSource, costs: DraftingCosts) -> None:
+    def __init__(self, source: DraftSource, costs: DraftingCosts, first_rank: FirstRank) -> None:
+        """``first_rank`` decides by its times when the graphs run, which have collectives."""
         self.costs, self.pace = costs, DraftPace()
+        self._first_rank = first_rank
         self.seconds = 0.0
         """Of the latest call of ``draft``."""
         self._source = source
@@ -134,6 +137,15 @@ class ModelDrafter:
         # After a pause a run reads the tokens of the pause as well.
         if rows and had_run and self._has_run and not step.batch.phase.takes_chunk:
             self.costs.record(len(rows), self.seconds)
+
+    def decide(self, pays: bool) -> bool:
+        """Return whether the drafts of the latest run pay, by the times of the first rank.
+
+        ``pays``: by those of this rank.
+        """
+        decided = self._first_rank.decide(pays)
+        self.pace.record(decided)
+        return decided
 
     def begin(self, request: DraftedRequest) -> None:
         """As ``Drafter``."""

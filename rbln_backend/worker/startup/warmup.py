@@ -156,8 +156,13 @@ class WarmUp:
             return {}
         own = {(g.spec.bucket, g.spec.length): g for g in graphs if g.spec.phase is Phase.DRAFT}
         measured, started = dict[int, float](), time.perf_counter()
+
+        def has_time() -> Set[str]:
+            return {"yes"} if time.perf_counter() - started <= _MEASURING_S / 2 else frozenset()
+
         for bucket in sizes.requests:
-            if measured and time.perf_counter() - started > _MEASURING_S / 2:
+            # Every rank must run the same sizes, whatever its own times are.
+            if measured and not self._peers.union(has_time):
                 break
             measured[bucket] = 0.0
             for length, runs in sizes.runs.items():

@@ -1,0 +1,92 @@
+"""Draft models of engines with several ranks change no token of one rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Engine, Engines
+from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
+from tests.engine.script import run_script
+from tests.engine.test_draft_models import GREEDY, PROMPTS, speculation_of
+from tests.engine.test_mtp import MTP
+from tests.engine.test_speculation import FEW, results
+from tests.fitted_drafts import FITTED
+from tests.graph_cache import graph_cache
+from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SCRIPT = Path(__file__).with_name("draft_ranks_script.py")
+TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+OFTEN = "eagle3"
+
+
+def texts_of(engine: Engine) -> list[list[int]]:
+    answers = results(engine, PROMPTS, GREEDY)
+    return [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
+
+
+def assert_same_tokens(
+    served: Path,
+    drafted: Path,
+    speculation: dict[str, Any],
+    folder: Path,
+    *,
+    least_share: float,
+    **options: Any,
+) -> None:
+    root = Path(__file__).parents[2]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
+        "VLLM_PLUGINS": "rbln",
+        "VLLM_CACHE_ROOT": str(graph_cache()),
+    }
+    argument = [str(served), str(drafted), speculation, TENSOR | options, str(folder), least_share]
+    assert run_script(SCRIPT, argument, environment, timeout_s=280) > 0
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=[pytest.mark.wide] * (name != OFTEN)) for name in FITTED],
+)
+def test_two_tensor_parallel_ranks(engines: Engines, tmp_path: Path, method: str) -> None:
+    plain = engines("llama")
+    own = FITTED[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    served, speculation = plain.checkpoint, speculation_of(method, own)
+    assert_same_tokens(served, served, speculation, tmp_path, least_share=0.6)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["split", "whole"])
+@pytest.mark.parametrize("family", MTP_LAYERS)
+def test_two_tensor_parallel_ranks_with_mtp(
+    engines: Engines, tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    maker = MtpMaker(family, engines.checkpoints)
+    plain = engines(maker.family.served)
+    own = maker.fitted(tmp_path / "own", texts_of(plain), last=41)
+    assert_same_tokens(plain.checkpoint, own, MTP, tmp_path, least_share=0.5, **options)
+
+
+@pytest.mark.wide
+def test_each_of_two_engines_has_a_draft_model(engines: Engines, tmp_path: Path) -> None:
+    plain = engines("llama")
+    own = FITTED[OFTEN](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    (run_dir := tmp_path / "run").mkdir()
+    answers = run_ranks(
+        plain.checkpoint,
+        graph_cache(),
+        PROMPTS,
+        checks_all_drafts=True,
+        data_parallel_size=2,
+        speculative_config=speculation_of(OFTEN, own),
+        additional_config={"rbln": FEW | {"num_threads": 1, "run_dir": str(run_dir)}},
+    )
+    assert_as_one_rank(plain, PROMPTS, answers, 0.0)
+    drafted = Engine(None, run_dir, plain.checkpoint)
+    checked = drafted.total("rbln_draft_tokens_total")
+    assert drafted.total("rbln_draft_accepted_tokens_total") > 0.3 * checked > 0
