@@ -23,7 +23,7 @@ class FirstRank:
     def decide(self, own: bool) -> bool:
         """Return ``own`` of the first rank; every rank calls it.
 
-        Raises ``RuntimeError`` when a rank has exited.
+        Raises ``RuntimeError`` when the first rank has exited.
         """
         if self._group is None:
             return own

@@ -19,6 +19,7 @@ from rbln_backend.emulator.kernel_set import load_kernels, native_library
 from rbln_backend.errors import CompileError
 from rbln_backend.parallel.channel import SEAT_BYTES, open_channel, use_channels
 from rbln_backend.parallel.collectives import Group, register
+from rbln_backend.parallel.first_rank import FirstRank
 from rbln_backend.parallel.functional import use_functional_ops
 from rbln_backend.parallel.peers import Peers
 
@@ -95,6 +96,12 @@ def check_peers(group: Group) -> None:
         peers.union(fail_on_1)
 
 
+def check_first_rank() -> None:
+    first, rank = FirstRank.of_this_rank(), dist.get_rank()
+    assert [first.decide(rank == number) for number in (0, 1, 0)] == [True, False, True]
+    assert [FirstRank(None).decide(own) for own in (True, False)] == [True, False]
+
+
 def check_death(channel: int) -> None:
     """Check that no rank waits for one that has ended. This ends rank 1."""
     if dist.get_rank() == 1:
@@ -118,6 +125,7 @@ def main(rank: int, meeting: str, cache_root: Path) -> None:
     check_counts(channel)
     check_graphs(group, channel)
     check_peers(group)
+    check_first_rank()
     check_death(channel)
     # Its groups cannot be taken down: the other rank is gone.
     os._exit(0)
