@@ -17,7 +17,7 @@ from rbln_backend.unsupported import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 
 _PLAIN_OPTIONS = {
     "draft_sample_method": "greedy",
@@ -71,11 +71,16 @@ _QUANTIZED_MTP = ("fp8", "compressed-tensors float-quantized")
 """Formats of checkpoints whose MTP layers may be quantised."""
 
 
+_ON_RANKS = ("medusa", EAGLE, EAGLE3, MTP)
+"""Methods that have been run on several ranks."""
+
+
 def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> None:
     """Raise for the first setting of the engine that does not go with its draft model."""
     speculation, model = config.speculative_config, config.model_config
     assert speculation is not None
     method = f"method {speculation.method!r}"
+    _check_ranks(speculation, config.parallel_config)
     if config.lora_config is not None:
         raise DRAFT_MODEL.refusal(f"{method} with enable_lora true")
     if rbln.has_kv_tiers:
@@ -87,8 +92,16 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> 
     if speculation.method == MTP:
         _check_mtp(config, on_npu=on_npu)
     _check_options(speculation, model.quantization if speculation.method == MTP else None)
+
+
+def _check_ranks(speculation: SpeculativeConfig, parallel: ParallelConfig) -> None:
+    """Raise for methods that have not been run on several ranks, and for another number of them."""
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        size = getattr(parallel, name)
+        if size > 1 and speculation.method not in _ON_RANKS:
+            raise DRAFT_MODEL.refusal(f"method {speculation.method!r} with {name} {size}")
     # Where it is not given, vLLM sets it to the served model's.
-    own, ranks = speculation.draft_tensor_parallel_size, config.parallel_config.tensor_parallel_size
+    own, ranks = speculation.draft_tensor_parallel_size, parallel.tensor_parallel_size
     if own != ranks:
         raise DRAFT_MODEL_OPTION.refusal(
             f"draft_tensor_parallel_size {own} with tensor_parallel_size {ranks}"
