@@ -15,9 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 from tests.eagle_reference import attention
-from tests.reference import _load, _process
+from tests.reference import _E4M3, _load, _over_e4m3, _process
+
+CacheScales = tuple[tuple[float, float], ...]
 
 INNER = 512
 """Width of the MLP: more than the tokens that a layer is fitted to."""
@@ -99,9 +103,16 @@ def random_eagle3(folder: Path, served: Path, **fields: object) -> Path:
 
 
 def fitted_eagle3(
-    folder: Path, served: Path, texts: Sequence[Sequence[int]], *, last: int | None = None
+    folder: Path,
+    served: Path,
+    texts: Sequence[Sequence[int]],
+    *,
+    last: int | None = None,
+    cache_scales: CacheScales = (),
 ) -> Path:
     """Write a layer that is right for the ``last`` tokens of ``texts``, None for all.
+
+    ``cache_scales``: of keys and values by served layer, where its cache is of e4m3.
 
     ``fc`` takes the hidden state after the last layer, and a little of the others. The MLP's last
     matrix is the least-squares map of its features to what the state of the next token lacks.
@@ -117,7 +128,7 @@ def fitted_eagle3(
     head = tensors.get("lm_head.weight", tables["embed"]).float()
     weights["lm_head.weight"] = head[torch.tensor(vocabulary)].contiguous()
     layer, features, missing = Eagle3Layer(config, weights), list[Tensor](), list[Tensor]()
-    for text, states in zip(texts, layer_states(served, texts), strict=True):
+    for text, states in zip(texts, layer_states(served, texts, cache_scales), strict=True):
         ids = config["eagle_aux_hidden_state_layer_ids"]
         hidden = layer.combined(torch.cat([states[n].float() for n in ids], dim=-1))
         attended = layer.attended(tables["embed"][torch.tensor(text[1:])], hidden[:-1])
@@ -129,16 +140,24 @@ def fitted_eagle3(
     return _write(folder, config, weights)
 
 
-def layer_states(served: Path, texts: Sequence[Sequence[int]]) -> list[list[Tensor]]:
+def layer_states(
+    served: Path, texts: Sequence[Sequence[int]], cache_scales: CacheScales = ()
+) -> list[list[Tensor]]:
     """Return transformers' hidden states [tokens, H] of each text: before each layer, and after
     the last one without the norm."""
-    own = _process().submit(_layer_states, served, [list(text) for text in texts])
+    own = _process().submit(_layer_states, served, [list(text) for text in texts], cache_scales)
     states: list[list[Tensor]] = own.result()
     return states
 
 
-def _layer_states(served: Path, texts: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-    model, last = _load(served, None).base_model, list[Tensor]()
+def _layer_states(
+    served: Path, texts: Sequence[Sequence[int]], cache_scales: CacheScales
+) -> list[list[Tensor]]:
+    if cache_scales:
+        AttentionInterface.register(_E4M3, _over_e4m3(cache_scales))
+        AttentionMaskInterface.register(_E4M3, sdpa_mask)
+    model = _load(served, _E4M3 if cache_scales else None).base_model
+    last = list[Tensor]()
     hook = model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][0].clone()))
     found = []
     with torch.inference_mode():

@@ -67,7 +67,8 @@ MTP_FAMILIES = {
 }
 """vLLM's architecture of the MTP layers of each served one."""
 
-_QUANTIZED_MTP = ("fp8", "compressed-tensors float-quantized")
+_BLOCKS = "fp8 in blocks"
+_QUANTIZED_MTP = (_BLOCKS, "fp8", "compressed-tensors float-quantized")
 """Formats of checkpoints whose MTP layers may be quantised."""
 
 
@@ -158,7 +159,7 @@ def _check_mtp(config: VllmConfig, *, on_npu: bool) -> None:
     layers = getattr(served.hf_config, "num_nextn_predict_layers", None)
     if layers != 1:
         raise MTP_MODEL.refusal(f"num_nextn_predict_layers {layers}")
-    _check_storage(config, MTP_MODEL, () if on_npu else _QUANTIZED_MTP)
+    _check_storage(config, MTP_MODEL, (_BLOCKS,) if on_npu else _QUANTIZED_MTP)
 
 
 def _check_storage(config: VllmConfig, feature: Feature, formats: Sequence[str] = ()) -> None:
@@ -172,11 +173,13 @@ def _check_storage(config: VllmConfig, feature: Feature, formats: Sequence[str] 
 
 
 def _format_of(model: ModelConfig) -> str | None:
-    """Return vLLM's name of the quantisation, with the format that compressed-tensors names."""
+    """Return vLLM's name of the quantisation, with the form that the checkpoint names."""
     method = model.quantization
     if method is None:
         return None
     own = getattr(model.hf_config, "quantization_config", None) or {}
+    if own.get("weight_block_size"):
+        return f"{method} in blocks"
     return f"{method} {own['format']}" if "format" in own else str(method)
 
 

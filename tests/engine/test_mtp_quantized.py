@@ -69,6 +69,7 @@ class QuantizedMtp:
             for name, recipe in (
                 ("deepseek_v3", TENSOR),
                 ("deepseek_v3", CHANNELS),
+                ("deepseek_v3", replace(CHANNELS, block=(64, 64))),
                 ("glm4_moe", BLOCKS),
                 ("glm4_moe", TENSOR),
                 ("ernie4_5_moe", BLOCKS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,13 @@ from rbln_backend.store.bundle_contents import collect, write_folder
 from server.commands.graph_checks import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.eagle3_checkpoints import fitted_eagle3, random_eagle3
+from tests.engine.test_e4m3_cache import with_scales
 from tests.npu.engines import Job, Ran, run
 from tests.npu.test_draft_models import assert_same_with_seeds, with_model
 from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH
 from tests.npu.test_engines import YARN_OVER_LONG
+from tests.npu.test_fp8_cache import SCALES, amplify_attention
+from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -81,3 +85,37 @@ def test_other_families_answer_as_transformers(
 ) -> None:
     job = fitted_job(checkpoints, tmp_path, arch)
     assert run([job], tmp_path).answers == [job.expected()]
+
+
+@pytest.mark.wide
+def test_rounded_keys_and_values_are_those_of_steps_without_drafts(tmp_path: Path) -> None:
+    """With coarse scales of the checkpoint, and 1.0 for the layer's own cache."""
+    recipe = Recipe(format="fp8", block=(32, 64))
+    path = make_quantized_checkpoint(
+        "llama", tmp_path / "fp8", recipe, max_position_embeddings=CONTEXT
+    )
+    amplify_attention(path)
+    job = Job(
+        with_scales(path, SCALES),
+        {"max_model_len": CONTEXT, "kv_cache_dtype": "fp8"},
+        BATCHES[:1],
+        LENGTH,
+        reference=path / "plain",
+        checks_all_drafts=True,
+        cache_scales=SCALES,
+    )
+    (answers,) = job.expected()
+    assert answers != replace(job, cache_scales=()).expected()[0]
+    texts = [prompt + answer for prompt, answer in zip(BATCHES[0], answers, strict=True)]
+    options = {"last": LENGTH + 1, "cache_scales": SCALES}
+    own = fitted_eagle3(tmp_path / "fitted", path / "plain", texts, **options)
+    right = run([with_model(job, "eagle3", own)], tmp_path)
+    assert right.answers == [[answers]]
+    ops = {tuple(arguments) for call in right.calls("compile") for _, arguments in call["sdk_ops"]}
+    dtypes = {arguments[-1] for arguments in ops if len(arguments) > 1}
+    assert dtypes == {"torch.float8_e4m3fn"}, "the layer's cache is like the served model's"
+    random = random_eagle3(tmp_path / "random", path / "plain")
+    wrong = run([with_model(job, "eagle3", random)], tmp_path)
+    assert wrong.answers == right.answers
+    assert all(call["hit"] for call in wrong.calls("compile"))
+    assert len(right.calls("run")) < 0.8 * len(wrong.calls("run"))

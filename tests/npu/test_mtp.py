@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
 from rbln_backend.store.bundle_contents import collect, write_folder
 from server.commands.graph_checks import GraphChecks
 from tests.checkpoints import CheckpointCache
-from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker
+from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
 from tests.npu.engines import Job, Ran, run
 from tests.npu.test_drafts import CONTEXT, LENGTH, MOST, PROMPTS
-from tests.npu.test_latent import SIZES
+from tests.npu.test_latent import IN_BLOCKS, SIZES
+from tests.quantized_checkpoints import Recipe, quantization_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 MTP = {"method": "mtp", "num_speculative_tokens": MOST}
+BLOCKS = Recipe(format="fp8", block=(64, 64))
+GLM_IN_BLOCKS = {"intermediate_size": 128, "moe_intermediate_size": 64}
 WIDE = ("ernie4_5_moe", "mimo")
 
 
@@ -44,7 +49,13 @@ def jobs(
     name, folder = request.param, tmp_path_factory.mktemp("mtp")
     sizes = SIZES if name == "deepseek_v3" else {}
     maker = MtpMaker(name, checkpoints, **sizes | {"max_position_embeddings": CONTEXT})
-    plain = Job(maker.served, {"max_model_len": CONTEXT}, [PROMPTS], LENGTH)
+    return jobs_of(maker, folder)
+
+
+def jobs_of(maker: MtpMaker, folder: Path) -> MtpJobs:
+    """Return the jobs of ``maker``'s checkpoints, the first of which has been run."""
+    options = {"max_model_len": CONTEXT}
+    plain = Job(maker.stored, options, [PROMPTS], LENGTH, reference=maker.served)
     (answers,) = plain.expected()
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
     fitted, wrong = (
@@ -52,7 +63,6 @@ def jobs(
             plain,
             checkpoint=own,
             options=plain.options | {"speculative_config": MTP},
-            reference=maker.served,
             checks_all_drafts=True,
         )
         for own in (
@@ -65,6 +75,11 @@ def jobs(
 
 def test_right_drafts_save_steps(jobs: MtpJobs) -> None:
     """Random weights give the same answers in more steps, from the stored graphs."""
+    assert_steps_saved(jobs)
+
+
+def assert_steps_saved(jobs: MtpJobs) -> None:
+    """Assert equal answers of right drafts and of wrong ones, from one set of graphs."""
     assert jobs.cold.answers == [jobs.fitted.expected()]
     # A prefill; steps of 1, 2 and 4 requests with 1 and 4 tokens, of the model and of the layer;
     # the layer's prefill; the LM head.
@@ -85,3 +100,42 @@ def test_warm_seeded_answers_over_a_bundle(jobs: MtpJobs) -> None:
     assert all(call["hit"] for call in drafted.calls("compile"))
     plain = run([replace(jobs.plain, seed=5)], jobs.folder / "plain")
     assert drafted.answers == plain.answers * 2 != jobs.cold.answers * 2
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("deepseek_v3", IN_BLOCKS), ("glm4_moe", GLM_IN_BLOCKS)]
+)
+def test_layers_in_blocks_of_fp8_save_steps(
+    tmp_path: Path, name: str, sizes: dict[str, int]
+) -> None:
+    fields = sizes | {"max_position_embeddings": CONTEXT}
+    jobs = jobs_of(quantized_maker(name, tmp_path / "made", BLOCKS, **fields), tmp_path)
+    assert_steps_saved(jobs)
+    graphs = [{x["dtype"] for x in call["inputs"]} for call in jobs.cold.calls("compile")]
+    # All but the LM head, which is not quantised.
+    assert sum("float8_e4m3fn" in dtypes for dtypes in graphs) == len(graphs) - 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        (Recipe(format="fp8", block=(0, 0)), "fp8"),
+        (Recipe(format="float-quantized"), "compressed-tensors float-quantized"),
+    ],
+)
+def test_other_quantized_layers_are_refused(
+    sdk: ModuleType, checkpoints: CheckpointCache, recipe: Recipe, name: str
+) -> None:
+    assert sdk
+    fields = {"quantization_config": quantization_config(recipe), "num_nextn_predict_layers": 1}
+    options = {"device": "rebel"}
+    arguments = EngineArgs(
+        str(checkpoints("glm4_moe")),
+        speculative_config=MTP,
+        hf_overrides=fields,
+        max_num_batched_tokens=128,
+        additional_config={"rbln": options},
+    )
+    with pytest.raises(ValueError, match=f"quantization '{name}': MTP with this model"):
+        arguments.create_engine_config()
