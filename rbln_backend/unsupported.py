@@ -247,8 +247,8 @@ EAGLE_MODEL = Feature(
 MTP_MODEL = Feature(
     "MTP with this model",
     "method mtp with other architectures than DeepSeek-V3's, ERNIE 4.5's, GLM-4.5's and MiMo's, "
-    "several MTP layers, FP8 KV caches, or quantised weights (on the emulated "
-    "device: other than fp8 and compressed-tensors float-quantized)",
+    "several MTP layers, FP8 KV caches, or quantised weights other than fp8 and "
+    "compressed-tensors float-quantized, on an NPU other than fp8 in blocks",
     "which runs one MTP layer, of families that have been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
 )
