@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+from vllm import SamplingParams
+
 from tests.engine.conftest import Engines
 from tests.engine.oracle import AnyLength
 from tests.engine.test_draft_models import Drafted
-from tests.engine.test_speculation import FEW
+from tests.engine.test_speculation import FEW, OFF, results
 
 
 class DraftedRanks(Drafted):
@@ -25,6 +27,23 @@ class DraftedRanks(Drafted):
     def check(self, lengths: AnyLength) -> None:
         """As of one rank; by the times of all ranks but the first, drafts never pay."""
         self._on_ranks(_choose, lengths)
+
+    def expected(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+        """Return greedy answers of one rank, and sampled ones of these ranks without drafts.
+
+        Rounding, which differs by the number of ranks, may change a sampled token.
+        """
+        alone = super().expected(prompts, params)
+        places = [place for place, own in enumerate(params) if own.seed is not None]
+        if not places:
+            return alone
+        plain = [params[place].clone() for place in places]
+        for own in plain:
+            own.extra_args = OFF
+        sampled = results(self.own, [prompts[place] for place in places], plain)
+        for place, answer in zip(places, sampled, strict=True):
+            alone[place] = answer
+        return alone
 
     def remembered(self) -> list[int]:
         """As of one rank, on every rank."""
