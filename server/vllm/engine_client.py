@@ -95,9 +95,10 @@ class EngineClient(AsyncLLM):
     ) -> RequestOutputCollector:
         """Add a request to the engine as AsyncLLM does, in the class of its service tier.
 
-        Raises `ContextLengthError` for a prompt that leaves no room to answer, `InvalidValueError`
-        for too many logprobs and for constraints that exclude each other, `RateLimitError` for a
-        request beyond the tokens of its API key, and what the gate and the audit log raise.
+        Raises `ContextLengthError` for a prompt that leaves no room to answer,
+        `VLLMValidationError` for too many logprobs, `InvalidValueError` for constraints that
+        exclude each other, `RateLimitError` for a request beyond the tokens of its API key, and
+        what the gate and the audit log raise.
         """
         record = record_var.get()
         if self.audit is not None:

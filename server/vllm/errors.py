@@ -214,7 +214,24 @@ def _invalid(
     if parameter in MAX_TOKENS_FIELDS and not limited:
         # The limit was derived from what the prompt leaves, and that is nothing.
         return too_long("The prompt fills the whole context and leaves no room to answer", context)
-    return InvalidValueError(message, param=parameter)
+    name = _sent_name(parameter, context.fields)
+    if name is not None and name not in message:
+        message = f"'{name}': {message}"
+    return InvalidValueError(message, param=name)
+
+
+_SENT_NAMES: Mapping[str, Sequence[str]] = {
+    "logprobs": ("top_logprobs",),
+    "max_tokens": ("max_output_tokens", "max_completion_tokens"),
+    "extra_args": ("vllm_xargs",),
+}
+"""Fields from which vLLM sets a sampling parameter of another name."""
+
+
+def _sent_name(parameter: str | None, fields: JsonObject) -> str | None:
+    """Return the field that set `parameter`."""
+    names = _SENT_NAMES.get(parameter or "", ())
+    return next((name for name in names if fields.get(name) is not None), parameter)
 
 
 def _length(parameter: str | None, size: object) -> str:

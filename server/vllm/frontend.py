@@ -41,6 +41,7 @@ from server.request.endpoints import forms_of
 from server.request.fields.guided import DEPRECATION
 from server.request.fields.lookup import extra_schemas, refused_fields
 from server.request.fields.rules import IGNORED_HEADER
+from server.request.fields.shared import LOGPROBS_FIELDS
 from server.request.record import RequestRecord, record_of
 from server.request.scheduling import check_priority_header, check_rank_header, check_tier
 from server.settings import ServerSettings
@@ -369,7 +370,6 @@ class VllmFrontend:
 
 _CHARS_PER_BYTE = 4
 """Largest ratio of a prompt's characters to the body limit; a template multiplied longer ones."""
-_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 _WITHOUT_ENGINE = (
     *(Endpoint.TOKENIZE, Endpoint.DETOKENIZE),
     *(Endpoint.RENDER_CHAT, Endpoint.RENDER_COMPLETION),
@@ -378,5 +378,5 @@ _WITHOUT_ENGINE = (
 
 def _has_logprobs(fields: JsonObject) -> bool:
     # Not by equality: 0 requests one logprob per token.
-    given = (fields.get(name) for name in _LOGPROBS)
+    given = (fields.get(name) for name in LOGPROBS_FIELDS)
     return any(value is not None and value is not False for value in given)

@@ -37,6 +37,7 @@ from server.request.fields.rules import (
     refuse_unknown,
     unknown_field,
 )
+from server.request.fields.sampling_values import check_sampling_values
 from server.request.fields.sizes import check_sizes
 from server.request.options.draft_options import settle_drafts
 from server.request.options.progress import take_progress
@@ -178,6 +179,7 @@ class BodyReader:
             bound_tokens(endpoint, fields, rules.limits)
         check_limits(endpoint, fields, rules.limits)
         check_ranges(fields)
+        check_sampling_values(endpoint, fields, rules.limits, rules.sampling)
         if rules.text_only:
             refuse_media(endpoint, fields)
         rules.tools.check(endpoint, fields)

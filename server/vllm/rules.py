@@ -88,6 +88,7 @@ def make_request_rules(
             max_text_chars=settings.max_text_chars,
             transfers_kv=config.kv_transfer_config is not None,
             extra_args=_extra_args(config),
+            max_logprobs=model.max_logprobs,
             dimensions=_dimensions(model),
         ),
         unknown_fields=settings.unknown_fields,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.renderers import TokenizeParams
 from vllm.sampling_params import SamplingParams
 
@@ -59,7 +60,7 @@ def no_token_left(forbidding: list[str]) -> InvalidValueError:
 
 
 def check_logprobs(params: SamplingParams, prompt: Any, vocab_size: int) -> None:
-    """Raise `InvalidValueError` for a request with more than `MAX_ENTRIES` logprobs."""
+    """Raise `VLLMValidationError` for a request with more than `MAX_ENTRIES` logprobs."""
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     if params.prompt_logprobs is not None and tokens is not None:
         _check_entries("prompt_logprobs", params.prompt_logprobs, len(tokens), vocab_size)
@@ -71,10 +72,11 @@ def check_logprobs(params: SamplingParams, prompt: Any, vocab_size: int) -> None
 def _check_entries(name: str, number: int, tokens: int, vocab_size: int) -> None:
     each = (vocab_size if number < 0 else number) + 1
     if each * tokens > MAX_ENTRIES:
-        raise InvalidValueError(
-            f"'{name}': {tokens} tokens with {each} logprobs each are {each * tokens}; an answer "
+        # As vLLM names parameters: the client may have sent it in another field.
+        raise VLLMValidationError(
+            f"{tokens} tokens with {each} log-probabilities each are {each * tokens}; an answer "
             f"may have {MAX_ENTRIES}.",
-            param=name,
+            parameter=name,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ W8 = Recipe(bits=8, group_size=CHANNEL)
 MIXED = Recipe(others=(("down_proj", FP8_CHANNEL), ("o_proj", W8)))
 BYTE_FORMATS = ("fp8", "float-quantized", "int-quantized")
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
+EXPERT = TENSOR | {"enable_expert_parallel": True}
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 Make = Callable[..., Path]
 
@@ -224,4 +226,16 @@ def test_ranks_share_packed_weights(
     engine = engines.fresh(checkpoint=make(arch, recipe, **SIZES.get(arch, {})))
     prompts = make_prompts(PROMPT_LENGTHS, seed=73)
     answers = run_ranks(engine.checkpoint, tmp_path, prompts, **options)
+    assert_as_one_rank(engine, prompts, answers, 1e-4)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("group", [16, 32])
+def test_ranks_divide_nvfp4_experts(
+    engines: Engines, make: Make, tmp_path: Path, group: int
+) -> None:
+    recipe = replace(NVFP4, group_size=group)
+    engine = engines.fresh(checkpoint=make("qwen3_moe", recipe, **SIZES["qwen3_moe"]))
+    prompts = make_prompts(PROMPT_LENGTHS, seed=73)
+    answers = run_ranks(engine.checkpoint, tmp_path, prompts, **EXPERT)
     assert_as_one_rank(engine, prompts, answers, 1e-4)

@@ -27,6 +27,7 @@ from tests.gguf_files import write_gguf
 from tests.npu.engines import ONE_CHUNK, WHOLE_CHUNK, Job, run
 from tests.npu.test_engines import YARN_OVER_LONG
 from tests.quantized_checkpoints import Format, Recipe, make_quantized_checkpoint
+from tests.reference import reference_generate
 
 MODELOPT: tuple[Format, ...] = ("modelopt", "modelopt-mixed")
 
@@ -160,12 +161,17 @@ def test_gpt_oss_as_published_answers_as_its_float32_copy(tmp_path: Path) -> Non
     assert "rbln_custom_ops::custom_moe_glu_mxfp4" in ops
 
 
-@pytest.mark.engine
-def test_nvfp4_experts_answer_as_their_float32_copy(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def nvfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = Recipe(format="nvfp4", group_size=16, skipped=("self_attn", "mlp.gate"))
     sizes = {"max_position_embeddings": 4096, "moe_intermediate_size": 128}
-    path = make_quantized_checkpoint("qwen3_moe", tmp_path / "nvfp4", recipe, **sizes)
-    job = Job(path, batches=[[ONE_CHUNK]], reference=path / "plain")
+    path = tmp_path_factory.mktemp("nvfp4")
+    return make_quantized_checkpoint("qwen3_moe", path, recipe, **sizes)
+
+
+@pytest.mark.engine
+def test_nvfp4_experts_answer_as_their_float32_copy(nvfp4: Path, tmp_path: Path) -> None:
+    job = Job(nvfp4, batches=[[ONE_CHUNK]], reference=nvfp4 / "plain")
     ran = run([job], tmp_path / "npu")
     assert ran.answers == [job.expected()]
     ops = {name for call in ran.calls("compile") for name, _ in call["sdk_ops"]}
@@ -174,6 +180,36 @@ def test_nvfp4_experts_answer_as_their_float32_copy(tmp_path: Path) -> None:
     assert {"uint8", "float8_e4m3fn"} <= given, "weights stay fields on the device"
     broken = run([job], tmp_path / "broken", **{"break": ["nibbles"]})
     assert broken.answers != ran.answers
+
+
+@pytest.mark.engine
+@pytest.mark.wide
+@pytest.mark.parametrize("is_divided", [False, True], ids=["tensor", "expert"])
+def test_two_ranks_share_nvfp4_experts(nvfp4: Path, tmp_path: Path, is_divided: bool) -> None:
+    options = {"tensor_parallel_size": 2, "enable_expert_parallel": is_divided}
+    job = Job(nvfp4, options, [[ONE_CHUNK, WHOLE_CHUNK]], reference=nvfp4 / "plain")
+    ran = run([job], tmp_path, devices=2)
+    assert ran.answers == [job.expected()]
+
+
+@pytest.mark.engine
+@pytest.mark.wide
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nvfp4_experts_in_bfloat16(nvfp4: Path, tmp_path: Path, ranks: int) -> None:
+    """Up to the first token of which float32 is not sure."""
+    options = {"dtype": "bfloat16", "tensor_parallel_size": ranks}
+    prompts = [ONE_CHUNK, WHOLE_CHUNK]
+    ran = run([Job(nvfp4, options, [prompts], 24)], tmp_path, devices=2)
+    compared = 0
+    for prompt, tokens in zip(prompts, ran.answers[0][0], strict=True):
+        wanted = reference_generate(nvfp4 / "plain", prompt, len(tokens))
+        unsure = [place for place, margin in enumerate(wanted.margins) if margin < 0.2]
+        end = (unsure or [len(tokens)])[0]
+        assert tokens[:end] == wanted.token_ids[:end]
+        compared += end
+    assert compared > 8
+    given = {x["dtype"] for call in ran.calls("compile") for x in call["inputs"]}
+    assert "bfloat16" in given
 
 
 @pytest.mark.engine

@@ -153,6 +153,9 @@ def test_tokens_there_and_back(server: RealServer) -> None:
 LONG = [{"role": "user", "content": "a b c " * 400}]
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
 PICTURE = [{"role": "user", "content": [IMAGE]}]
+MANY_LOGPROBS = {"logprobs": True, "top_logprobs": 21}
+NO_ANSWER = ("max_completion_tokens", "max_output_tokens")
+BEAMS, PENALTY = {"use_beam_search": True}, "length_penalty"
 ERRORS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     (CHAT, {}, 400, "missing_field", "messages"),
     (CHAT, {"messages": []}, 400, "invalid_value", "messages"),
@@ -179,6 +182,10 @@ ERRORS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     (CHAT, {"messages": HI, "tools": []}, 400, "invalid_value", "tools"),
     (CHAT, {"messages": HI, "stop": ["x"] * 9}, 400, "invalid_value", "stop"),
     (CHAT, {"messages": HI, "top_logprobs": 3}, 400, "invalid_value", "top_logprobs"),
+    (CHAT, {"messages": HI, **MANY_LOGPROBS}, 400, "invalid_value", "top_logprobs"),
+    (CHAT, {"messages": HI, "max_completion_tokens": 0}, 400, "invalid_value", NO_ANSWER[0]),
+    (CHAT, {"messages": HI, **BEAMS, "length_penalty": -999}, 400, "invalid_value", PENALTY),
+    (CHAT, {"messages": HI, "top_k": 2**64}, 400, "invalid_value", "top_k"),
     (CHAT, {"messages": HI, "priority": 1}, 400, "unsupported_field", "priority"),
     (CHAT, {"messages": HI, "model": "other"}, 404, "model_not_found", "model"),
     (
@@ -195,6 +202,9 @@ ERRORS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     ("/v1/completions", {"prompt": ""}, 400, "invalid_value", "prompt"),
     ("/v1/completions", {"prompt": [1, 10**6]}, 400, "invalid_value", "prompt[1]"),
     ("/v1/completions", {"prompt": [5] * 256}, 400, "context_length_exceeded", "prompt"),
+    ("/v1/completions", {"prompt": "a", "logprobs": 21}, 400, "invalid_value", "logprobs"),
+    ("/v1/responses", {"input": "hi", "top_logprobs": 21}, 400, "invalid_value", "top_logprobs"),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 0}, 400, "invalid_value", NO_ANSWER[1]),
     ("/v1/responses", {}, 400, "missing_field", "input"),
     ("/v1/responses", {"input": "hi", "store": True}, 400, "unsupported_field", "store"),
     ("/v1/responses", {"input": "a b c " * 400}, 400, "context_length_exceeded", "input"),

@@ -66,6 +66,8 @@ class RequestLimits:
     transfers_kv: bool = False
     extra_args: frozenset[str] | None = frozenset()
     """Accepted keys of `vllm_xargs`; None accepts any but those of `_RESERVED_ARGS`."""
+    max_logprobs: int = 20
+    """Most log-probabilities of a token; -1: as many as the vocabulary has tokens."""
     dimensions: range | tuple[int, ...] = ()
     """Lengths that an embedding may be cut to; empty for a model that was not trained for it."""
 
@@ -141,6 +143,8 @@ def _check_beams(name: str, value: Any, checked: _Checked) -> None:
     what, param = next(excluded, ("", ""))
     if not what and body.get("echo") and body.get("logprobs") is not None:
         what, param = "'echo' with 'logprobs'", "echo"
+    if not what and checked.endpoint is Endpoint.COMPLETION and body.get("stream"):
+        what, param = "'stream'", "stream"
     if what:
         raise UnsupportedFieldError(
             f"{what} has no effect with '{name}': true; send one or the other.", param=param

@@ -25,9 +25,12 @@ class ParameterRange:
 
     def __str__(self) -> str:
         if not math.isinf(self.high):
-            return f"between {self.low:g} and {self.high:g}"
+            return f"between {self.low} and {self.high}"
         return f"at least {self.low:g}" if self.closed else f"a finite number above {self.low:g}"
 
+
+_INT64_MAX = 2**63 - 1
+"""Largest integer that reaches the engine's process on every path."""
 
 _RANGES: Mapping[str, ParameterRange] = {
     "presence_penalty": ParameterRange(-2, 2),
@@ -36,9 +39,12 @@ _RANGES: Mapping[str, ParameterRange] = {
     "min_p": ParameterRange(0, 1),
     "min_tokens": ParameterRange(0),
     # -1 and 0 switch it off.
-    "top_k": ParameterRange(-1),
+    "top_k": ParameterRange(-1, _INT64_MAX),
+    "stream_interval": ParameterRange(1, _INT64_MAX),
+    # An exponent of the answer's length: floats hold its power for every context.
+    "length_penalty": ParameterRange(-32, 32),
 }
-"""vLLM's ranges; `SamplingParams._verify_args` has them."""
+"""vLLM's ranges in `SamplingParams._verify_args`, and bounds that it has not."""
 
 
 def check_ranges(fields: JsonObject) -> None:

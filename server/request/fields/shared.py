@@ -60,6 +60,7 @@ SHARED: tuple[Field, ...] = (
     *_fields(FieldKind.TEMPLATE, "chat_template"),
 )
 MAX_TOKENS_FIELDS = tuple(row.path for row in SHARED if row.kind is FieldKind.MAX_TOKENS)
+LOGPROBS_FIELDS = ("logprobs", "top_logprobs", "prompt_logprobs")
 REPLACED: Mapping[str, str] = {
     "guided_json": "response_format of type json_schema, or structured_outputs.json",
     "guided_regex": "structured_outputs.regex",

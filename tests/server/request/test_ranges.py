@@ -17,6 +17,7 @@ CASES = [
     *(("min_p", value) for value in (-0.1, 0, 0.5, 1, 1.1)),
     *(("min_tokens", value) for value in (-1, 0, 5)),
     *(("top_k", value) for value in (-2, -1, 0, 1, 7)),
+    *(("stream_interval", value) for value in (-1, 0, 1, 2**63 - 1)),
 ]
 
 
@@ -43,4 +44,21 @@ def test_a_message_has_the_range_and_other_types_pass() -> None:
         check_ranges({"min_p": 2})
     with pytest.raises(InvalidValueError, match="'min_tokens' must be at least 0, got -1"):
         check_ranges({"min_tokens": -1})
+    with pytest.raises(InvalidValueError, match=f"between -1 and {2**63 - 1}, got {2**64}"):
+        check_ranges({"top_k": 2**64})
     check_ranges({"min_p": None, "top_k": "many", "min_tokens": True})
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("length", [1, 2**31])
+def test_floats_hold_the_score_of_beams_within_the_range(length: int) -> None:
+    from vllm.entrypoints.generate.beam_search.utils import get_beam_search_score
+
+    for penalty in (-32, 32):
+        check_ranges({"length_penalty": penalty})
+        score = get_beam_search_score([5] * 4, -9.0, 2, penalty)
+        assert math.isfinite(score)
+        assert 0 < length**penalty < math.inf
+    for penalty in (-32.1, 1000):
+        with pytest.raises(InvalidValueError, match="'length_penalty' must be between -32 and 32"):
+            check_ranges({"length_penalty": penalty})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic_core import to_json
+from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
@@ -15,7 +16,6 @@ from vllm.tokenizers.hf import CachedHfTokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
-from server.errors import InvalidValueError
 from server.vllm.logprobs import serving
 from server.vllm.logprobs import texts as kept_texts
 from server.vllm.logprobs.late import SMALL_ENTRIES, LateParts, late_var
@@ -196,9 +196,9 @@ def test_alternatives_are_the_most_likely_tokens(tokenizer: Any, kind: str, numb
 )
 def test_an_answer_has_so_many_at_most(params: dict[str, Any], length: int, name: str) -> None:
     prompt = {"prompt_token_ids": [5] * length}
-    with pytest.raises(InvalidValueError, match=f"may have {MAX_ENTRIES}") as caught:
+    with pytest.raises(VLLMValidationError, match=f"may have {MAX_ENTRIES}") as caught:
         check_logprobs(SamplingParams(**params), prompt, VOCABULARY)
-    assert caught.value.param == name
+    assert caught.value.parameter == name
 
 
 def test_what_is_ordinary_passes() -> None:

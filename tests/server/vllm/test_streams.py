@@ -132,3 +132,21 @@ def test_what_a_client_is_told_is_decided_by_class(
 ) -> None:
     translated = from_exception(error, CONTEXT)
     assert (type(translated), translated.param) == (ours, param)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "fields", "param", "message"),
+    [
+        ("logprobs", {"top_logprobs": 99}, "top_logprobs", "'top_logprobs': too many"),
+        ("logprobs", {"logprobs": 99}, "logprobs", "'logprobs': too many"),
+        ("extra_args", {"vllm_xargs": {"a": 2**70}}, "vllm_xargs", "'vllm_xargs': too many"),
+        ("max_tokens", {"max_output_tokens": 0}, "max_output_tokens", "'max_output_tokens': "),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(
+    parameter: str, fields: dict[str, Any], param: str, message: str
+) -> None:
+    error = VLLMValidationError("too many", parameter=parameter)
+    found = from_exception(error, RequestContext(fields, "prompt"))
+    assert (type(found), found.param) == (InvalidValueError, param)
+    assert found.message.startswith(message)
