@@ -46,9 +46,10 @@ class Phase(Enum):
     """As PREFILL, of a pooling model: ``[1, bucket]`` in, ``[bucket, hidden]`` out."""
     DRAFT = "draft"
     """A draft model: Medusa's heads over ``bucket`` hidden rows, to drafts ``[bucket, drafts]``; or
-    a layer over ``[bucket, length]`` tokens and their hidden states, to one draft each."""
+    a layer over ``[bucket, length]`` tokens and their hidden states, to one draft each; or a model
+    over the tokens alone."""
     DRAFT_PREFILL = "draft_prefill"
-    """A draft layer over a chunk of prompt tokens and their hidden states, as PREFILL."""
+    """A draft layer or model over a chunk of prompt tokens, as PREFILL."""
     SAMPLE = "sample"
     """The draw of a token from each of ``bucket`` rows of logits, on the device."""
 

@@ -224,14 +224,15 @@ LORA_DTYPE = Feature(
 )
 SPECULATION_METHOD = Feature(
     "speculative decoding with this method",
-    "--speculative-config with a whole draft model, ngram_gpu and others",
-    "whose drafts come from known texts, from Medusa's heads, layers of EAGLE or an MTP layer",
+    "--speculative-config with ngram_gpu, dflash and others",
+    "whose drafts come from known texts, Medusa's heads, layers of EAGLE, an MTP layer or a whole "
+    "draft model",
     'use {"method": "ngram"}, {"method": "suffix"} or {"method": "medusa"}',
 )
 DRAFT_MODEL = Feature(
     "a draft model in this engine",
-    "methods with a draft model with adapters or KV tiers; medusa, eagle and eagle3 with latent "
-    "attention (MLA)",
+    "methods with a draft model with adapters or KV tiers; draft_model with several ranks or "
+    "engines; medusa, eagle, eagle3 and draft_model with latent attention (MLA)",
     "with which it has not been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
 )
@@ -251,6 +252,14 @@ MTP_MODEL = Feature(
     "compressed-tensors float-quantized, on an NPU other than fp8 in blocks",
     "which runs one MTP layer, of families that have been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
+)
+WHOLE_DRAFT_MODEL = Feature(
+    "this whole draft model",
+    "method draft_model with draft models of other architectures than LlamaForCausalLM, "
+    "Qwen2ForCausalLM and Qwen3ForCausalLM, of fewer positions than --max-model-len, or on an NPU",
+    "which runs these architectures on the emulated device, within the context of both models",
+    "name a draft model of these architectures, lower --max-model-len, or use "
+    '{"method": "ngram"} or {"method": "suffix"}',
 )
 DRAFT_MODEL_OPTION = Feature(
     "this option of a draft model",

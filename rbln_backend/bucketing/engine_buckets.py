@@ -29,6 +29,8 @@ EAGLE3 = "eagle3"
 MTP = "mtp"
 DRAFT_LAYERS = (EAGLE, EAGLE3, MTP)
 """vLLM's names of the methods whose draft model is a layer with a KV cache."""
+WHOLE_MODEL = "draft_model"
+"""vLLM's name of the method whose draft model is a second model with a KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class EngineBuckets:
         verify = VerifyTable(buckets.decode, lengths, tokens)
         if draft_model is None or buckets.decode is None:
             return replace(buckets, verify=verify)
-        length = drafts + 1 if draft_model in DRAFT_LAYERS else None
+        has_cache = draft_model in (*DRAFT_LAYERS, WHOLE_MODEL)
+        length = drafts + 1 if has_cache else None
         return replace(buckets, verify=verify, drafted=DraftSizes(buckets.decode, chunks, length))
 
     def resized(self, decode: Sequence[int], chunks: Sequence[int]) -> EngineBuckets:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
 from rbln_backend.scheduler.background import Rows
-from rbln_backend.vllm_compat.surface import BlockPool
+from rbln_backend.vllm_compat.surface import BlockPool, VllmConfig
+
+
+def with_draft_slots(config: VllmConfig) -> Any:
+    """Return the scheduler's configuration, with a token of each request for a draft model.
+
+    vLLM's own draft model reads a token more of each request than the served one does, and its
+    scheduler leaves place for it in ``max_num_batched_tokens``. Ours reads in graphs of its own.
+    """
+    speculation, own = config.speculative_config, config.scheduler_config
+    each = 0 if speculation is None else speculation.max_num_new_slots_for_drafting
+    if each:
+        own = copy.copy(own)
+        own.max_num_batched_tokens += each * own.max_num_seqs
+    return own
 
 
 class DraftCapacity:

@@ -26,7 +26,7 @@ from rbln_backend.scheduler.constraints import (
     is_prefill,
     prefill_block_reason,
 )
-from rbln_backend.scheduler.draft_capacity import DraftCapacity
+from rbln_backend.scheduler.draft_capacity import DraftCapacity, with_draft_slots
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from rbln_backend.scheduler.narrowing import StepView
@@ -84,6 +84,7 @@ class RblnScheduler(PromptScheduler):
         apply_patches()
         settle_prefix_caching(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **options)
+        self.scheduler_config = with_draft_slots(vllm_config)
         if vllm_config.model_config.runner_type == "pooling":
             # Upstream keeps a slot of the context for a sampled token; a prompt that fills the
             # context would wait for it forever (vllm-project/vllm#47971).

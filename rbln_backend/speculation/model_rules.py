@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP
+from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP, WHOLE_MODEL
 from rbln_backend.config import RblnConfig
 from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.unsupported import (
@@ -13,6 +13,7 @@ from rbln_backend.unsupported import (
     DRAFT_MODEL_OPTION,
     EAGLE_MODEL,
     MTP_MODEL,
+    WHOLE_DRAFT_MODEL,
     Feature,
 )
 
@@ -71,6 +72,9 @@ _BLOCKS = "fp8 in blocks"
 _QUANTIZED_MTP = (_BLOCKS, "fp8", "compressed-tensors float-quantized")
 """Formats of checkpoints whose MTP layers may be quantised."""
 
+WHOLE_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""vLLM's architectures of whole draft models."""
+
 
 _ON_RANKS = ("medusa", EAGLE, EAGLE3, MTP)
 """Methods that have been run on several ranks."""
@@ -92,6 +96,8 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> 
         _check_eagle(config)
     if speculation.method == MTP:
         _check_mtp(config, on_npu=on_npu)
+    if speculation.method == WHOLE_MODEL:
+        _check_whole(config, on_npu=on_npu)
     _check_options(speculation, model.quantization if speculation.method == MTP else None)
 
 
@@ -134,10 +140,7 @@ def _check_eagle(config: VllmConfig) -> None:
     ):
         if model.architecture not in known:
             raise EAGLE_MODEL.refusal(f"{role} model {model.architecture}")
-    if own.max_model_len < served.max_model_len:
-        raise EAGLE_MODEL.refusal(
-            f"draft model of {own.max_model_len} tokens, --max-model-len {served.max_model_len}"
-        )
+    _check_context(config, EAGLE_MODEL)
     if _cache_of(own) != _cache_of(served):
         raise EAGLE_MODEL.refusal(
             f"draft model with {_cache_of(own)}, served model with {_cache_of(served)}"
@@ -160,6 +163,29 @@ def _check_mtp(config: VllmConfig, *, on_npu: bool) -> None:
     if layers != 1:
         raise MTP_MODEL.refusal(f"num_nextn_predict_layers {layers}")
     _check_storage(config, MTP_MODEL, (_BLOCKS,) if on_npu else _QUANTIZED_MTP)
+
+
+def _check_whole(config: VllmConfig, *, on_npu: bool) -> None:
+    """Raise unless the draft model is of an architecture that has been run, on this device."""
+    speculation = config.speculative_config
+    assert speculation is not None
+    own = speculation.draft_model_config
+    if own.architecture not in WHOLE_MODELS:
+        raise WHOLE_DRAFT_MODEL.refusal(f"draft model {own.architecture}")
+    if on_npu:
+        raise WHOLE_DRAFT_MODEL.refusal(f"method {WHOLE_MODEL!r} with device 'rebel'")
+    _check_context(config, WHOLE_DRAFT_MODEL)
+
+
+def _check_context(config: VllmConfig, feature: Feature) -> None:
+    """Raise if the draft model has fewer positions than the context."""
+    speculation, served = config.speculative_config, config.model_config
+    assert speculation is not None
+    own = speculation.draft_model_config
+    if own.max_model_len < served.max_model_len:
+        raise feature.refusal(
+            f"draft model of {own.max_model_len} tokens, --max-model-len {served.max_model_len}"
+        )
 
 
 def _check_storage(config: VllmConfig, feature: Feature, formats: Sequence[str] = ()) -> None:

@@ -176,7 +176,7 @@ class RblnWorker(TransferCalls, WorkerBase):
             with WEIGHT_PAGES.small():
                 self._model = loader().load_model(config, self.model_config)
             self._adapters = self._make_adapters(self._model)
-            add_draft_model(self._model, config, lambda own: loader().load_model(config, own))
+            add_draft_model(self._model, config, lambda *own: loader().load_model(*own))
         num_bytes = weight_bytes(self._model)
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(num_bytes)
         self._description.has_model(self._model)

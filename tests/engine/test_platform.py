@@ -98,15 +98,33 @@ def test_what_cannot_run_is_refused_with_the_reason(
         engines.fresh("llama", **options)
 
 
-@pytest.mark.parametrize("method", ["draft_model"])
-def test_second_models_are_refused_by_their_method(engines: Engines, method: str) -> None:
-    settings = {
-        "method": method,
-        "model": str(engines.checkpoints("llama")),
-        "num_speculative_tokens": 2,
-    }
-    with pytest.raises(ValueError, match=f"method '{method}': speculative decoding with this"):
-        engines.fresh("llama", speculative_config=settings)
+@pytest.mark.parametrize(
+    ("arch", "options", "text"),
+    [
+        ("phi3", {}, "draft model Phi3ForCausalLM: this whole draft model"),
+        (
+            "llama",
+            {"max_model_len": 2048},
+            "draft model of 1024 tokens, --max-model-len 2048",
+        ),
+        ("llama", {"tensor_parallel_size": 2}, "'draft_model' with tensor_parallel_size 2: a"),
+        ("llama", {"enable_lora": True}, "'draft_model' with enable_lora true: a draft model"),
+        (
+            "llama",
+            {"hf_overrides": {"vocab_size": 512}},
+            r"vocab_size=512\. Draft .*vocab_size=",
+        ),
+    ],
+)
+def test_a_whole_draft_model_is_refused_where_it_is_not_proven(
+    engines: Engines, arch: str, options: dict[str, Any], text: str
+) -> None:
+    drafts = str(engines.checkpoints(arch))
+    settings = {"method": "draft_model", "model": drafts, "num_speculative_tokens": 2}
+    overrides = {"max_position_embeddings": 2048} if "max_model_len" in options else {}
+    served = engines.checkpoints("llama", **overrides)
+    with pytest.raises(ValueError, match=text):
+        engines.fresh(checkpoint=served, speculative_config=settings, **options)
 
 
 def _layers(number: int) -> dict[str, Any]:

@@ -134,5 +134,5 @@ def test_a_second_model_is_refused_by_its_method(
         speculative_config=settings,
         additional_config={"rbln": {"device": "rebel"}},
     )
-    with pytest.raises(ValueError, match=r"method 'draft_model': .*ngram.*suffix"):
+    with pytest.raises(ValueError, match=r"'draft_model' with device 'rebel': .*ngram.*suffix"):
         config.create_engine_config()

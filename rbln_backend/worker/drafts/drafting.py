@@ -252,8 +252,7 @@ class HostDrafting:
     ) -> EndedStep:
         names = batch.input_batch.req_ids
         states = [*(self._requests[name] for name in names), *batch.decode_prefill]
-        assert self._model is not None
-        return EndedStep(batch, states, self._model.hidden_of(batch, outputs), token_ids)
+        return EndedStep(batch, states, outputs, token_ids)
 
     def _count(self, batch: StepBatch, tokens: int, took: StepSeconds) -> None:
         size = self._table.find(batch.num_reqs, batch.length)

@@ -1,4 +1,4 @@
-"""Drafts of a draft model: computed after each step, from the hidden states of its last tokens."""
+"""Drafts of a draft model: computed after each step, from its tokens or their hidden states."""
 
 from __future__ import annotations
 
@@ -30,11 +30,25 @@ class EndedStep(NamedTuple):
     batch: StepBatch
     states: Sequence[CachedRequestState]
     """Of all its rows, those of chunks beside a decode step last."""
-    hidden: Tensor
-    """Hidden states that the draft model reads: [L, H] of a chunk, [bucket, H], or
-    [bucket, length, H] in VERIFY."""
+    outputs: StepOutputs
     token_ids: Sequence[Sequence[int]]
     """The tokens sampled for each request of the batch, with which the states end."""
+
+    def hidden(self, *, reads_layers: bool = False) -> Tensor:
+        """Return hidden states [L, H] of a chunk, [bucket, H], or [bucket, length, H] in VERIFY.
+
+        ``reads_layers``: those of several layers, combined, which prefill graphs return behind
+        the others.
+        """
+        return self.outputs[HIDDEN + (reads_layers and self.batch.phase.takes_chunk)]
+
+    @property
+    def counts(self) -> list[int]:
+        """The tokens that the step has computed of each of ``states``."""
+        if self.batch.phase.takes_chunk:
+            return list(self.batch.counts)
+        counts = [max(len(tokens), 1) for tokens in self.token_ids]
+        return counts + [1] * (len(self.states) - len(counts))
 
 
 class DraftSource(Protocol):
@@ -42,8 +56,6 @@ class DraftSource(Protocol):
 
     graphs: Mapping[GraphSpec, GraphRequest]
     """Graph requests, by spec."""
-    reads_layers: bool
-    """It reads hidden states of several layers, which prefill graphs return behind the others."""
 
     def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
         """Return the drafts of ``rows`` of a step."""
@@ -60,8 +72,6 @@ class DraftSource(Protocol):
 
 class DraftHeads:
     """Medusa's heads: hidden [n, H] to drafts of n requests."""
-
-    reads_layers = False
 
     def __init__(
         self, hidden_size: int, dtype: torch.dtype, table: BucketTable, dispatch: GraphDispatch
@@ -115,11 +125,6 @@ class ModelDrafter:
         self._drafts: dict[str, list[int]] = {}
         self._has_run = False
 
-    def hidden_of(self, batch: StepBatch, outputs: StepOutputs) -> Tensor:
-        """Return the hidden states [..., H] of ``EndedStep`` among the outputs of a step."""
-        is_behind = self._source.reads_layers and batch.phase.takes_chunk
-        return outputs[HIDDEN + is_behind]
-
     def draft(self, step: EndedStep, going_on: Sequence[int] = ()) -> None:
         """Compute drafts for the rows ``going_on`` of a step, if the pace has it; none beside."""
         started = time.perf_counter()
@@ -171,7 +176,7 @@ class ModelDrafter:
 
 def _last_rows(step: EndedStep, rows: Sequence[int]) -> Tensor:
     """Return [n, H]: the hidden state of which each request's latest token was sampled."""
-    batch, hidden = step.batch, step.hidden
+    batch, hidden = step.batch, step.hidden()
     if batch.phase is Phase.VERIFY:
         places = torch.tensor([(row, len(step.token_ids[row]) - 1) for row in rows])
         return hidden[places[:, 0], places[:, 1]]

@@ -1,17 +1,18 @@
-"""The draft model of an engine: Medusa's heads or a layer, a part of the served model.
+"""The draft model of an engine: Medusa's heads, a layer or a model, a part of the served model.
 
 As a part of it its weights are named, packed, counted and moved to huge pages as the others are.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE3
+from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE3, WHOLE_MODEL
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.vllm_compat.surface import ModelConfig, VllmConfig
@@ -27,9 +28,13 @@ GraphFunction = Callable[..., Any]
 
 
 def add_draft_model(
-    model: nn.Module, config: VllmConfig, make: Callable[[ModelConfig], nn.Module]
+    model: nn.Module,
+    config: VllmConfig,
+    make: Callable[[VllmConfig, ModelConfig, str], nn.Module],
 ) -> None:
-    """Add the draft model that ``make`` returns to ``model``, if ``config`` names one.
+    """Add the draft model to ``model``, if ``config`` names one.
+
+    ``make`` returns it from its engine's and its own configuration and the prefix of its layers.
 
     Raises ``UnsupportedModelError`` for one of another size, and for a checkpoint that lacks
     weights or has others.
@@ -38,9 +43,11 @@ def add_draft_model(
     if speculation is None:
         return
     own = speculation.draft_model_config
-    _check_sizes(own, config.model_config, reads_layers=speculation.method == EAGLE3)
+    is_whole = speculation.method == WHOLE_MODEL
+    if not is_whole:
+        _check_sizes(own, config.model_config, reads_layers=speculation.method == EAGLE3)
     try:
-        made = make(own)
+        made = make(_engine_of(own, config), own, PART) if is_whole else make(config, own, "")
     except ValueError as error:
         # vLLM's message names the weights that a checkpoint lacks, but not the checkpoint.
         number = speculation.num_speculative_tokens
@@ -59,6 +66,13 @@ def add_draft_model(
     if speculation.method in DRAFT_LAYERS:
         _share_tables(made, model)
     model.add_module(PART, made)
+
+
+def _engine_of(own: ModelConfig, config: VllmConfig) -> VllmConfig:
+    """Return ``config`` for a whole draft model, whose layers vLLM adds to the same engine."""
+    alone = copy.copy(config)
+    alone.model_config, alone.quant_config = own, None
+    return alone
 
 
 def _share_tables(made: Any, served: Any) -> None:
@@ -103,15 +117,19 @@ def draft_model(model: nn.Module) -> Any:
     return getattr(model, PART, None)
 
 
-def draft_function(model: nn.Module, *, by_sdk: bool) -> tuple[GraphFunction, tuple[str, ...]]:
+def draft_function(
+    model: nn.Module, *, by_sdk: bool, reads_hidden: bool
+) -> tuple[GraphFunction, tuple[str, ...]]:
     """Return the function of a draft model's graphs and the names of its inputs.
 
     Hidden [B, H] to drafts int32 [B, heads]; or last_rows [R], input_ids and positions [B, L] and
-    hidden [B * L, H] to drafts int32 [R] and hidden states [R, H]. ``by_sdk``: the graphs end in
-    the SDK's argmax.
+    hidden [B * L, H] to drafts int32 [R] and hidden states [R, H], both without hidden states
+    unless ``reads_hidden``. ``by_sdk``: the graphs end in the SDK's argmax.
     """
     own = draft_model(model)
     pick = _picked_by_sdk if by_sdk else _picked_here
+    if not reads_hidden:
+        return _whole(own, pick), ("last_rows", "input_ids", "positions")
     if hasattr(own, "lm_heads"):
         return _heads(own, pick), ("hidden",)
     return _layer(own, pick), ("last_rows", "input_ids", "positions", "hidden")
@@ -138,6 +156,15 @@ def _layer(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
         last = for_head.index_select(0, last_rows)
         tokens = pick(draft_logits(own, last))
         return tokens, last if following is for_head else following.index_select(0, last_rows)
+
+    return draft
+
+
+def _whole(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
+    def draft(last_rows: Tensor, input_ids: Tensor, positions: Tensor) -> tuple[Tensor]:
+        """[R], [B, L], [B, L] -> drafts int32 [R]."""
+        states = own(input_ids.view(-1), positions.view(-1))
+        return (pick(own.compute_logits(states.index_select(0, last_rows))),)
 
     return draft
 

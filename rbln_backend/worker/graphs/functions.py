@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rbln_backend.bucketing.engine_buckets import WHOLE_MODEL
 from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.programs.sdk_schemas import check_ops
 from rbln_backend.core import Phase
+from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.vllm_compat.surface import (
     IntermediateTensors,
     VllmConfig,
@@ -59,13 +61,13 @@ WHOLE = ModelPart()
 
 def whole_part(capabilities: Capabilities, config: VllmConfig) -> ModelPart:
     """Return the part of a sole stage; raises where the installed SDK lacks ``argmax``."""
-    has_model = compiled_sizes(config).drafted is not None
+    has_model, speculation = compiled_sizes(config).drafted is not None, draft_model_of(config)
     picks = config.model_config.runner_type == "generate" and configured(config).sampler
     if capabilities.picks_tokens and (picks or has_model):
         check_ops("argmax")
     return ModelPart(
         picks_tokens=picks and capabilities.picks_tokens,
-        keeps_hidden=has_model,
+        keeps_hidden=speculation is not None and speculation.method != WHOLE_MODEL,
         has_sdk_argmax=capabilities.picks_tokens,
     )
 
@@ -77,7 +79,7 @@ def graph_function(
     if phase is Phase.LOGITS:
         return _logits(model), ("hidden",)
     if phase in (Phase.DRAFT, Phase.DRAFT_PREFILL):
-        return draft_function(model, by_sdk=part.has_sdk_argmax)
+        return draft_function(model, by_sdk=part.has_sdk_argmax, reads_hidden=part.keeps_hidden)
     forward, names = _forward(model, part), ("input_ids", "positions", *part.received)
     if not part.is_last:
         return _stage(forward, part.intermediates), names

@@ -62,7 +62,9 @@ class Skeleton:
             model: nn.Module = initialize_model(vllm_config=self._config)
             add_draft_model(
                 *(model, self._config),
-                lambda own: initialize_model(vllm_config=self._config, model_config=own),
+                lambda config, own, prefix: initialize_model(
+                    vllm_config=config, model_config=own, prefix=prefix
+                ),
             )
         except Exception as error:
             method = self._config.model_config.quantization

@@ -1,0 +1,255 @@
+"""`DraftRuns`: runs of a draft model with a KV cache, over chunks, steps and single tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rbln_backend.bucketing.chunk_plan import room_of
+from rbln_backend.bucketing.engine_buckets import DraftSizes
+from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.vllm_compat.surface import CachedRequestState
+from rbln_backend.worker.graphs.dispatch import GraphDispatch
+from rbln_backend.worker.graphs.factory import GraphRequest
+from rbln_backend.worker.graphs.warmup_plan import draft_specs, spec_of
+from rbln_backend.worker.step.group_inputs import IntArray
+from rbln_backend.worker.step.inputs import DecodeRows, StepInputs, padded_blocks
+
+
+class DraftShape(NamedTuple):
+    """The sizes of a draft model with a KV cache, and of its engine."""
+
+    sizes: DraftSizes
+    hidden_size: int | None
+    """Of the hidden states that it reads and returns; None for a model that reads tokens alone."""
+    dtype: torch.dtype
+    """Of hidden states."""
+    token_offsets: Tensor | None
+    """[V] int64: the served model's token less the draft model's; None: they are the same."""
+    prompts: int
+    """Most prompts of a chunk."""
+    widths: Sequence[int]
+    """Blocks of a request by KV cache group."""
+    max_model_len: int
+
+
+class DraftPiece(NamedTuple):
+    """Tokens of a request that a run reads."""
+
+    state: CachedRequestState
+    start: int
+    """The first slot that they fill."""
+    tokens: list[int]
+    hidden: Tensor | None = None
+    """[n, H]: one hidden state for each token, if the draft model reads them."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+class FirstDraft(NamedTuple):
+    """A request after a run has read its tokens."""
+
+    state: CachedRequestState
+    end: int
+    """Slots of the draft model's cache that are filled."""
+    token: int
+    """The first draft."""
+    hidden: Tensor | None
+    """[H]: the hidden state of which it was taken, as in ``DraftPiece``."""
+
+
+class _Buffers(NamedTuple):
+    """The inputs of one graph."""
+
+    step: StepInputs
+    last_rows: Tensor
+    """[R] int64: the row of each request of which a token is drafted."""
+    hidden: Tensor | None
+    """[tokens, H]."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every input by name."""
+        own = {} if self.hidden is None else {"hidden": self.hidden}
+        return {**self.step.tensors, **own, "last_rows": self.last_rows}
+
+    def fill_rows(self, pieces: Sequence[DraftPiece], firsts: Sequence[int]) -> None:
+        """Draft from the last token of each piece, which begins at its row in ``firsts``."""
+        if self.hidden is not None:
+            self.hidden.zero_()
+        self.last_rows.zero_()
+        for place, (first, piece) in enumerate(zip(firsts, pieces, strict=True)):
+            end = first + len(piece.tokens)
+            self.last_rows[place] = end - 1
+            if self.hidden is not None and piece.hidden is not None:
+                self.hidden[first:end] = piece.hidden
+
+
+class DraftRuns:
+    """The graphs of a draft model, and their runs over pieces of requests."""
+
+    def __init__(
+        self,
+        shape: DraftShape,
+        make_inputs: Callable[[GraphSpec], StepInputs],
+        dispatch: GraphDispatch,
+    ) -> None:
+        assert shape.sizes.length is not None
+        self._shape, self._dispatch = shape, dispatch
+        self.length = shape.sizes.length
+        """Most tokens of a request in ``read_rows``: one more than drafts."""
+        specs = draft_specs(shape.sizes, shape.prompts)
+        self._buffers = {spec: _allocate(spec, shape, make_inputs) for spec in specs}
+        self.graphs: Mapping[GraphSpec, GraphRequest] = {
+            spec: GraphRequest(spec, own.tensors, own.step.metadata)
+            for spec, own in self._buffers.items()
+        }
+
+    def has_room(self, end: int) -> bool:
+        """Return True if ``length`` tokens after ``end`` are within the context."""
+        return end + self.length <= self._shape.max_model_len
+
+    def read_chunks(self, pieces: Sequence[DraftPiece]) -> None:
+        """Read pieces in as few chunks as hold them, longer ones in several."""
+        most, packed = self._shape.sizes.chunks.largest, list[DraftPiece]()
+        for piece in pieces:
+            for own in _split(piece, most):
+                if packed and not self._fits([*packed, own]):
+                    self.read_chunk(packed)
+                    packed = []
+                packed.append(own)
+        if packed:
+            self.read_chunk(packed)
+
+    def read_chunk(self, pieces: Sequence[DraftPiece]) -> list[FirstDraft]:
+        """Read pieces as one chunk."""
+        size = self._shape.sizes.chunks.find(_size(pieces))
+        spec = spec_of(Phase.DRAFT_PREFILL, size, self._shape.prompts)
+        buffers = self._buffers[spec]
+        buffers.step.fill_prefill(
+            [np.array(piece.tokens, dtype=np.int64) for piece in pieces],
+            np.array([piece.start for piece in pieces], dtype=np.int64),
+            self._blocks([piece.state for piece in pieces]),
+        )
+        counts = [len(piece.tokens) for piece in pieces]
+        buffers.step.fill_mask([sum(counts)])
+        firsts = [end - n for end, n in zip(accumulate(counts), counts, strict=True)]
+        return self._first_drafts(spec, pieces, firsts)
+
+    def read_rows(self, pieces: Sequence[DraftPiece]) -> list[FirstDraft]:
+        """Read 1 to ``length`` tokens of each request."""
+        if not pieces:
+            return []
+        # An NPU's kernels get the longest context first.
+        ordered = sorted(pieces, key=lambda piece: -piece.start)
+        count = len(ordered)
+        spec = GraphSpec.of(Phase.DRAFT, self._shape.sizes.requests.find(count), self.length)
+        buffers = self._buffers[spec]
+        rows = DecodeRows(
+            np.array([piece.tokens[0] for piece in ordered]),
+            np.array([piece.start for piece in ordered]),
+            self._blocks([piece.state for piece in ordered]),
+        )
+        buffers.step.fill_verify(rows, [piece.tokens[1:] for piece in ordered])
+        buffers.step.fill_mask([count])
+        return self._first_drafts(spec, ordered, range(0, count * self.length, self.length))
+
+    def draft(self, read: Sequence[FirstDraft], wanted: Collection[str]) -> dict[str, list[int]]:
+        """Return the drafts of the requests ``wanted`` by id: the first one, and those after it.
+
+        None for requests that end with the context soon.
+        """
+        chosen = [own for own in read if own.state.req_id in wanted and self.has_room(own.end)]
+        if not chosen:
+            return {}
+        ordered = sorted(chosen, key=lambda own: -own.end)
+        places = np.array([own.end for own in ordered])
+        blocks = self._blocks([own.state for own in ordered])
+        count = len(ordered)
+        spec = GraphSpec.of(Phase.DRAFT, self._shape.sizes.requests.find(count))
+        buffers = self._buffers[spec]
+        buffers.step.fill_mask([count])
+        tokens = torch.tensor([own.token for own in ordered])
+        states = [own.hidden for own in ordered if own.hidden is not None]
+        hidden = torch.stack(states) if states else None
+        drafted = [tokens]
+        for _ in range(self.length - 2):
+            buffers.step.fill_decode(tokens.numpy(), places, blocks)
+            if buffers.hidden is not None and hidden is not None:
+                buffers.hidden[:count] = hidden
+                buffers.hidden[count:] = 0
+            tokens, hidden = self._run(spec, count)
+            drafted.append(tokens)
+            places = places + 1
+        drafts = torch.stack([own.long() for own in drafted], dim=1).tolist()
+        return {own.state.req_id: found for own, found in zip(ordered, drafts, strict=True)}
+
+    def _first_drafts(
+        self, spec: GraphSpec, pieces: Sequence[DraftPiece], firsts: Sequence[int]
+    ) -> list[FirstDraft]:
+        self._buffers[spec].fill_rows(pieces, firsts)
+        tokens, hidden = self._run(spec, len(pieces))
+        return [
+            FirstDraft(own.state, own.end, int(tokens[n]), None if hidden is None else hidden[n])
+            for n, own in enumerate(pieces)
+        ]
+
+    def _run(self, spec: GraphSpec, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return the drafts [n] and the hidden states [n, H]; the next run leaves them."""
+        outputs = [own[:count].cpu().clone() for own in self._dispatch.get(spec).run()]
+        tokens, offsets = outputs[0], self._shape.token_offsets
+        if offsets is not None:
+            tokens = tokens + offsets[tokens]
+        return tokens, None if self._shape.hidden_size is None else outputs[1]
+
+    def _fits(self, pieces: Sequence[DraftPiece]) -> bool:
+        size = self._shape.sizes.chunks.largest
+        return _size(pieces) <= size and len(pieces) <= self._shape.prompts
+
+    def _blocks(self, states: Sequence[CachedRequestState]) -> list[IntArray]:
+        """Return the blocks of each request by KV cache group."""
+        return [
+            padded_blocks([state.block_ids[group] for state in states], width)
+            for group, width in enumerate(self._shape.widths)
+        ]
+
+
+def _allocate(
+    spec: GraphSpec, shape: DraftShape, make_inputs: Callable[[GraphSpec], StepInputs]
+) -> _Buffers:
+    tokens, width = spec.batch_size * spec.query_len, shape.hidden_size
+    hidden = None if width is None else torch.zeros(tokens, width, dtype=shape.dtype)
+    return _Buffers(make_inputs(spec), torch.arange(spec.requests), hidden)
+
+
+def _split(piece: DraftPiece, most: int) -> list[DraftPiece]:
+    """Return a piece in parts of at most ``most`` tokens."""
+    return [
+        DraftPiece(
+            piece.state,
+            piece.start + first,
+            piece.tokens[first : first + most],
+            None if piece.hidden is None else piece.hidden[first : first + most],
+        )
+        for first in range(0, len(piece.tokens), most)
+    ]
+
+
+def _size(pieces: Sequence[DraftPiece]) -> int:
+    """Return the tokens of the smallest chunk that holds ``pieces``."""
+    return room_of(sum(len(piece.tokens) for piece in pieces), len(pieces))
+
+
+def tokens_of(state: CachedRequestState, start: int, end: int) -> list[int]:
+    """Return the tokens ``start`` to ``end`` of a request, 0 for one that is open."""
+    prompt, answer = state.prompt_token_ids or [], state.output_token_ids
+    found = [*prompt[start:end]]
+    found += answer[max(start - len(prompt), 0) : max(end - len(prompt), 0)]
+    return found + [0] * (end - start - len(found))
