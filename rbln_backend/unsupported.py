@@ -231,8 +231,8 @@ SPECULATION_METHOD = Feature(
 )
 DRAFT_MODEL = Feature(
     "a draft model in this engine",
-    "methods with a draft model with adapters or KV tiers; draft_model with several ranks or "
-    "engines; medusa, eagle, eagle3 and draft_model with latent attention (MLA)",
+    "methods with a draft model with adapters or KV tiers; medusa, eagle, eagle3 and draft_model "
+    "with latent attention (MLA)",
     "with which it has not been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
 )

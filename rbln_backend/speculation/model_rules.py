@@ -76,10 +76,6 @@ WHOLE_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """vLLM's architectures of whole draft models."""
 
 
-_ON_RANKS = ("medusa", EAGLE, EAGLE3, MTP)
-"""Methods that have been run on several ranks."""
-
-
 def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> None:
     """Raise for the first setting of the engine that does not go with its draft model."""
     speculation, model = config.speculative_config, config.model_config
@@ -102,11 +98,7 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> 
 
 
 def _check_ranks(speculation: SpeculativeConfig, parallel: ParallelConfig) -> None:
-    """Raise for methods that have not been run on several ranks, and for another number of them."""
-    for name in ("tensor_parallel_size", "data_parallel_size"):
-        size = getattr(parallel, name)
-        if size > 1 and speculation.method not in _ON_RANKS:
-            raise DRAFT_MODEL.refusal(f"method {speculation.method!r} with {name} {size}")
+    """Raise for another number of ranks than the served model's."""
     # Where it is not given, vLLM sets it to the served model's.
     own, ranks = speculation.draft_tensor_parallel_size, parallel.tensor_parallel_size
     if own != ranks:

@@ -11,12 +11,13 @@ import pytest
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.script import run_script
-from tests.engine.test_draft_models import GREEDY, PROMPTS, speculation_of
+from tests.engine.test_draft_models import GREEDY, PROMPTS, RIGHT, speculation_of
 from tests.engine.test_mtp import MTP
+from tests.engine.test_mtp_quantized import BLOCKS, CHANNELS, SIZES, TENSORS
 from tests.engine.test_speculation import FEW, results
-from tests.fitted_drafts import FITTED
 from tests.graph_cache import graph_cache
-from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker
+from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
+from tests.quantized_checkpoints import Recipe
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -51,11 +52,11 @@ def assert_same_tokens(
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(name, marks=[pytest.mark.wide] * (name != OFTEN)) for name in FITTED],
+    [pytest.param(name, marks=[pytest.mark.wide] * (name != OFTEN)) for name in RIGHT],
 )
 def test_two_tensor_parallel_ranks(engines: Engines, tmp_path: Path, method: str) -> None:
     plain = engines("llama")
-    own = FITTED[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    own = RIGHT[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
     served, speculation = plain.checkpoint, speculation_of(method, own)
     assert_same_tokens(served, served, speculation, tmp_path, least_share=0.6)
 
@@ -73,9 +74,31 @@ def test_two_tensor_parallel_ranks_with_mtp(
 
 
 @pytest.mark.wide
-def test_each_of_two_engines_has_a_draft_model(engines: Engines, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [("deepseek_v3", TENSORS), ("glm4_moe", BLOCKS), ("glm4_moe", CHANNELS)],
+    ids=["tensors", "blocks", "channels"],
+)
+def test_two_tensor_parallel_ranks_with_quantized_mtp(
+    engines: Engines, tmp_path: Path, family: str, recipe: Recipe
+) -> None:
+    # Each rank has whole blocks of 64.
+    sizes = SIZES[family] | {"moe_intermediate_size": 128}
+    if family == "glm4_moe":
+        sizes["head_dim"] = 64
+    maker = quantized_maker(family, tmp_path / "served", recipe, **sizes)
+    plain = engines.fresh(checkpoint=maker.stored)
+    own = maker.fitted(tmp_path / "own", texts_of(plain), last=41)
+    assert_same_tokens(plain.checkpoint, own, MTP, tmp_path, least_share=0.5)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("method", [OFTEN, "draft_model"])
+def test_each_of_two_engines_has_a_draft_model(
+    engines: Engines, tmp_path: Path, method: str
+) -> None:
     plain = engines("llama")
-    own = FITTED[OFTEN](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    own = RIGHT[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
     (run_dir := tmp_path / "run").mkdir()
     answers = run_ranks(
         plain.checkpoint,
@@ -83,7 +106,7 @@ def test_each_of_two_engines_has_a_draft_model(engines: Engines, tmp_path: Path)
         PROMPTS,
         checks_all_drafts=True,
         data_parallel_size=2,
-        speculative_config=speculation_of(OFTEN, own),
+        speculative_config=speculation_of(method, own),
         additional_config={"rbln": FEW | {"num_threads": 1, "run_dir": str(run_dir)}},
     )
     assert_as_one_rank(plain, PROMPTS, answers, 0.0)

@@ -36,7 +36,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"intermediate_size": 128, "moe_intermediate_size": 64},
     "mimo": {"intermediate_size": 128},
 }
-BLOCKS, TENSOR = Recipe(format="fp8", block=(64, 64)), Recipe(format="fp8", block=(0, 0))
+BLOCKS, TENSORS = Recipe(format="fp8", block=(64, 64)), Recipe(format="fp8", block=(0, 0))
 CHANNELS = Recipe(
     format="float-quantized",
     fields={
@@ -67,11 +67,11 @@ class QuantizedMtp:
         *(
             pytest.param((name, recipe), marks=pytest.mark.wide)
             for name, recipe in (
-                ("deepseek_v3", TENSOR),
+                ("deepseek_v3", TENSORS),
                 ("deepseek_v3", CHANNELS),
                 ("deepseek_v3", replace(CHANNELS, block=(64, 64))),
                 ("glm4_moe", BLOCKS),
-                ("glm4_moe", TENSOR),
+                ("glm4_moe", TENSORS),
                 ("ernie4_5_moe", BLOCKS),
                 ("ernie4_5_moe", CHANNELS),
                 ("mimo", BLOCKS),

@@ -107,7 +107,6 @@ def test_what_cannot_run_is_refused_with_the_reason(
             {"max_model_len": 2048},
             "draft model of 1024 tokens, --max-model-len 2048",
         ),
-        ("llama", {"tensor_parallel_size": 2}, "'draft_model' with tensor_parallel_size 2: a"),
         ("llama", {"enable_lora": True}, "'draft_model' with enable_lora true: a draft model"),
         (
             "llama",

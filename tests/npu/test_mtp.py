@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
@@ -52,9 +53,9 @@ def jobs(
     return jobs_of(maker, folder)
 
 
-def jobs_of(maker: MtpMaker, folder: Path) -> MtpJobs:
-    """Return the jobs of ``maker``'s checkpoints, the first of which has been run."""
-    options = {"max_model_len": CONTEXT}
+def jobs_of(maker: MtpMaker, folder: Path, *, ranks: int = 1, **double: Any) -> MtpJobs:
+    """Return the jobs of ``maker``'s checkpoints, the first of which ``run`` has run."""
+    options = {"max_model_len": CONTEXT, "tensor_parallel_size": ranks}
     plain = Job(maker.stored, options, [PROMPTS], LENGTH, reference=maker.served)
     (answers,) = plain.expected()
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
@@ -70,7 +71,8 @@ def jobs_of(maker: MtpMaker, folder: Path) -> MtpJobs:
             maker.random(folder / "random"),
         )
     )
-    return MtpJobs(plain, fitted, wrong, run([fitted], folder / "npu"), folder)
+    cold = run([fitted], folder / "npu", **double)
+    return MtpJobs(plain, fitted, wrong, cold, folder)
 
 
 def test_right_drafts_save_steps(jobs: MtpJobs) -> None:

@@ -9,9 +9,11 @@ import pytest
 
 from tests.checkpoints import CheckpointCache
 from tests.fitted_drafts import FITTED, RANDOM
+from tests.mtp_checkpoints import MtpMaker
 from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, Job, run
 from tests.npu.test_draft_models import with_model
 from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH
+from tests.npu.test_mtp import jobs_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -66,3 +68,14 @@ def test_two_ranks_with_a_draft_model(
     assert fitted.answers == random.answers == [expected]
     assert len(fitted.calls("run")) < 0.8 * len(random.calls("run"))
     assert all(call["hit"] for call in random.calls("compile"))
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(1800)
+def test_two_ranks_with_an_mtp_layer(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    maker = MtpMaker("glm4_moe", checkpoints, max_position_embeddings=CONTEXT)
+    jobs = jobs_of(maker, tmp_path, ranks=2, devices=4)
+    assert jobs.cold.answers == [jobs.fitted.expected()]
+    wrong = run([jobs.wrong], tmp_path / "npu", devices=4)
+    assert wrong.answers == jobs.cold.answers
+    assert len(jobs.cold.calls("run")) < 0.8 * len(wrong.calls("run"))
