@@ -13,23 +13,14 @@ from typing import Any
 import pytest
 
 from tests.engine.script import run_script
-from tests.engine.test_equality import make_prompts
-from tests.npu.engines import ONE_CHUNK, OPTIONS, Job, run
+from tests.minimax_checkpoint import AS_DEPLOYED, CACHE_SCALES, LAYERS, PROMPTS, make_minimax
+from tests.npu.engines import OPTIONS, Job, run
 from tests.npu.test_shared_experts import SCRIPT
-from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 from tests.sdk_double.launch import double_environment, read_log
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide, pytest.mark.timeout(1800)]
 
-BLOCK, LAYERS, NUM_TOKENS = 4096, 4, 6
-# One for each engine.
-PROMPTS = [ONE_CHUNK, *make_prompts([BLOCK + 104, 40, 128], seed=9)]
-AS_DEPLOYED: dict[str, Any] = {
-    "kv_cache_dtype": "fp8",
-    "block_size": BLOCK,
-    "max_model_len": 2 * BLOCK,
-    "max_num_batched_tokens": 512,
-}
+NUM_TOKENS = 6
 
 
 @dataclass(frozen=True)
@@ -42,27 +33,19 @@ class Small:
 
     def job(self, **options: Any) -> Job:
         """Return an engine's life with ``options`` beyond those of the deployment."""
-        ones = ((1.0, 1.0),) * LAYERS
         return Job(
             self.path,
             AS_DEPLOYED | options,
             [self.prompts],
             NUM_TOKENS,
             reference=self.path / "plain",
-            cache_scales=ones,
+            cache_scales=CACHE_SCALES,
         )
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    recipe = Recipe(format="fp8", block=(32, 64), skipped=("block_sparse_moe.gate",))
-    sizes = {
-        "max_position_embeddings": 2 * BLOCK,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-    }
-    path = tmp_path_factory.mktemp("minimax") / "fp8"
-    make_quantized_checkpoint("minimax_m2", path, recipe, **sizes)
+    path = make_minimax(tmp_path_factory.mktemp("minimax") / "fp8")
     unanswered = Small(path, PROMPTS, [])
     (answers,) = unanswered.job().expected()
     return Small(path, unanswered.prompts, answers)
