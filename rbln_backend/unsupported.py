@@ -256,8 +256,8 @@ MTP_MODEL = Feature(
 WHOLE_DRAFT_MODEL = Feature(
     "this whole draft model",
     "method draft_model with draft models of other architectures than LlamaForCausalLM, "
-    "Qwen2ForCausalLM and Qwen3ForCausalLM, of fewer positions than --max-model-len, or on an NPU",
-    "which runs these architectures on the emulated device, within the context of both models",
+    "Qwen2ForCausalLM and Qwen3ForCausalLM, or of fewer positions than --max-model-len",
+    "which has run these architectures, within the context of both models",
     "name a draft model of these architectures, lower --max-model-len, or use "
     '{"method": "ngram"} or {"method": "suffix"}',
 )

@@ -31,7 +31,7 @@ def same_model(
     return served
 
 
-def random_model(folder: Path, served: Path, *, arch: str | None = None) -> Path:
+def random_model(folder: Path, served: Path, *, arch: str | None = None, **fields: Any) -> Path:
     """Write a model with random weights, whose drafts are wrong; ``arch``: a smaller one of it.
 
     Without ``arch`` the Llama of the tests with other weights.
@@ -40,7 +40,7 @@ def random_model(folder: Path, served: Path, *, arch: str | None = None) -> Path
         return make_checkpoint("llama", folder / "own", seed=9)
     # vLLM's Qwen2 has heads that are parts of its width.
     width = {"hidden_size": 96} if arch == "qwen2" else {}
-    return make_checkpoint(arch, folder / "own", seed=9, **SMALLER | width)
+    return make_checkpoint(arch, folder / "own", seed=9, **SMALLER | width | fields)
 
 
 class WholeReference:

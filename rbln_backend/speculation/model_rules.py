@@ -93,7 +93,7 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> 
     if speculation.method == MTP:
         _check_mtp(config, on_npu=on_npu)
     if speculation.method == WHOLE_MODEL:
-        _check_whole(config, on_npu=on_npu)
+        _check_whole(config)
     _check_options(speculation, model.quantization if speculation.method == MTP else None)
 
 
@@ -157,15 +157,13 @@ def _check_mtp(config: VllmConfig, *, on_npu: bool) -> None:
     _check_storage(config, MTP_MODEL, (_BLOCKS,) if on_npu else _QUANTIZED_MTP)
 
 
-def _check_whole(config: VllmConfig, *, on_npu: bool) -> None:
-    """Raise unless the draft model is of an architecture that has been run, on this device."""
+def _check_whole(config: VllmConfig) -> None:
+    """Raise unless the draft model is of an architecture that has been run."""
     speculation = config.speculative_config
     assert speculation is not None
     own = speculation.draft_model_config
     if own.architecture not in WHOLE_MODELS:
         raise WHOLE_DRAFT_MODEL.refusal(f"draft model {own.architecture}")
-    if on_npu:
-        raise WHOLE_DRAFT_MODEL.refusal(f"method {WHOLE_MODEL!r} with device 'rebel'")
     _check_context(config, WHOLE_DRAFT_MODEL)
 
 

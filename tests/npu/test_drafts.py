@@ -119,20 +119,3 @@ def test_every_bucket_has_one_length_unless_others_are_configured(
         additional_config={"rbln": BUCKETS | settings},
     ).create_engine_config()
     assert list(compiled_sizes(config).verify) == sizes
-
-
-def test_a_second_model_is_refused_by_its_method(
-    sdk: ModuleType, checkpoints: CheckpointCache
-) -> None:
-    """With what to use instead."""
-    assert sdk
-    drafts = checkpoints("llama", max_position_embeddings=CONTEXT)
-    settings = {"method": "draft_model", "model": str(drafts), "num_speculative_tokens": 2}
-    config = EngineArgs(
-        str(drafts),
-        max_num_batched_tokens=128,
-        speculative_config=settings,
-        additional_config={"rbln": {"device": "rebel"}},
-    )
-    with pytest.raises(ValueError, match=r"'draft_model' with device 'rebel': .*ngram.*suffix"):
-        config.create_engine_config()

@@ -203,7 +203,7 @@ class DraftRuns:
 
     def _run(self, spec: GraphSpec, count: int) -> tuple[Tensor, Tensor | None]:
         """Return the drafts [n] and the hidden states [n, H]; the next run leaves them."""
-        outputs = [own[:count].cpu().clone() for own in self._dispatch.get(spec).run()]
+        outputs = [own.cpu()[:count].clone() for own in self._dispatch.get(spec).run()]
         tokens, offsets = outputs[0], self._shape.token_offsets
         if offsets is not None:
             tokens = tokens + offsets[tokens]
