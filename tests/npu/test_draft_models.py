@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rbln_backend.store.bundle_contents import collect, write_folder
+from server.commands.graph_checks import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import fitted_eagle, fitted_medusa, random_eagle, random_medusa
 from tests.npu.engines import Job, Ran, run
@@ -60,6 +62,29 @@ def test_warm_answers_are_transformers(fitted: Job, folder: Path, cold: Ran) -> 
     warm = run([fitted], folder)
     assert warm.answers == cold.answers
     assert all(call["hit"] for call in warm.calls("compile"))
+
+
+def assert_steps_saved(job: Job, cold: Ran, wrong: Ran) -> None:
+    """Assert transformers' answers of right drafts and of ``wrong`` ones, in more steps of it.
+
+    Of a draft model with a KV cache.
+    """
+    assert cold.answers == wrong.answers == [job.expected()]
+    # A prefill; steps of 1, 2 and 4 requests with 1 and 4 tokens, of both models; the draft
+    # model's prefill; the LM head.
+    assert len(cold.calls("compile")) == 1 + 2 * 3 * 2 + 1 + 1
+    assert len(cold.calls("run")) < 0.8 * len(wrong.calls("run"))
+
+
+def assert_same_from_stored_graphs(job: Job, folder: Path, cold: Ran, elsewhere: Path) -> None:
+    """Assert equal answers of ``cold``'s graphs, in its ``folder`` and over a bundle of them."""
+    bundle = elsewhere / "bundle"
+    warm = run([job], folder)
+    write_folder(bundle, collect(folder / "cache", GraphChecks()))
+    bundled = run([job], elsewhere / "host", rbln={"cache_bundles": [str(bundle)]})
+    for ran in (warm, bundled):
+        assert ran.answers == cold.answers
+        assert all(call["hit"] for call in ran.calls("compile"))
 
 
 def assert_same_with_seeds(job: Job, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """`DraftLayer`: a layer of EAGLE or EAGLE-3, whose KV cache follows the served model's by token.
 
-Slot n of its cache is computed from token n + 1 and the hidden state of token n. It lies in the
+Slot n of its cache is computed from token n + 1 and the hidden state of token n. It is in the
 blocks of the served model's layers, so that a prefix hit finds it as well. After each step the
 layer reads what the step has computed, all requests of it; then it drafts one token after another
 for those that go on, from its own hidden states. Their slots are written again once the tokens are

@@ -1,6 +1,6 @@
 """`WholeDraftModel`: a second model of the same vocabulary, whose KV cache follows by token.
 
-Slot n of its cache is computed from token n. It lies in the blocks of the served model's layers,
+Slot n of its cache is computed from token n. It is in the blocks of the served model's layers,
 so that a prefix hit finds it as well. After each step it reads what the step has computed and
 sampled; then it drafts one token after another for the requests that go on, whose slots are
 written again once the tokens are known. Tokens of decode steps after which nothing is drafted are

@@ -60,7 +60,7 @@ def _check_answers(fields: JsonObject, defaults: Mapping[str, Any]) -> None:
 def _check_logprobs(fields: JsonObject, limits: RequestLimits) -> None:
     size = limits.vocab_size
     most = size if limits.max_logprobs == -1 else min(size, limits.max_logprobs)
-    # -1 stands for the whole vocabulary.
+    # -1 means the whole vocabulary.
     lowest = -1 if most == size else 0
     for name in LOGPROBS_FIELDS:
         value = fields.get(name)
