@@ -240,7 +240,7 @@ EAGLE_MODEL = Feature(
     "EAGLE with this model",
     "method eagle with another architecture than LlamaForCausalLM, eagle3 with others than Llama, "
     "Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss and MiniMax-M2, layers with another KV cache; "
-    "eagle with quantised weights or FP8 KV caches",
+    "eagle with quantised weights",
     "whose layers of EAGLE have a KV cache like the served model's, and have not been run on "
     "others",
     'use {"method": "medusa"}, {"method": "ngram"} or {"method": "suffix"}',
@@ -248,8 +248,8 @@ EAGLE_MODEL = Feature(
 MTP_MODEL = Feature(
     "MTP with this model",
     "method mtp with other architectures than DeepSeek-V3's, ERNIE 4.5's, GLM-4.5's and MiMo's, "
-    "several MTP layers, FP8 KV caches, or quantised weights other than fp8 and "
-    "compressed-tensors float-quantized, on an NPU other than fp8 in blocks",
+    "several MTP layers, or quantised weights other than fp8 and compressed-tensors "
+    "float-quantized, on an NPU other than fp8 in blocks",
     "which runs one MTP layer, of families that have been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
 )

@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 from tests.checkpoint_families import SIZES
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
-from tests.reference import _load, _process
+from tests.reference import _E4M3, _load, _over_e4m3, _process
+
+CacheScales = tuple[tuple[float, float], ...]
 
 _HIDDEN_SIZE = int(SIZES["hidden_size"])
 _SMALL = 0.02
@@ -107,12 +111,16 @@ MTP_LAYERS: Mapping[str, MtpFamily] = {
 class MtpMaker:
     """Writes checkpoints of one family with an MTP layer."""
 
-    def __init__(self, name: str, make: Callable[..., Path], **fields: Any) -> None:
+    def __init__(
+        self, name: str, make: Callable[..., Path], *, cache_scales: CacheScales = (), **fields: Any
+    ) -> None:
         """``make``: returns the checkpoint of a family with ``fields``; a quantised one has a
         float32 copy of its values in the folder ``plain``. ``fields``: of the served model and of
-        the layer.
+        the layer. ``cache_scales``: of keys and values in a cache of e4m3 by layer, the MTP layer
+        last; none in another.
         """
         self.family = family = MTP_LAYERS[name]
+        self._scales = cache_scales
         self.stored = make(family.served, **fields)
         """Without the layer."""
         self.served = _plain(self.stored)
@@ -139,7 +147,8 @@ class MtpMaker:
                 tensors[name] = tensor * _SMALL
             elif name.startswith((family.token_norm, family.hidden_norm)):
                 tensors[name] = torch.ones_like(tensor)
-        states = _process().submit(_states, self.served, [list(text) for text in texts]).result()
+        arguments = self.served, [list(text) for text in texts], self._scales
+        states = _process().submit(_states, *arguments).result()
         embedding = load_file(self.served / "model.safetensors")["model.embed_tokens.weight"]
         pairs, wanted = [], []
         for text, (before, after) in zip(texts, states, strict=True):
@@ -162,7 +171,7 @@ class MtpMaker:
         The last token of ``text`` has no hidden state.
         """
         arguments = self.family, self.served, _plain(self._block), own, list(text), count
-        return _process().submit(_drafts, *arguments).result()
+        return _process().submit(_drafts, *arguments, self._scales).result()
 
     def _drawn(self) -> dict[str, Tensor]:
         family, generator = self.family, torch.Generator().manual_seed(5)
@@ -185,13 +194,22 @@ class MtpMaker:
         shutil.copytree(self.stored, folder, dirs_exist_ok=True, ignore=ignored)
         served = load_file(self.served / "model.safetensors")
         copies = {name: served[own].clone() for name, own in self.family.copies.items()}
-        save_file(tensors | copies, folder / "mtp.safetensors")
+        save_file(tensors | copies | self._scale_tensors(), folder / "mtp.safetensors")
         place = folder / "config.json"
         config = json.loads(place.read_text()) | {"num_nextn_predict_layers": 1}
         if self.family.architecture:
             config["architectures"] = [self.family.architecture]
         place.write_text(json.dumps(config))
         return folder
+
+    def _scale_tensors(self) -> dict[str, Tensor]:
+        """Return the scales under the names of published FP8 checkpoints."""
+        layers = [f"model.layers.{n}." for n in range(len(self._scales) - 1)]
+        return {
+            f"{prefix}self_attn.{name}_scale": torch.tensor(scale)
+            for prefix, pair in zip([*layers, self.family.prefix], self._scales, strict=False)
+            for name, scale in zip("kv", pair, strict=True)
+        }
 
 
 def quantized_maker(name: str, folder: Path, recipe: Recipe, **fields: Any) -> MtpMaker:
@@ -210,9 +228,20 @@ def _plain(checkpoint: Path) -> Path:
     return copy if copy.is_dir() else checkpoint
 
 
-def _states(served: Path, texts: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+def _over(checkpoint: Path, scales: CacheScales) -> PreTrainedModel:
+    """Return transformers' model, over keys and values in e4m3 if there are ``scales``."""
+    if not scales:
+        return _load(checkpoint, None)
+    AttentionInterface.register(_E4M3, _over_e4m3(scales))
+    AttentionMaskInterface.register(_E4M3, sdpa_mask)
+    return _load(checkpoint, _E4M3)
+
+
+def _states(
+    served: Path, texts: Sequence[Sequence[int]], scales: CacheScales
+) -> list[tuple[Tensor, Tensor]]:
     """Return the hidden states [tokens, H] of each text, before and after the last norm."""
-    model, found = _load(served, None).base_model, list[Tensor]()
+    model, found = _over(served, scales).base_model, list[Tensor]()
     hook = model.norm.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0][0]))
     with torch.inference_mode():
         after = [model(torch.tensor([text])).last_hidden_state[0] for text in texts]
@@ -221,12 +250,19 @@ def _states(served: Path, texts: Sequence[Sequence[int]]) -> list[tuple[Tensor, 
 
 
 def _drafts(
-    family: MtpFamily, served: Path, block: Path, own: Path, text: list[int], count: int
+    family: MtpFamily,
+    served: Path,
+    block: Path,
+    own: Path,
+    text: list[int],
+    count: int,
+    scales: CacheScales,
 ) -> list[int]:
-    model, layer = _load(served, None), _load(block, None).base_model
-    layer.norm = nn.Identity()
+    model = _over(served, scales)
     eps, weights = float(model.config.rms_norm_eps), load_file(own / "mtp.safetensors")
-    ((before, after),) = _states(served, [text[:-1]])
+    ((before, after),) = _states(served, [text[:-1]], scales)
+    layer = _over(block, scales[-1:]).base_model
+    layer.norm = nn.Identity()
     hidden, tokens = before if family.reads_before_norm else after, text[1:]
     embedding = model.get_input_embeddings().weight.detach()
     drafts: list[int] = []

@@ -138,7 +138,7 @@ def _check_eagle(config: VllmConfig) -> None:
             f"draft model with {_cache_of(own)}, served model with {_cache_of(served)}"
         )
     if speculation.method == EAGLE:
-        _check_storage(config, EAGLE_MODEL)
+        _check_format(served, EAGLE_MODEL)
 
 
 def _check_mtp(config: VllmConfig, *, on_npu: bool) -> None:
@@ -154,7 +154,7 @@ def _check_mtp(config: VllmConfig, *, on_npu: bool) -> None:
     layers = getattr(served.hf_config, "num_nextn_predict_layers", None)
     if layers != 1:
         raise MTP_MODEL.refusal(f"num_nextn_predict_layers {layers}")
-    _check_storage(config, MTP_MODEL, (_BLOCKS,) if on_npu else _QUANTIZED_MTP)
+    _check_format(served, MTP_MODEL, (_BLOCKS,) if on_npu else _QUANTIZED_MTP)
 
 
 def _check_whole(config: VllmConfig) -> None:
@@ -178,14 +178,11 @@ def _check_context(config: VllmConfig, feature: Feature) -> None:
         )
 
 
-def _check_storage(config: VllmConfig, feature: Feature, formats: Sequence[str] = ()) -> None:
-    """Raise for quantised weights other than of ``formats``, and for a quantised KV cache."""
-    served = config.model_config
+def _check_format(served: ModelConfig, feature: Feature, formats: Sequence[str] = ()) -> None:
+    """Raise for quantised weights other than of ``formats``."""
     written = _format_of(served)
     if written is not None and written not in formats:
         raise feature.refusal(f"served model {served.architecture} with quantization {written!r}")
-    if config.cache_config.cache_dtype not in ("auto", str(served.dtype).removeprefix("torch.")):
-        raise feature.refusal(f"--kv-cache-dtype {config.cache_config.cache_dtype}")
 
 
 def _format_of(model: ModelConfig) -> str | None:

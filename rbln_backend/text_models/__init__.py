@@ -1,1 +1,1 @@
-"""The language models inside multimodal checkpoints, as models of their own."""
+"""Subclasses of vLLM's models: text models of multimodal checkpoints, and MTP layers."""

@@ -144,7 +144,6 @@ def _quantized(recipe: Recipe) -> dict[str, Any]:
         ("glm4_moe", _layers(0), "num_nextn_predict_layers 0: MTP with this model"),
         ("glm4_moe", _layers(2), "num_nextn_predict_layers 2: MTP with this model"),
         ("glm4_moe", {}, r"num_speculative_tokens 2: .* not initialized .*model\.layers\.3"),
-        ("glm4_moe", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: MTP with"),
         (
             "glm4_moe",
             _quantized(Recipe(bits=4)),
@@ -197,7 +196,6 @@ def test_draft_models_are_refused_where_they_are_not_proven(
     [
         ("qwen2", "llama", {}, "served model Qwen2ForCausalLM: EAGLE with this model"),
         ("phi3", "llama", {"method": "eagle3"}, "served model Phi3ForCausalLM: EAGLE with this"),
-        ("llama", "llama", {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: EAGLE with this"),
         ("llama", "llama", {"pipeline_parallel_size": 2}, "speculative decoding with pipeline"),
     ],
 )

@@ -11,6 +11,7 @@ from rbln_backend.store.bundle_contents import collect, write_folder
 from server.commands.graph_checks import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import fitted_eagle, fitted_medusa, random_eagle, random_medusa
+from tests.e5m2_cache import answers_over_e5m2_cache
 from tests.npu.engines import Job, Ran, run
 from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH, MOST
 
@@ -128,6 +129,38 @@ def test_right_drafts_of_a_layer_save_steps(layer: Job, folder: Path) -> None:
     own = random_eagle(folder / "random-layer", layer.checkpoint)
     wrong = run([with_model(layer, "eagle", own)], folder / "eagle")
     assert wrong.answers == right.answers
+    assert len(right.calls("run")) < 0.8 * len(wrong.calls("run"))
+
+
+@pytest.mark.wide
+def test_a_layer_over_a_cache_of_e5m2(layer: Job, folder: Path) -> None:
+    """Its own cache is of e5m2 as well; scales are 1.0."""
+    options = layer.options | {"kv_cache_dtype": "fp8_e5m2"}
+    (batch,), ones = layer.batches[:1], ((1.0, 1.0),) * 3
+    answers = answers_over_e5m2_cache(layer.checkpoint, batch, LENGTH, ones)
+    job = replace(layer, options=options, batches=[batch])
+    assert [answers] != job.expected()
+    texts = [prompt + answer for prompt, answer in zip(batch, answers, strict=True)]
+    fitted = fitted_eagle(folder / "e5m2-layer", job.checkpoint, texts, last=LENGTH + 1)
+    right = run([with_model(job, "eagle", fitted)], folder / "e5m2")
+    assert_cache_dtype(right, "torch.float8_e5m2")
+    own = random_eagle(folder / "random-e5m2", layer.checkpoint)
+    assert_fewer_runs([[answers]], right, run([with_model(job, "eagle", own)], folder / "e5m2"))
+
+
+def assert_cache_dtype(ran: Ran, dtype: str) -> None:
+    """Assert that every attention op reads and writes a cache of ``dtype``."""
+    ops = [op for call in ran.calls("compile") for op in call["sdk_ops"]]
+    assert {arguments[-1] for name, arguments in ops if "causal" in name} == {dtype}
+
+
+def assert_fewer_runs(answers: list[list[list[list[int]]]], right: Ran, wrong: Ran) -> None:
+    """Assert the same ``answers`` of right and of wrong drafts, in fewer runs of right ones.
+
+    Both draft models have the same graphs.
+    """
+    assert right.answers == wrong.answers == answers
+    assert all(call["hit"] for call in wrong.calls("compile"))
     assert len(right.calls("run")) < 0.8 * len(wrong.calls("run"))
 
 

@@ -12,6 +12,8 @@ from tests.eagle3_checkpoints import fitted_eagle3, random_eagle3
 from tests.engine.test_e4m3_cache import with_scales
 from tests.npu.engines import Job, Ran, run
 from tests.npu.test_draft_models import (
+    assert_cache_dtype,
+    assert_fewer_runs,
     assert_same_from_stored_graphs,
     assert_same_with_seeds,
     assert_steps_saved,
@@ -103,12 +105,6 @@ def test_rounded_keys_and_values_are_those_of_steps_without_drafts(tmp_path: Pat
     options = {"last": LENGTH + 1, "cache_scales": SCALES}
     own = fitted_eagle3(tmp_path / "fitted", path / "plain", texts, **options)
     right = run([with_model(job, "eagle3", own)], tmp_path)
-    assert right.answers == [[answers]]
-    ops = {tuple(arguments) for call in right.calls("compile") for _, arguments in call["sdk_ops"]}
-    dtypes = {arguments[-1] for arguments in ops if len(arguments) > 1}
-    assert dtypes == {"torch.float8_e4m3fn"}, "the layer's cache is like the served model's"
+    assert_cache_dtype(right, "torch.float8_e4m3fn")
     random = random_eagle3(tmp_path / "random", path / "plain")
-    wrong = run([with_model(job, "eagle3", random)], tmp_path)
-    assert wrong.answers == right.answers
-    assert all(call["hit"] for call in wrong.calls("compile"))
-    assert len(right.calls("run")) < 0.8 * len(wrong.calls("run"))
+    assert_fewer_runs([[answers]], right, run([with_model(job, "eagle3", random)], tmp_path))

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from rbln_backend.store.bundle_contents import collect, write_folder
@@ -15,7 +16,11 @@ from server.commands.graph_checks import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
 from tests.npu.engines import Job, Ran, run
-from tests.npu.test_draft_models import assert_steps_saved
+from tests.npu.test_draft_models import (
+    assert_cache_dtype,
+    assert_fewer_runs,
+    assert_steps_saved,
+)
 from tests.npu.test_drafts import CONTEXT, LENGTH, MOST, PROMPTS
 from tests.npu.test_latent import IN_BLOCKS, SIZES
 from tests.quantized_checkpoints import Recipe, quantization_config
@@ -26,6 +31,8 @@ MTP = {"method": "mtp", "num_speculative_tokens": MOST}
 BLOCKS = Recipe(format="fp8", block=(64, 64))
 GLM_IN_BLOCKS = {"intermediate_size": 128, "moe_intermediate_size": 64}
 WIDE = ("ernie4_5_moe", "mimo")
+# So coarse that tokens depend on the rounding, and on which scale is whose; the MTP layer's last.
+SCALES = ((4.0, 2.0), (2.0, 8.0), (8.0, 1.0), (16.0, 4.0))
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,55 @@ def test_layers_in_blocks_of_fp8_save_steps(
     assert sum("float8_e4m3fn" in dtypes for dtypes in graphs) == len(graphs) - 1
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["glm4_moe", *WIDE])
+def test_rounded_keys_and_values_are_those_of_steps_without_drafts(
+    tmp_path: Path, name: str
+) -> None:
+    """With coarse scales of the checkpoint, of the MTP layer's cache as well."""
+    fields = {**GLM_IN_BLOCKS, "max_position_embeddings": CONTEXT}
+    made = tmp_path / "made"
+    maker = quantized_maker(name, made, BLOCKS, cache_scales=SCALES, **fields)
+    options = {"max_model_len": CONTEXT, "kv_cache_dtype": "fp8", "speculative_config": MTP}
+    job = Job(
+        maker.random(tmp_path / "random"),
+        options,
+        [PROMPTS],
+        LENGTH,
+        reference=maker.served,
+        checks_all_drafts=True,
+        cache_scales=SCALES,
+    )
+    (answers,) = job.expected()
+    assert answers != replace(job, cache_scales=()).expected()[0]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    fitted = replace(job, checkpoint=maker.fitted(tmp_path / "fitted", texts, last=LENGTH + 1))
+    right = run([fitted], tmp_path / "npu")
+    assert_cache_dtype(right, "torch.float8_e4m3fn")
+    assert_fewer_runs([[answers]], right, run([job], tmp_path / "npu"))
+
+
+@pytest.mark.parametrize("cache", ["fp8", "fp8_e5m2"])
+def test_caches_of_fp8_are_taken(sdk: ModuleType, checkpoints: CheckpointCache, cache: str) -> None:
+    """But for latent attention, which has no such op."""
+    assert sdk
+    assert config_of(checkpoints("glm4_moe"), kv_cache_dtype=cache)
+    with pytest.raises(ValueError, match=f"--kv-cache-dtype {cache}: a KV cache in this dtype"):
+        config_of(checkpoints("deepseek_v3"), kv_cache_dtype=cache)
+
+
+def config_of(checkpoint: Path, fields: dict[str, Any] | None = None, **options: Any) -> VllmConfig:
+    """Return the configuration on an NPU, of a checkpoint that says that it has an MTP layer."""
+    return EngineArgs(
+        str(checkpoint),
+        speculative_config=MTP,
+        hf_overrides={"num_nextn_predict_layers": 1, **(fields or {})},
+        max_num_batched_tokens=128,
+        additional_config={"rbln": {"device": "rebel"}},
+        **options,
+    ).create_engine_config()
+
+
 @pytest.mark.parametrize(
     ("recipe", "name"),
     [
@@ -126,14 +182,6 @@ def test_other_quantized_layers_are_refused(
     sdk: ModuleType, checkpoints: CheckpointCache, recipe: Recipe, name: str
 ) -> None:
     assert sdk
-    fields = {"quantization_config": quantization_config(recipe), "num_nextn_predict_layers": 1}
-    options = {"device": "rebel"}
-    arguments = EngineArgs(
-        str(checkpoints("glm4_moe")),
-        speculative_config=MTP,
-        hf_overrides=fields,
-        max_num_batched_tokens=128,
-        additional_config={"rbln": options},
-    )
+    fields = {"quantization_config": quantization_config(recipe)}
     with pytest.raises(ValueError, match=f"quantization '{name}': MTP with this model"):
-        arguments.create_engine_config()
+        config_of(checkpoints("glm4_moe"), fields)
