@@ -6,11 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from rbln_backend.bucketing.engine_buckets import MTP, WHOLE_MODEL
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.fp8 import FP8_DTYPES
 from rbln_backend.kv_transfer.nixl_config import check_nixl, names_nixl
-from rbln_backend.parallel.rules import check_ranks
+from rbln_backend.parallel.rules import RANKS_EXECUTOR, check_ranks
 from rbln_backend.quantization.schemes import METHODS, MODELOPT, check_modelopt
 from rbln_backend.speculation.choice import DRAFT_METHODS, DRAFT_MODELS, draft_model_of
 from rbln_backend.speculation.model_rules import check_draft_model
@@ -30,6 +31,7 @@ from rbln_backend.unsupported import (
     SPECULATION_METHOD,
     SPECULATION_POOLING,
     SPECULATION_RANKS,
+    SPECULATION_STAGES,
     STATE_SPACE,
     UNEQUAL_HEADS,
     Feature,
@@ -115,13 +117,28 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         {
             SPECULATION_KERNELS: rbln.use_custom_kernel,
             SPECULATION_POOLING: model is not None and model.runner_type == "pooling",
-            SPECULATION_RANKS: parallel.pipeline_parallel_size > 1
-            or (parallel.data_parallel_size > 1 and model is not None and model.is_moe),
+            SPECULATION_RANKS: parallel.data_parallel_size > 1
+            and model is not None
+            and model.is_moe,
         }
     )
+    on_npu = not device_capabilities(rbln).general_attention
+    if parallel.pipeline_parallel_size > 1:
+        _check_draft_stages(str(speculation.method), parallel, on_npu=on_npu)
     if draft_model_of(vllm_config) is not None:
-        on_npu = not device_capabilities(rbln).general_attention
         check_draft_model(vllm_config, rbln, on_npu=on_npu)
+
+
+def _check_draft_stages(method: str, parallel: ParallelConfig, *, on_npu: bool) -> None:
+    """Raise for drafts that pipeline stages cannot have."""
+    found = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
+    executor = parallel.distributed_executor_backend
+    if on_npu:
+        raise SPECULATION_STAGES.refusal(f"{found} on an NPU")
+    if executor not in (None, "mp", RANKS_EXECUTOR):
+        raise SPECULATION_STAGES.refusal(f"{found}, --distributed-executor-backend {executor}")
+    if method in (MTP, WHOLE_MODEL):
+        raise SPECULATION_STAGES.refusal(f"{found}, method {method!r}")
 
 
 def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:

@@ -276,10 +276,19 @@ SPECULATION_POOLING = Feature(
     "drop --speculative-config",
 )
 SPECULATION_RANKS = Feature(
-    "speculative decoding with pipeline stages or data-parallel experts",
-    "--speculative-config with --pipeline-parallel-size, or data-parallel experts",
+    "speculative decoding with data-parallel experts",
+    "--speculative-config with data-parallel experts",
     "whose ranks agree on requests and chunks alone",
     "use --tensor-parallel-size, or drop --speculative-config",
+)
+SPECULATION_STAGES = Feature(
+    "speculative decoding of this kind with pipeline stages",
+    "--speculative-config with --pipeline-parallel-size and method mtp or draft_model, on an NPU, "
+    "or with Ray",
+    "whose drafts come with the results of its own executor, and whose last stage has been shown "
+    "to run heads and layers of EAGLE on the emulated device",
+    'use {"method": "eagle3"}, "eagle", "medusa", "ngram" or "suffix" there, or '
+    "--tensor-parallel-size",
 )
 SPECULATION_KERNELS = Feature(
     "speculative decoding with RBLN_USE_CUSTOM_KERNEL",

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
 from rbln_backend.scheduler.background import Rows
-from rbln_backend.vllm_compat.surface import BlockPool, VllmConfig
+from rbln_backend.scheduler.output import DraftedOutput
+from rbln_backend.vllm_compat.surface import (
+    BlockPool,
+    DraftTokenIds,
+    ModelRunnerOutput,
+    Request,
+    RequestStatus,
+    VllmConfig,
+)
 
 
 def with_draft_slots(config: VllmConfig) -> Any:
@@ -22,6 +31,35 @@ def with_draft_slots(config: VllmConfig) -> Any:
         own = copy.copy(own)
         own.max_num_batched_tokens += each * own.max_num_seqs
     return own
+
+
+def rows_of_other_steps(rows: Rows, most: int) -> tuple[set[str], bool]:
+    """Return the names of requests that a step of ``most`` rows leaves to other steps.
+
+    A pipeline's other stages may still compute a request's latest token, and drafts behind it.
+    Also return True if the step is full without them.
+    """
+    ready = [r.request_id for r in rows.visible if r.num_computed_tokens < r.num_tokens]
+    left_out = {request.request_id for request in rows.visible}.difference(ready[:most])
+    return left_out, len(ready) >= most
+
+
+def drafts_to_check(
+    output: ModelRunnerOutput, requests: Mapping[str, Request]
+) -> DraftTokenIds | None:
+    """Return the drafts that came with a step's result, of requests that it leaves decoding."""
+    if not isinstance(output, DraftedOutput) or output.drafts is None:
+        return None
+    pairs = zip(output.drafts.req_ids, output.drafts.draft_token_ids, strict=True)
+    decoding = {name: own for name, own in pairs if _is_ready(requests.get(name))}
+    return DraftTokenIds(list(decoding), list(decoding.values()))
+
+
+def _is_ready(request: Request | None) -> bool:
+    """Return False for a request that has ended or lost its blocks since the step began."""
+    if request is None or request.status != RequestStatus.RUNNING:
+        return False
+    return request.num_computed_tokens + 1 == request.num_tokens
 
 
 class DraftCapacity:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rbln_backend.config import REQUESTS_OF
 from rbln_backend.scheduler.background import background_last
+from rbln_backend.scheduler.constraints import is_prefill
 from rbln_backend.vllm_compat.surface import Request, RequestStatus, Scheduler
 
 
@@ -26,12 +27,15 @@ class StepView:
     """False disables drafts for this step."""
     decode_prefill: bool = False
     """True computes one token of each prompt, in a decode row."""
+    left_out: Set[str] = frozenset()
+    """Names of running requests that the step does not compute, and may preempt."""
 
 
 class NarrowedScheduler(Scheduler):
     """vLLM's scheduler with single calls narrowed to a ``StepView``; nothing outlasts a call."""
 
     _decode_prefill = False
+    _left_out: Set[str] = frozenset()
 
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
@@ -61,11 +65,11 @@ class NarrowedScheduler(Scheduler):
             self.num_spec_tokens = 0
         if not view.cuts_prompts:
             self.scheduler_config.enable_chunked_prefill = False
-        self._decode_prefill = view.decode_prefill
+        self._decode_prefill, self._left_out = view.decode_prefill, view.left_out
         try:
             yield
         finally:
-            self._decode_prefill = False
+            self._decode_prefill, self._left_out = False, frozenset()
             if not view.cuts_prompts:
                 self.scheduler_config.enable_chunked_prefill = True
             self.num_spec_tokens, self.max_num_scheduled_tokens = drafts, budget
@@ -73,6 +77,19 @@ class NarrowedScheduler(Scheduler):
             if view.running is not before:
                 # The newest request stays last: upstream preempts from the end.
                 self.running = background_last([*view.hidden, *self.running], before)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Return the tokens of a request that a step computes: 1 of a prompt in a decode row."""
+        if request.request_id in self._left_out:
+            return 0
+        if self._decode_prefill and is_prefill(num_computed_tokens, request.num_tokens):
+            return 1
+        tokens: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        return tokens
 
     @contextmanager
     def _held_back(self, requests: Sequence[Request]) -> Iterator[None]:

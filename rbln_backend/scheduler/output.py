@@ -1,4 +1,4 @@
-"""Additions to the step that vLLM's scheduler sends to the workers."""
+"""Additions to the step that vLLM's scheduler sends to the workers, and to its result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from dataclasses import dataclass, field, fields
 from typing import cast
 
 from rbln_backend.kv_cache.transfers import HeadCopy, PageMoves, WindowTransfers
-from rbln_backend.vllm_compat.surface import CachedRequestData, SchedulerOutput
+from rbln_backend.vllm_compat.surface import (
+    CachedRequestData,
+    DraftTokenIds,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 
 _NO_TRANSFERS = WindowTransfers()
 _NO_PAGES = PageMoves()
@@ -19,6 +24,24 @@ class MovingSchedulerOutput(SchedulerOutput):
 
     window_transfers: WindowTransfers = field(default_factory=WindowTransfers)
     page_moves: PageMoves = field(default_factory=PageMoves)
+
+
+@dataclass
+class DraftedOutput(ModelRunnerOutput):
+    """The result of a step with the drafts of its own requests.
+
+    With pipeline stages other steps are in progress, so that drafts belong to a step.
+    """
+
+    drafts: DraftTokenIds | None = None
+
+
+def with_drafts(output: ModelRunnerOutput, drafts: DraftTokenIds | None) -> ModelRunnerOutput:
+    """Return ``output`` with the drafts of its requests; the same object when there are none."""
+    if drafts is None:
+        return output
+    values = {item.name: getattr(output, item.name) for item in fields(output)}
+    return DraftedOutput(**values, drafts=drafts)
 
 
 def with_transfers(

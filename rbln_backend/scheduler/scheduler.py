@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,14 @@ from rbln_backend.scheduler.background import (
 from rbln_backend.scheduler.constraints import (
     can_decode,
     decode_share,
-    is_prefill,
     prefill_block_reason,
 )
-from rbln_backend.scheduler.draft_capacity import DraftCapacity, with_draft_slots
+from rbln_backend.scheduler.draft_capacity import (
+    DraftCapacity,
+    drafts_to_check,
+    rows_of_other_steps,
+    with_draft_slots,
+)
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from rbln_backend.scheduler.narrowing import StepView
@@ -165,6 +169,8 @@ class RblnScheduler(PromptScheduler):
         outputs = self._plain.update(scheduler_output, model_runner_output, self._report)
         if outputs is None:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
+            if (drafts := drafts_to_check(model_runner_output, self.requests)) is not None:
+                self.update_draft_token_ids(drafts)
         self._reuse.report()
         self._prompt_reports.report(scheduler_output, outputs)
         self._objectives.report(self._refused, self.requests, outputs)
@@ -308,18 +314,25 @@ class RblnScheduler(PromptScheduler):
             beginner = self._beginner(rows)
         elif hidden := self._prefilling():
             rows = Rows([r for r in self.running if r not in hidden], hidden=hidden)
-        self._drafts.cut(rows, self.kv_cache_manager.block_pool)
+        left_out: Set[str] = frozenset()
+        if self._stages > 1:
+            count = len(rows.visible) + (beginner is not None)
+            most = decode_share(count, self.max_num_running_reqs, self._stages)
+            left_out, is_full = rows_of_other_steps(rows, most)
+            beginner = None if is_full else beginner
+        step_rows = rows.without(left_out) if left_out else rows
+        self._drafts.cut(step_rows, self.kv_cache_manager.block_pool)
         if beginner is None:
-            return self._schedule_rows(rows, 0, throttle_prefills)
+            return self._schedule_rows(rows, 0, throttle_prefills, left_out)
         others = [request for request in self._waiting() if request is not beginner]
         with self._held_back(others):
-            output = self._schedule_rows(rows, 1, throttle_prefills)
+            output = self._schedule_rows(rows, 1, throttle_prefills, left_out)
         if beginner.request_id in output.num_scheduled_tokens:
             self._background.began()
         return output
 
     def _schedule_rows(
-        self, rows: Rows, beginners: int, throttle_prefills: bool
+        self, rows: Rows, beginners: int, throttle_prefills: bool, left_out: Set[str]
     ) -> SchedulerOutput:
         """Schedule a decode step of ``rows`` and of ``beginners`` waiting background prompts."""
         if unready := self._masks.unready():
@@ -329,31 +342,16 @@ class RblnScheduler(PromptScheduler):
                 unready = self._masks.unready()
             rows = rows.without(unready)
         visible = rows.visible
-        count = len(visible) + beginners
-        share = None
-        if self._stages > 1:
-            share = decode_share(count, self.max_num_running_reqs, self._stages)
         view = StepView(
             running=visible,
             hidden=rows.hidden,
-            max_running=count,
-            max_tokens=share,
+            max_running=len(visible) + beginners,
             adds_drafts=not beginners,
             decode_prefill=True,
+            left_out=left_out,
         )
         with self._narrowed(view):
             return super().schedule(throttle_prefills)
-
-    def _reserve_prefill_lookahead(
-        self, request: Request, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
-        """Return the tokens of a prompt that a step computes: 1 in a decode row."""
-        if self._decode_prefill and is_prefill(num_computed_tokens, request.num_tokens):
-            return 1
-        tokens: int = super()._reserve_prefill_lookahead(
-            request, num_computed_tokens, num_new_tokens
-        )
-        return tokens
 
     def _beginner(self, rows: Rows) -> Request | None:
         """Return the waiting background request whose prompt gets a padding row of this step.

@@ -39,6 +39,7 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.worker.buckets.bucket_change import ServedGraphs
 from rbln_backend.worker.drafts.draft_source import make_source
 from rbln_backend.worker.drafts.drafting import make_drafting
+from rbln_backend.worker.drafts.model_drafter import DraftSource
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.graphs.capture_pool import workers_of
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
@@ -156,7 +157,10 @@ class EngineBuild:
         )
         size = config.model_config.get_hidden_size()
         self._lm_head = LmHead(size, dtype, dispatch, parts.adapters)
-        self._drafts = make_source(config, self._groups, make_inputs, dispatch, parts.model)
+        self._drafts: DraftSource | None = None
+        if self._stage.part.is_last:
+            own_inputs = partial(make_inputs, intermediates=None)
+            self._drafts = make_source(config, self._groups, own_inputs, dispatch, parts.model)
         self._others = {**self._drafts.graphs} if self._drafts is not None else {}
         if self._generates and self._stage.part.is_last:
             self._others[LM_HEAD] = GraphRequest(LM_HEAD, self._lm_head.inputs, None)
@@ -241,7 +245,9 @@ class EngineBuild:
         graphs = warm_up.compile_all(self._requests(), self._factory)
         with torch.inference_mode():
             self._step_seconds = warm_up.run_all(graphs, self._graphs.verify)
+            # Of pipeline stages, the last has the draft model.
             drafted = compiled_sizes(self._parts.vllm_config).drafted
+            drafted = None if self._drafts is None else drafted
             self._drafting_seconds = warm_up.measure_drafting(graphs, drafted)
         for graph in graphs:
             self._graphs.dispatch.add(graph)

@@ -17,6 +17,7 @@ from torch import Tensor
 from rbln_backend.bucketing.verify import VerifyTable
 from rbln_backend.core import Phase, StepBatch, StepOutputs
 from rbln_backend.grammar.late import MasksInTime
+from rbln_backend.scheduler.output import with_drafts
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -220,13 +221,14 @@ class RblnModelRunner:
     def _reply(
         self, token_ids: list[list[int]], logprobs: LogprobsLists | None, step: _PendingStep
     ) -> ModelRunnerOutput:
-        return ModelRunnerOutput(
+        output = ModelRunnerOutput(
             req_ids=self._names,
             req_id_to_index=self._rows,
             sampled_token_ids=[*token_ids, []] if step.batch.decode_prefill else token_ids,
             logprobs=logprobs,
             prompt_logprobs_dict=step.prompt_logprobs,
         )
+        return with_drafts(output, self._drafting.take()) if self._drafting.by_step else output
 
 
 def _late_rows(batch: StepBatch, grammar: GrammarOutput | None) -> Sequence[int]:

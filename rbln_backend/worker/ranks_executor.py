@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.outputs import DraftTokenIds
 
 from rbln_backend.vllm_compat.settled import compiled_sizes, settled
 
@@ -25,3 +26,10 @@ class RanksExecutor(MultiprocExecutor):
             )
             settled(self.vllm_config).size_changes.announce(sizes)
         return results
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """As vLLM's; None with pipeline stages, where drafts come with each step's result."""
+        if self.parallel_config.pipeline_parallel_size > 1:
+            return None
+        drafts: DraftTokenIds | None = super().take_draft_token_ids()
+        return drafts

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def server_info_router(
             "versions": dict(versions),
             "status": lifecycle.status(),
             "ranks": len(ranks),
-            **{name: report.get(name) for name in SECTIONS},
+            **{name: _first(ranks, name) for name in SECTIONS},
             "graphs": [dataclasses.asdict(graph) for graph in lifecycle.graph_progress],
             "bucket_advice": await advice.of(report.get("buckets")),
             "timings": {
@@ -118,6 +118,11 @@ def server_info_router(
         return JSONResponse(body if record_of(request.scope).caller.is_admin else shown.every(body))
 
     return router
+
+
+def _first(ranks: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """Return a section of the first rank that has it: a pipeline's last stage has draft models."""
+    return next((rank[name] for rank in ranks if rank.get(name) is not None), None)
 
 
 def _audit(counts: AuditCounts | None) -> JsonObject | None:

@@ -1,8 +1,9 @@
-"""A draft model over two tensor-parallel ranks, in a process of its own run by ``run_script``.
+"""Drafts of an engine of several ranks, in a process of its own run by ``run_script``.
 
 The argument is ``[served checkpoint, checkpoint of the drafted engine, --speculative-config,
 options of the drafted engine, folder, least share of accepted drafts]``. The assertions are those
-of one rank; the engine without drafts has one rank.
+of one rank; the engine without drafts has one rank. The result has pairs of a text and its drafts,
+where there is a reference for them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from vllm import SamplingParams
 
+from rbln_backend.speculation.draft_pace import DraftPace
 from tests.engine.conftest import Engines
-from tests.engine.oracle import AnyLength
-from tests.engine.test_draft_models import Drafted
-from tests.engine.test_speculation import FEW, OFF, results
+from tests.engine.oracle import MOST, AnyLength, Oracle
+from tests.engine.test_draft_models import REFERENCES, Drafted, record_drafts
+from tests.engine.test_equality import make_prompts
+from tests.engine.test_speculation import FEW, OFF, greedy, results, texts_of
+
+SHARED = ("kv_cache_dtype",)
+"""Options of both engines."""
 
 
 class DraftedRanks(Drafted):
@@ -29,12 +36,13 @@ class DraftedRanks(Drafted):
         self._on_ranks(_choose, lengths)
 
     def expected(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-        """Return greedy answers of one rank, and sampled ones of these ranks without drafts.
+        """Return answers of one rank; of tensor-parallel ranks, sampled ones without drafts.
 
-        Rounding, which differs by the number of ranks, may change a sampled token.
+        Rounding, which differs by their number, may change a sampled token.
         """
         alone = super().expected(prompts, params)
-        places = [place for place, own in enumerate(params) if own.seed is not None]
+        is_split = self.own.core.vllm_config.parallel_config.tensor_parallel_size > 1
+        places = [place for place, own in enumerate(params) if is_split and own.seed is not None]
         if not places:
             return alone
         plain = [params[place].clone() for place in places]
@@ -49,23 +57,68 @@ class DraftedRanks(Drafted):
         """As of one rank, on every rank."""
         return [count for counts in self._on_ranks(_remembered) for count in counts]
 
+    def seen(self) -> list[Any]:
+        """Return texts that the draft model was not fitted to, with its drafts."""
+        self.check(AnyLength(MOST + 1))
+        self._on_ranks(_record)
+        self.run(make_prompts([130, 70, 9], seed=47), [greedy(max_tokens=12)] * 3)
+        (seen,) = filter(None, self._on_ranks(_recorded))
+        return random.Random(8).sample(seen, 6) + seen[:3] + seen[-3:]
+
     def _on_ranks(self, function: Any, *args: Any) -> list[Any]:
         results = self.own.core.model_executor.collective_rpc(function, args=args)
         return cast("list[Any]", results)
 
 
+class GuessingRanks(DraftedRanks):
+    """The same without a draft model: an oracle knows the answers, and lies at times."""
+
+    def expected(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+        """Return answers of one rank, of which drafts are made from now on."""
+        answers = super().expected(prompts, params)
+        # The second are of `assert_idle`.
+        self._on_ranks(_guess, texts_of(prompts, answers) | {(7,): []})
+        return answers
+
+
 def _drafting(worker: Any) -> Any:
-    return worker.worker._runner._drafting
+    """Return the drafting of a rank; None of a stage that makes no tokens."""
+    return getattr(worker.worker._runner, "_drafting", None)
 
 
 def _choose(worker: Any, lengths: AnyLength) -> None:
     drafting = _drafting(worker)
-    drafting._chooser = lengths if worker.worker.rank == 0 else AnyLength(most=1)
+    if drafting is not None:
+        drafting._chooser = lengths if worker.worker._place.replies else AnyLength(most=1)
+
+
+def _guess(worker: Any, texts: dict[tuple[int, ...], list[int]]) -> None:
+    if worker.worker._place.replies:
+        drafting = _drafting(worker)
+        if not isinstance(drafting._drafter, Oracle):
+            drafting._drafter = Oracle({}, lies=0.2)
+        drafting._drafter.texts |= texts
+
+
+def _record(worker: Any) -> None:
+    if (drafting := _drafting(worker)) is not None:
+        drafting._model.pace = DraftPace()
+        drafting.seen = record_drafts(cast("Any", SimpleNamespace(model=drafting._model)))
+
+
+def _recorded(worker: Any) -> Any:
+    return getattr(_drafting(worker), "seen", None)
 
 
 def _remembered(worker: Any) -> list[int]:
-    model = _drafting(worker)._model
-    return [len(model._drafts), len(getattr(model._source, "_unread", ()))]
+    drafting = _drafting(worker)
+    if drafting is None:
+        return [len(worker.worker._runner.steps.batches._drafts)]
+    model = drafting._model
+    if model is None:
+        return [len(drafting._begun), len(drafting._drafter._going)]
+    kept = ("_unread", "_filled")
+    return [len(model._drafts), *(len(getattr(model._source, name, ())) for name in kept)]
 
 
 def main(
@@ -82,17 +135,21 @@ def main(
         **options,
     )
     try:
-        plain = engines.fresh(checkpoint=Path(served))
-        pair = DraftedRanks(plain, own, speculation["method"], logprobs=None)
+        is_staged = "pipeline_parallel_size" in options
+        shared = {name: options[name] for name in SHARED if name in options}
+        plain, method = engines.fresh(checkpoint=Path(served), **shared), speculation["method"]
+        ranks = GuessingRanks if method == "ngram" else DraftedRanks
+        pair = ranks(plain, own, method, logprobs=None)
         pair.assert_fewer_steps(least_share)
         pair.assert_same_after_preemption_and_hits()
         pair.assert_same_with_aborts(random.Random(0))
+        seen = pair.seen() if method in REFERENCES and is_staged else []
         # Of no length do drafts pay: the ranks pause together.
         pair.check(AnyLength(most=1))
         pair.run([[7] * 20, [9] * 5], pair._ways()[:2])
     finally:
         own.core.shutdown()
-    sys.stdout.write(f"RESULT {json.dumps(pair.share())}\n")
+    sys.stdout.write(f"RESULT {json.dumps(seen)}\n")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,8 @@ class Drafted:
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> None:
         """Assert that both engines give the same, and that nothing is left of the requests."""
-        assert_same(results(self.own, prompts, params), self.expected(prompts, params))
+        expected = self.expected(prompts, params)
+        assert_same(results(self.own, prompts, params), expected)
         self.assert_idle()
 
     def expected(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
@@ -105,10 +106,10 @@ class Drafted:
         """Run requests that come, and of which some are aborted."""
         params = self._ways() * 2
         prompts = make_prompts([1, 90, 33, 100, 64, 7, 110, 48], seed=45)
-        crowd = Crowd(prompts, params, rng)
+        crowd, expected = Crowd(prompts, params, rng), self.expected(prompts, params)
         self.check(AnyLength(rng=rng))
         crowd.run(self.own.llm.llm_engine)
-        crowd.assert_got(self.expected(prompts, params))
+        crowd.assert_got(expected)
         self.assert_idle()
         assert crowd.aborted
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Engine, Engines
+from tests.engine.oracle import MOST
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.script import run_script
-from tests.engine.test_draft_models import GREEDY, PROMPTS, RIGHT, speculation_of
+from tests.engine.test_draft_models import GREEDY, PROMPTS, REFERENCES, RIGHT, speculation_of
 from tests.engine.test_mtp import MTP
 from tests.engine.test_mtp_quantized import BLOCKS, CHANNELS, SIZES, TENSORS
 from tests.engine.test_speculation import FEW, results
@@ -36,6 +37,7 @@ def assert_same_tokens(
     drafted: Path,
     speculation: dict[str, Any],
     folder: Path,
+    ranks: dict[str, Any] | None = None,
     *,
     least_share: float,
     **options: Any,
@@ -46,8 +48,12 @@ def assert_same_tokens(
         "VLLM_PLUGINS": "rbln",
         "VLLM_CACHE_ROOT": str(graph_cache()),
     }
-    argument = [str(served), str(drafted), speculation, TENSOR | options, str(folder), least_share]
-    assert run_script(SCRIPT, argument, environment, timeout_s=280) > 0
+    ranks = (ranks or TENSOR) | options
+    argument = [str(served), str(drafted), speculation, ranks, str(folder), least_share]
+    seen = run_script(SCRIPT, argument, environment, timeout_s=280)
+    if seen:
+        reference = REFERENCES[speculation["method"]](served, Path(speculation["model"]))
+        assert [reference.drafts(text, MOST) for text, _ in seen] == [own for _, own in seen]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from vllm.model_executor.models import registry
 
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.platform import RblnPlatform
+from rbln_backend.refusals import refuse_unsupported
+from rbln_backend.vllm_compat.surface import configured
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import write_medusa
 from tests.engine.conftest import DEFAULTS, Engines
@@ -82,10 +84,6 @@ def test_a_wrong_variable_is_an_error_that_names_it(
             "speculative decoding of a model that pools",
         ),
         (
-            {"speculative_config": DRAFTS, "pipeline_parallel_size": 2},
-            "speculative decoding with pipeline stages or data-parallel experts",
-        ),
-        (
             {"speculative_config": DRAFTS, "rbln": {"use_custom_kernel": True}},
             "speculative decoding with RBLN_USE_CUSTOM_KERNEL",
         ),
@@ -98,6 +96,16 @@ def test_what_cannot_run_is_refused_with_the_reason(
         engines.fresh("llama", **options)
 
 
+def test_drafts_of_stages_on_ray_are_refused(engines: Engines) -> None:
+    stages = {"pipeline_parallel_size": 2, "speculative_config": DRAFTS}
+    checkpoint = str(engines.checkpoints("llama"))
+    config = EngineArgs(checkpoint, **DEFAULTS, **stages).create_engine_config()
+    # vLLM takes the name only where Ray is installed.
+    config.parallel_config.distributed_executor_backend = "ray"
+    with pytest.raises(ValueError, match="--distributed-executor-backend ray: speculative"):
+        refuse_unsupported(config, configured(config))
+
+
 @pytest.mark.parametrize(
     ("arch", "options", "text"),
     [
@@ -108,6 +116,7 @@ def test_what_cannot_run_is_refused_with_the_reason(
             "draft model of 1024 tokens, --max-model-len 2048",
         ),
         ("llama", {"enable_lora": True}, "'draft_model' with enable_lora true: a draft model"),
+        ("llama", {"pipeline_parallel_size": 2}, "method 'draft_model': speculative decoding of"),
         (
             "llama",
             {"hf_overrides": {"vocab_size": 512}},
@@ -149,7 +158,7 @@ def _quantized(recipe: Recipe) -> dict[str, Any]:
             _quantized(Recipe(bits=4)),
             "Glm4MoeForCausalLM with quantization 'compressed-tensors pack-quantized': MTP with",
         ),
-        ("glm4_moe", {"pipeline_parallel_size": 2}, "speculative decoding with pipeline stages"),
+        ("glm4_moe", {"pipeline_parallel_size": 2}, "method 'mtp': speculative decoding of this"),
         ("glm4_moe", {"enable_lora": True}, "'mtp' with enable_lora true"),
     ],
 )
@@ -196,7 +205,6 @@ def test_draft_models_are_refused_where_they_are_not_proven(
     [
         ("qwen2", "llama", {}, "served model Qwen2ForCausalLM: EAGLE with this model"),
         ("phi3", "llama", {"method": "eagle3"}, "served model Phi3ForCausalLM: EAGLE with this"),
-        ("llama", "llama", {"pipeline_parallel_size": 2}, "speculative decoding with pipeline"),
     ],
 )
 def test_eagle_is_refused_for_other_models(

@@ -52,6 +52,9 @@ class StepSeconds(NamedTuple):
 class Drafting(Protocol):
     """Proposes drafts from the tokens of each step."""
 
+    by_step: bool
+    """The result of a step has the drafts of its requests; else the engine takes those of all."""
+
     def start_step(self, scheduled: SchedulerOutput) -> None:
         """Remove finished and preempted requests. Called before a step."""
         ...
@@ -82,6 +85,8 @@ class Drafting(Protocol):
 class NoDrafting:
     """No drafts: the engine does not speculate, or another rank proposes them."""
 
+    by_step = False
+
     def start_step(self, scheduled: SchedulerOutput) -> None:
         """Do nothing."""
 
@@ -105,7 +110,7 @@ class NoDrafting:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Decoding:
     """A request with sampled tokens; ``acceptance`` is None if its drafts are off."""
 
@@ -113,6 +118,8 @@ class _Decoding:
     acceptance: Acceptance | None
     computed: Acceptance = field(default_factory=lambda: Acceptance(is_computed=True))
     """Of the draft model's drafts."""
+    expected_gain: float = 1.0
+    """Of its next step, by the choice of its drafts."""
 
 
 class HostDrafting:
@@ -124,6 +131,8 @@ class HostDrafting:
     Drafts of every decoding request are proposed after every step, also while none are checked:
     the tokens sampled next show if they were right. A draft model pauses meanwhile.
     """
+
+    by_step = False
 
     def __init__(
         self,
@@ -226,6 +235,8 @@ class HostDrafting:
                 elif draft.tokens:
                     known.append(request.acceptance.expect(draft))
         uses_model = self._choose(known, computed, len(running))
+        for request in running:
+            request.expected_gain = self._choice.gain
         most = self._choice.length - 1
         return DraftTokenIds(
             list(drafts),
@@ -263,7 +274,7 @@ class HostDrafting:
                 size,
                 checked=sum(map(len, batch.drafts)),
                 accepted=tokens - batch.num_reqs,
-                expected_gain=self._choice.gain,
+                expected_gain=self._begun[batch.input_batch.req_ids[0]].expected_gain,
                 gain=tokens / batch.num_reqs * without,
             )
         self._costs.record(size, took.graph, took.whole)
@@ -302,6 +313,17 @@ class HostDrafting:
         return begun
 
 
+class StepDrafting(HostDrafting):
+    """Drafting for the requests of each step alone: other stages run steps of other requests."""
+
+    by_step = True
+
+    def take(self) -> DraftTokenIds | None:
+        """Return drafts of the latest step's requests, None where it sampled nothing."""
+        drafts, self._decoding = super().take(), []
+        return drafts
+
+
 def make_drafting(
     config: VllmConfig,
     batches: RequestBatches,
@@ -325,7 +347,8 @@ def make_drafting(
     if source is not None and sizes is not None:
         costs = DraftingCosts(sizes.requests, drafting)
         model = ModelDrafter(source, costs, FirstRank.of_this_rank())
-    return HostDrafting(
+    stages = config.parallel_config.pipeline_parallel_size
+    return (HostDrafting if stages == 1 else StepDrafting)(
         PredictionFirst(model or make_drafter(speculation, shared=configured(config).share_drafts)),
         batches,
         table,

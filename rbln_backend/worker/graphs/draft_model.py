@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE3, WHOLE_MODEL
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.parallel import stage_loan
 from rbln_backend.speculation.choice import draft_model_of
-from rbln_backend.vllm_compat.surface import ModelConfig, VllmConfig
+from rbln_backend.vllm_compat.surface import ModelConfig, VllmConfig, get_pp_group
 from rbln_backend.worker.graphs.eagle3 import (
     PART,
     check_tables,
@@ -32,9 +33,10 @@ def add_draft_model(
     config: VllmConfig,
     make: Callable[[VllmConfig, ModelConfig, str], nn.Module],
 ) -> None:
-    """Add the draft model to ``model``, if ``config`` names one.
+    """Add the draft model to ``model``, if ``config`` names one; of pipeline stages to the last.
 
-    ``make`` returns it from its engine's and its own configuration and the prefix of its layers.
+    The other stages carry what it reads. ``make`` returns it from its engine's and its own
+    configuration and the prefix of its layers.
 
     Raises ``UnsupportedModelError`` for one of another size, and for a checkpoint that lacks
     weights or has others.
@@ -46,8 +48,15 @@ def add_draft_model(
     is_whole = speculation.method == WHOLE_MODEL
     if not is_whole:
         _check_sizes(own, config.model_config, reads_layers=speculation.method == EAGLE3)
+    if not get_pp_group().is_last_rank:
+        _add_carried(model, config, own, str(speculation.method))
+        return
     try:
-        made = make(_engine_of(own, config), own, PART) if is_whole else make(config, own, "")
+        made = (
+            make(_engine_of(own, config), own, PART)
+            if is_whole
+            else make(_of_one_stage(config), own, "")
+        )
     except ValueError as error:
         # vLLM's message names the weights that a checkpoint lacks, but not the checkpoint.
         number = speculation.num_speculative_tokens
@@ -64,8 +73,32 @@ def add_draft_model(
         if config.load_config.load_format != "dummy":
             check_tables(made, model, own)
     if speculation.method in DRAFT_LAYERS:
-        _share_tables(made, model)
+        _share_tables(made, model, is_loaded=config.load_config.load_format != "dummy")
     model.add_module(PART, made)
+
+
+def _add_carried(model: nn.Module, config: VllmConfig, own: ModelConfig, method: str) -> None:
+    """Make a stage without the draft model ``own`` carry what that reads of ``model``."""
+    if method == EAGLE3:
+        return_layers(None, model, own)
+    if method not in DRAFT_LAYERS or not get_pp_group().is_first_rank:
+        return
+    table = served_embedding(model).weight
+    if not (table.is_meta or config.load_config.load_format == "dummy"):
+        stage_loan.lend(table.data)
+
+
+def _of_one_stage(config: VllmConfig) -> VllmConfig:
+    """Return ``config`` for a layer that is whole in its stage, which vLLM adds to the same engine.
+
+    vLLM numbers an EAGLE layer by the served model's layers, of all stages.
+    """
+    if config.parallel_config.pipeline_parallel_size == 1:
+        return config
+    alone = copy.copy(config)
+    alone.parallel_config = copy.copy(config.parallel_config)
+    alone.parallel_config.pipeline_parallel_size = 1
+    return alone
 
 
 def _engine_of(own: ModelConfig, config: VllmConfig) -> VllmConfig:
@@ -75,10 +108,11 @@ def _engine_of(own: ModelConfig, config: VllmConfig) -> VllmConfig:
     return alone
 
 
-def _share_tables(made: Any, served: Any) -> None:
+def _share_tables(made: Any, served: Any, *, is_loaded: bool) -> None:
     """Give a layer the served model's LM head, and its embedding unless the layer has another.
 
-    EAGLE-3's LM head is its own: it may have another vocabulary.
+    EAGLE-3's LM head is its own: it may have another vocabulary. The embedding of the first
+    pipeline stage is copied, if it ``is_loaded``.
     """
     if not hasattr(made, "draft_id_to_target_id"):
         made.lm_head = served.lm_head
@@ -87,9 +121,14 @@ def _share_tables(made: Any, served: Any) -> None:
         if hasattr(part, "shared_head"):
             part.shared_head.head = served.lm_head
     own, tables = made.model.embed_tokens, served_embedding(served)
+    has_own = getattr(made, "has_own_embed_tokens", False)
+    is_elsewhere = not hasattr(tables, "weight")
+    if get_pp_group().world_size > 1 and is_loaded and not own.weight.is_meta:
+        stage_loan.borrow(own.weight.data if is_elsewhere and not has_own else None)
+    if is_elsewhere:
+        return
     if own.weight.shape != tables.weight.shape:
         return
-    has_own = getattr(made, "has_own_embed_tokens", False)
     if not has_own or torch.equal(own.weight, tables.weight):
         made.model.embed_tokens = tables
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.vllm_compat.surface import ModelConfig
+from rbln_backend.vllm_compat.surface import ModelConfig, get_pp_group
+from rbln_backend.worker.graphs.layer_states import LayerStates
 
 PART = "draft_model"
 """The name of the draft model in the served one."""
@@ -23,23 +24,27 @@ _LAYERS = "eagle_aux_hidden_state_layer_ids"
 def return_layers(made: Any, served: Any, own: ModelConfig) -> None:
     """Make ``served`` return the hidden states of the layers that ``made`` reads.
 
-    Raises ``UnsupportedModelError`` for layers that the served model does not have.
+    ``made`` is None in a pipeline stage without the draft model, which hands them over. Raises
+    ``UnsupportedModelError`` for layers that the served model does not have.
     """
-    if not reads_layers(made):
-        return
     found = own.hf_config
-    named = getattr(found, _LAYERS, None) or (getattr(found, "eagle_config", None) or {}).get(
-        _LAYERS
-    )
+    options = getattr(found, "eagle_config", None) or {}
+    if not options.get("use_aux_hidden_state", True):
+        return
+    named = getattr(found, _LAYERS, None) or options.get(_LAYERS)
     layers = tuple(named or served.get_eagle3_default_aux_hidden_state_layers())
-    last = len(served.model.layers)
-    count = made.model.fc_input_size // served.config.hidden_size
+    last, count = len(served.model.layers), len(layers)
+    if made is not None:
+        count = made.model.fc_input_size // served.config.hidden_size
     if len({*layers} & {*range(last + 1)}) != count or len(layers) != count:
         raise UnsupportedModelError(
             f"draft model {own.model}: {_LAYERS} must be {count} layers from 0 to {last}, got "
             f"{list(layers)}"
         )
     served.set_aux_hidden_state_layers(layers)
+    inner = served.model
+    if get_pp_group().world_size > 1 and not inner.supports_aux_hidden_states_over_pp:
+        served.layer_states = LayerStates(inner)
 
 
 def reads_layers(own: Any) -> bool:
@@ -52,13 +57,16 @@ def check_tables(made: Any, served: Any, own: ModelConfig) -> None:
 
     Raises ``UnsupportedModelError`` if that has another size, or the embedding that is shared.
     """
-    head, tables = made.lm_head.weight, served_embedding(served).weight
+    head, table = made.lm_head.weight, made.model.embed_tokens.weight
     if head.is_meta:
         return
-    if made.model.embed_tokens.weight.shape != tables.shape and not made.has_own_embed_tokens:
+    found = getattr(served_embedding(served), "weight", None)
+    # In another pipeline stage it has as many rows.
+    shape = [len(table), served.config.hidden_size] if found is None else list(found.shape)
+    if list(table.shape) != shape and not made.has_own_embed_tokens:
         raise UnsupportedModelError(
             f"draft model {own.model}: embed_tokens.weight must be in the checkpoint, because the "
-            f"served model's has another size, {list(tables.shape)}"
+            f"served model's has another size, {shape}"
         )
     if made.has_own_lm_head:
         return
@@ -72,7 +80,10 @@ def check_tables(made: Any, served: Any, own: ModelConfig) -> None:
 
 
 def served_embedding(served: Any) -> Any:
-    """Return the embedding of a served model, which has two names in vLLM's classes."""
+    """Return the embedding of a served model, which has two names in vLLM's classes.
+
+    It has no weight in a pipeline stage that does not need it.
+    """
     inner = served.model
     return inner.embed_tokens if hasattr(inner, "embed_tokens") else inner.embedding
 

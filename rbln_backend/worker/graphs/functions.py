@@ -26,6 +26,7 @@ from rbln_backend.vllm_compat.surface import (
 )
 from rbln_backend.worker.graphs.draft_model import draft_function
 from rbln_backend.worker.graphs.eagle3 import read_hidden
+from rbln_backend.worker.graphs.layer_states import carried_states
 
 GraphFunction = Callable[..., Any]
 _Forward = Callable[..., Any]
@@ -41,7 +42,11 @@ class ModelPart:
     is_first: bool = True
     is_last: bool = True
     intermediates: tuple[str, ...] = ()
-    """Names of the tensors passed between stages, in order; none in a single stage."""
+    """Names of the graph's inputs from the previous stage, in order; none in the first stage."""
+    passed: tuple[str, ...] = ()
+    """Names of other tensors of the previous stage, which the next one gets as they are."""
+    sent: tuple[str, ...] = ()
+    """Names of the graph's outputs for the next stage, in order; none in the last stage."""
     picks_tokens: bool = False
     """The last output is int32 [rows]: the token of the largest logit, by the SDK's ``argmax``."""
     keeps_hidden: bool = False
@@ -53,7 +58,7 @@ class ModelPart:
     @property
     def received(self) -> tuple[str, ...]:
         """The graph inputs that come from the previous stage."""
-        return () if self.is_first else tuple(INTERMEDIATE + name for name in self.intermediates)
+        return tuple(INTERMEDIATE + name for name in self.intermediates)
 
 
 WHOLE = ModelPart()
@@ -82,7 +87,7 @@ def graph_function(
         return draft_function(model, by_sdk=part.has_sdk_argmax, reads_hidden=part.keeps_hidden)
     forward, names = _forward(model, part), ("input_ids", "positions", *part.received)
     if not part.is_last:
-        return _stage(forward, part.intermediates), names
+        return _stage(forward, part.sent), names
     if phase is Phase.POOLING:
         return _pooling(forward), names
     if phase is Phase.PREFILL:
@@ -132,16 +137,18 @@ def _logits(model: Any) -> GraphFunction:
     return logits
 
 
-def _stage(forward: _Forward, intermediates: tuple[str, ...]) -> GraphFunction:
+def _stage(forward: _Forward, sent: tuple[str, ...]) -> GraphFunction:
     def stage(*inputs: Tensor) -> tuple[Tensor, ...]:
         """[B, L], [B, L], received tensors [B * L, H] -> tensors [B * L, H] of the next stage."""
         result = forward(*inputs)
-        return tuple(result[name] for name in intermediates)
+        return tuple(result[name] for name in sent)
 
     return stage
 
 
 def _forward(model: Any, part: ModelPart) -> _Forward:
+    states, carried = getattr(model, "layer_states", None), carried_states(model)
+
     def forward(input_ids: Tensor, positions: Tensor, *received: Tensor) -> Any:
         # vLLM's models take a flat tensor of tokens; the batch shape is in the attention metadata.
         intermediates = None
@@ -150,13 +157,17 @@ def _forward(model: Any, part: ModelPart) -> _Forward:
                 dict(zip(part.intermediates, received, strict=True))
             )
         tokens = input_ids.view(-1)
-        return model(
+        result = model(
             input_ids=tokens,
             positions=positions.view(-1),
             intermediate_tensors=intermediates,
             inputs_embeds=None,
             **_embedded_by_layer(model, tokens),
         )
+        if states is None:
+            return result
+        named = dict(zip(part.intermediates, received, strict=True))
+        return states.added_to(result, carried, named, is_last=part.is_last)
 
     return forward
 

@@ -43,6 +43,8 @@ class RequestBatches:
         self._decode: InputBatch = make_batch(max_batch)
         self._decode_prefill: list[CachedRequestState] = []
         self._samples = samples
+        self._drafts: dict[str, Sequence[int]] = {}
+        """Drafts that the latest step of a request has checked, where another rank samples."""
         self.plain: PlainRows | None = None
         """The rows of the latest step, if the next one may be plain."""
 
@@ -65,9 +67,12 @@ class RequestBatches:
     def _apply_changes(self, scheduled: SchedulerOutput) -> StepBatch | None:
         for request_id in scheduled.finished_req_ids:
             self.requests.pop(request_id, None)
+            self._drafts.pop(request_id, None)
         for new_request in scheduled.scheduled_new_reqs:
             self.requests[new_request.req_id] = _new_state(new_request)
         self._update_cached(scheduled)
+        if not self._samples:
+            self._drafts |= scheduled.scheduled_spec_decode_tokens
         phase = self._phase(scheduled)
         self._drop_departed(scheduled, phase)
         self._decode_prefill = []
@@ -134,11 +139,15 @@ class RequestBatches:
     def _append_tokens(self, request: CachedRequestState, step_tokens: list[int]) -> None:
         """Append the tokens that the last stage has sampled since the request's latest step here.
 
-        ``step_tokens`` are those of the step, from the first one that is not computed.
+        ``step_tokens`` are those of the step, from the first one that is not computed. Before it
+        are the drafts that were right.
         """
-        end = request.num_computed_tokens + len(step_tokens)
-        for position in range(request.num_tokens, end):
-            token = step_tokens[position - request.num_computed_tokens]
+        start = request.num_tokens
+        right = request.num_computed_tokens - start
+        drafts = self._drafts.pop(request.req_id, ())
+        assert right <= len(drafts), "tokens are known by the drafts of the step before"
+        known = [*drafts[:right], *step_tokens] if right > 0 else step_tokens[-right:]
+        for position, token in enumerate(known, start):
             for batch in (self._prefill, self._decode):
                 row = batch.req_id_to_index.get(request.req_id)
                 if row is not None:

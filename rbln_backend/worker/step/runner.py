@@ -136,7 +136,7 @@ class StepRunner:
         self._stage.receive(step.inputs)
         outputs = self._run(step, batch)
         # The next stage arranges its rows in the same order.
-        self._stage.send(outputs)
+        self._stage.send(step.inputs, outputs)
         if batch.phase is Phase.VERIFY:
             rows, length = self._rows, step.spec.length
             return StepOutputs(outputs, lambda o: rows.restore(o.unflatten(0, (-1, length))))

@@ -9,7 +9,12 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 
-from rbln_backend.reporting.description import SECTIONS, DescriptionWriter, LimitsInfo
+from rbln_backend.reporting.description import (
+    SECTIONS,
+    DescriptionWriter,
+    DraftModelInfo,
+    LimitsInfo,
+)
 from rbln_backend.reporting.progress import ProgressWriter
 from server.observability.history import Sample
 from server.routes.server_info import SERVER_FIELDS
@@ -55,6 +60,11 @@ async def test_it_answers_while_the_engine_starts_with_what_is_known(tmp_path: P
             {"name": "decode-1", "state": "done", "result": "loaded", "seconds": 0.5},
             {"name": "decode-2", "state": "pending", "result": None, "seconds": None},
         ]
+        # The last stage of a pipeline has the draft model.
+        drafts = DraftModelInfo(name="d", method="eagle3", drafts=3, weight_bytes=8)
+        DescriptionWriter(tmp_path, 1).write("draft_model", drafts)
+        info = (await service.client.get(PATH)).json()
+        assert (info["ranks"], info["draft_model"]["weight_bytes"]) == (2, 8)
         progress.close()
 
 
