@@ -39,7 +39,13 @@ from rbln_backend.unsupported import (
 from rbln_backend.vllm_compat.settled import Settled
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import (
+        CacheConfig,
+        ModelConfig,
+        ParallelConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -124,21 +130,22 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     )
     on_npu = not device_capabilities(rbln).general_attention
     if parallel.pipeline_parallel_size > 1:
-        _check_draft_stages(str(speculation.method), parallel, on_npu=on_npu)
+        _check_draft_stages(speculation, parallel)
     if draft_model_of(vllm_config) is not None:
         check_draft_model(vllm_config, rbln, on_npu=on_npu)
 
 
-def _check_draft_stages(method: str, parallel: ParallelConfig, *, on_npu: bool) -> None:
+def _check_draft_stages(speculation: SpeculativeConfig, parallel: ParallelConfig) -> None:
     """Raise for drafts that pipeline stages cannot have."""
     found = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
     executor = parallel.distributed_executor_backend
-    if on_npu:
-        raise SPECULATION_STAGES.refusal(f"{found} on an NPU")
     if executor not in (None, "mp", RANKS_EXECUTOR):
         raise SPECULATION_STAGES.refusal(f"{found}, --distributed-executor-backend {executor}")
-    if method in (MTP, WHOLE_MODEL):
-        raise SPECULATION_STAGES.refusal(f"{found}, method {method!r}")
+    # vLLM's class of ERNIE 4.5 with tied embeddings has no stages, with drafts or without.
+    own = speculation.draft_model_config.architecture if speculation.method == MTP else None
+    if speculation.method == WHOLE_MODEL or own == "ErnieMTPModel":
+        named = f"method {speculation.method!r}" + (f" of {own}" if own else "")
+        raise SPECULATION_STAGES.refusal(f"{found}, {named}")
 
 
 def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:

@@ -283,12 +283,11 @@ SPECULATION_RANKS = Feature(
 )
 SPECULATION_STAGES = Feature(
     "speculative decoding of this kind with pipeline stages",
-    "--speculative-config with --pipeline-parallel-size and method mtp or draft_model, on an NPU, "
-    "or with Ray",
-    "whose drafts come with the results of its own executor, and whose last stage has been shown "
-    "to run heads and layers of EAGLE on the emulated device",
-    'use {"method": "eagle3"}, "eagle", "medusa", "ngram" or "suffix" there, or '
-    "--tensor-parallel-size",
+    "--speculative-config with --pipeline-parallel-size and method draft_model or mtp of "
+    "ERNIE 4.5, or with Ray",
+    "whose drafts come with the results of its own executor, and whose last stage runs heads and "
+    "single layers",
+    "use another method there, or --tensor-parallel-size",
 )
 SPECULATION_KERNELS = Feature(
     "speculative decoding with RBLN_USE_CUSTOM_KERNEL",

@@ -10,7 +10,9 @@ import pytest
 from tests.engine.conftest import Engines
 from tests.engine.test_draft_models import RIGHT, speculation_of
 from tests.engine.test_draft_ranks import assert_same_tokens, texts_of
+from tests.engine.test_mtp import MTP
 from tests.engine.test_speculation import NGRAM
+from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -31,6 +33,21 @@ def test_two_stages(engines: Engines, tmp_path: Path, method: str, arch: str) ->
     own = RIGHT[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
     served, speculation = plain.checkpoint, speculation_of(method, own)
     assert_same_tokens(served, served, speculation, tmp_path, STAGES, least_share=0.6)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", [name for name in MTP_LAYERS if name != "ernie4_5_moe"])
+def test_two_stages_with_mtp(engines: Engines, tmp_path: Path, family: str) -> None:
+    maker = MtpMaker(family, engines.checkpoints)
+    plain = engines(maker.family.served)
+    own = maker.fitted(tmp_path / "own", texts_of(plain), last=41)
+    assert_same_tokens(plain.checkpoint, own, MTP, tmp_path, STAGES, least_share=0.5)
+
+
+def test_stages_of_ernie_are_refused(engines: Engines, tmp_path: Path) -> None:
+    maker = MtpMaker("ernie4_5_moe", engines.checkpoints)
+    with pytest.raises(ValueError, match=r"method 'mtp' of ErnieMTPModel: speculative decoding of"):
+        engines.fresh(checkpoint=maker.random(tmp_path), speculative_config=MTP, **STAGES)
 
 
 def test_two_stages_without_a_draft_model(engines: Engines, tmp_path: Path) -> None:

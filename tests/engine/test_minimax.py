@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+from vllm import SamplingParams
+
+from tests.eagle3_checkpoints import fitted_eagle3
 from tests.engine.conftest import Engine, Engines
-from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
+from tests.engine.parallel_runs import NUM_TOKENS, assert_as_one_rank, run_ranks
+from tests.engine.test_draft_models import speculation_of
 from tests.graph_cache import graph_cache
-from tests.minimax_checkpoint import AS_DEPLOYED, LAYERS, PROMPTS, make_minimax
+from tests.minimax_checkpoint import AS_DEPLOYED, CACHE_SCALES, LAYERS, PROMPTS, make_minimax
 
 pytestmark = [pytest.mark.engine, pytest.mark.wide, pytest.mark.timeout(900)]
 
@@ -26,6 +31,28 @@ def test_stages_answer_as_one_rank(engine: Engine, stages: int) -> None:
     options = AS_DEPLOYED | {"pipeline_parallel_size": stages}
     answers = run_ranks(engine.checkpoint, graph_cache(), PROMPTS, **options)
     assert_as_one_rank(engine, PROMPTS, answers, 0.0)
+
+
+def test_stages_with_eagle3(engine: Engine, tmp_path: Path) -> None:
+    """Hidden states of the first layers pass two stages to the draft model in the last one."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    answers = [list(output.outputs[0].token_ids) for output in engine.generate(PROMPTS, params)]
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    plain = engine.checkpoint / "plain"
+    own = fitted_eagle3(tmp_path / "own", plain, texts, last=34, cache_scales=CACHE_SCALES)
+    (run_dir := tmp_path / "run").mkdir()
+    options = AS_DEPLOYED | {
+        "pipeline_parallel_size": LAYERS,
+        "speculative_config": speculation_of("eagle3", own),
+        "additional_config": {"rbln": {"num_threads": 1, "run_dir": str(run_dir)}},
+    }
+    drafted = run_ranks(
+        *(engine.checkpoint, graph_cache(), PROMPTS), checks_all_drafts=True, **options
+    )
+    assert_as_one_rank(engine, PROMPTS, drafted, 0.0)
+    counts = Engine(None, run_dir, engine.checkpoint)
+    checked = counts.total("rbln_draft_tokens_total")
+    assert counts.total("rbln_draft_accepted_tokens_total") > 0.3 * checked > 0
 
 
 def test_four_engines_that_share_experts_answer_as_one(engine: Engine) -> None:

@@ -158,7 +158,6 @@ def _quantized(recipe: Recipe) -> dict[str, Any]:
             _quantized(Recipe(bits=4)),
             "Glm4MoeForCausalLM with quantization 'compressed-tensors pack-quantized': MTP with",
         ),
-        ("glm4_moe", {"pipeline_parallel_size": 2}, "method 'mtp': speculative decoding of this"),
         ("glm4_moe", {"enable_lora": True}, "'mtp' with enable_lora true"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -61,9 +62,14 @@ def jobs(
     return jobs_of(maker, folder)
 
 
-def jobs_of(maker: MtpMaker, folder: Path, *, ranks: int = 1, **double: Any) -> MtpJobs:
-    """Return the jobs of ``maker``'s checkpoints, the first of which ``run`` has run."""
-    options = {"max_model_len": CONTEXT, "tensor_parallel_size": ranks}
+def jobs_of(
+    maker: MtpMaker, folder: Path, ranks: Mapping[str, int] | None = None, **double: Any
+) -> MtpJobs:
+    """Return the jobs of ``maker``'s checkpoints, the first of which ``run`` has run.
+
+    ``ranks``: options of its engine.
+    """
+    options = {"max_model_len": CONTEXT, **(ranks or {})}
     plain = Job(maker.stored, options, [PROMPTS], LENGTH, reference=maker.served)
     (answers,) = plain.expected()
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]

@@ -50,13 +50,16 @@ def test_two_ranks_answer_as_transformers(
 
 @pytest.mark.wide
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("method", FITTED)
+@pytest.mark.parametrize(
+    ("method", "ranks"),
+    [*((method, "tensor") for method in FITTED), *((method, "pipeline") for method in FITTED)],
+)
 def test_two_ranks_with_a_draft_model(
-    checkpoints: CheckpointCache, tmp_path: Path, method: str
+    checkpoints: CheckpointCache, tmp_path: Path, method: str, ranks: str
 ) -> None:
     """Right drafts save steps; random ones give the same answers in more."""
     served = checkpoints("llama", max_position_embeddings=CONTEXT)
-    options = {"max_model_len": CONTEXT, "tensor_parallel_size": 2}
+    options = {"max_model_len": CONTEXT, f"{ranks}_parallel_size": 2}
     job = Job(served, options, BATCHES, LENGTH, checks_all_drafts=True)
     expected = job.expected()
     texts = [prompt + answer for prompt, answer in zip(BATCHES[0], expected[0], strict=True)]
@@ -72,9 +75,12 @@ def test_two_ranks_with_a_draft_model(
 
 @pytest.mark.wide
 @pytest.mark.timeout(1800)
-def test_two_ranks_with_an_mtp_layer(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", ["tensor", "pipeline"])
+def test_two_ranks_with_an_mtp_layer(
+    checkpoints: CheckpointCache, tmp_path: Path, ranks: str
+) -> None:
     maker = MtpMaker("glm4_moe", checkpoints, max_position_embeddings=CONTEXT)
-    jobs = jobs_of(maker, tmp_path, ranks=2, devices=4)
+    jobs = jobs_of(maker, tmp_path, {f"{ranks}_parallel_size": 2}, devices=4)
     assert jobs.cold.answers == [jobs.fitted.expected()]
     wrong = run([jobs.wrong], tmp_path / "npu", devices=4)
     assert wrong.answers == jobs.cold.answers
