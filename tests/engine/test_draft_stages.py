@@ -9,7 +9,7 @@ import pytest
 
 from tests.engine.conftest import Engines
 from tests.engine.test_draft_models import RIGHT, speculation_of
-from tests.engine.test_draft_ranks import assert_same_tokens, texts_of
+from tests.engine.test_draft_ranks import TENSOR, assert_same_tokens, texts_of
 from tests.engine.test_mtp import MTP
 from tests.engine.test_speculation import NGRAM
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker
@@ -33,6 +33,16 @@ def test_two_stages(engines: Engines, tmp_path: Path, method: str, arch: str) ->
     own = RIGHT[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
     served, speculation = plain.checkpoint, speculation_of(method, own)
     assert_same_tokens(served, served, speculation, tmp_path, STAGES, least_share=0.6)
+
+
+@pytest.mark.wide
+def test_two_stages_of_two_ranks(engines: Engines, tmp_path: Path) -> None:
+    """Each rank of the last stage gets its part of the embedding from the first stage."""
+    plain = engines("llama")
+    own = RIGHT["eagle3"](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    served, speculation = plain.checkpoint, speculation_of("eagle3", own)
+    ranks = STAGES | TENSOR
+    assert_same_tokens(served, served, speculation, tmp_path, ranks, least_share=0.6)
 
 
 @pytest.mark.wide
