@@ -102,6 +102,7 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
     "nvfp4 experts": _PADDING_MASK,
     "eagle": _DRAFT_LAYER,
     "eagle3": _DRAFT_LAYER,
+    "mtp mimo": _DRAFT_LAYER,
     "latent": (*_PADDING_MASK, _LATENT_WEIGHTS),
     "mtp latent": (*_PADDING_MASK, _LATENT_WEIGHTS, *_DRAFT_LAYER),
     "medusa": (

@@ -196,6 +196,7 @@ RUNS: Mapping[str, Run] = {
         drafts_by="mtp",
         lengths=(300, 90, BLOCK - 5),
     ),
+    "mtp mimo": replace(HOST, family="mimo", drafts_by="mtp", lengths=(300, 90, BLOCK - 5)),
     "two ranks": replace(HOST, options={"tensor_parallel_size": 2}),
     "compile only": WITHOUT_NPU,
     # As many blocks as their estimate of a CR13 says fit; of small heads that would be too many.

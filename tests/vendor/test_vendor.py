@@ -101,13 +101,13 @@ def test_switched_on_inputs_of_linear_layers_are_scaled(
     assert clamps["fp8 blocks"] == 0 < clamps["fp8 blocks w8a8"]
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "mtp latent"])
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "mtp latent", "mtp mimo"])
 def test_fitted_drafts_are_accepted(name: str, answered: Callable[[str], Answered]) -> None:
     run = answered(name)
     assert run.accepted > 0.35 * run.drafted > 0
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "mtp latent"])
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "mtp latent", "mtp mimo"])
 def test_drafts_without_hidden_states_are_rejected(name: str, tmp_path: Path) -> None:
     """Their answers stay those of transformers: only what the model itself says is kept."""
     run = run_vendor(RUNS[name], tmp_path, broken="hidden_states")
