@@ -20,11 +20,9 @@ class EagleReference:
     def __init__(self, served: Path, own: Path) -> None:
         self._served, self._config = served, json.loads((own / "config.json").read_text())
         tensors = load_file(served / "model.safetensors")
-        self._embedding, self._head = (
-            tensors["model.embed_tokens.weight"],
-            tensors["lm_head.weight"],
-        )
-        self._weights = load_file(own / "model.safetensors")
+        self._weights, self._head = load_file(own / "model.safetensors"), tensors["lm_head.weight"]
+        shared = tensors["model.embed_tokens.weight"]
+        self._embedding = self._weights.get("embed_tokens.weight", shared)
 
     def drafts(self, text: Sequence[int], count: int) -> list[int]:
         """Return ``count`` drafts after ``text``, of which the last token has no hidden state."""

@@ -63,6 +63,7 @@ from rbln_backend.vllm_compat.surface import (
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
 from rbln_backend.worker.engine_build import EngineBuild, EngineParts
+from rbln_backend.worker.graphs.draft_embedding import has_own_embedding
 from rbln_backend.worker.graphs.draft_model import add_draft_model
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, RebelProfiler, StepProfiler
@@ -176,7 +177,7 @@ class RblnWorker(TransferCalls, WorkerBase):
             with WEIGHT_PAGES.small():
                 self._model = loader().load_model(config, self.model_config)
             self._adapters = self._make_adapters(self._model)
-            add_draft_model(self._model, config, lambda *own: loader().load_model(*own))
+            add_draft_model(self._model, config, loader().load_model, has_own_embedding(config))
         num_bytes = weight_bytes(self._model)
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(num_bytes)
         self._description.has_model(self._model)

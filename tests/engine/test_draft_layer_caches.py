@@ -106,6 +106,7 @@ def share_of_same_drafts(drafted: Drafted, maker: MtpMaker, own: Path) -> float:
     return sum(ours == theirs for ours, theirs in pairs) / len(pairs)
 
 
+@pytest.mark.wide
 def test_an_mtp_layer_of_floats_has_scales_of_one(engines: Engines, tmp_path: Path) -> None:
     maker = MtpMaker("glm4_moe", engines.checkpoints)
     plain = engines.fresh("glm4_moe", **E4M3)

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("draft_ranks_script.py")
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 OFTEN = "eagle3"
+WHOLE_EXPERTS = {"enable_expert_parallel": True}
 
 
 def texts_of(engine: Engine) -> list[list[int]]:
@@ -68,8 +69,15 @@ def test_two_tensor_parallel_ranks(engines: Engines, tmp_path: Path, method: str
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=["split", "whole"])
-@pytest.mark.parametrize("family", MTP_LAYERS)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *((family, {}) for family in MTP_LAYERS),
+        # vLLM refuses the option for a model without experts.
+        *((family, WHOLE_EXPERTS) for family in MTP_LAYERS if family != "mimo"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ("whole" if value else "split"),
+)
 def test_two_tensor_parallel_ranks_with_mtp(
     engines: Engines, tmp_path: Path, family: str, options: dict[str, Any]
 ) -> None:

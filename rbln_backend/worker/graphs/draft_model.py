@@ -32,11 +32,13 @@ def add_draft_model(
     model: nn.Module,
     config: VllmConfig,
     make: Callable[[VllmConfig, ModelConfig, str], nn.Module],
+    has_embedding: bool,
 ) -> None:
     """Add the draft model to ``model``, if ``config`` names one; of pipeline stages to the last.
 
     The other stages carry what it reads. ``make`` returns it from its engine's and its own
-    configuration and the prefix of its layers.
+    configuration and the prefix of its layers. ``has_embedding``: a layer has another embedding
+    than ``model``, see ``has_own_embedding``.
 
     Raises ``UnsupportedModelError`` for one of another size, and for a checkpoint that lacks
     weights or has others.
@@ -73,7 +75,8 @@ def add_draft_model(
         if config.load_config.load_format != "dummy":
             check_tables(made, model, own)
     if speculation.method in DRAFT_LAYERS:
-        _share_tables(made, model, is_loaded=config.load_config.load_format != "dummy")
+        is_loaded = config.load_config.load_format != "dummy"
+        _share_tables(made, model, own.model, is_loaded=is_loaded, has_own=has_embedding)
     model.add_module(PART, made)
 
 
@@ -108,11 +111,14 @@ def _engine_of(own: ModelConfig, config: VllmConfig) -> VllmConfig:
     return alone
 
 
-def _share_tables(made: Any, served: Any, *, is_loaded: bool) -> None:
-    """Give a layer the served model's LM head, and its embedding unless the layer has another.
+def _share_tables(made: Any, served: Any, name: str, *, is_loaded: bool, has_own: bool) -> None:
+    """Give a layer the served model's LM head, and its embedding unless ``has_own``.
 
     EAGLE-3's LM head is its own: it may have another vocabulary. The embedding of the first
     pipeline stage is copied, if it ``is_loaded``.
+
+    Raises ``UnsupportedModelError`` for another embedding of the checkpoint ``name`` that
+    ``has_own`` does not state.
     """
     if not hasattr(made, "draft_id_to_target_id"):
         made.lm_head = served.lm_head
@@ -121,16 +127,18 @@ def _share_tables(made: Any, served: Any, *, is_loaded: bool) -> None:
         if hasattr(part, "shared_head"):
             part.shared_head.head = served.lm_head
     own, tables = made.model.embed_tokens, served_embedding(served)
-    has_own = getattr(made, "has_own_embed_tokens", False)
+    is_read = getattr(made, "has_own_embed_tokens", False)
     is_elsewhere = not hasattr(tables, "weight")
     if get_pp_group().world_size > 1 and is_loaded and not own.weight.is_meta:
-        stage_loan.borrow(own.weight.data if is_elsewhere and not has_own else None)
-    if is_elsewhere:
+        stage_loan.borrow(own.weight.data if is_elsewhere and not is_read else None)
+    if is_elsewhere or has_own or own.weight.shape != tables.weight.shape:
         return
-    if own.weight.shape != tables.weight.shape:
-        return
-    if not has_own or torch.equal(own.weight, tables.weight):
-        made.model.embed_tokens = tables
+    if is_read and not torch.equal(own.weight, tables.weight):
+        raise UnsupportedModelError(
+            f"draft model {name}: embed_tokens.weight must be in a file *.safetensors, *.bin or "
+            "*.pt"
+        )
+    made.model.embed_tokens = tables
 
 
 def _check_sizes(own: ModelConfig, served: ModelConfig, *, reads_layers: bool) -> None:

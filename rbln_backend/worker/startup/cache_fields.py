@@ -11,6 +11,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.vllm_compat.model_identity import model_fields, without_provenance
 from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.worker.graphs.draft_embedding import has_own_embedding
 from rbln_backend.worker.step.group_inputs import KvGroup
 
 
@@ -49,5 +50,7 @@ def _draft_fields(config: VllmConfig) -> dict[str, Any]:
         return {}
     own = speculation.draft_model_config
     described = json.loads(json.dumps(own.hf_config.to_dict(), default=str))
-    number = speculation.num_speculative_tokens
-    return {"draft": {**without_provenance(described), "class": own.architecture, "drafts": number}}
+    fields = {"class": own.architecture, "drafts": speculation.num_speculative_tokens}
+    if has_own_embedding(config):
+        fields["embedding"] = "own"
+    return {"draft": {**without_provenance(described), **fields}}

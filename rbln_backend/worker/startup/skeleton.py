@@ -29,6 +29,7 @@ from rbln_backend.vllm_compat.surface import (
     set_current_vllm_config,
     set_default_torch_dtype,
 )
+from rbln_backend.worker.graphs.draft_embedding import has_own_embedding
 from rbln_backend.worker.graphs.draft_model import add_draft_model
 
 
@@ -49,6 +50,8 @@ class Skeleton:
         compilation.disabled_custom_ops = Counter()
         dtype = config.model_config.dtype
         assert isinstance(dtype, torch.dtype), "vLLM resolves names such as 'auto'"
+        # Reads files, for which the mode below leaves no memory.
+        self._has_embedding = has_own_embedding(config)
         with (
             set_current_vllm_config(self._config),
             set_default_torch_dtype(dtype),
@@ -65,6 +68,7 @@ class Skeleton:
                 lambda config, own, prefix: initialize_model(
                     vllm_config=config, model_config=own, prefix=prefix
                 ),
+                self._has_embedding,
             )
         except Exception as error:
             method = self._config.model_config.quantization
