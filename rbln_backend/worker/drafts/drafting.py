@@ -270,11 +270,14 @@ class HostDrafting:
         if batch.phase is Phase.VERIFY:
             drafting_s = self._model.seconds if self._model is not None else 0.0
             without = self._costs.seconds((size[0], 1)) / (took.whole + drafting_s)
+            # Requests without drafts may have begun in this step, with a prompt's last token.
+            rows = zip(batch.input_batch.req_ids, batch.drafts, strict=True)
+            gains = [self._begun[name].expected_gain for name, drafts in rows if drafts]
             self._counts.record(
                 size,
                 checked=sum(map(len, batch.drafts)),
                 accepted=tokens - batch.num_reqs,
-                expected_gain=self._begun[batch.input_batch.req_ids[0]].expected_gain,
+                expected_gain=gains[0] if gains else 1.0,
                 gain=tokens / batch.num_reqs * without,
             )
         self._costs.record(size, took.graph, took.whole)
