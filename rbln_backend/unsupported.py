@@ -49,7 +49,7 @@ STATE_SPACE = Feature(
 )
 MLA = Feature(
     "multi-head latent attention (MLA)",
-    "MiniCPM3 on an NPU; drafts and encoders of that kind",
+    "drafts and encoders of that kind",
     "whose ops over a compressed KV cache are causal, and on an NPU take 512 compressed and 64 "
     "rotated numbers of a token",
     "run it on the emulated device, or serve a model with grouped-query attention",
@@ -65,6 +65,12 @@ CHUNKED_ATTENTION = Feature(
     "Llama-4 on an NPU or with RBLN_USE_CUSTOM_KERNEL",
     "whose ops there attend to every cached token or to a sliding window",
     "set --max-model-len to the chunk (8192) or less, or run it on the emulated device",
+)
+ROWS = Feature(
+    "attention that splits rows of tokens itself",
+    "MiniCPM3, on an NPU",
+    "whose NPU takes hidden states with axes of batch and sequence",
+    "run it on the emulated device",
 )
 DUAL_CHUNK_ATTENTION = Feature(
     "dual chunk attention",

@@ -33,7 +33,7 @@ class AbsorbedProjection(QuantizeMethodBase):
         self._method.create_weights(layer, *args, **kwargs)
 
     def apply(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Not called: ``absorb`` [T, H, C] and ``values_of`` [T, H, V] are the layer's products."""
+        """Not called: ``absorb`` and ``values_of`` are the layer's products."""
         raise NotImplementedError("the projection is absorbed into queries and results")
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -49,11 +49,11 @@ class AbsorbedProjection(QuantizeMethodBase):
             layer.register_parameter(name, kept)
 
     def absorb(self, layer: Any, queries: Tensor) -> Tensor:
-        """queries [T, H, key_size] to [T, H, C]."""
+        """queries [..., H, key_size] to [..., H, C]."""
         return _multiply(queries, layer.to_latent, self.latent_size)
 
     def values_of(self, layer: Any, latents: Tensor) -> Tensor:
-        """Sums of what is cached, [T, H, C], to [T, H, value_size]."""
+        """Sums of what is cached, [..., H, C], to [..., H, value_size]."""
         return _multiply(latents, layer.to_value, self.value_size)
 
     def _plain_weight(self, layer: Any) -> Tensor:
@@ -77,8 +77,8 @@ def _by_kernels(stack: Tensor) -> Tensor:
 
 
 def _multiply(x: Tensor, stack: Tensor, width: int) -> Tensor:
-    """x [T, H, K] by the matrix of each head."""
+    """x [..., H, K] by the matrix of each head; kernels take rows [T, H, K] alone."""
     if packs_weights():
         product: Tensor = torch.ops.rbln_emulator.linear_heads(x, stack, width)
         return product
-    return torch.bmm(x.transpose(0, 1), stack.transpose(1, 2)).transpose(0, 1)
+    return torch.matmul(x.transpose(-3, -2), stack.transpose(1, 2)).transpose(-3, -2)

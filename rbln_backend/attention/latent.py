@@ -119,20 +119,23 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
     def forward(
         self, positions: Tensor, hidden_states: Tensor, llama_4_scaling: Tensor | None = None
     ) -> Tensor:
-        """positions [T], hidden_states [T, hidden_size] to the same."""
+        """positions [...], hidden_states [..., hidden_size] to the same: rows, or [B, L] of them
+        on an NPU.
+        """
         parts, heads = self._parts, self.num_heads
         q, latent = self._down_projected(hidden_states)
         kv_c, k_pe = latent.split(self.kv_sizes, dim=-1)
-        q_nope, q_pe = q.view(-1, heads, sum(self.q_sizes)).split(self.q_sizes, dim=-1)
+        q_nope, q_pe = q.view(*q.shape[:-1], heads, -1).split(self.q_sizes, dim=-1)
         if parts.rotary_emb is not None:
-            q_pe, k_pe = parts.rotary_emb(positions, q_pe, k_pe.unsqueeze(1))
+            q_pe, k_pe = parts.rotary_emb(positions, q_pe, k_pe.unsqueeze(-2))
+            k_pe = k_pe.view(*kv_c.shape[:-1], -1)
         absorbed = self._projection.absorb(parts.kv_b_proj, q_nope)
-        queries = torch.cat((absorbed, q_pe.view(-1, heads, self.q_sizes[1])), dim=-1)
+        queries = torch.cat((absorbed, q_pe), dim=-1)
         if llama_4_scaling is not None:
             queries = (queries * llama_4_scaling).to(q.dtype)
-        mixed = self._attend(queries, parts.kv_a_layernorm(kv_c), k_pe.view(kv_c.shape[0], -1))
+        mixed = self._attend(queries, parts.kv_a_layernorm(kv_c), k_pe)
         values = self._projection.values_of(parts.kv_b_proj, mixed)
-        attended = values.reshape(-1, heads * self.v_head_dim)
+        attended = values.reshape(*kv_c.shape[:-1], heads * self.v_head_dim)
         if parts.g_proj is not None:
             attended = attended * parts.g_proj(hidden_states)[0].sigmoid()
         output: Tensor = parts.o_proj(attended)[0]
@@ -148,7 +151,7 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         return parts.q_b_proj(parts.q_a_layernorm(q_c))[0], latent
 
     def _attend(self, queries: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
-        """queries [T, H, C + R], kv_c [T, C], k_pe [T, R] to [T, H, C]."""
+        """queries [..., H, C + R], kv_c [..., C], k_pe [..., R] to [..., H, C]."""
         metadata: Any = get_forward_context().attn_metadata
         own = metadata[self.layer_name]
         assert isinstance(own, PagedMetadata)
@@ -163,15 +166,13 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
     def _attend_on_npu(
         self, own: PagedMetadata, queries: Tensor, kv_c: Tensor, k_pe: Tensor
     ) -> Tensor:
-        """As ``_attend``, [T, H, C + R] to [T, H, C], by the SDK's op."""
-        by_row = (own.batch_size, own.query_len)
-        q = queries.unflatten(0, by_row).transpose(1, 2)
+        """As ``_attend``, [B, L, H, C + R] to [B, L, H, C], by the SDK's op."""
         op = getattr(torch.ops.rbln_custom_ops, _sdk_name(own.is_prefill))
         mixed: Tensor = op(
-            *(q, kv_c.unflatten(0, by_row), k_pe.unflatten(0, by_row), self.kv_cache),
+            *(queries.transpose(1, 2), kv_c, k_pe, self.kv_cache),
             *(own.seq_idx, own.block_tables, self.impl.scale_tensor),
         )
-        return mixed.transpose(1, 2).flatten(0, 1)
+        return mixed.transpose(1, 2)
 
 
 def _sdk_name(is_prefill: bool) -> str:

@@ -39,6 +39,8 @@ class Capabilities:
     """Sliding-window caches keep a prefix log, and their ops take total token counts."""
     copies_caches: bool
     """Blocks of KV caches can be copied to host memory and back."""
+    keeps_axes: bool = False
+    """Layers take hidden states with axes of batch and sequence, not rows of tokens."""
     appends_windows: bool = False
     """Sliding windows lie in pages; otherwise a window is one block whose content is shifted."""
     stores_binaries: bool = False
@@ -85,6 +87,7 @@ def npu_capabilities(npu: Npu, *, copies_caches: bool = False) -> Capabilities:
         window_logs=False,
         copies_caches=copies_caches,
         stores_binaries=True,
+        keeps_axes=True,
         appends_windows=npu.appends_windows,
         longest_first=npu.wants_longest_first,
         npu=npu,

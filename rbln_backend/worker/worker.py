@@ -38,6 +38,7 @@ from rbln_backend.parallel.rules import RANKS_EXECUTOR
 from rbln_backend.reporting.description import DescriptionWriter
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.text_models.axes import keep_axes
 from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.vllm_compat.log import share_logging
 from rbln_backend.vllm_compat.patches import apply_patches
@@ -178,6 +179,8 @@ class RblnWorker(TransferCalls, WorkerBase):
                 self._model = loader().load_model(config, self.model_config)
             self._adapters = self._make_adapters(self._model)
             add_draft_model(self._model, config, loader().load_model, has_own_embedding(config))
+            if device_capabilities(self._rbln).keeps_axes:
+                keep_axes(self._model)
         num_bytes = weight_bytes(self._model)
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(num_bytes)
         self._description.has_model(self._model)

@@ -55,6 +55,12 @@ def test_stages_with_eagle3(engine: Engine, tmp_path: Path) -> None:
     assert counts.total("rbln_draft_accepted_tokens_total") > 0.3 * checked > 0
 
 
+def test_two_ranks_answer_as_one(engine: Engine) -> None:
+    options = AS_DEPLOYED | {"tensor_parallel_size": 2}
+    answers = run_ranks(engine.checkpoint, graph_cache(), PROMPTS, **options)
+    assert_as_one_rank(engine, PROMPTS, answers, ROUNDING)
+
+
 def test_four_engines_that_share_experts_answer_as_one(engine: Engine) -> None:
     options = AS_DEPLOYED | {"enable_expert_parallel": True, "data_parallel_size": 4}
     answers = run_ranks(engine.checkpoint, graph_cache(), PROMPTS, **options)

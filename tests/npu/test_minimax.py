@@ -51,12 +51,20 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
     return Small(path, unanswered.prompts, answers)
 
 
-@pytest.mark.parametrize("stages", [1, LAYERS])
-def test_stages_answer_as_transformers(small: Small, tmp_path: Path, stages: int) -> None:
-    ran = run([small.job(pipeline_parallel_size=stages)], tmp_path, devices=4)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("pipeline_parallel_size", 1),
+        ("pipeline_parallel_size", LAYERS),
+        # The norms of queries and keys sum over both ranks.
+        ("tensor_parallel_size", 2),
+    ],
+)
+def test_ranks_answer_as_transformers(small: Small, tmp_path: Path, name: str, ranks: int) -> None:
+    ran = run([small.job(**{name: ranks})], tmp_path, devices=4)
     assert ran.answers == [[small.answers]]
     opened = [x["variables"] for x in ran.calls("environment") if x["when"] == "open"]
-    assert len({found["RBLN_VISIBLE_DEVICES"] for found in opened}) == stages
+    assert len({found["RBLN_VISIBLE_DEVICES"] for found in opened}) == ranks
 
 
 def test_four_engines_that_share_experts_answer_as_transformers(

@@ -105,6 +105,19 @@ def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=float(SCALE))
 
 
+def project(rows_do: Callable[[Tensor], Tensor]) -> None:
+    """Attend to what a linear layer makes of a chunk [1, L, H], seen as rows by ``rows_do``."""
+    device, width = Device(), (GROUP + 2) * HEADS * SIZE
+
+    def attend_to(x: Tensor, weight: Tensor, kv: Tensor, idx: Tensor, table: Tensor) -> Tensor:
+        rows = rows_do(functional.linear(x, weight).view(CHUNK, width))
+        by_head = rows.view(1, CHUNK, HEADS, GROUP + 2, SIZE).permute(0, 2, 3, 1, 4)
+        return attend(*by_head.split([GROUP, 1, 1], dim=2), kv, idx, table)
+
+    x, weight = torch.randn(1, CHUNK, SIZE), torch.randn(width, SIZE)
+    device.compile(attend_to)(x, weight, device.kv, start(0), blocks(1, 0))
+
+
 # ----------------------------------------------------------------------------------- what is right
 
 
@@ -257,6 +270,10 @@ def a_decode_that_ends_behind_its_table() -> None:
     decode.compile(attend)(q, k, v, decode.kv, start(BLOCK - 3), blocks(2)[None])
 
 
+def projections_that_are_seen_as_rows() -> None:
+    project(lambda rows: rows.view(CHUNK, -1, SIZE))
+
+
 def an_assignment_into_a_tensor() -> None:
     def assign(x: Tensor) -> Tensor:
         result = x + 1
@@ -334,6 +351,10 @@ def a_cache_of_any_size() -> None:
 def a_weight_that_is_transposed() -> None:
     weight = torch.ones(2, 3).T
     torch_compile.rbln_backend(_adder(weight), [torch.zeros(3, 2)], options={})
+
+
+def projections_that_are_computed_in_rows() -> None:
+    project(lambda rows: rows.view(CHUNK, -1, SIZE) * 2)
 
 
 def two_inputs_in_the_same_memory() -> None:

@@ -19,6 +19,7 @@ RIGHT = (
     "a_weight_written_after_it_was_loaded",
     "an_assignment_into_a_tensor",
     "models_that_name_weights_alike",
+    "projections_that_are_seen_as_rows",
     "outputs_in_the_same_memory",
 )
 BROKEN = {
@@ -34,6 +35,7 @@ BROKEN = {
     "too_few_arguments": "missing value for argument 'sinks'",
     "an_index_of_32_bits": "rule 'schema'.* seq_idx is int32",
     "a_weight_that_is_transposed": r"rule 'contiguous'.* weight has the strides \[1, 3\]",
+    "projections_that_are_computed_in_rows": r"rule 'axes'.* rows is \[128, 8, 32\] before",
     "two_inputs_in_the_same_memory": "rule 'aliases'.* share memory",
     "two_names_of_one_weight": r"rule 'weights'.* bias was weight in another graph",
     "two_weights_of_one_name": r"rule 'weights'.* weight is \[3\] here and was \[\[2\]\]",

@@ -158,6 +158,8 @@ def test_every_rule_of_theirs_had_something_to_look_at(
     checks = {
         "aliases": any(len(line["inputs"]) > 1 for line in answered("llama host").calls("compile")),
         "contiguous": bool(weights),
+        # Each graph with attention has linear layers before it.
+        "axes": bool(_attention_calls(answered("llama host"))),
         "blocks": bool(_attention_calls(answered("llama host"))),
         "cache": len({line["pid"] for line in warm_ranks.calls("compile") if line["hit"]}) == 2,
         "devices": len({line["pid"] for line in answered("two ranks").calls("runtime")}) == 2,

@@ -24,6 +24,7 @@ from rbln_backend.worker.graphs.eagle3 import (
     return_layers,
     served_embedding,
 )
+from rbln_backend.worker.graphs.rows import in_rows
 
 GraphFunction = Callable[..., Any]
 
@@ -165,21 +166,22 @@ def draft_model(model: nn.Module) -> Any:
 
 
 def draft_function(
-    model: nn.Module, *, by_sdk: bool, reads_hidden: bool
+    model: nn.Module, *, by_sdk: bool, reads_hidden: bool, keeps_axes: bool
 ) -> tuple[GraphFunction, tuple[str, ...]]:
     """Return the function of a draft model's graphs and the names of its inputs.
 
     Hidden [B, H] to drafts int32 [B, heads]; or last_rows [R], input_ids and positions [B, L] and
     hidden [B * L, H] to drafts int32 [R] and hidden states [R, H], both without hidden states
-    unless ``reads_hidden``. ``by_sdk``: the graphs end in the SDK's argmax.
+    unless ``reads_hidden``. ``by_sdk``: the graphs end in the SDK's argmax. ``keeps_axes``: layers
+    take [B, L, H], else rows.
     """
     own = draft_model(model)
     pick = _picked_by_sdk if by_sdk else _picked_here
     if not reads_hidden:
-        return _whole(own, pick), ("last_rows", "input_ids", "positions")
+        return _whole(own, pick, keeps_axes), ("last_rows", "input_ids", "positions")
     if hasattr(own, "lm_heads"):
         return _heads(own, pick), ("hidden",)
-    return _layer(own, pick), ("last_rows", "input_ids", "positions", "hidden")
+    return _layer(own, pick, keeps_axes), ("last_rows", "input_ids", "positions", "hidden")
 
 
 def _heads(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
@@ -192,12 +194,12 @@ def _heads(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
     return drafts
 
 
-def _layer(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
+def _layer(own: Any, pick: Callable[[Tensor], Tensor], keeps_axes: bool) -> GraphFunction:
     def draft(
         last_rows: Tensor, input_ids: Tensor, positions: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[R], [B, L], [B, L], [B * L, H] -> drafts int32 [R], hidden states [R, H]."""
-        states = own(input_ids.view(-1), positions.view(-1), hidden)
+        states = _computed(own, keeps_axes, input_ids, positions, hidden)
         # Those for the LM head, and those that the next token is drafted with.
         for_head, following = states if isinstance(states, tuple) else (states, states)
         last = for_head.index_select(0, last_rows)
@@ -207,13 +209,23 @@ def _layer(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
     return draft
 
 
-def _whole(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
+def _whole(own: Any, pick: Callable[[Tensor], Tensor], keeps_axes: bool) -> GraphFunction:
     def draft(last_rows: Tensor, input_ids: Tensor, positions: Tensor) -> tuple[Tensor]:
         """[R], [B, L], [B, L] -> drafts int32 [R]."""
-        states = own(input_ids.view(-1), positions.view(-1))
+        states = _computed(own, keeps_axes, input_ids, positions)
         return (pick(own.compute_logits(states.index_select(0, last_rows))),)
 
     return draft
+
+
+def _computed(
+    own: Any, keeps_axes: bool, input_ids: Tensor, positions: Tensor, *hidden: Tensor
+) -> Any:
+    """input_ids and positions [B, L], hidden [B * L, H] to what a draft model returns, in rows."""
+    if not keeps_axes:
+        return own(input_ids.view(-1), positions.view(-1), *hidden)
+    shape = input_ids.shape
+    return in_rows(own(input_ids, positions, *(x.view(*shape, -1) for x in hidden)))
 
 
 def _picked_by_sdk(logits: Tensor) -> Tensor:

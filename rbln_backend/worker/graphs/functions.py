@@ -27,6 +27,7 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.worker.graphs.draft_model import draft_function
 from rbln_backend.worker.graphs.eagle3 import read_hidden
 from rbln_backend.worker.graphs.layer_states import carried_states
+from rbln_backend.worker.graphs.rows import in_rows
 
 GraphFunction = Callable[..., Any]
 _Forward = Callable[..., Any]
@@ -54,6 +55,8 @@ class ModelPart:
     [rows, H], or those of several layers, combined."""
     has_sdk_argmax: bool = False
     """A draft model's graphs end in the SDK's ``argmax``, else in the emulator's kernel."""
+    keeps_axes: bool = False
+    """Layers take [B, L, H], else rows [B * L, H]; see ``text_models.token_axes``."""
 
     @property
     def received(self) -> tuple[str, ...]:
@@ -74,6 +77,7 @@ def whole_part(capabilities: Capabilities, config: VllmConfig) -> ModelPart:
         picks_tokens=picks and capabilities.picks_tokens,
         keeps_hidden=speculation is not None and speculation.method != WHOLE_MODEL,
         has_sdk_argmax=capabilities.picks_tokens,
+        keeps_axes=capabilities.keeps_axes,
     )
 
 
@@ -84,7 +88,12 @@ def graph_function(
     if phase is Phase.LOGITS:
         return _logits(model), ("hidden",)
     if phase in (Phase.DRAFT, Phase.DRAFT_PREFILL):
-        return draft_function(model, by_sdk=part.has_sdk_argmax, reads_hidden=part.keeps_hidden)
+        return draft_function(
+            model,
+            by_sdk=part.has_sdk_argmax,
+            reads_hidden=part.keeps_hidden,
+            keeps_axes=part.keeps_axes,
+        )
     forward, names = _forward(model, part), ("input_ids", "positions", *part.received)
     if not part.is_last:
         return _stage(forward, part.sent), names
@@ -150,24 +159,21 @@ def _forward(model: Any, part: ModelPart) -> _Forward:
     states, carried = getattr(model, "layer_states", None), carried_states(model)
 
     def forward(input_ids: Tensor, positions: Tensor, *received: Tensor) -> Any:
-        # vLLM's models take a flat tensor of tokens; the batch shape is in the attention metadata.
-        intermediates = None
-        if not part.is_first:
-            intermediates = IntermediateTensors(
-                dict(zip(part.intermediates, received, strict=True))
-            )
-        tokens = input_ids.view(-1)
+        """[B, L], [B, L], received tensors [B * L, H] -> what the model returns, in rows."""
+        tokens = input_ids if part.keeps_axes else input_ids.view(-1)
+        if part.keeps_axes:
+            received = tuple(x.view(*tokens.shape, *x.shape[1:]) for x in received)
+        named = dict(zip(part.intermediates, received, strict=True))
         result = model(
             input_ids=tokens,
-            positions=positions.view(-1),
-            intermediate_tensors=intermediates,
+            positions=positions.view(tokens.shape),
+            intermediate_tensors=None if part.is_first else IntermediateTensors(named),
             inputs_embeds=None,
             **_embedded_by_layer(model, tokens),
         )
-        if states is None:
-            return result
-        named = dict(zip(part.intermediates, received, strict=True))
-        return states.added_to(result, carried, named, is_last=part.is_last)
+        if states is not None:
+            result = states.added_to(result, carried, named, is_last=part.is_last)
+        return in_rows(result) if part.keeps_axes else result
 
     return forward
 

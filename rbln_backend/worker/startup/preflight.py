@@ -24,6 +24,7 @@ from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.kv_transfer.nixl_config import check_cached_layers, names_nixl
 from rbln_backend.moe.layers import install_expert_layers
 from rbln_backend.reporting.model_report import CacheGroup
+from rbln_backend.text_models.axes import refuse_rows
 from rbln_backend.unsupported import KV_TIERS, LORA_MODEL
 from rbln_backend.vllm_compat.surface import (
     VllmConfig,
@@ -126,6 +127,8 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
     if not generates(config):
         # Raises if a prefix hit would hide tokens from the pooler.
         HostPooler(skeleton.model, reuses_prefixes=bool(config.cache_config.enable_prefix_caching))
+    if device_capabilities(rbln).keeps_axes:
+        refuse_rows(skeleton.model)
     limits = kv_limits(config, rbln)
     shared = set(skeleton.sharing_layers().values())
     specs = plan_specs(skeleton.kv_cache_specs(), limits, shared)

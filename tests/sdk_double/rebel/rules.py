@@ -23,6 +23,9 @@ class Rule:
 
 RULES = {
     "aliases": Rule("two inputs of a step are not in the same memory", "vendor"),
+    "axes": Rule(
+        "what is computed of queries, keys and values has axes of batch and sequence", "vendor"
+    ),
     "blocks": Rule(
         "a block is 512 to 16384, a power of two; a chunk divides it; 16 bits number it",
         "vendor",

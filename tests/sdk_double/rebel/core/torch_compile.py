@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rebel import log
 from rebel.core import binaries
+from rebel.core.axes import check_axes
 from rebel.core.inputs import (
     attributes,
     check_contiguous,
@@ -42,6 +43,7 @@ def rbln_backend(
     check_options(options)
     require("no_grad", not torch.is_grad_enabled(), "gradients are enabled")
     check_metadata(graph_module)
+    check_axes(graph_module)
     inputs = classify(graph_module, example_inputs, context)
     check_kv(graph_module, inputs)
     check_weights(graph_module, inputs, context)

@@ -1,0 +1,186 @@
+"""Hidden states [B, L, H] in the graphs of an NPU: its compiler wants axes of batch and sequence.
+
+vLLM's models take rows of tokens [T, H]. Most of their layers take any leading axes; those that
+count rows are given a subclass here. Source: vllm-rbln 0.12, ``model_executor/layers/mla.py``
+("which the RBLN compiler requires") and ``patches/minimax_m2.py``, which says that a round trip
+through rows before attention gives wrong results on an NPU. Experts have rows there, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText01RMSNormTP
+from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
+    Phi3LongRoPEScaledRotaryEmbedding,
+)
+
+from rbln_backend.unsupported import ROWS
+from rbln_backend.vllm_compat.surface import (
+    MoERunner,
+    RMSNorm,
+    RotaryEmbedding,
+    get_forward_context,
+)
+
+_TRANSFORMERS = "vllm.model_executor.models.transformers"
+# Attention that splits rows of compressed keys itself.
+_OF_ROWS = frozenset(("MiniCPM3Attention",))
+
+
+def refuse_rows(model: nn.Module) -> None:
+    """Raise ``UnsupportedModelError`` for a model with layers that cannot keep axes."""
+    for name, module in model.named_modules():
+        if type(module).__name__ in _OF_ROWS:
+            raise ROWS.refusal(f"layer {name}")
+
+
+def keep_axes(model: nn.Module) -> None:
+    """Make every layer of ``model`` take and return [B, L, ...]; positions are [B, L]."""
+    # A static method, which asserts rows and calls a kernel of GPUs on several ranks.
+    MiniMaxText01RMSNormTP.forward_qkv = staticmethod(_normed)  # type: ignore[method-assign]
+    if type(model).__module__.startswith(_TRANSFORMERS):
+        from rbln_backend.text_models import transformers_axes
+
+        transformers_axes.keep_axes(model)
+    for module in list(model.modules()):
+        mixin = _mixin_for(module)
+        # Models of one process share their rotary embeddings.
+        if mixin is not None and not isinstance(module, mixin):
+            module.__class__ = _with_axes(mixin, type(module))
+        _keep_axes_of_norms(module)
+
+
+def _mixin_for(module: nn.Module) -> type | None:
+    if isinstance(module, Attention):
+        return _AttentionWithAxes
+    if isinstance(module, RotaryEmbedding):
+        return _RotaryWithAxes
+    if isinstance(module, Phi3LongRoPEScaledRotaryEmbedding):
+        return _LongRotaryWithAxes
+    has_experts = any(isinstance(child, MoERunner) for child in module.children())
+    return _ExpertsOfRows if has_experts else None
+
+
+def _keep_axes_of_norms(module: nn.Module) -> None:
+    """Give the norms of heads, of a module that attends, the axes of its attention layer."""
+    layers = [child for child in module.children() if isinstance(child, Attention)]
+    for norm in module.children() if len(layers) == 1 else ():
+        if isinstance(norm, RMSNorm):
+            norm.__class__ = _with_axes(_HeadNormWithAxes, type(norm))
+            norm.attention_name = layers[0].layer_name  # type: ignore[assignment]
+
+
+def _with_axes(mixin: type, layer: type) -> type:
+    return type(layer.__name__, (mixin, layer), {})
+
+
+class _AttentionWithAxes:
+    """Mixed into vLLM's attention layer, which returns rows."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output_shape: torch.Size | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """query [B, L, Hq * D], key and value [B, L, Hkv * D], or with axes of heads, to [B, L,
+        Hq * Dv].
+        """
+        layer: Any = self
+        width = layer.num_heads * layer.head_size_v if output_shape is None else output_shape[-1]
+        upstream: Any = super()
+        shape = (*_axes_of(layer.layer_name), width)
+        rows: Tensor = upstream.forward(query, key, value, torch.Size(shape), output_dtype)
+        return rows.view(shape)
+
+
+class _HeadNormWithAxes:
+    """Mixed into norms of heads, to which some models give rows."""
+
+    attention_name: str
+
+    def forward(self, x: Tensor, *residual: Tensor | None) -> Any:
+        """x [B * L, heads, D] to the same, computed with axes; other shapes as upstream."""
+        upstream: Any = super()
+        if x.dim() != 3:
+            return upstream.forward(x, *residual)
+        batch, length = _axes_of(self.attention_name)
+        if x.shape[:2] == (batch, length):
+            return upstream.forward(x, *residual)
+        return upstream.forward(x.view(batch, length, *x.shape[1:])).view(x.shape)
+
+
+class _RotaryWithAxes:
+    """Mixed into vLLM's rotary embeddings, which differ in how they fill their cache alone."""
+
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """positions [B, L], query and key [B, L, columns] or [B, L, heads, D], to the same."""
+        table, first = self._table(query)
+        angles = table.index_select(
+            0, positions.flatten() + first if first else positions.flatten()
+        )
+        turns = angles.view(*positions.shape, -1).chunk(2, dim=-1)
+        return self._turned(query, *turns), None if key is None else self._turned(key, *turns)
+
+    def _table(self, x: Tensor, /) -> tuple[Tensor, int]:
+        """Return cosines and sines [positions, rotated], of x's dtype, and the row of the first."""
+        layer: Any = self
+        return layer._match_cos_sin_cache_dtype(x), 0
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [B, L, columns], cos and sin [B, L, rotated / 2]."""
+        layer: Any = self
+        size, rotated = layer.head_size, layer.rotary_dim
+        heads = x.view(*cos.shape[:-1], -1, size)
+        # The vendor slices no empty part, either ("if slice size is zero, DO NOT slice").
+        turning = heads if rotated == size else heads[..., :rotated]
+        turned = ApplyRotaryEmb.forward_static(turning, cos, sin, layer.is_neox_style)
+        if rotated != size:
+            turned = torch.cat((turned, heads[..., rotated:]), dim=-1)
+        return turned.reshape(x.shape)
+
+
+class _LongRotaryWithAxes(_RotaryWithAxes):
+    """Mixed into LongRoPE, whose cache has short contexts before long ones."""
+
+    is_neox_style = True
+
+    def _table(self, _: Tensor, /) -> tuple[Tensor, int]:
+        """As the base; the context's length chooses the part, for all requests."""
+        layer: Any = self
+        first = layer.original_max_position_embeddings if layer.use_long_rope else 0
+        return layer.long_short_cos_sin_cache, first
+
+
+class _ExpertsOfRows:
+    """Mixed into blocks of a router and experts, which take rows."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """hidden_states [B, L, H] to the same."""
+        upstream: Any = super()
+        rows: Tensor = upstream.forward(hidden_states.flatten(0, -2), *args, **kwargs)
+        return rows.view(hidden_states.shape)
+
+
+def _axes_of(layer_name: str) -> tuple[int, int]:
+    """Return B and L of the graph that is being captured."""
+    metadata: Any = get_forward_context().attn_metadata
+    own = metadata[layer_name]
+    return own.batch_size, own.query_len
+
+
+def _normed(
+    q_norm: nn.Module, k_norm: nn.Module, qkv: Tensor, q_size: int, kv_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """MiniMax-M2's norms over all heads: qkv [..., columns] to q, k and v."""
+    q, k, v = qkv.split([q_size, kv_size, kv_size], dim=-1)
+    return q_norm(q), k_norm(k), v
