@@ -50,6 +50,8 @@ SLOWNESS = {
     *("RblnSlowTokens", "RblnSlowFirstToken", "RblnColdCache", "RblnPadding", "RblnEventLoopLag"),
     "RblnEventLoopHeld",
 }
+# The burst fills the KV cache on some machines.
+_PREEMPTIONS = "vllm:num_preemptions_total"
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +191,8 @@ def test_alerts_fire_when_there_is_reason(loaded: Scene) -> None:
     assert set(health.values()) == {"ok"}, health
     fires = 'ALERTS{{alertname="{}",alertstate="firing"}}'
     prometheus.until(fires.format("RblnOverload"))
-    assert prometheus.firing() <= SLOWNESS | {"RblnOverload"}
+    preempted = {"RblnPreemptions"} if prometheus.now(f"{_PREEMPTIONS} > 0") else set()
+    assert prometheus.firing() <= SLOWNESS | {"RblnOverload"} | preempted
 
     loaded.devices.values |= {"rbln_npu_temperature": 88.0}
     loaded.devices.state = "fault"
