@@ -181,8 +181,7 @@ class RblnWorker(TransferCalls, WorkerBase):
             add_draft_model(self._model, config, loader().load_model, has_own_embedding(config))
             if device_capabilities(self._rbln).keeps_axes:
                 keep_axes(self._model)
-        num_bytes = weight_bytes(self._model)
-        self._board.gauge("rbln_device_memory_bytes", kind="weights").set(num_bytes)
+        self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes(self._model))
         self._description.has_model(self._model)
         self._report_experts(self._model)
 
