@@ -33,7 +33,7 @@ class AbsorbedProjection(QuantizeMethodBase):
         self._method.create_weights(layer, *args, **kwargs)
 
     def apply(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Not called: ``absorb`` and ``values_of`` are the layer's products."""
+        """Not called: ``absorb`` [..., H, C] and ``values_of`` [..., H, V] are the products."""
         raise NotImplementedError("the projection is absorbed into queries and results")
 
     def process_weights_after_loading(self, layer: Any) -> None:

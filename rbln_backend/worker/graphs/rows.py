@@ -1,4 +1,4 @@
-"""What a model returns on a device whose layers keep axes of batch and sequence, as rows."""
+"""Rows of what a model returns whose layers keep axes of batch and sequence."""
 
 from __future__ import annotations
 
