@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
@@ -179,8 +180,19 @@ def _axes_of(layer_name: str) -> tuple[int, int]:
 
 
 def _normed(
-    q_norm: nn.Module, k_norm: nn.Module, qkv: Tensor, q_size: int, kv_size: int
+    q_norm: Any, k_norm: Any, qkv: Tensor, q_size: int, kv_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """MiniMax-M2's norms over all heads: qkv [..., columns] to q, k and v."""
+    """MiniMax-M2's norms over the heads of all ranks: qkv [..., columns] to q, k and v."""
     q, k, v = qkv.split([q_size, kv_size, kv_size], dim=-1)
-    return q_norm(q), k_norm(k), v
+    squares = [x.float().pow(2).mean(dim=-1, keepdim=True) for x in (q, k)]
+    if q_norm.tp_world > 1:
+        # vLLM's norm sums rows [T].
+        summed = tensor_model_parallel_all_reduce(torch.cat(squares, dim=-1))
+        squares = list((summed / q_norm.tp_world).chunk(2, dim=-1))
+    return _scaled(q_norm, q, squares[0]), _scaled(k_norm, k, squares[1]), v
+
+
+def _scaled(norm: Any, x: Tensor, square: Tensor) -> Tensor:
+    """x [..., columns] over the root of ``square`` [..., 1], in float32, times the weight."""
+    scaled: Tensor = x.float() * torch.rsqrt(square + norm.variance_epsilon) * norm.weight
+    return scaled.to(x.dtype)
