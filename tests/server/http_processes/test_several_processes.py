@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import httpx
@@ -136,10 +137,17 @@ def test_a_killed_process_loses_its_own_streams_alone(server: RealServer) -> Non
     victim, *others = _processes(server)
     assert len(others) == 1
     killed: list[float] = []
+    looking = Lock()
 
-    def has_streams() -> bool:
-        found = psutil.Process(victim).net_connections("tcp")
-        return sum(one.status == psutil.CONN_ESTABLISHED for one in found) >= 2
+    def kill_with_streams() -> None:
+        """Kill the process if it has streams; one thread looks, for it is gone afterwards."""
+        with looking:
+            if killed:
+                return
+            found = psutil.Process(victim).net_connections("tcp")
+            if sum(one.status == psutil.CONN_ESTABLISHED for one in found) >= 2:
+                killed.append(time.monotonic())
+                os.kill(victim, signal.SIGKILL)
 
     def stream(_: int) -> str | None:
         headers, text = {"authorization": "Bearer c"}, []
@@ -150,9 +158,8 @@ def test_a_killed_process_loses_its_own_streams_alone(server: RealServer) -> Non
             ) as answer:
                 assert answer.status_code == 200
                 for line in answer.iter_lines():
-                    if '"content":"' in line and not killed and has_streams():
-                        killed.append(time.monotonic())
-                        os.kill(victim, signal.SIGKILL)
+                    if '"content":"' in line:
+                        kill_with_streams()
                     if line.startswith("data: {"):
                         choice = json.loads(line.removeprefix("data: "))["choices"][0]
                         text.append(choice["delta"].get("content") or "")

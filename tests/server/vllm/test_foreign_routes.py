@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,6 +141,11 @@ def test_invocations_are_answered_by_their_fields(server: RealServer) -> None:
     assert lines[0].startswith('data: {"id":"chatcmpl-')
     assert lines[-2] == "data: [DONE]"
     answered = 'rbln_http_requests_total{code="200",method="POST",outcome="ok",route="/invocations"'
+    # A stream is counted after its last byte.
+    deadline = time.monotonic() + 10
+    while server.metric(answered) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert server.metric(answered) == 3
 
 
