@@ -15,11 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from tests.eagle_reference import attention
-from tests.reference import _E4M3, _load, _over_e4m3, _process
+from tests.reference import _process, load_over
 
 CacheScales = tuple[tuple[float, float], ...]
 
@@ -153,10 +151,7 @@ def layer_states(
 def _layer_states(
     served: Path, texts: Sequence[Sequence[int]], cache_scales: CacheScales
 ) -> list[list[Tensor]]:
-    if cache_scales:
-        AttentionInterface.register(_E4M3, _over_e4m3(cache_scales))
-        AttentionMaskInterface.register(_E4M3, sdpa_mask)
-    model = _load(served, _E4M3 if cache_scales else None).base_model
+    model = load_over(served, cache_scales).base_model
     last = list[Tensor]()
     hook = model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0][0].clone()))
     found = []

@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
 
 from tests.checkpoint_families import SIZES
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
-from tests.reference import _E4M3, _load, _over_e4m3, _process
+from tests.reference import _process, load_over
 
 CacheScales = tuple[tuple[float, float], ...]
 
@@ -228,20 +226,11 @@ def _plain(checkpoint: Path) -> Path:
     return copy if copy.is_dir() else checkpoint
 
 
-def _over(checkpoint: Path, scales: CacheScales) -> PreTrainedModel:
-    """Return transformers' model, over keys and values in e4m3 if there are ``scales``."""
-    if not scales:
-        return _load(checkpoint, None)
-    AttentionInterface.register(_E4M3, _over_e4m3(scales))
-    AttentionMaskInterface.register(_E4M3, sdpa_mask)
-    return _load(checkpoint, _E4M3)
-
-
 def _states(
     served: Path, texts: Sequence[Sequence[int]], scales: CacheScales
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the hidden states [tokens, H] of each text, before and after the last norm."""
-    model, found = _over(served, scales).base_model, list[Tensor]()
+    model, found = load_over(served, scales).base_model, list[Tensor]()
     hook = model.norm.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0][0]))
     with torch.inference_mode():
         after = [model(torch.tensor([text])).last_hidden_state[0] for text in texts]
@@ -258,10 +247,10 @@ def _drafts(
     count: int,
     scales: CacheScales,
 ) -> list[int]:
-    model = _over(served, scales)
+    model = load_over(served, scales)
     eps, weights = float(model.config.rms_norm_eps), load_file(own / "mtp.safetensors")
     ((before, after),) = _states(served, [text[:-1]], scales)
-    layer = _over(block, scales[-1:]).base_model
+    layer = load_over(block, scales[-1:]).base_model
     layer.norm = nn.Identity()
     hidden, tokens = before if family.reads_before_norm else after, text[1:]
     embedding = model.get_input_embeddings().weight.detach()

@@ -130,6 +130,15 @@ def _over_e4m3(scales: tuple[tuple[float, float], ...]) -> Callable[..., tuple[T
 _E4M3 = "sdpa_over_e4m3"
 
 
+def load_over(path: Path, cache_scales: tuple[tuple[float, float], ...]) -> PreTrainedModel:
+    """Return transformers' model, over keys and values in e4m3 if there are ``cache_scales``."""
+    if not cache_scales:
+        return _load(path, None)
+    AttentionInterface.register(_E4M3, _over_e4m3(cache_scales))
+    AttentionMaskInterface.register(_E4M3, sdpa_mask)
+    return _load(path, _E4M3)
+
+
 @lru_cache(maxsize=256)
 def _generate(
     path: Path,
@@ -138,10 +147,7 @@ def _generate(
     ignore_eos: bool,
     cache_scales: tuple[tuple[float, float], ...],
 ) -> Reference:
-    if cache_scales:
-        AttentionInterface.register(_E4M3, _over_e4m3(cache_scales))
-        AttentionMaskInterface.register(_E4M3, sdpa_mask)
-    model = _load(path, _E4M3 if cache_scales else None)
+    model = load_over(path, cache_scales)
     prompt = torch.tensor([prompt_token_ids])
     with torch.inference_mode():
         out = model.generate(

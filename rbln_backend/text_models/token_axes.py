@@ -52,7 +52,7 @@ def keep_axes(model: nn.Module) -> None:
         mixin = _mixin_for(module)
         # Models of one process share their rotary embeddings.
         if mixin is not None and not isinstance(module, mixin):
-            module.__class__ = _with_axes(mixin, type(module))
+            module.__class__ = with_axes(mixin, type(module))
         _keep_axes_of_norms(module)
 
 
@@ -72,11 +72,12 @@ def _keep_axes_of_norms(module: nn.Module) -> None:
     layers = [child for child in module.children() if isinstance(child, Attention)]
     for norm in module.children() if len(layers) == 1 else ():
         if isinstance(norm, RMSNorm):
-            norm.__class__ = _with_axes(_HeadNormWithAxes, type(norm))
+            norm.__class__ = with_axes(_HeadNormWithAxes, type(norm))
             norm.attention_name = layers[0].layer_name  # type: ignore[assignment]
 
 
-def _with_axes(mixin: type, layer: type) -> type:
+def with_axes(mixin: type, layer: type) -> type:
+    """Return a subclass of ``layer`` with ``mixin`` before it, under the same name."""
     return type(layer.__name__, (mixin, layer), {})
 
 
@@ -110,12 +111,10 @@ class _HeadNormWithAxes:
     def forward(self, x: Tensor, *residual: Tensor | None) -> Any:
         """x [B * L, heads, D] to the same, computed with axes; other shapes as upstream."""
         upstream: Any = super()
-        if x.dim() != 3:
+        axes = _axes_of(self.attention_name)
+        if x.dim() != 3 or x.shape[:2] == axes:
             return upstream.forward(x, *residual)
-        batch, length = _axes_of(self.attention_name)
-        if x.shape[:2] == (batch, length):
-            return upstream.forward(x, *residual)
-        return upstream.forward(x.view(batch, length, *x.shape[1:])).view(x.shape)
+        return upstream.forward(x.view(*axes, *x.shape[1:])).view(x.shape)
 
 
 class _RotaryWithAxes:

@@ -14,6 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.model_executor.models.transformers import check_sinks
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 
+from rbln_backend.text_models.token_axes import with_axes
+
 _ATTENTION = "vllm"
 
 
@@ -21,11 +23,7 @@ def keep_axes(model: Any) -> None:
     """Make ``model``, of the Transformers backend, take and return [B, L, ...]."""
     ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend)
     inner: nn.Module = model.model
-    inner.__class__ = _with_axes(type(inner))
-
-
-def _with_axes(model: type) -> type:
-    return type(model.__name__, (_InnerWithAxes, model), {})
+    inner.__class__ = with_axes(_InnerWithAxes, type(inner))
 
 
 class _InnerWithAxes:

@@ -73,7 +73,7 @@ class DraftedRanks(Drafted):
 
 
 class GuessingRanks(DraftedRanks):
-    """The same without a draft model: an oracle knows the answers, and lies at times."""
+    """The same without a draft model: an oracle drafts the answers, with some wrong tokens."""
 
     def expected(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
         """Return answers of one rank, of which drafts are made from now on."""

@@ -71,12 +71,12 @@ def add_draft_model(
         raise UnsupportedModelError(
             f"draft model {own.model}: no part of {own.architecture} has the tensor {error}"
         ) from error
+    is_loaded = config.load_config.load_format != "dummy"
     if speculation.method == EAGLE3:
         return_layers(made, model, own)
-        if config.load_config.load_format != "dummy":
+        if is_loaded:
             check_tables(made, model, own)
     if speculation.method in DRAFT_LAYERS:
-        is_loaded = config.load_config.load_format != "dummy"
         _share_tables(made, model, own.model, is_loaded=is_loaded, has_own=has_embedding)
     model.add_module(PART, made)
 
