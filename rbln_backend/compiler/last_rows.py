@@ -89,7 +89,7 @@ class _Gathered:
     def _row_places(self, node: fx.Node) -> tuple[int, ...]:
         """As the function; none for a call that comes before the attention's end."""
         places = _row_places(node) if node in self._behind else ()
-        if node.target is operator.getitem:
+        if node.target is operator.getitem and places:
             # Of a tuple, which cannot be gathered.
             source = node.args[0]
             return places if isinstance(source, fx.Node) and self._row_places(source) else ()
@@ -106,7 +106,9 @@ class _Gathered:
 def _row_places(node: fx.Node) -> tuple[int, ...]:
     """Return the places of the arguments with rows; none for a call that may mix rows."""
     if node.target is operator.getitem:
-        return (0,)
+        # An index into a tensor, such as [1, L, H][0], takes rows away: another axis has them.
+        results = op_schema(node.args[0])
+        return (0,) if results is not None and len(results.returns) > 1 else ()
     if node.target in _BY_ELEMENT:
         return _equal_shapes(node)
     if collective_name(node.target) == "all_reduce":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,22 @@ class Model(nn.Module):
         return logits, hidden
 
 
+class BatchedModel(Model):
+    """A model whose layers keep a batch axis [1, L, H], as vLLM's Transformers backend has it."""
+
+    def __init__(self, drop: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.drop = drop
+
+    def forward(
+        self, x: Tensor, starts: Tensor, tables: Tensor, ends: Tensor
+    ) -> tuple[Tensor, ...]:
+        _, rows = super().forward(x, starts, tables, ends)
+        batched = rows.unsqueeze(0) + x.unsqueeze(0)
+        hidden = self.drop(batched + batched)
+        return self.head(hidden.index_select(0, ends)), hidden
+
+
 def inputs() -> dict[str, Tensor]:
     return {
         "x": torch.randn(TOKENS, WIDTH),
@@ -135,6 +151,32 @@ def test_rows_of_logits_are_computed_apart() -> None:
     assert not hidden.any()
     torch.testing.assert_close(graph.run(UsefulRows(TOKENS, 3))[0], logits)
     assert hidden.any()
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x: x[0],
+        lambda x: x[0, ...],
+        lambda x: x[:, :, :][0],
+        lambda x: x.squeeze(0),
+        lambda x: x.flatten(0, 1),
+    ],
+)
+@torch.inference_mode()
+def test_rows_behind_a_dropped_batch_axis_are_gathered(drop: Callable[[Tensor], Tensor]) -> None:
+    model, step = BatchedModel(drop), inputs()
+    program, table = lowered(model, step)
+    tensors = table.resolve_all(program.bindings, step)
+    logits, hidden = model(*step.values())
+    graph = EmulatedGraph(
+        GraphSpec("prefill", TOKENS, prompts=3), program.graph, tensors, start_recording
+    )
+    for useful in (None, UsefulRows(31, 2), UsefulRows(31, 2, reads_hidden=False)):
+        outputs = graph.run(useful)
+        count = 2 if useful else 3
+        torch.testing.assert_close(outputs[0][:count], logits[:count])
+    torch.testing.assert_close(outputs[1][:31], hidden[:31])
 
 
 @torch.inference_mode()
