@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from server.commands.command_line.flag_names import BENCH_FLAGS, SERVE_FLAGS
+from server.commands.command_line.flag_names import SERVE_FLAGS
 
 
 def main() -> int:
-    """Write both lists; return the exit code."""
-    from server.commands.clients.bench import bench_parser
+    """Write the list; return the exit code."""
     from server.vllm.flags import serve_parser
 
-    for file, parser in ((SERVE_FLAGS, serve_parser()), (BENCH_FLAGS, bench_parser())):
-        names = sorted(parser._option_string_actions)
-        file.write_text("".join(f"{name}\n" for name in names), encoding="ascii")
-        sys.stdout.write(f"{file.name}: {len(names)} flags\n")
+    names = sorted(serve_parser()._option_string_actions)
+    SERVE_FLAGS.write_text("".join(f"{name}\n" for name in names), encoding="ascii")
+    sys.stdout.write(f"{SERVE_FLAGS.name}: {len(names)} flags\n")
     return 0
 
 

@@ -17,7 +17,6 @@ from server import __version__
 from server.commands.command_line.flag_names import nearest
 from server.commands.command_line.server_flags import (
     PROG,
-    flags_of,
     model_flags,
     server_parser,
     settings_of,
@@ -44,7 +43,8 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _check(argv: Sequence[str]) -> int:
-    parser = _check_parser()
+    parser = server_parser("check")
+    _add_json(parser)
     flags, rest = split(parser, argv)
     as_json = bool(flags.pop("json", False))
     settings = settings_of(parser, flags, rest)
@@ -53,14 +53,14 @@ def _check(argv: Sequence[str]) -> int:
     return check(rest, settings, as_json=as_json)
 
 
-def _check_parser() -> argparse.ArgumentParser:
-    parser = server_parser("check")
-    _add_json(parser)
-    return parser
-
-
 def _compile(argv: Sequence[str]) -> int:
-    parser = _compile_parser()
+    parser = server_parser("compile")
+    about = (
+        "also build kernels for these CPUs: native, portable, avx2, avx512, avx512_bf16, "
+        "amx_bf16 or all; unset: for this host"
+    )
+    parser.add_argument("--isa", action="append", metavar="LEVEL", help=about)
+    _add_json(parser)
     flags, rest = split(parser, argv)
     as_json, given = bool(flags.pop("json", False)), flags.pop("isa", [])
     settings = settings_of(parser, flags, rest)
@@ -71,23 +71,16 @@ def _compile(argv: Sequence[str]) -> int:
     return compile_ahead(rest, settings, targets, as_json=as_json)
 
 
-def _compile_parser() -> argparse.ArgumentParser:
-    parser = server_parser("compile")
-    about = (
-        "also build kernels for these CPUs: native, portable, avx2, avx512, avx512_bf16, "
-        "amx_bf16 or all; unset: for this host"
-    )
-    parser.add_argument("--isa", action="append", metavar="LEVEL", help=about)
-    _add_json(parser)
-    return parser
-
-
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _batch(argv: Sequence[str]) -> int:
-    parser = _batch_parser()
+    parser = server_parser("batch")
+    parser.usage = f"{PROG} batch FILE -o OUT --model MODEL [options] [vLLM options]"
+    parser.add_argument("--model", metavar="MODEL", help="the model, as for serve")
+    parser.add_argument("-i", "--input-file", metavar="FILE", help="FILE, instead of the argument")
+    parser.add_argument("-o", "--output-file", metavar="OUT", help="file for the answers")
     flags, rest = split(parser, argv)
     named = [flags.pop(name, None) for name in ("input_file", "output_file", "model")]
     if named[0] is None and rest and not rest[0].startswith("-"):
@@ -109,17 +102,18 @@ def _batch(argv: Sequence[str]) -> int:
     return answer_file(*paths, settings, serve)
 
 
-def _batch_parser() -> argparse.ArgumentParser:
-    parser = server_parser("batch")
-    parser.usage = f"{PROG} batch FILE -o OUT --model MODEL [options] [vLLM options]"
-    parser.add_argument("--model", metavar="MODEL", help="the model, as for serve")
-    parser.add_argument("-i", "--input-file", metavar="FILE", help="FILE, instead of the argument")
-    parser.add_argument("-o", "--output-file", metavar="OUT", help="file for the answers")
-    return parser
-
-
 def _replay(argv: Sequence[str]) -> int:
-    parser = _replay_parser()
+    parser = server_parser("replay")
+    parser.usage = f"{PROG} replay PATH [MODEL] [options] [vLLM options]"
+    parser.add_argument(
+        "--record",
+        action="append",
+        type=int,
+        metavar="N",
+        help="replay record N alone (its field `seq`); may be repeated",
+    )
+    parser.add_argument("--verify-only", action="store_true", help="verify the chain alone")
+    _add_json(parser)
     flags, rest = split(parser, argv)
     if not rest or rest[0].startswith("-"):
         parser.error("PATH is missing: name the audit log's directory or one of its files")
@@ -137,21 +131,6 @@ def _replay(argv: Sequence[str]) -> int:
         parser.error("MODEL is missing: flags of the engine replace the recorded ones with MODEL")
     settings = settings_of(parser, flags, rest)
     return replay(Path(path), engine_argv, settings, options)
-
-
-def _replay_parser() -> argparse.ArgumentParser:
-    parser = server_parser("replay")
-    parser.usage = f"{PROG} replay PATH [MODEL] [options] [vLLM options]"
-    parser.add_argument(
-        "--record",
-        action="append",
-        type=int,
-        metavar="N",
-        help="replay record N alone (its field `seq`); may be repeated",
-    )
-    parser.add_argument("--verify-only", action="store_true", help="verify the chain alone")
-    _add_json(parser)
-    return parser
 
 
 def _cache(argv: Sequence[str]) -> int:
@@ -173,22 +152,10 @@ def _tune(argv: Sequence[str]) -> int:
     return tune(argv)
 
 
-def _chat(argv: Sequence[str]) -> int:
-    from server.commands.clients.chat import chat
-
-    return chat(argv)
-
-
 def _buckets(argv: Sequence[str]) -> int:
     from server.commands.clients.buckets import buckets
 
     return buckets(argv)
-
-
-def _bench(argv: Sequence[str]) -> int:
-    from server.commands.clients.bench import bench
-
-    return bench(argv)
 
 
 def _parity(argv: Sequence[str]) -> int:
@@ -203,59 +170,18 @@ def _collect_env(argv: Sequence[str]) -> int:
     return collect_env(argv)
 
 
-def _completion(argv: Sequence[str]) -> int:
-    from server.commands.command_line.completion import completion
-
-    return completion(argv, {name: about for name, (_, about) in COMMANDS.items()}, _flags())
-
-
-def _flags() -> dict[str, list[str]]:
-    """Return the flags of each command."""
-    from server.commands.cache.command import cache_parser
-    from server.commands.clients.buckets import buckets_parser
-    from server.commands.clients.chat import chat_parser
-    from server.commands.collect_env import collect_env_parser
-    from server.commands.command_line.flag_names import BENCH_FLAGS, read_flags
-    from server.commands.fetch import fetch_parser
-    from server.commands.tune import tune_parser
-
-    servers = {
-        "serve": server_parser("serve"),
-        "check": _check_parser(),
-        "compile": _compile_parser(),
-        "batch": _batch_parser(),
-        "replay": _replay_parser(),
-    }
-    parsers = {
-        "fetch": fetch_parser(),
-        "cache": cache_parser(),
-        "tune": tune_parser(),
-        "buckets": buckets_parser(),
-        "chat": chat_parser(),
-        "collect-env": collect_env_parser(),
-    }
-    return {
-        **{name: sorted(flags_of(parser)) for name, parser in servers.items()},
-        **{name: parser.flags() for name, parser in parsers.items()},
-        "bench": sorted(read_flags(BENCH_FLAGS)),
-    }
-
-
 COMMANDS: dict[str, tuple[Command, str]] = {
     "serve": (_serve, "serve a model over HTTP"),
     "check": (_check, "report whether a model can be served"),
     "compile": (_compile, "fill the compile cache ahead of time"),
     "batch": (_batch, "answer a file of requests"),
     "replay": (_replay, "verify an audit log and run its answers again"),
-    "chat": (_chat, "talk to a running server"),
-    "bench": (_bench, "measure a running server with vLLM's benchmark client"),
     "fetch": (_fetch, "download a model"),
     "cache": (_cache, "list, check and move the compile cache"),
     "tune": (_tune, "suggest bucket sizes for recorded traffic"),
     "buckets": (_buckets, "show or change the compiled sizes of a running server"),
     "parity": (_parity, "compare the engine with vLLM's CPU backend and transformers"),
     "collect-env": (_collect_env, "print versions, hardware and settings for a bug report"),
-    "completion": (_completion, "print a completion script for bash, zsh or fish"),
 }
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from server.commands.command_line.flag_names import BENCH_FLAGS, read_flags
 from tests.architecture.source_tree import ROOT
 from tests.examples.fences import Fence, commands, fences
 from tests.server.real_server import RealServer
@@ -31,7 +30,7 @@ _RUNNING = [fence for fence in fences("sh", "python") if fence.no_run is None]
 _SHELL = fences("sh")
 # The first words of a command of two words, and whether it takes vLLM's flags, too.
 _NESTED = {"cache"}
-_WITH_VLLM_FLAGS = {"serve", "check", "compile", "batch", "cache inspect", "tune"}
+_WITH_VLLM_FLAGS = {"serve", "check", "compile", "batch", "cache inspect"}
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +157,6 @@ def test_flags_of_our_commands_exist() -> None:
                 name = " ".join(words[1 : 3 if words[1] in _NESTED else 2])
                 known = _help(*name.split())
                 known |= _help("serve", all_flags=True) if name in _WITH_VLLM_FLAGS else set()
-                # Its help lists groups alone.
-                known |= read_flags(BENCH_FLAGS) if name == "bench" else set()
             unknown += [f"{fence}: {words[1]} {flag}" for flag in given if flag not in known]
     assert unknown == []
 

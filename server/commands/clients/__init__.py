@@ -1,1 +1,1 @@
-"""Commands that call a running server: `chat`, `bench` and `buckets`."""
+"""Commands that call a running server: `buckets`."""

@@ -1,1 +1,1 @@
-"""Flags of the commands: settings, the names of vLLM's flags, help and completion."""
+"""Flags of the commands: settings, the names of vLLM's flags, and help."""

@@ -17,16 +17,12 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
 
-    def flags(self) -> list[str]:
-        """Return the flags of this parser and of its subcommands, sorted."""
-        return sorted(set(_flags(self)))
-
     def reject(self, rest: Sequence[str]) -> None:
         """Exit with code 2 if arguments are left over."""
         if rest:
             word = next((word for word in rest if word.startswith("-")), rest[0])
             name = word.partition("=")[0]
-            self.error(f"unknown argument {name}{nearest(name, self.flags())}")
+            self.error(f"unknown argument {name}{nearest(name, sorted(set(_flags(self))))}")
 
     def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the parsed arguments; exit with code 2 for an unknown one."""

@@ -1,7 +1,7 @@
 """Check of flag names before anything heavy is imported.
 
-vLLM's parser takes seconds to import. Its flag names are therefore kept in two text files, one flag
-a line, which `python -m deploy.upstream.flag_names` writes.
+vLLM's parser takes seconds to import. Its flag names are therefore kept in a text file, one flag a
+line, which `python -m deploy.upstream.flag_names` writes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 SERVE_FLAGS = Path(__file__).with_name("vllm_serve_flags.txt")
-"""Flags of `vllm serve`."""
-BENCH_FLAGS = Path(__file__).with_name("vllm_bench_flags.txt")
-"""Flags of `vllm bench serve`."""
+"""File of the flags of `vllm serve`."""
 
 _SHORT = re.compile(r"-[A-Za-z]")
 
@@ -23,9 +21,9 @@ class UnknownFlagError(ValueError):
     """A flag that no parser knows; the message suggests the nearest one."""
 
 
-def read_flags(file: Path) -> frozenset[str]:
-    """Return the flags listed in `file`."""
-    return frozenset(file.read_text(encoding="ascii").split())
+def vllm_flags() -> frozenset[str]:
+    """Return the flags of `vllm serve`."""
+    return frozenset(SERVE_FLAGS.read_text(encoding="ascii").split())
 
 
 def require_known(

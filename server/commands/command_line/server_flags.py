@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from server.commands.command_line.flag_names import (
-    SERVE_FLAGS,
-    UnknownFlagError,
-    read_flags,
-    require_known,
-)
+from server.commands.command_line.flag_names import UnknownFlagError, require_known, vllm_flags
 from server.commands.command_line.setting_flags import add_setting_flags
 from server.observability.logging import configure
 from server.settings import ServerSettings, SettingsError, load_settings
@@ -65,11 +60,6 @@ def server_parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def flags_of(parser: argparse.ArgumentParser) -> set[str]:
-    """Return our flags and vLLM's."""
-    return {*parser._option_string_actions, *read_flags(SERVE_FLAGS)}
-
-
 def split(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[dict[str, object], list[str]]:
@@ -88,18 +78,11 @@ def split(
         print_help(topic)
     if topic is not None:
         parser.exit()
-    check_vllm_flags(parser, rest, parser._option_string_actions)
-    return flags, rest
-
-
-def check_vllm_flags(
-    parser: argparse.ArgumentParser, argv: Sequence[str], ours: Iterable[str] = ()
-) -> None:
-    """Exit with code 2 for a flag that `vllm serve` does not have."""
     try:
-        require_known(argv, read_flags(SERVE_FLAGS), list(ours))
+        require_known(rest, vllm_flags(), parser._option_string_actions)
     except UnknownFlagError as error:
         parser.error(str(error))
+    return flags, rest
 
 
 def settings_of(

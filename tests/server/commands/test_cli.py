@@ -38,19 +38,16 @@ def test_nothing_heavy_is_imported_before_listening() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("command", ["serve", "check", "bench", "tune --measure"])
+@pytest.mark.parametrize("command", ["serve", "check"])
 def test_nothing_heavy_is_imported_before_flags_are_checked(command: str) -> None:
-    # The latter loads half of the server.
-    late = f"({HEAVY} | {{'server.commands.tune_measuring'}})"
     code = (
         "import sys\nfrom server.commands.cli import main\n"
-        "words = sys.argv[1:]\n"
-        "try:\n    code = main([*words, 'm', '--max-num-seqz', '1'])\n"
+        "try:\n    code = main([sys.argv[1], 'm', '--max-num-seqz', '1'])\n"
         "except SystemExit as end:\n    code = end.code\n"
-        f"print(code, sorted({late} & set(sys.modules)))"
+        f"print(code, sorted({HEAVY} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, command], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "2 []"
     assert "--max-num-seqz: unknown flag" in done.stderr
@@ -107,10 +104,8 @@ def test_version_and_bare_help() -> None:
         (["fetch", "org/repo", "--revison", "x"], "did you mean --revision?"),
         (["fetch", "smollm2", "--revision", "x"], "for models of a hub"),
         (["fetch", "org/repo/x"], "ORG/REPO:QUANT"),
-        (["bench", "--num-promts", "1"], "did you mean --num-prompts?"),
-        (["chat", "--modl-name", "m"], "did you mean --model-name?"),
         (["parity", "--modle", "m"], "did you mean --model?"),
-        (["completion", "tcsh"], "invalid choice"),
+        (["collect-env", "--vlm"], "did you mean --vllm?"),
     ],
 )
 def test_usage_errors_end_with_2_and_name_the_flag(args: list[str], words: str) -> None:

@@ -1,28 +1,23 @@
-"""The lists of vLLM's flags, and the check of a command line against them."""
+"""The list of vLLM's flags, and the check of a command line against them."""
 
 from __future__ import annotations
 
 import pytest
 
 from server.commands.command_line.flag_names import (
-    BENCH_FLAGS,
-    SERVE_FLAGS,
     UnknownFlagError,
     nearest,
-    read_flags,
     require_known,
+    vllm_flags,
 )
 
 KNOWN = {"--max-num-seqs", "--max-num-batched-tokens", "--hf-overrides", "--no-async", "-tp", "-cc"}
 
 
-def test_the_lists_are_those_of_the_installed_vllm() -> None:
-    from server.commands.clients.bench import bench_parser
+def test_the_list_is_that_of_the_installed_vllm() -> None:
     from server.vllm.flags import serve_parser
 
-    how = "run `make names`"
-    assert read_flags(SERVE_FLAGS) == set(serve_parser()._option_string_actions), how
-    assert read_flags(BENCH_FLAGS) == set(bench_parser()._option_string_actions), how
+    assert vllm_flags() == set(serve_parser()._option_string_actions), "run `make names`"
 
 
 @pytest.mark.parametrize(
