@@ -12,7 +12,6 @@ from rbln_backend.config import (
 )
 from rbln_backend.lora.adapter_files import TensorName, check_config, check_tensors
 from rbln_backend.lora.target import Target
-from rbln_backend.scheduler.constraints import AGING, is_prefill, prefill_block_reason
 from rbln_backend.scheduler.fairness.key_share import SHARE_ARGS, KeyShare
 from rbln_backend.scheduler.fairness.request_account import (
     ACCOUNT_ARGS,

@@ -1,10 +1,9 @@
-"""Settings of the backend, and the environment of child processes."""
+"""Settings of the backend."""
 
 from __future__ import annotations
 
 from rbln_backend.settings import (
     HubSettings,
-    child_environ,
     given_options,
     hub_settings,
     options_of_vllm,

@@ -1,7 +1,7 @@
 """VLLM_LOG_BATCHSIZE_INTERVAL: a periodic log line with counts of steps by size.
 
 The line begins like vLLM's. Sizes of prefill chunks follow those of decode batches, because a chunk
-may be as small as a batch. `server.tuning.batchsize_log` reads it.
+may be as small as a batch. `bucketing.batchsize_log` reads it.
 """
 
 from __future__ import annotations

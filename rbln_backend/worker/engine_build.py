@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
-from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.verify import Size
 from rbln_backend.compiler.port import CompiledGraph, Compiler
 from rbln_backend.config import RblnConfig
@@ -216,10 +215,6 @@ class EngineBuild:
         for spec, inputs in self._graphs.inputs.items():
             graph = self._factory.build_other(self._request(spec), *observer.function(spec.phase))
             self._graphs.exchange(observer.wrap(StepGraph(spec, inputs, graph)))
-
-    def restrict(self, tables: Mapping[Phase, BucketTable]) -> None:
-        """Run steps in the graphs of ``tables`` alone, for tools that compare buckets."""
-        self._graphs.restrict(tables)
 
     def fill_store(self, progress: ProgressWriter) -> FilledStore:
         """Compile the graphs that the store lacks and run none; weights need no values."""

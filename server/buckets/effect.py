@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rbln_backend.bucketing.search import LEAST_STEPS, NOISE, advise, fitting, ran_in
 from rbln_backend.bucketing.step_times import StepTimes
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage
 from server.buckets.engine_buckets import Tables
-from server.tuning.search import LEAST_STEPS, NOISE, advise, fitting, ran_in
 
 LEAST_MEASURED_STEPS = 100
 """Steps of a phase after a change from which its effect is stated."""

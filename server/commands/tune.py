@@ -1,140 +1,138 @@
-"""The command line of `rbln-serve tune`.
+"""`rbln-serve tune`: the bucket sizes with the least step time for recorded traffic.
 
-Exit codes: 0 done, 1 nothing to tune for or an engine failed, 2 the command line is wrong.
+Exit codes: 0 done, 1 nothing is recorded, 2 invalid command line.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import json
 import sys
-import time
-from collections.abc import Sequence
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from rbln_backend.api.settings import resolve
+from rbln_backend.bucketing.batchsize_log import read_log
+from rbln_backend.bucketing.engine_buckets import decode_bucket_table, prefill_chunk_table
+from rbln_backend.bucketing.search import LEAST_STEPS, LIMITS, Change, fitting, suggest
+from rbln_backend.bucketing.step_times import StepTimes
+from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS, BucketTable
+from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage, UsageFile
 from rbln_backend.errors import RblnError
 from server.commands.command_line.command_parser import CommandParser
-from server.commands.command_line.server_flags import check_vllm_flags
-from server.tuning.batchsize_log import read_log
-from server.tuning.output import FORMATS
-from server.tuning.plot import to_svg
-from server.tuning.search import LIMITS
-from server.tuning.sources import Work, present_tables, recorded_work, work_of
-from server.tuning.study import study
-from server.tuning.trace import read_trace
-
-if TYPE_CHECKING:
-    from server.commands.tune_measuring import Measuring
 
 _PROG = "rbln-serve tune"
 _ABOUT = """\
-Find the buckets with the least step time for served traffic: from the records that servers leave
-in the cache root, from Prometheus, from vLLM's log of batch sizes, or from a trace.
-
-With --measure MODEL and the flags of `serve`, step times are measured on a separate engine. The
-saving is then measured as well, alternating between current and suggested buckets.
+Print the buckets with the least step time for served traffic: from the records that servers leave
+in the cache root, or from a log of batch sizes.
 """
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_FOLDER = Path("rbln") / "usage"
+_UNITS = {"decode": "rows", "prefill": "tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """Recorded steps, and the buckets that they ran in."""
+
+    name: str
+    usage: Usage
+    tables: Mapping[str, BucketTable]
+    """Current buckets by phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Advice:
+    """Current and suggested buckets of one record, by phase."""
+
+    name: str
+    changes: Mapping[str, Change]
+    timed: bool
+    """Whether step times were recorded; otherwise a step counts as many seconds as it has rows."""
+
+    @property
+    def saving(self) -> float:
+        """Predicted share of the step time of both phases that is saved, 0 to 1."""
+        changes = self.changes.values()
+        return 1.0 - sum(c.then.seconds for c in changes) / sum(c.now.seconds for c in changes)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that set the suggested buckets."""
+        sizes = {p: ",".join(map(str, change.suggested)) for p, change in self.changes.items()}
+        return {
+            "VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY": "manual",
+            "VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS": sizes["decode"],
+            "VLLM_RBLN_PREFILL_CHUNK_BUCKETS": sizes["prefill"],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the advice as text."""
+        yield self.name
+        for phase, change in self.changes.items():
+            if not change.now.steps:
+                yield f"  {phase}: nothing ran"
+                continue
+            now, then = list(change.current), list(change.suggested)
+            padded = f"{change.now.padding:.1%} of the {_UNITS[phase]} are padding"
+            yield f"  {phase}: {change.now.steps} steps, now {now}, {padded}"
+            better = f"better {then}, {change.then.padding:.1%} padding"
+            yield "    these are the best" if now == then else f"    {better}"
+        source = "recorded step times" if self.timed else "rows and tokens, as no times were logged"
+        yield f"  {self.saving:.1%} less step time predicted, from {source}"
+        yield "  to set it:"
+        yield from (f"    {name}={value}" for name, value in self.environment.items())
+
+    def report(self) -> dict[str, Any]:
+        """Return the advice as JSON values."""
+        return {
+            "name": self.name,
+            **{phase: change.report() for phase, change in self.changes.items()},
+            "saving": round(self.saving, 4),
+            "environment": self.environment,
+        }
 
 
 def tune(argv: Sequence[str]) -> int:
     """Run the command and return the exit code."""
-    parser = tune_parser()
-    args, rest = parser.parse_known_args(argv)
-    if args.measure is None:
-        parser.reject(rest)
-    check_vllm_flags(parser, rest, parser.flags())
+    parser = _parser()
+    args = parser.parse_all(argv)
     try:
-        works = _works(args)
-        measuring = args.measure and _measuring((args.measure, *rest), args.timeout)
-        if measuring and len(works) > 1:
-            names = ", ".join(work.name for work in works)
-            raise ValueError(f"measuring takes one record, there are {names}; name it by --model")
+        records = _records(args)
+        advice = [_advice(args, record) for record in records]
     except (OSError, ValueError, RblnError) as error:
         parser.error(str(error))
-    if not works:
+    if not advice:
         which = "" if args.model is None else f" of a model like {args.model!r}"
         sys.stderr.write(f"{_PROG}: nothing is recorded{which}\n")
         return 1
-    try:
-        make = measuring.study if measuring else study
-        studies = [make(work, _limits(args, work)) for work in works]
-    except RblnError as error:
-        sys.stderr.write(f"{_PROG}: error: {error}\n")
-        return 1
-    sys.stdout.write(FORMATS[args.format](studies))
-    if args.plot is not None:
-        args.plot.write_text(to_svg(studies), encoding="utf-8")
+    if args.json:
+        sys.stdout.write(json.dumps([found.report() for found in advice], indent=2) + "\n")
+    else:
+        sys.stdout.writelines(f"{line}\n" for found in advice for line in found.lines())
     return 0
 
 
-def _measuring(argv: Sequence[str], timeout_s: float) -> Measuring:
-    # Not before the flags are checked, nor for recorded traffic: it loads half of the server.
-    from server.commands.tune_measuring import Measuring
-
-    return Measuring(argv, timeout_s)
-
-
-def _works(args: argparse.Namespace) -> list[Work]:
-    if args.prometheus is not None:
-        from server.tuning.prometheus_range import read_range
-
-        end = time.time() if args.until is None else args.until.timestamp()
-        span = end - args.since, end, args.resolution
-        name = f"{args.prometheus} {args.selector}".strip()
-        return work_of(name, read_range(args.prometheus, args.selector, *span))
-    if args.trace is None and args.batchsize_log is None:
-        return recorded_work(args.cache_root, args.model)
-    name = str(args.trace or args.batchsize_log)
-    sizes = (args.max_num_seqs, args.max_num_batched_tokens)
-    tables = present_tables(args.decode_buckets, args.prefill_buckets, *sizes)
-    if args.trace is not None:
-        return [Work(name=name, tables=tables, requests=read_trace(args.trace))]
-    return [Work(name=name, tables=tables, usage=read_log(args.batchsize_log, tables))]
-
-
-def _limits(args: argparse.Namespace, work: Work) -> dict[str, int]:
-    """Return the given limits of graphs, else the current number or the default, if larger."""
-    given = {"decode": args.decode_graphs, "prefill": args.prefill_graphs}
-    return {phase: given[phase] or max(len(work.tables[phase]), LIMITS[phase]) for phase in given}
-
-
-def tune_parser() -> CommandParser:
-    """Return the parser of the command."""
+def _parser() -> CommandParser:
     parser = CommandParser(
-        prog=_PROG,
-        usage=f"{_PROG} [options] [--measure MODEL [options of serve]]",
-        description=_ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=_PROG, description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    group = parser.add_argument_group("what was served (default: the records of the cache root)")
-    add, one = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    add("--cache-root", type=Path, metavar="DIR", help="[VLLM_CACHE_ROOT]")
+    add = parser.add_argument_group("what was served (default: the records)").add_argument
+    add("--cache-root", type=Path, metavar="DIR", help="root of the records [VLLM_CACHE_ROOT]")
     add("--model", metavar="TEXT", help="only records whose name contains TEXT")
-    one("--trace", type=Path, metavar="FILE", help="JSON lines or CSV of requests")
-    log = "log with VLLM_LOG_BATCHSIZE_INTERVAL"
-    one("--batchsize-log", type=Path, metavar="FILE", help=log)
-    one("--prometheus", metavar="URL", help="a Prometheus that scrapes the servers")
-    add("--since", type=_duration, default=86400.0, metavar="24h", help="how far back (24h)")
-    add("--until", type=datetime.fromisoformat, metavar="TIME", help="ISO 8601 (now)")
-    add("--resolution", type=_duration, default=15.0, metavar="15s", help="of samples (15s)")
-    add("--selector", default="", metavar="LABELS", help="""such as 'job="x"'""")
-    add = parser.add_argument_group("buckets").add_argument
-    present = "of a log or trace, the present ones (the default ones)"
+    log = "log of a server with VLLM_LOG_BATCHSIZE_INTERVAL, instead of the records"
+    add("--batchsize-log", type=Path, metavar="FILE", help=log)
+    add = parser.add_argument_group("current buckets of a log (default: a server's)").add_argument
+    for phase in LIMITS:
+        add(f"--{phase}-buckets", type=_sizes, metavar="N,N", help=f"sizes of {phase} graphs")
+    add("--max-num-seqs", type=_positive, metavar="N", help="largest decode bucket")
+    add("--max-num-batched-tokens", type=_positive, metavar="N", help="largest prefill bucket")
+    add = parser.add_argument_group("result").add_argument
     for phase, limit in LIMITS.items():
         most = f"most graphs for {phase} steps (as many as now, {limit} at least)"
         add(f"--{phase}-graphs", type=_positive, metavar="N", help=most)
-        add(f"--{phase}-buckets", type=_sizes, metavar="N,N", help=present)
-    add("--max-num-seqs", type=_positive, metavar="N", help="of a log or trace")
-    add("--max-num-batched-tokens", type=_positive, metavar="N", help="of a log or trace")
-    add = parser.add_argument_group("measuring and output").add_argument
-    add("--measure", metavar="MODEL", help="measure on MODEL; flags of serve follow")
-    add("--timeout", type=float, default=3600.0, metavar="S", help="an engine may take (3600)")
-    add("--format", choices=sorted(FORMATS), default="text")
-    add("--plot", type=Path, metavar="FILE.svg", help="draw sizes and buckets")
+    add("--json", action="store_true", help="print a JSON array")
     return parser
 
 
@@ -149,8 +147,72 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(_positive(part) for part in text.split(","))
 
 
-def _duration(text: str) -> float:
-    found = _DURATION.fullmatch(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"must be a duration such as 15s, 30m or 24h, got {text}")
-    return float(found[1]) * _SECONDS[found[2]]
+def _records(args: argparse.Namespace) -> list[_Record]:
+    if args.batchsize_log is None:
+        return _read_records(args.cache_root, args.model)
+    tables = _given_tables(args)
+    return [_Record(str(args.batchsize_log), read_log(args.batchsize_log, tables), tables)]
+
+
+def _given_tables(args: argparse.Namespace) -> dict[str, BucketTable]:
+    """Return the buckets of a server with the given sizes, default ones where none are given.
+
+    Raises `BucketError` and `ConfigError` for invalid sizes.
+    """
+    decode, prefill = args.decode_buckets, args.prefill_buckets
+    given: dict[str, Any] = {"prefill_chunk_buckets": list(prefill) if prefill else None}
+    if decode:
+        given["decode_batch_bucket_strategy"] = "manual"
+        given["decode_batch_bucket_manual_buckets"] = list(decode)
+    config = resolve({"rbln": given}, {}).config
+    rows = args.max_num_seqs or max(decode or (DEFAULT_MAX_NUM_SEQS,))
+    chunk = args.max_num_batched_tokens or max(prefill or (DEFAULT_CHUNK_TOKENS,))
+    return {
+        "prefill": prefill_chunk_table(config, chunk),
+        "decode": decode_bucket_table(config, rows),
+    }
+
+
+def _read_records(cache_root: Path | None, model: str | None) -> list[_Record]:
+    """Return the records of servers in the cache root, latest first.
+
+    An unreadable record is reported on standard error and skipped.
+    """
+    root = cache_root or Path(resolve(None).config.cache_root)
+    found = []
+    paths = (root / _FOLDER).glob("*.json")
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            usage = UsageFile(path).read()
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"{_PROG}: {path} is left out: {error}\n")
+            continue
+        about = usage.about
+        # The digest tells configurations of one model apart: adapters, context and more.
+        name = f"{about.get('model', '')} on {about.get('device', '')} ({path.stem[:8]})"
+        sizes = {phase: about.get(f"{phase}_buckets") for phase in PHASES}
+        if (model is not None and model not in name) or not all(sizes.values()):
+            continue
+        tables = {phase: BucketTable(tuple(table)) for phase, table in sizes.items() if table}
+        for phase, ran in usage.phases.items():
+            # Drop sizes that only an earlier engine allowed; its step times remain valid.
+            ran.steps_by_size = fitting(ran.steps_by_size, tables[phase])
+        if usage.steps:
+            found.append(_Record(name, usage, tables))
+    return found
+
+
+def _advice(args: argparse.Namespace, record: _Record) -> _Advice:
+    """Return the best buckets of at most as many graphs as given, else as now or the default."""
+    given = {"decode": args.decode_graphs, "prefill": args.prefill_graphs}
+    changes = {}
+    for phase, table in record.tables.items():
+        # Nothing is known of a phase that did not run: its buckets stay.
+        changes[phase] = Change(table, table, PhaseUsage(), PhaseUsage())
+        ran = record.usage.phases[phase]
+        if ran.steps:
+            times = StepTimes(ran.mean_seconds(LEAST_STEPS))
+            limit = given[phase] or max(len(table), LIMITS[phase])
+            changes[phase] = suggest(ran.steps_by_size, times, table, limit)
+    timed = any(ran.seconds > 0 for ran in record.usage.phases.values())
+    return _Advice(record.name, changes, timed)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend.api.reports import read_descriptions
+from rbln_backend.bucketing.search import advise
 from rbln_backend.bucketing.usage import UsageFile
 from server.host.tasks import in_thread
-from server.tuning.search import advise
 
 _PERIOD_S = 60.0
 """The period at which the engine writes its record."""

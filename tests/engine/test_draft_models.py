@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.vllm_compat.surface import compiled_sizes
-from server.tuning.replay import Player, ReplayRound
-from server.tuning.simulator import Request
 from tests.checkpoint_tokenizer import VOCAB_SIZE
 from tests.draft_checkpoints import random_medusa
 from tests.eagle3_checkpoints import NARROW, Eagle3Reference
@@ -234,17 +230,6 @@ def test_the_description_names_the_draft_model(drafted: Drafted) -> None:
     # EAGLE's LM head and embedding are the served model's, EAGLE-3's embedding.
     shared = {"eagle": 2, "eagle3": 1}.get(drafted.method, 0) * 4 * VOCAB_SIZE * 128
     assert own["weight_bytes"] - shared == weights > 0
-
-
-def test_a_replay_leaves_the_draft_model_out(drafted: Drafted) -> None:
-    speculation = speculation_of(drafted.method, Path(drafted.speculation.model))
-    options = DEFAULTS | {"speculative_config": speculation, "additional_config": {"rbln": FEW}}
-    config = EngineArgs(str(drafted.plain.checkpoint), **options).create_engine_config()
-    player = Player(config)
-    request = Request(at=0, prompt_tokens=20, output_tokens=4)
-    tables = {"prefill": compiled_sizes(config).chunks, "decode": compiled_sizes(config).decode}
-    assert len(player.play(ReplayRound([request], tables))) == 4
-    player.shutdown()
 
 
 def test_counts_of_vllm_agree(drafted: Drafted) -> None:

@@ -1,1 +1,1 @@
-"""`rbln-serve tune`: its sources, the schedule of a trace, measuring, and what it prints."""
+"""`rbln-serve tune`: its sources, its search, and what it prints."""

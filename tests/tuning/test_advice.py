@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rbln_backend.bucketing.search import LEAST_STEPS, NOISE, advise
 from rbln_backend.bucketing.usage import Usage, about_engine
-from server.tuning.search import LEAST_STEPS, NOISE, advise
 
 
 def usage(

@@ -1,13 +1,11 @@
-"""`rbln-serve tune` as its users run it, without measuring."""
+"""`rbln-serve tune` as its users run it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 import pytest
-import yaml
 
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from rbln_backend.settings import resolve
@@ -27,15 +25,11 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """Bursts of three and of eleven requests, long apart."""
-    path = tmp_path / "trace.jsonl"
-    lines = [
-        {"arrival_s": 10 * burst + 0.001 * n, "prompt_tokens": 40, "output_tokens": 50}
-        for burst in range(8)
-        for n in range(3 if burst % 2 else 11)
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+def log(tmp_path: Path) -> Path:
+    """Decode steps of three and of eleven requests."""
+    path = tmp_path / "server.log"
+    line = "Batchsize forward time stats (batchsize, count, median_time(ms)): "
+    path.write_text(f"{line}[(3, 400, 4.0), (11, 300, 12.0)] decode, [(40, 20, 30.0)] prefill\n")
     return path
 
 
@@ -50,11 +44,11 @@ def test_it_prints_what_to_set(root: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_json_and_a_choice_of_model(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--cache-root", str(root), "--model", "two", "--decode-graphs", "2"]
-    assert main(["tune", *flags, "--format", "json"]) == 0
+    assert main(["tune", *flags, "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["name"] == "org/two on emulated (two)"
     assert len(report["decode"]["suggested"]) == 2
-    assert report["verified"] is None
+    assert report["saving"] > 0
 
 
 def test_a_damaged_record_is_left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,32 +62,40 @@ def test_nothing_recorded_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "nothing is recorded" in capsys.readouterr().err
 
 
-def test_bursts_lose_half_of_their_padding_with_as_many_graphs(
-    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_log_loses_half_of_its_padding_with_as_many_graphs(
+    log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    picture = tmp_path / "sizes.svg"
-    flags = ["--trace", str(trace), "--max-num-seqs", "16", "--decode-graphs", "5"]
-    assert main(["tune", *flags, "--format", "json", "--plot", str(picture)]) == 0
+    flags = ["--batchsize-log", str(log), "--max-num-seqs", "16", "--decode-graphs", "5"]
+    assert main(["tune", *flags, "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     decode = report["decode"]
     assert decode["current"] == [1, 2, 4, 8, 16]
     assert len(decode["suggested"]) <= 5
     assert decode["padding_then"] < decode["padding_now"] / 2
-    assert report["predicted"]["saving"] > 0.1
-    svg = ET.fromstring(picture.read_text())
-    assert len(svg.findall(".//{http://www.w3.org/2000/svg}line[@class='then']")) >= 5
+    assert report["saving"] > 0.1
 
 
-def test_environment_lines_and_helm_values_are_what_a_server_reads(
-    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_log_without_times_counts_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["tune", "--trace", str(trace), "--format", "env"]) == 0
-    _, *lines = capsys.readouterr().out.splitlines()
-    assert main(["tune", "--trace", str(trace), "--format", "helm"]) == 0
-    values = yaml.safe_load(capsys.readouterr().out)
-    environment = dict(line.split("=", 1) for line in lines)
-    assert values == {"engine": {"env": environment}}
-    for name, value in environment.items():
+    (path := tmp_path / "vllm.log").write_text(
+        "Batchsize distribution (batchsize, count): [(3, 10), (4, 10)]\n"
+    )
+    flags = ["--batchsize-log", str(path), "--decode-buckets", "4", "--decode-graphs", "2"]
+    assert main(["tune", *flags]) == 0
+    out = capsys.readouterr().out
+    # 30 and 40 rows instead of twice 40.
+    assert "12.5% less step time predicted, from rows and tokens" in out
+    assert "better [3, 4], 0.0% padding" in out
+
+
+def test_the_printed_variables_are_what_a_server_reads(
+    log: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["tune", "--batchsize-log", str(log)]) == 0
+    lines = capsys.readouterr().out.partition("to set it:\n")[2].splitlines()
+    for line in lines:
+        name, value = line.strip().split("=", 1)
         monkeypatch.setenv(name, value)
     config = resolve(None).config
     assert config.decode_batch_bucket_strategy == "manual"
@@ -106,12 +108,8 @@ def test_environment_lines_and_helm_values_are_what_a_server_reads(
     ("flags", "reason"),
     [
         (["--decode-graphs", "0"], "must be 1 or more, got 0"),
-        (["--since", "yesterday"], "must be a duration such as"),
-        (["--trace", "a", "--prometheus", "b"], "not allowed with"),
-        (["--trace", "/nowhere"], "No such file"),
+        (["--batchsize-log", "/nowhere"], "No such file"),
         (["--max-num-seq", "4"], "did you mean --max-num-seqs?"),
-        (["--prometheus", "http://127.0.0.1:9", "--since", "9w", "--resolution", "1s"], "495 s"),
-        (["--prometheus", "http://127.0.0.1:9"], "does not answer as Prometheus does"),
     ],
 )
 def test_a_wrong_command_line_is_refused(
@@ -121,34 +119,3 @@ def test_a_wrong_command_line_is_refused(
         main(["tune", *flags])
     assert caught.value.code == 2
     assert reason in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (["--max_num_seqs=8"], "--max-num-seqs follows from the buckets"),
-        (
-            ["--additional-config", '{"rbln": {"prefill_chunk_buckets": [16]}}'],
-            "names prefill_chunk_buckets",
-        ),
-    ],
-)
-def test_what_is_tried_cannot_be_given(
-    flags: list[str], reason: str, trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["--trace", str(trace), "--measure", "model", *flags]
-    with pytest.raises(SystemExit) as caught:
-        main(["tune", *given])
-    assert caught.value.code == 2
-    assert reason in capsys.readouterr().err
-
-
-def test_a_context_that_is_too_short_for_the_buckets_is_said(
-    trace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured = ["--measure", "model", "--max-model-len", "192"]
-    assert main(["tune", "--trace", str(trace), "--prefill-buckets", "64,256", *measured]) == 1
-    assert (
-        "--max-model-len 192 is less than the prefill bucket 256; say --prefill-buckets with sizes"
-        " up to 192" in capsys.readouterr().err
-    )

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.bucketing.step_times import MeasuredTimes, StepTimes
+from rbln_backend.bucketing.search import suggest
+from rbln_backend.bucketing.step_times import StepTimes
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.errors import BucketError
-from server.tuning.search import suggest
 
 ROWS = StepTimes({})
 
 
 def cost(counts: Mapping[int, int], times: StepTimes, buckets: tuple[int, ...]) -> float:
     table = BucketTable(buckets)
-    return sum(count * times.of(table.find(size), size) for size, count in counts.items())
+    return sum(count * times.of(table.find(size)) for size, count in counts.items())
 
 
 @given(
@@ -38,53 +38,6 @@ def test_no_other_set_is_cheaper(
     best = min(cost(counts, step_times, buckets) for buckets in every)
     assert found.then.seconds == pytest.approx(best)
     assert found.then.seconds == pytest.approx(cost(counts, step_times, found.suggested.sizes))
-
-
-@given(
-    counts=st.dictionaries(st.integers(1, 9), st.integers(0, 50), min_size=1),
-    times=st.dictionaries(st.integers(1, 8), st.floats(0.001, 1.0)),
-    largest=st.floats(0.001, 1.0),
-    row=st.floats(0.0, 1e-4),
-    limit=st.integers(1, 5),
-)
-def test_no_other_set_of_measured_buckets_is_cheaper(
-    counts: dict[int, int], times: dict[int, float], largest: float, row: float, limit: int
-) -> None:
-    """Also where a larger bucket is the faster one."""
-    measured = {**times, 9: largest}
-    step_times = MeasuredTimes(measured, row)
-    found = suggest(counts, step_times, BucketTable((9,)), limit)
-    assert {*found.suggested} <= {*measured}
-    assert len(found.suggested) <= limit
-    every = (
-        (*smaller, 9) for size in range(limit) for smaller in combinations(sorted(times), size)
-    )
-    best = min(cost(counts, step_times, buckets) for buckets in every)
-    assert found.then.seconds == pytest.approx(best)
-
-
-@given(
-    counts=st.dictionaries(st.integers(1, 9), st.integers(1, 50), min_size=1),
-    times=st.dictionaries(st.integers(1, 8), st.floats(0.001, 1.0)),
-    slack=st.floats(0.001, 0.5),
-)
-def test_slack_buys_less_padding_and_is_kept(
-    counts: dict[int, int], times: dict[int, float], slack: float
-) -> None:
-    step_times, table = MeasuredTimes({**times, 9: 1.0}, 0.0), BucketTable((9,))
-    best = suggest(counts, step_times, table, 3)
-    found = suggest(counts, step_times, table, 3, slack)
-    assert len(found.suggested) <= 3
-    assert found.then.seconds <= best.then.seconds * (1 + slack) + 1e-9
-    assert found.then.padded <= best.then.padded
-
-
-def test_of_sets_that_take_about_as_long_the_one_that_pads_less_is_taken() -> None:
-    times = MeasuredTimes({3: 0.1, 5: 0.1005, 8: 0.1, 32: 1.0}, 0.0)
-    counts, table = {3: 10, 5: 10, 32: 1}, BucketTable((32,))
-    assert suggest(counts, times, table, 3).suggested.sizes == (8, 32)
-    found = suggest(counts, times, table, 3, 0.01)
-    assert (found.suggested.sizes, found.then.padded) == ((3, 5, 32), 0)
 
 
 def test_thousands_of_sizes_are_searched_exactly() -> None:
@@ -121,12 +74,6 @@ def test_times_are_interpolated_and_never_fall() -> None:
     assert StepTimes({4: 0.1}).of(2) == 0.1
     assert StepTimes({4: 0.1}).of(8) == 0.2
     assert StepTimes({4: 0.1, 5: 0.4}).of(2) == 0.05
-
-
-def test_measured_times_are_taken_as_they_are() -> None:
-    times = MeasuredTimes({2: 0.2, 4: 0.4, 8: 0.3, 16: 0.6}, 0.01)
-    assert [times.of(n, n) for n in (2, 4, 8, 16)] == pytest.approx([0.2, 0.4, 0.3, 0.6])
-    assert times.of(16, 10) == pytest.approx(0.54)
 
 
 def test_nothing_recorded_suggests_the_largest_alone() -> None:

@@ -68,15 +68,6 @@ class GraphSet:
             return GraphSpec.of(phase, *self.verify.find(size, length))
         return spec_of(phase, self.tables[phase].find(size), self.prompts)
 
-    def restrict(self, tables: Mapping[Phase, BucketTable]) -> None:
-        """Select among the graphs of ``tables`` alone, whose largest sizes must be the same."""
-        self._selected.clear()
-        for phase, table in tables.items():
-            for size in range(1, table.largest + 1):
-                spec = spec_of(phase, table.find(size), self.prompts)
-                step = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
-                self._selected[(phase, size, 1)] = step
-
     def specs_of(self, tables: Mapping[Phase, BucketTable], verify: VerifyTable) -> list[GraphSpec]:
         """Return the graphs that steps of ``tables`` and ``verify`` run."""
         return plan(tables, verify, has_logits=False, prompts=self.prompts)

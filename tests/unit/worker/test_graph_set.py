@@ -24,19 +24,16 @@ class Graph:
         return ()
 
 
-def test_select_returns_the_smallest_allowed_graph() -> None:
+def test_select_returns_the_smallest_graph() -> None:
     dispatch = GraphDispatch(Graph, policy="error", on_miss=lambda _: None)
     graphs = GraphSet.allocate(TABLES, dispatch, partial(StepInputs.allocate, groups=[]), prompts=3)
     for spec in graphs.inputs:
         dispatch.add(Graph(spec))
     dispatch.seal()
-    few = {Phase.PREFILL: BucketTable((64,)), Phase.DECODE: BucketTable((4, 8))}
-    for tables in (TABLES, few, TABLES):
-        graphs.restrict(tables)
-        for phase, size in ((Phase.PREFILL, 9), (Phase.DECODE, 1), (Phase.DECODE, 5)):
-            step = graphs.select(phase, size)
-            size = tables[phase].find(size)
-            prompts = 3 if (phase, size) == (Phase.PREFILL, 64) else 1
-            assert step.spec == GraphSpec.of(phase, size, prompts=prompts)
-            assert step.graph.spec == step.spec
-            assert step.inputs is graphs.inputs[step.spec]
+    wanted = ((Phase.PREFILL, 9, 16), (Phase.PREFILL, 17, 64), (Phase.DECODE, 1, 1))
+    for phase, size, bucket in (*wanted, (Phase.DECODE, 5, 8)):
+        step = graphs.select(phase, size)
+        prompts = 3 if (phase, bucket) == (Phase.PREFILL, 64) else 1
+        assert step.spec == GraphSpec.of(phase, bucket, prompts=prompts)
+        assert step.graph.spec == step.spec
+        assert step.inputs is graphs.inputs[step.spec]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from ast import literal_eval
+from collections.abc import Mapping
 from pathlib import Path
 
+from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.usage import PhaseUsage, Usage
-from server.tuning.simulator import Tables
 
 _LIST = r"\[[^\]]*\]"
 _LINE = re.compile(
@@ -23,6 +24,8 @@ _LINE = re.compile(
 )
 
 
+Tables = Mapping[str, BucketTable]
+"""Buckets by phase."""
 Steps = list[tuple[int, int, float | None]]
 """Size, number of steps, and median milliseconds, None if not logged."""
 

@@ -52,15 +52,10 @@ class Change:
 
 
 def suggest(
-    counts: Mapping[int, int],
-    times: StepTimes,
-    current: BucketTable,
-    limit: int,
-    slack: float = 0.0,
+    counts: Mapping[int, int], times: StepTimes, current: BucketTable, limit: int
 ) -> Change:
-    """Return the best set of at most `limit` buckets for steps counted by their real size.
+    """Return the set of at most `limit` buckets with the least seconds for steps counted by size.
 
-    The best set takes the least seconds, or up to the share `slack` more with fewer padded rows.
     The largest current bucket always stays; others stay within the limit if steps would use them
     at no cost. Raises `BucketError` when a size does not fit or `limit` is not positive.
     """
@@ -71,15 +66,8 @@ def suggest(
             f"Recorded sizes {min(counts)} to {max(counts)} do not fit into buckets up to "
             f"{current.largest}"
         )
-    best = _cheapest(counts, times, current.largest, limit)
-    allowed = ran_in(best, counts, times).seconds * (1.0 + slack)
-    row = allowed / max(sum(size * count for size, count in counts.items()), 1)
-    # A higher price per row gives fewer padded rows and longer steps.
-    for price in [row * 2.0**power for power in range(-8, 2)] if slack else ():
-        other = _cheapest(counts, times, current.largest, limit, price)
-        if ran_in(other, counts, times).seconds <= allowed:
-            best = other
-    best = _with_used(best, counts, times, current, limit)
+    cheapest = _cheapest(counts, times, current.largest, limit)
+    best = _with_used(cheapest, counts, times, current, limit)
     return Change(current, best, ran_in(current, counts, times), ran_in(best, counts, times))
 
 
@@ -88,7 +76,7 @@ def ran_in(table: BucketTable, counts: Mapping[int, int], times: StepTimes) -> P
     usage = PhaseUsage()
     for size, steps in counts.items():
         bucket = table.find(size)
-        usage.note(size, bucket, steps * times.of(bucket, size), steps)
+        usage.note(size, bucket, steps * times.of(bucket), steps)
     return usage
 
 
@@ -140,22 +128,20 @@ def _with_used(
     current: BucketTable,
     limit: int,
 ) -> BucketTable:
-    """Add current buckets that are used and cost nothing, within the limit."""
-    least = ran_in(best, counts, times).seconds
+    """Add current buckets that steps would use, within the limit; a smaller bucket costs nothing.
+
+    Each change of sizes compiles graphs, so it should be small.
+    """
     for bucket in current:
         more = BucketTable(tuple(sorted({*best, bucket})))
-        ran = ran_in(more, counts, times)
-        loses = ran.seconds > least and not math.isclose(ran.seconds, least)
-        if bucket in ran.steps_by_bucket and len(more) <= limit and not loses:
+        if len(more) <= limit and bucket in ran_in(more, counts, times).steps_by_bucket:
             best = more
     return best
 
 
-def _cheapest(
-    counts: Mapping[int, int], times: StepTimes, largest: int, limit: int, price: float = 0.0
-) -> BucketTable:
-    """Return the set with the least seconds if each row takes `price` more; it has `largest`."""
-    costs = {size: times.of(size) + price * size for size in times.choices({*counts, largest})}
+def _cheapest(counts: Mapping[int, int], times: StepTimes, largest: int, limit: int) -> BucketTable:
+    """Return the set with the least seconds; it has `largest`."""
+    costs = {size: times.of(size) for size in {*counts, largest}}
     # Drop buckets that take as long as a larger one, so that seconds rise with the size.
     useful = [largest]
     for size in sorted((size for size in costs if size < largest), reverse=True):

@@ -1,1 +1,0 @@
-"""`rbln-serve tune`: which buckets would have run what was served fastest, and whether they do."""
