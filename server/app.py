@@ -89,7 +89,6 @@ def create_app(
 
     storage = StorageServices(settings, lifecycle, admission, metrics.decode_times, run_dir)
     access = Access(settings, storage.owner_salt)
-    storage.settle_owners(access.owners(), adopt=settings.adopt_unnamed_key_data)
     admission.divide(access.weights)
     advice = BucketAdvice(run_dir)
     changes, auto = _live_buckets(settings, lifecycle, admission, metrics, frontend)

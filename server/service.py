@@ -2,7 +2,7 @@
 
 Invariants: a stop during start-up ends within about a second with 0; after the first signal
 nothing new is admitted and what is in flight gets `drain_timeout_s`; an engine that cannot start
-or dies makes the process end with 1 after `death_linger_s` of answering 503 with the reason.
+or dies makes the process end with 1 after `bounds.DEATH_LINGER_S` of answering 503 with the reason.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI
 
 from rbln_backend.api.reports import ProgressReader
+from server import bounds
 from server.admission import Admission
 from server.app import create_app
 from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
@@ -125,7 +126,7 @@ class Service:
         if error.exit_code == 1:
             # Probes can read the reason; a wrong flag exits at once.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), self._settings.death_linger_s)
+                await asyncio.wait_for(self._stop.wait(), bounds.DEATH_LINGER_S)
         return error.exit_code
 
     async def _serve(self, engine: RunningEngine, stop: asyncio.Task[bool]) -> int:
@@ -190,7 +191,7 @@ class Service:
         self._lifecycle.mark_dead(reason)
         # Probes and waiting clients can read the reason before the port closes.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), self._settings.death_linger_s)
+            await asyncio.wait_for(self._hurry.wait(), bounds.DEATH_LINGER_S)
         await self._cut_off()
         await self._launcher.abandon()
         return 1

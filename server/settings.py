@@ -179,11 +179,6 @@ def _check_together(settings: ServerSettings) -> None:
         raise SettingsError("--enable-ssl-refresh needs --ssl-certfile")
     if settings.api_server_count > 1:
         _check_processes(settings)
-    if settings.max_continued_bytes < settings.max_conversation_bytes:
-        raise SettingsError(
-            f"--max-continued-bytes {settings.max_continued_bytes} is less than "
-            f"--max-conversation-bytes {settings.max_conversation_bytes}"
-        )
     logs = settings.api_server_count + 1 if settings.api_server_count > 1 else 1
     if settings.audit_max_bytes < 2 * settings.audit_file_bytes * logs:
         shared = "" if logs == 1 else f" for each of the logs of {logs} processes"

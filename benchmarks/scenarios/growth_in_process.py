@@ -44,13 +44,14 @@ def _sampled(take: Callable[[], Values]) -> Prepared:
 
 
 def _settings(folder: Path) -> Any:
+    from server import bounds
     from server.settings import ServerSettings
 
+    bounds.MAX_RESPONSES_PER_KEY = 1 << 30
     shutil.rmtree(folder, ignore_errors=True)
     return ServerSettings(
         data_dir=folder,
         min_free_bytes=0,
-        max_responses_per_key=1 << 30,
         max_stored_bytes=1 << 40,
     )
 

@@ -108,10 +108,6 @@ class KeyRing:
         """Return the name of the key with this owner, or None."""
         return next((key.name for key in self._keys if key.owner == owner), None)
 
-    def owners(self) -> dict[str, str]:
-        """Return owners by key name; the first key wins where two have one name."""
-        return {key.name: key.owner for key in reversed(self._keys)}
-
     def limits(self) -> dict[str, KeyLimits]:
         """Return the limits by owner; the first key wins where two have one owner."""
         return {key.owner: key.limits for key in reversed(self._keys)}
@@ -212,10 +208,6 @@ class Access:
     def limits_of(self, owner: str) -> KeyLimits:
         """Return the limits of an owner's keys; none for an owner without a key."""
         return (self._admin.limits() | self._api.limits()).get(owner, NO_LIMITS)
-
-    def owners(self) -> dict[str, str]:
-        """Return the owners of all keys by name; unnamed keys are `api-1`, `admin-2`, ...."""
-        return self._admin.owners() | self._api.owners()
 
     def _is_local(self, scope: AsgiScope) -> bool:
         """Return whether the client is on this host and no header shows a proxy or a browser."""

@@ -18,6 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from server import bounds
 from server.errors import (
     HeadersTooLargeError,
     HeaderTimeoutError,
@@ -83,10 +84,10 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._slot = self._connections.enter(self.client)
         self._wire = transport
-        self._out = LingeringTransport(transport, self._settings, self._slot, self._peer_sends)
+        self._out = LingeringTransport(transport, self._slot, self._peer_sends)
         self.transport = self._out
         if self._slot.refusal is None:
-            self._start_timer(self._settings.header_timeout_s, self._on_header_timeout)
+            self._start_timer(bounds.HEADER_TIMEOUT_S, self._on_header_timeout)
         elif self._slot.reports:
             self._answer(self._slot.refusal)
         else:
@@ -193,7 +194,7 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             self._answer(self._refusal)
         elif self._in_body:
-            self._start_timer(self._settings.linger_s, self._abandon_body)
+            self._start_timer(bounds.LINGER_S, self._abandon_body)
         else:
             self._watch_head()
 
@@ -221,10 +222,10 @@ class Connection(HttpToolsProtocol):
             self._watch_head()
 
     def _is_unwanted(self, data: bytes) -> bool:
-        """Count body bytes after the response; close and return True above `linger_bytes`."""
+        """Count body bytes after the response; close and return True above `LINGER_BYTES`."""
         if self.cycle.response_complete:
             self._unwanted += len(data)
-            if self._unwanted > self._settings.linger_bytes:
+            if self._unwanted > bounds.LINGER_BYTES:
                 self._abandon_body()
                 return True
         return False
@@ -265,7 +266,7 @@ class Connection(HttpToolsProtocol):
         """Start the header timeout for a head that is partly received."""
         if self._in_head and self._timer is None and not self._busy():
             self._unset_keepalive_if_required()
-            self._start_timer(self._settings.header_timeout_s, self._on_header_timeout)
+            self._start_timer(bounds.HEADER_TIMEOUT_S, self._on_header_timeout)
 
     def _start_timer(self, seconds: float, expired: Callable[[], None]) -> None:
         self._stop_timer()
@@ -278,8 +279,7 @@ class Connection(HttpToolsProtocol):
 
     def _on_header_timeout(self) -> None:
         error = HeaderTimeoutError(
-            "The request's headers did not arrive within "
-            f"{self._settings.header_timeout_s:g} s (--header-timeout-s)."
+            f"The request's headers did not arrive within {bounds.HEADER_TIMEOUT_S:g} s."
         )
         if self._in_head:
             self._refuse(error)
@@ -310,9 +310,7 @@ class Connection(HttpToolsProtocol):
     def _switch_to_http10(self, data: bytes) -> None:
         """Replace this protocol by h11, which handles HTTP/1.0 without chunked encoding."""
         self.connections.discard(self)
-        older = Http10Connection(
-            self.config, self.server_state, self.app_state, self._settings, self._slot
-        )
+        older = Http10Connection(self.config, self.server_state, self.app_state, self._slot)
         older.connection_made(self._wire)
         self._wire.set_protocol(older)
         older.data_received(data)

@@ -17,7 +17,6 @@ from server.errors import InvalidHttpError
 from server.http.connections import ConnectionSlot
 from server.http.error_responses import raw_error_response
 from server.http.transport import LingeringTransport
-from server.settings import ServerSettings
 
 
 class Http10Connection(H11Protocol):
@@ -28,18 +27,16 @@ class Http10Connection(H11Protocol):
         config: Config,
         state: ServerState,
         app_state: dict[str, Any],
-        settings: ServerSettings,
         slot: ConnectionSlot,
     ) -> None:
         super().__init__(config, state, app_state)
-        self._settings = settings
         self._slot = slot
         self._out: LingeringTransport
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take over the connection."""
         super().connection_made(transport)
-        self._out = LingeringTransport(transport, self._settings, self._slot, self._peer_sends)
+        self._out = LingeringTransport(transport, self._slot, self._peer_sends)
         self.transport = self._out
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 
+from server import bounds
 from server.http.connection import Connection
 from server.http.connections import Connections
 from server.http.tls import Tls
@@ -66,8 +67,8 @@ class HttpServer(uvicorn.Server):
         tls = self.config.ssl
         options: dict[str, Any] = {
             "ssl": tls,
-            "ssl_handshake_timeout": None if tls is None else self._settings.header_timeout_s,
-            "ssl_shutdown_timeout": None if tls is None else self._settings.linger_s,
+            "ssl_handshake_timeout": None if tls is None else bounds.HEADER_TIMEOUT_S,
+            "ssl_shutdown_timeout": None if tls is None else bounds.LINGER_S,
         }
         for listener in sockets or ():
             if self._shares:

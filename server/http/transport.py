@@ -2,8 +2,8 @@
 
 Closing a socket while the peer still sends makes the kernel send a reset, which can discard a
 response that the peer has not read. So the connection lingers: it sends EOF and drops further
-input. Invariants: a lingering connection is closed after `linger_s` seconds or `linger_bytes`
-bytes; a connection whose peer stops reading is closed after `write_timeout_s`.
+input. Invariants: a lingering connection is closed after `bounds.LINGER_S` seconds or
+`LINGER_BYTES` bytes; a connection whose peer stops reading is closed after `WRITE_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from server import bounds
 from server.http.connections import ConnectionSlot
-from server.settings import ServerSettings
 
 
 class LingeringTransport(asyncio.Transport):
@@ -22,7 +22,6 @@ class LingeringTransport(asyncio.Transport):
     def __init__(
         self,
         transport: asyncio.Transport,
-        settings: ServerSettings,
         slot: ConnectionSlot,
         peer_sends: Callable[[], bool],
     ) -> None:
@@ -34,7 +33,6 @@ class LingeringTransport(asyncio.Transport):
         # Whether further input is dropped.
         self.leaving = False
         self._transport = transport
-        self._settings = settings
         self._peer_sends = peer_sends
         self._loop = asyncio.get_running_loop()
         self._dropped = 0
@@ -77,12 +75,12 @@ class LingeringTransport(asyncio.Transport):
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._transport.resume_reading()
-        self._linger_timer = self._loop.call_later(self._settings.linger_s, self.abort)
+        self._linger_timer = self._loop.call_later(bounds.LINGER_S, self.abort)
 
     def drop(self, size: int) -> None:
-        """Count `size` dropped bytes; abort above `linger_bytes`."""
+        """Count `size` dropped bytes; abort above `LINGER_BYTES`."""
         self._dropped += size
-        if self._dropped > self._settings.linger_bytes:
+        if self._dropped > bounds.LINGER_BYTES:
             self.abort()
 
     def cut(self, reason: str) -> None:
@@ -97,7 +95,7 @@ class LingeringTransport(asyncio.Transport):
         self._transport.abort()
 
     def watch_writing(self) -> None:
-        """Start the write timeout: the peer must read something every `write_timeout_s`."""
+        """Start the write timeout: the peer must read something every `WRITE_TIMEOUT_S`."""
         if self._write_timer is None:
             self._start_write_timer()
 
@@ -121,7 +119,7 @@ class LingeringTransport(asyncio.Transport):
 
     def _start_write_timer(self) -> None:
         self._unsent = self._transport.get_write_buffer_size()
-        timeout_s = self._settings.write_timeout_s
+        timeout_s = bounds.WRITE_TIMEOUT_S
         self._write_timer = self._loop.call_later(timeout_s, self._on_write_timeout)
 
     def _on_write_timeout(self) -> None:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from server import bounds
 from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
@@ -50,7 +51,7 @@ async def read_json_object(request: Request, settings: ServerSettings) -> JsonOb
             f"The request body has {count} objects and arrays; at most {MAX_PLAIN_CONTAINERS} are "
             "allowed on this route."
         )
-    return parse_json_object(raw, settings.max_json_depth)
+    return parse_json_object(raw, bounds.MAX_JSON_DEPTH)
 
 
 async def read_body(request: Request, settings: ServerSettings) -> bytes:
@@ -64,22 +65,21 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     if length.isascii() and length.isdigit() and int(length[:18]) > settings.max_body_bytes:
         raise _too_large(settings)
     try:
-        async with body_timeout(settings):
+        async with body_timeout():
             return await _collect(request, settings)
     except ClientDisconnect:
         raise ClientGoneError from None
 
 
 @asynccontextmanager
-async def body_timeout(settings: ServerSettings) -> AsyncIterator[None]:
+async def body_timeout() -> AsyncIterator[None]:
     """Bound the time in which the block receives a body. Raises `BodyTimeoutError`."""
     try:
-        async with asyncio.timeout(settings.body_timeout_s):
+        async with asyncio.timeout(bounds.BODY_TIMEOUT_S):
             yield
     except TimeoutError:
         raise BodyTimeoutError(
-            f"The request body did not arrive within {settings.body_timeout_s:g} s "
-            "(--body-timeout-s).",
+            f"The request body did not arrive within {bounds.BODY_TIMEOUT_S:g} s.",
             # The rest of the body would be parsed as the next request.
             headers={"connection": "close"},
         ) from None
@@ -125,9 +125,7 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
         )
     # Counting brackets is cheap and rules out nearly every body.
     if raw.count(b"{") + raw.count(b"[") > max_depth and _is_deeper(body, max_depth):
-        raise InvalidJsonError(
-            f"The request body is nested deeper than the limit of {max_depth} (--max-json-depth)."
-        )
+        raise InvalidJsonError(f"The request body is nested deeper than the limit of {max_depth}.")
     if _MANY_DIGITS.search(raw) is not None and _has_huge_number(body):
         # Python refuses to format integers of thousands of digits, in error messages too.
         raise InvalidJsonError(f"A number in the request body has more than {_MAX_DIGITS} digits.")

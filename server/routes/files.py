@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 from typing_extensions import TypedDict
 
+from server import bounds
 from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
@@ -102,7 +103,7 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
     async def create(request: Request) -> Response:
         """Store a file, `purpose` batch: lines of requests."""
         files = store().files
-        upload = Upload(request, settings.upload_timeout_s)
+        upload = Upload(request, bounds.UPLOAD_TIMEOUT_S)
         checked = partial(_checked, policy=settings.unknown_fields)
         return JSONResponse((await files.create(owner_of(request), upload, checked)).shown())
 

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rbln_backend.api.requests import Objective
+from server import bounds
 from server.admission import Admission, Permit
 from server.errors import InvalidJsonError, OverloadedError, QueueTimeoutError
 from server.frontend import Frontend, ParsedRequest
@@ -119,7 +120,7 @@ def _handler(
         # A client that wants progress gets its status with the first of it.
         progress = record.progress if parsed.returns_progress else None
         begun = None if progress is None else progress.changed
-        frames = await commit(result, _is_prelude, settings.stream_commit_s, begun)
+        frames = await commit(result, _is_prelude, bounds.STREAM_COMMIT_S, begun)
         beat = PING if endpoint.anthropic else COMMENT
         return SseResponse(frames, record, frontend().keep_alive_s, beat)
 

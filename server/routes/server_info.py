@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from rbln_backend.api.reports import SECTIONS, read_descriptions
+from server import bounds
 from server.audit.writer import AuditCounts
 from server.errors import InvalidValueError, describe
 from server.frontend import Frontend
@@ -48,8 +49,8 @@ SERVER_FIELDS: Mapping[str, str] = {
     "timings": "`uptime_s`; `ready_after_s`, null until ready; `phases`, the seconds of the "
     "engine's start-up phases so far.",
     "request_limits": "Limits of one request: `max_body_bytes`, `max_json_depth`, "
-    "`max_messages`, `max_prompts`, `max_tools`, `max_n`, `max_text_chars` (null: by the context), "
-    "`max_stop`, `max_logit_bias`, `max_request_s` and `max_queue_s`.",
+    "`max_messages`, `max_prompts`, `max_tools`, `max_n`, `max_stop`, "
+    "`max_logit_bias`, `max_request_s` and `max_queue_s`.",
     "structured_outputs": "`backend`, vLLM's name of it, and the limits of a grammar: "
     "`schema_max_bytes`, `schema_max_depth`, `schema_max_nodes`, `schema_max_enum`, "
     "`schema_max_pattern`, `schema_compile_cpu_s`; `undeclared_properties`, the default rule.",
@@ -65,14 +66,12 @@ SERVER_FIELDS: Mapping[str, str] = {
 }
 """Fields besides the engine's sections, and their contents."""
 
-_REQUEST_LIMITS = (
-    *("max_body_bytes", "max_json_depth", "max_messages", "max_prompts", "max_tools", "max_n"),
-    *("max_text_chars", "max_stop", "max_logit_bias", "max_request_s", "max_queue_s"),
-)
+_REQUEST_LIMITS = (*("max_body_bytes", "max_n", "max_stop", "max_request_s", "max_queue_s"),)
+_REQUEST_BOUNDS = ("max_json_depth", "max_messages", "max_prompts", "max_tools", "max_logit_bias")
 
-_SCHEMA_SETTINGS = (
-    *("schema_max_bytes", "schema_max_depth", "schema_max_nodes", "schema_max_enum"),
-    *("schema_max_pattern", "schema_compile_cpu_s", "undeclared_properties"),
+_SCHEMA_SETTINGS = (*("schema_max_bytes", "schema_compile_cpu_s", "undeclared_properties"),)
+_SCHEMA_BOUNDS = (
+    *("schema_max_depth", "schema_max_nodes", "schema_max_enum", "schema_max_pattern"),
 )
 
 
@@ -106,10 +105,14 @@ def server_info_router(
                 "ready_after_s": lifecycle.ready_after_s,
                 "phases": report.get("phases", {}),
             },
-            "request_limits": {name: ours[name] for name in _REQUEST_LIMITS},
+            "request_limits": {
+                **{name: ours[name] for name in _REQUEST_LIMITS},
+                **{name: getattr(bounds, name.upper()) for name in _REQUEST_BOUNDS},
+            },
             "structured_outputs": {
                 "backend": BACKEND,
                 **{name: ours[name] for name in _SCHEMA_SETTINGS},
+                **{name: getattr(bounds, name.upper()) for name in _SCHEMA_BOUNDS},
             },
             "tools": frontend().tools.to_dict() if lifecycle.started else None,
             "audit": _audit(frontend().audit_counts if lifecycle.started else None),

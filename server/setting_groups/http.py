@@ -104,30 +104,8 @@ class ConnectionSettings(BaseModel):
         ge=1024,
         description="Maximum size of request line and headers in bytes; above: 431.",
     )
-    header_timeout_s: float = Field(
-        10.0,
-        gt=0,
-        description="Timeout in seconds for a request's headers (then 408) and for the TLS "
-        "handshake.",
-    )
     keep_alive_s: int = Field(
         75, ge=1, description="Seconds for which an idle client connection stays open."
-    )
-    linger_s: float = Field(
-        2.0,
-        gt=0,
-        description="Seconds for which the rest of a request body is received and dropped after "
-        "the response; then the connection is closed.",
-    )
-    linger_bytes: int = Field(
-        16 * 1024 * 1024,
-        ge=1024,
-        description="Maximum number of bytes received and dropped after the response.",
-    )
-    write_timeout_s: float = Field(
-        30.0,
-        gt=0,
-        description="Seconds for which a client may stop reading; then its request is aborted.",
     )
 
 
@@ -230,47 +208,14 @@ class AdmissionSettings(BaseModel):
         description="Timeout of a request in seconds; X-Request-Timeout-Ms can lower it. 0: no "
         "limit.",
     )
-    body_timeout_s: float = Field(
-        30.0, gt=0, description="Timeout in seconds for receiving a request's body."
-    )
     max_body_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, description="Maximum size of a request body in bytes."
-    )
-    max_json_depth: int = Field(
-        64, ge=4, le=190, description="Maximum nesting of objects and arrays in a request body."
-    )
-    max_messages: int = Field(
-        2048,
-        ge=1,
-        description="Maximum number of messages, or items of an `input`, in one request.",
-    )
-    max_tools: int = Field(256, ge=1, description="Maximum number of tools in one request.")
-    max_text_chars: int | None = Field(
-        None,
-        ge=1024,
-        description="Maximum number of characters of one text in a prompt. Unset: 16 per token of "
-        "the model's context, at least 1048576.",
-    )
-    max_prompts: int = Field(
-        256, ge=1, description="Maximum number of prompts in a completion request."
     )
     max_n: int = Field(
         128, ge=1, description="Maximum `n`; the engine's max_num_seqs is a second limit."
     )
     max_stop: int = Field(
         4, ge=1, le=64, description="Maximum number of `stop` strings in one request."
-    )
-    max_logit_bias: int = Field(
-        1024, ge=1, description="Maximum number of entries in `logit_bias`."
-    )
-    read_timeout_s: float = Field(
-        10.0,
-        gt=0,
-        description="Timeout in seconds for parsing and checking a large body, and again for "
-        "rendering its chat template; then 429.",
-    )
-    read_workers: int = Field(
-        1, ge=1, le=16, description="Processes that parse and check large bodies."
     )
     unknown_fields: Literal["reject", "warn"] = Field(
         "reject", description="Treatment of unknown request fields: 400 or a logged warning."
@@ -286,12 +231,6 @@ class AdmissionSettings(BaseModel):
         description="Add tools in Hermes format to the prompt if the chat template does not render "
         "tools; --no-default-tool-prompt rejects requests with tools for such a model.",
     )
-    stream_commit_s: float = Field(
-        5.0,
-        ge=0,
-        description="Seconds for which the status of a stream waits for its first event, so that "
-        "an error until then gets its own status code.",
-    )
 
 
 class SchemaSettings(BaseModel):
@@ -306,16 +245,6 @@ class SchemaSettings(BaseModel):
     schema_max_bytes: int = Field(
         64 * 1024, ge=256, description="Maximum size of a schema, regex or grammar in bytes."
     )
-    schema_max_depth: int = Field(32, ge=2, le=128, description="Maximum nesting of a schema.")
-    schema_max_nodes: int = Field(
-        4096, ge=16, description="Maximum number of objects, arrays and values in a schema."
-    )
-    schema_max_enum: int = Field(
-        1024, ge=1, description="Maximum number of values in one `enum` or `choice`."
-    )
-    schema_max_pattern: int = Field(
-        1024, ge=16, description="Maximum number of characters of a `pattern` or regex."
-    )
     schema_compile_cpu_s: float = Field(
         5.0,
         gt=0,
@@ -324,9 +253,6 @@ class SchemaSettings(BaseModel):
     )
     schema_workers: int = Field(
         1, ge=1, le=16, description="Processes that compile grammars before the engine does."
-    )
-    schema_cache_entries: int = Field(
-        1024, ge=1, description="Number of cached results of grammar checks."
     )
 
 

@@ -15,12 +15,6 @@ class LifeSettings(BaseModel):
     drain_timeout_s: float = Field(
         25.0, ge=0, description="Seconds for in-flight requests to finish after SIGTERM."
     )
-    death_linger_s: float = Field(
-        2.0,
-        ge=0,
-        description="Seconds for which requests get 503 with the reason after the engine failed; "
-        "then the process exits.",
-    )
     step_timeout_s: float = Field(
         120.0,
         ge=0,

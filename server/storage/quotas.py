@@ -16,12 +16,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from server import bounds
 from server.errors import StorageFullError
 from server.settings import ServerSettings
 from server.storage.jobs import BATCHES
 
 Kind = Literal["files", "responses"]
-_FLAGS: dict[Kind, str] = {"files": "--max-files-per-key", "responses": "--max-responses-per-key"}
 _ADVICE: dict[Kind, str] = {
     "files": "Delete some.",
     "responses": "Delete some, or send 'store': false.",
@@ -37,8 +37,8 @@ class StorageQuotas:
     def __init__(self, settings: ServerSettings) -> None:
         self._max_bytes = settings.max_stored_bytes
         self._max_objects: dict[Kind, int] = {
-            "files": settings.max_files_per_key,
-            "responses": settings.max_responses_per_key,
+            "files": bounds.MAX_FILES_PER_KEY,
+            "responses": bounds.MAX_RESPONSES_PER_KEY,
         }
         # `release` runs in the event loop, the other methods in the thread of the database.
         self._lock = threading.Lock()
@@ -117,8 +117,8 @@ class StorageQuotas:
         if stored + reserved >= most:
             pending = f", {reserved} more are being stored" if reserved else ""
             raise StorageFullError(
-                f"This key has {stored} {kind}{pending}; at most {most} are allowed "
-                f"({_FLAGS[kind]}). {_ADVICE[kind]}"
+                f"This key has {stored} {kind}{pending}; at most {most} are allowed. "
+                f"{_ADVICE[kind]}"
             )
 
     def _check_bytes(self, connection: sqlite3.Connection, size: int, advice: str) -> None:

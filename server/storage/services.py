@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -54,11 +54,6 @@ class StorageServices:
     def owner_salt(self) -> bytes:
         """Salt of stored owners, empty without a store."""
         return b"" if self._store is None else self._store.owner_salt
-
-    def settle_owners(self, owners: Mapping[str, str], *, adopt: bool) -> None:
-        """Call `Store.settle_owners`, if there is a store."""
-        if self._store is not None:
-            self._store.settle_owners(owners, adopt=adopt)
 
     def require_batches(self) -> BatchService:
         """Return the service of files and batches. Raises `NotEnabledError`."""

@@ -84,7 +84,7 @@ class Upload:
                     self._pieces.clear()
         except TimeoutError:
             raise BodyTimeoutError(
-                f"The file did not arrive within {self._timeout_s:g} s (--upload-timeout-s).",
+                f"The file did not arrive within {self._timeout_s:g} s.",
                 headers={"connection": "close"},
             ) from None
         except ClientDisconnect:

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from server import bounds
 from server.settings import ServerSettings
 
 BACKEND = "xgrammar"
@@ -72,10 +73,10 @@ class SchemaLimits:
         """Return the limits of a server."""
         return cls(
             max_bytes=settings.schema_max_bytes,
-            max_depth=settings.schema_max_depth,
-            max_nodes=settings.schema_max_nodes,
-            max_enum=settings.schema_max_enum,
-            max_pattern=settings.schema_max_pattern,
+            max_depth=bounds.SCHEMA_MAX_DEPTH,
+            max_nodes=bounds.SCHEMA_MAX_NODES,
+            max_enum=bounds.SCHEMA_MAX_ENUM,
+            max_pattern=bounds.SCHEMA_MAX_PATTERN,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from server import bounds
 from server.host.job_pool import JobPool, process_starter
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import SchemaLimits
@@ -27,4 +28,4 @@ def make_gate(vllm_config: VllmConfig, settings: ServerSettings) -> GrammarGate:
     pool = JobPool("grammar trials", start, settings.schema_workers, _WALL_PER_CPU * cpu_s)
     compact = vllm_config.structured_outputs_config.disable_any_whitespace
     limits = SchemaLimits.of(settings)
-    return GrammarGate(limits, pool, settings.schema_cache_entries, cpu_s, compact=compact)
+    return GrammarGate(limits, pool, bounds.SCHEMA_CACHE_ENTRIES, cpu_s, compact=compact)

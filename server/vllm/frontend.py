@@ -23,6 +23,7 @@ from vllm import envs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from rbln_backend import api
+from server import bounds
 from server.admission import Capacity
 from server.audit.writer import AuditCounts
 from server.buckets.engine_buckets import BucketPort, EngineBucketCalls
@@ -161,8 +162,8 @@ class VllmFrontend:
             process_starter(
                 settings.engine_start, serve_reading, "reading-requests", rules, settings
             ),
-            settings.read_workers,
-            settings.read_timeout_s,
+            bounds.READ_WORKERS,
+            bounds.READ_TIMEOUT_S,
         )
         self._body_reader = BodyReader(rules, request_models())
         self._body_reader.build_validators(_BUILT_FORMS)
@@ -171,7 +172,7 @@ class VllmFrontend:
         templates = RemoteTemplates(
             self._reader.render, templates_of(online), _CHARS_PER_BYTE * settings.max_body_bytes
         )
-        render_elsewhere(online.renderer, templates, settings.read_workers)
+        render_elsewhere(online.renderer, templates, bounds.READ_WORKERS)
 
     async def warm_up(self) -> None:
         """Make what first requests would wait for, once the server is ready.

@@ -66,7 +66,7 @@ class RequestReader:
         """Parse a body.
 
         Raises the `ServerError` of the first check that fails, and `OverloadedError` if too many
-        large bodies wait or one takes longer than `--read-timeout-s`.
+        large bodies wait or one takes longer than `bounds.READ_TIMEOUT_S`.
         """
         if is_small(raw, before or b""):
             return self._here.read(endpoint, raw, before)
@@ -122,8 +122,7 @@ class RequestReader:
         except JobTimeoutError:
             self._counts.note("timeout", self._pool.timeout_s)
             raise _overloaded(
-                f"The request took longer than {self._pool.timeout_s:g} s to {does} "
-                "(--read-timeout-s)."
+                f"The request took longer than {self._pool.timeout_s:g} s to {does}."
             ) from None
         except JobCrashedError as error:
             self._counts.note("crashed")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from server import bounds
 from server.request.fields.limits import REPORT_MODE, RequestLimits
 from server.request.fields.rules import UnknownPolicy
 from server.request.templates.variables import TemplateVariables
@@ -74,18 +75,17 @@ def make_request_rules(
     rewrites_tools = rewrites_arguments(tools.parser)
     return RequestRules(
         limits=RequestLimits(
-            max_messages=settings.max_messages,
-            max_prompts=settings.max_prompts,
-            max_tools=settings.max_tools,
+            max_messages=bounds.MAX_MESSAGES,
+            max_prompts=bounds.MAX_PROMPTS,
+            max_tools=bounds.MAX_TOOLS,
             # More answers than sequences would wait for each other.
             max_n=min(settings.max_n, scheduler.max_num_seqs),
             max_stop=settings.max_stop,
-            max_logit_bias=settings.max_logit_bias,
+            max_logit_bias=bounds.MAX_LOGIT_BIAS,
             max_model_len=model.max_model_len,
             vocab_size=model.get_vocab_size(),
             max_queued_tokens=scheduler.max_num_queued_tokens,
             has_priorities=scheduler.policy == "priority",
-            max_text_chars=settings.max_text_chars,
             transfers_kv=config.kv_transfer_config is not None,
             extra_args=_extra_args(config),
             max_logprobs=model.max_logprobs,
@@ -93,7 +93,7 @@ def make_request_rules(
         ),
         unknown_fields=settings.unknown_fields,
         volatile_lines=settings.volatile_lines,
-        max_json_depth=settings.max_json_depth,
+        max_json_depth=bounds.MAX_JSON_DEPTH,
         text_only=not model.is_multimodal_model,
         merge_inline_system=merges_inline_system(
             getattr(state, "anthropic_serving_messages", None)

@@ -13,6 +13,7 @@ from server.wire.endpoint import Endpoint
 from tests.server.request.limits import LIMITS
 
 USER = {"role": "user", "content": "hi"}
+LONG = "x" * ((1 << 20) + 1)
 
 
 @pytest.mark.parametrize(
@@ -21,9 +22,27 @@ USER = {"role": "user", "content": "hi"}
         ("CHAT", {"messages": [USER] * 5}, InvalidValueError, "messages", "4 items .*got 5"),
         ("RESPONSES", {"input": [USER] * 5}, InvalidValueError, "input", "4 items .*got 5"),
         ("CHAT", {"messages": [{"content": [{}] * 64}]}, InvalidValueError, "messages", "than 64"),
-        ("CHAT", {"messages": [{"content": "x" * 1000}]}, ContextLengthError, "messages", "999"),
-        ("CHAT", {"messages": [{"x" * 1000: 1}]}, ContextLengthError, "messages", "1000 char"),
-        ("COMPLETION", {"prompt": "x" * 1000}, ContextLengthError, "prompt", "max-text-chars"),
+        (
+            "CHAT",
+            {"messages": [{"content": LONG}]},
+            ContextLengthError,
+            "messages",
+            str(1 << 20),
+        ),
+        (
+            "CHAT",
+            {"messages": [{LONG: 1}]},
+            ContextLengthError,
+            "messages",
+            "1048577 char",
+        ),
+        (
+            "COMPLETION",
+            {"prompt": LONG},
+            ContextLengthError,
+            "prompt",
+            str(1 << 20),
+        ),
         ("COMPLETION", {"prompt": [5] * 101}, ContextLengthError, "prompt", "101 .* 100 fit"),
         ("COMPLETION", {"prompt": [[5], [5] * 101]}, ContextLengthError, "prompt[1]", "101"),
         ("EMBEDDINGS", {"input": [[5] * 101]}, ContextLengthError, "input[0]", "101"),
@@ -35,7 +54,7 @@ USER = {"role": "user", "content": "hi"}
         ("COHERE_EMBED", {"texts": ["b"] * 4}, InvalidValueError, "texts", "got 4"),
         ("COHERE_EMBED", {"inputs": [{"content": []}] * 4}, InvalidValueError, "inputs", "got 4"),
         ("DETOKENIZE", {"tokens": [5] * 101}, InvalidValueError, "tokens", "100 items .*101"),
-        ("CHAT", {"tools": [{}] * 3}, InvalidValueError, "tools", "max-tools.* got 3"),
+        ("CHAT", {"tools": [{}] * 3}, InvalidValueError, "tools", "2 items .* got 3"),
         ("CHAT", {"tools": [{"a": [1] * 512}]}, InvalidValueError, "tools", "than 512"),
         ("CHAT", {"allowed_token_ids": [1] * 51}, InvalidValueError, "allowed_token_ids", "50"),
         ("CHAT", {"bad_words": ["a"] * 257}, InvalidValueError, "bad_words", "256 items"),
@@ -60,7 +79,7 @@ def test_what_is_too_large_is_refused(
     ("endpoint", "body"),
     [
         ("CHAT", {"messages": [USER] * 4, "tools": [{}, {}], "n": 3}),
-        ("CHAT", {"messages": "x" * 999}),
+        ("CHAT", {"messages": "x" * (1 << 20)}),
         ("COMPLETION", {"prompt": [[5] * 100] * 3}),
         ("EMBEDDINGS", {"input": [5] * 400, "truncate_prompt_tokens": 10}),
         ("CHAT", {"logit_bias": {str(i): 1 for i in range(50)}}),
@@ -70,8 +89,7 @@ def test_what_is_not_passes(endpoint: str, body: dict[str, Any]) -> None:
     check_sizes(Endpoint[endpoint], body, LIMITS)
 
 
-def test_texts_are_measured_against_the_context_unless_a_flag_says_otherwise() -> None:
-    assert LIMITS.text_chars == 999
+def test_texts_are_measured_against_the_context() -> None:
     for context, chars in ((100, 1 << 20), (1 << 20, 16 << 20)):
-        limits = replace(LIMITS, max_text_chars=None, max_model_len=context)
+        limits = replace(LIMITS, max_model_len=context)
         assert limits.text_chars == chars

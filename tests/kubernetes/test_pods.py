@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import server.service as service
+from server import bounds
 from server.settings import ServerSettings, SettingsError, load_settings
 from tests.kubernetes.chart import Document, of_kind, pod_templates, render, server
 from tests.kubernetes.value_sets import (
@@ -85,8 +86,7 @@ PROBES = {"startup": "/startupz", "readiness": "/readyz", "liveness": "/livez"}
 
 
 def test_a_dying_server_ends_by_itself_before_liveness_acts() -> None:
-    lingers_s = ServerSettings.model_fields["death_linger_s"].default
-    assert lingers_s < server().patience_s("liveness")
+    assert server().patience_s("liveness") > bounds.DEATH_LINGER_S
 
 
 def test_a_roll_is_given_the_time_of_its_slowest_pod() -> None:
@@ -130,7 +130,7 @@ def test_the_server_takes_the_rendered_settings(monkeypatch: pytest.MonkeyPatch)
     assert settings.max_body_bytes == 4194304
     assert settings.max_in_flight == 64
     assert settings.lora_base_names == ("a", "b")
-    assert settings.stream_commit_s == 2.5
+    assert settings.max_n == 2
     assert settings.max_queue_s == 0
     assert settings.unknown_fields == "warn"
     assert settings.enable_ssl_refresh

@@ -218,7 +218,7 @@ ALL_ON: Values = {
         "digest": "sha256:" + "a" * 64,
     },
     "workload": {"replicas": 4, "minReadySeconds": 5},
-    "settings": {"max_in_flight": 64, "stream_commit_s": 2.5, "lora_base_names": ["a", "b"]},
+    "settings": {"max_in_flight": 64, "max_n": 2, "lora_base_names": ["a", "b"]},
     "adapters": {
         "enabled": True,
         "readOnly": True,

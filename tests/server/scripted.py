@@ -18,6 +18,7 @@ import pytest
 from pydantic_core import to_json
 from starlette.requests import Request
 
+from server import bounds
 from server.admission import Capacity
 from server.buckets.engine_buckets import BucketPort
 from server.errors import ContextLengthError, InternalError
@@ -281,6 +282,7 @@ async def running(
 ) -> AsyncIterator[Running]:
     """Serve on a free port for the length of the block; ready at once without a `launcher`.
 
+    `settings` are those of `ServerSettings`, and changed values of `server.bounds` in lower case.
     `client_context` is what the client has for TLS; it comes from this host like every client.
     """
     import time
@@ -290,7 +292,11 @@ async def running(
         launcher.launched.set()
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    config = ServerSettings(**{"death_linger_s": 0.3, "host": "127.0.0.1", **settings})
+    names = {"death_linger_s", *(name for name in settings if hasattr(bounds, name.upper()))}
+    patch = pytest.MonkeyPatch()
+    for name in names:
+        patch.setattr(bounds, name.upper(), settings.pop(name, 0.3))
+    config = ServerSettings(**{"host": "127.0.0.1", **settings})
     task = asyncio.create_task(serve(config, launcher, listener, tmp_path, time.monotonic()))
     url = f"{'https' if config.ssl_certfile else 'http'}://127.0.0.1:{port}"
     # Without TLS the client needs no certificates, which take 50 ms to load.
@@ -305,8 +311,11 @@ async def running(
             launcher.engine.frontend.go_on.set()
             if not task.done():
                 service.signal()
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait_for(task, 10)
+            try:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait_for(task, 10)
+            finally:
+                patch.undo()
 
 
 async def said(caplog: pytest.LogCaptureFixture, words: str) -> None:

@@ -129,7 +129,7 @@ class ModelChoice:
 
     async def _first_line(self, scope: Scope, body: RequestBody) -> bytes:
         """Receive an upload up to the end of the first line of its file, and return that line."""
-        async with body_timeout(self._settings):
+        async with body_timeout():
             while (line := first_line_of(body.read, complete=body.complete)) is None:
                 if body.complete or len(body.read) > self._settings.max_body_bytes:
                     raise self._unnamed(scope)
@@ -173,7 +173,7 @@ async def read_whole(
     size = len(body.read)
     if int(length[:18]) > limit:
         raise _too_large(limit)
-    async with body_timeout(settings):
+    async with body_timeout():
         while not body.complete:
             chunks.append(await body.next_chunk())
             size += len(chunks[-1])

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
+from server import bounds
 from server.errors import MethodNotAllowedError, RouteNotFoundError, describe
 from server.http.auth import Access
 from server.http.origins import allow_origins
@@ -64,7 +65,7 @@ def create_front_app(
     if settings.console:
         app.include_router(console_router())
     own = {path for route in app.routes if (path := getattr(route, "path", None)) is not None}
-    forwarder = Forwarder(pool, choice, own, settings.stream_commit_s)
+    forwarder = Forwarder(pool, choice, own, bounds.STREAM_COMMIT_S)
     app.router.routes.append(StarletteRoute("/{path:path}", forwarder, methods=_METHODS))
     app.add_middleware(FrontMiddleware, lifecycle=lifecycle, access=access, metrics=metrics)
     allow_origins(app, settings)

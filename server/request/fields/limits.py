@@ -61,8 +61,6 @@ class RequestLimits:
     vocab_size: int
     max_queued_tokens: int | None
     has_priorities: bool
-    max_text_chars: int | None = None
-    """None derives it from the context."""
     transfers_kv: bool = False
     extra_args: frozenset[str] | None = frozenset()
     """Accepted keys of `vllm_xargs`; None accepts any but those of `_RESERVED_ARGS`."""
@@ -74,8 +72,7 @@ class RequestLimits:
     @property
     def text_chars(self) -> int:
         """Most characters of one text."""
-        derived = max(_MIN_TEXT_CHARS, _CHARS_PER_TOKEN * self.max_model_len)
-        return self.max_text_chars or derived
+        return max(_MIN_TEXT_CHARS, _CHARS_PER_TOKEN * self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,6 @@ class Size:
     items: int = _ANY
     values: int = _ANY
     chars: int = _ANY
-    hint: str = ""
-    """The flag that sets them, for errors."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -45,16 +43,16 @@ def _sizes(limits: RequestLimits) -> Mapping[FieldKind, Size]:
     text, messages, prompts = limits.text_chars, limits.max_messages, limits.max_prompts
     ids = Size(limits.vocab_size, limits.vocab_size + 1, 64)
     words = Size(256, 257, 1024)
-    conversation = Size(messages, messages * _VALUES_PER_MESSAGE, text, " (--max-messages)")
+    conversation = Size(messages, messages * _VALUES_PER_MESSAGE, text)
     values = (messages + prompts) * _VALUES_PER_MESSAGE
     return {
         **dict.fromkeys(FieldKind, Size(1024, 1024, 1 << 16)),
         **dict.fromkeys(_CONVERSATIONS, conversation),
         # Token ids within are measured against the context.
-        **dict.fromkeys(_PROMPTS, Size(prompts, values, text, " (--max-prompts)")),
+        **dict.fromkeys(_PROMPTS, Size(prompts, values, text)),
         FieldKind.TOKENS: Size(limits.max_model_len),
         **dict.fromkeys((FieldKind.IDS, FieldKind.BIASES), ids),
-        FieldKind.TOOLS: Size(limits.max_tools, 256 * limits.max_tools, 1 << 16, " (--max-tools)"),
+        FieldKind.TOOLS: Size(limits.max_tools, 256 * limits.max_tools, 1 << 16),
         FieldKind.GRAMMAR: Size(values=1 << 16),
         FieldKind.TRANSFER: Size(values=1 << 16),
         **dict.fromkeys((FieldKind.WORDS, FieldKind.STOP), words),
@@ -118,8 +116,7 @@ def _check_length(path: str, tokens: list[object], most: int) -> None:
 def _check_number(name: str, number: int, size: Size) -> None:
     if number > size.items:
         raise InvalidValueError(
-            f"'{name}' must have at most {size.items} items on this server{size.hint}, got "
-            f"{number}.",
+            f"'{name}' must have at most {size.items} items on this server, got {number}.",
             param=name,
         )
 
@@ -133,7 +130,7 @@ def _check_nested(
         if values > size.values:
             raise InvalidValueError(
                 f"'{name}' holds more than {size.values} objects, arrays, texts and numbers, the "
-                f"limit of this server{size.hint}.",
+                f"limit of this server.",
                 param=name,
             )
         level = _below(name, level, kind, size.chars)
@@ -160,6 +157,6 @@ def _check_text(name: str, text: str, kind: FieldKind, most: int) -> None:
     prompt = kind in _TEXTS
     raise (ContextLengthError if prompt else InvalidValueError)(
         f"'{name}' holds a text of {len(text)} characters, {describe(text, 40)}; the limit of this "
-        f"server is {most}{' (--max-text-chars)' if prompt else ''}.",
+        f"server is {most}.",
         param=name,
     )

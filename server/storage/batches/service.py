@@ -12,6 +12,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp
 
+from server import bounds
 from server.admission import Admission
 from server.errors import InvalidValueError, NotFoundError, StorageFullError, describe
 from server.host.tasks import background_task
@@ -55,7 +56,7 @@ class BatchService:
         """Create the service. `decode_times` is called in another thread."""
         self._folder, self._database = store.folder, store.database
         self._keep_s = settings.file_retention_s
-        self._max_open = settings.max_batches_per_key
+        self._max_open = bounds.MAX_BATCHES_PER_KEY
         self.files = FileStore(
             store, settings.max_file_bytes, settings.file_retention_s, table.input_files_in_use
         )
@@ -156,7 +157,7 @@ class BatchService:
             # The exception rolls the new batch back.
             raise StorageFullError(
                 f"This key has {count - 1} batches that have not ended; at most {self._max_open} "
-                "are allowed (--max-batches-per-key)."
+                "are allowed."
             )
         return batch
 

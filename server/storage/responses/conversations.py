@@ -10,6 +10,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
+from server import bounds
 from server.errors import InvalidValueError, OverloadedError, describe
 from server.request.record import RequestRecord
 from server.storage.raw_json import joined
@@ -56,7 +57,7 @@ def find(db: sqlite3.Connection, owner: str, last: str, max_bytes: int) -> Conve
     if size > max_bytes:
         raise InvalidValueError(
             f"'{_FIELD}': the {len(turns)} turns up to {describe(last)} have {size} bytes; at most "
-            f"{max_bytes} are allowed (--max-conversation-bytes).",
+            f"{max_bytes} are allowed.",
             param=_FIELD,
         )
     return Conversation(turns, size)
@@ -73,19 +74,18 @@ def items_of(db: sqlite3.Connection, owner: str, conversation: Conversation) -> 
 class ContinuedBytes:
     """Sum of the bytes of continued conversations. Used from the event loop."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._bytes = 0
 
     def hold(self, size: int, record: RequestRecord) -> None:
         """Add a conversation until the request of `record` ends. Raises `OverloadedError`."""
         if size <= _SMALL_BYTES:
             return
-        if self._bytes + size > self._max_bytes:
+        if self._bytes + size > bounds.MAX_CONTINUED_BYTES:
             raise OverloadedError(
                 f"'{_FIELD}': the conversation has {size} bytes and those that requests continue "
-                f"now have {self._bytes}; at most {self._max_bytes} are allowed together "
-                "(--max-continued-bytes).",
+                f"now have {self._bytes}; at most {bounds.MAX_CONTINUED_BYTES} are allowed "
+                "together.",
                 rejection="conversations",
                 param=_FIELD,
             )

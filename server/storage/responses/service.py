@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp
 
+from server import bounds
 from server.admission import Admission
 from server.errors import InvalidValueError
 from server.host.tasks import background_task, run_to_completion
@@ -38,11 +39,7 @@ class ResponseService:
         self._database = store.database
         self._keep_s = settings.response_retention_s
         self._quotas = store.quotas
-        self._background = table.BackgroundLimits(
-            settings.max_background_per_key, settings.max_background
-        )
-        self._max_conversation_bytes = settings.max_conversation_bytes
-        self._continued = conversations.ContinuedBytes(settings.max_continued_bytes)
+        self._continued = conversations.ContinuedBytes()
         self._runner = ResponseRunner(store.database, lifecycle, admission)
         self.statuses: Mapping[str, int] = RESPONSES.no_rows()
         """Numbers of responses by status, at the last refresh."""
@@ -68,7 +65,7 @@ class ResponseService:
         Its bytes count until the request of `record` ends. Raises `NotFoundError`,
         `InvalidValueError`, `OverloadedError`.
         """
-        owner, most = record.caller.owner, self._max_conversation_bytes
+        owner, most = record.caller.owner, bounds.MAX_CONVERSATION_BYTES
         found = await self._database.read(conversations.find, owner, last, most)
         self._continued.hold(found.bytes, record)
         return await self._database.read(conversations.items_of, owner, found)
@@ -98,8 +95,7 @@ class ResponseService:
     async def _queue(self, response: Response, options: StorageOptions) -> None:
         assert options.reservation is not None
         await asyncio.to_thread(self._store.folder.require, response.bytes)
-        limits = self._background
-        await self._database.run(table.queue, response, options.reservation, limits)
+        await self._database.run(table.queue, response, options.reservation)
         self._runner.add(table.Waiting(response.id, response.owner))
 
     async def get(self, owner: str, response_id: str, *, with_input: bool = False) -> Response:

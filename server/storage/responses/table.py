@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from server import bounds
 from server.errors import OverloadedError
 from server.storage.jobs import RESPONSES
 from server.storage.quotas import Reservation
@@ -18,14 +19,6 @@ _MAX_ATTEMPTS = 3
 _COLUMNS = [field.name for field in dataclasses.fields(Response)]
 _OMITTED = {"request": "NULL AS request", "input": "x'' AS input"}
 """SQL for columns whose megabytes a query does not need."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BackgroundLimits:
-    """Maximum of waiting and running background responses, per owner and in total."""
-
-    per_owner: int
-    total: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,20 +37,18 @@ def insert(db: sqlite3.Connection, response: Response, reservation: Reservation)
     db.execute(f"INSERT INTO responses ({', '.join(_COLUMNS)}) VALUES ({marks})", values)
 
 
-def queue(
-    db: sqlite3.Connection, response: Response, reservation: Reservation, limits: BackgroundLimits
-) -> None:
+def queue(db: sqlite3.Connection, response: Response, reservation: Reservation) -> None:
     """Insert a background response. Raises `StorageFullError`, `OverloadedError`."""
     of_owner = RESPONSES.count_open(db, response.owner)
     total = RESPONSES.count_open(db)
-    for count, of, most, flag in (
-        (of_owner, " of this key", limits.per_owner, "--max-background-per-key"),
-        (total, "", limits.total, "--max-background"),
+    for count, of, most in (
+        (of_owner, " of this key", bounds.MAX_BACKGROUND_PER_KEY),
+        (total, "", bounds.MAX_BACKGROUND),
     ):
         if count >= most:
             raise OverloadedError(
                 f"'background': {count} responses{of} wait or run in the background; at most "
-                f"{most} are allowed ({flag}).",
+                f"{most} are allowed.",
                 rejection="background",
                 param="background",
             )

@@ -317,7 +317,7 @@ def test_serve_refuses_for_the_same_reason(
     """
     path = folder(CANNOT_RUN[feature][0])
     reason = verdict(path)["reason"]
-    with RealServer(path, tmp_path, "--skip-tokenizer-init", "--death-linger-s", "3") as server:
+    with RealServer(path, tmp_path, "--skip-tokenizer-init") as server:
         while (body := server.client.get("/readyz").json())["status"] == "starting":
             assert time.monotonic() - server.started < READY_TIMEOUT_S
             time.sleep(0.1)

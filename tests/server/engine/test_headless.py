@@ -30,7 +30,6 @@ def pair(checkpoints: CheckpointCache, tmp_path: Path) -> Iterator[tuple[RealSer
     flags = [
         *("--data-parallel-size", "2", "--data-parallel-size-local", "1"),
         *("--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())),
-        *("--death-linger-s", "0"),
     ]
     model = checkpoints("llama", dtype="float32")
     folders = [tmp_path / name for name in ("api", "headless")]

@@ -17,7 +17,7 @@ from tests.server.real_server import RealServer
 pytestmark = pytest.mark.engine
 
 TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
-FLAGS = ("--max-model-len", "1024", "--prefill-policy", "fcfs", "--stream-commit-s", "60")
+FLAGS = ("--max-model-len", "1024", "--prefill-policy", "fcfs")
 HI = [{"role": "user", "content": "hi"}]
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": HI}),

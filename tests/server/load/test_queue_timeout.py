@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 HI = [{"role": "user", "content": "hi"}]
 FLAGS = (
     *("--max-model-len", "1024", "--max-queue-s", "0.2", "--max-queued-tokens", "600"),
-    *("--scheduling-policy", "priority", "--stream-commit-s", "60"),
+    *("--scheduling-policy", "priority"),
 )
 
 

@@ -21,7 +21,7 @@ from tests.server.real_server import FLAGS, RealServer, descendants
 pytestmark = pytest.mark.engine
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
-FRONT = ("--api-key", "alice=a", "--admin-key", "root", "--stream-commit-s", "0.1")
+FRONT = ("--api-key", "alice=a", "--admin-key", "root")
 MEMORY_GIB = 0.5
 
 

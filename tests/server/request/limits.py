@@ -13,5 +13,4 @@ LIMITS = RequestLimits(
     vocab_size=50,
     max_queued_tokens=150,
     has_priorities=False,
-    max_text_chars=999,
 )

@@ -58,7 +58,7 @@ def server(
     template.write_text(TEMPLATE)
     flags = ("--chat-template", str(template), "--trust-request-chat-template")
     flags += ("--max-model-len", "1024", "--max-logprobs", "-1")
-    flags += ("--read-timeout-s", "5", "--data-dir", str(folder / "data"), "--min-free-bytes", "0")
+    flags += ("--data-dir", str(folder / "data"), "--min-free-bytes", "0")
     with RealServer(checkpoints("llama", dtype="float32"), folder, *flags) as up:
         up.until_ready()
         yield up
@@ -120,7 +120,7 @@ def test_a_slow_template_holds_up_nobody(server: RealServer) -> None:
             answered += 1
     answer = slow.result()
     assert (answer.status_code, code(answer)) == (429, "overloaded")
-    assert "--read-timeout-s" in answer.text
+    assert "longer than 10 s" in answer.text
     assert answered > 3
 
 

@@ -47,7 +47,7 @@ def server(
 ) -> Iterator[RealServer]:
     # Nothing says that the model pools but its own files.
     lora = ("--enable-lora", "--lora-modules", f"adapted={adapter}")
-    flags = ("--max-prompts", "40", "--max-queue-s", "3", *lora)
+    flags = ("--max-queue-s", "3", *lora)
     with RealServer(checkpoint, tmp_path_factory.mktemp("s"), *flags) as up:
         up.until_ready()
         yield up
@@ -182,7 +182,7 @@ ERRORS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     (EMBEDDINGS, {"input": ""}, 400, "invalid_value", "input"),
     (EMBEDDINGS, {"input": 5}, 400, "invalid_type", "input"),
     (EMBEDDINGS, {"input": [1.5]}, 400, "invalid_type", "input[0]"),
-    (EMBEDDINGS, {"input": ["a"] * 41}, 400, "invalid_value", "input"),
+    (EMBEDDINGS, {"input": ["a"] * 257}, 400, "invalid_value", "input"),
     (EMBEDDINGS, {"input": [5, 10**6]}, 400, "invalid_value", "input[1]"),
     (EMBEDDINGS, {"input": [5] * 257}, 400, "context_length_exceeded", "input"),
     (EMBEDDINGS, {"input": "a", "model": "other"}, 404, "model_not_found", "model"),

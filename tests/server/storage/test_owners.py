@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
-
-import pytest
 
 from server.settings import ServerSettings
 from server.storage.owners import owner_of_digest
-from server.storage.schema import MIGRATIONS
 from server.storage.store import Store
-from tests.server.scripted import Running, running, said
+from tests.server.scripted import Running, running
 from tests.server.storage.batches.clients import CHAT, line, text_of, until_ended, upload
 
 FIRST, SECOND = "sk-first-unnamed-key", "sk-second-unnamed-key"
@@ -49,71 +44,9 @@ async def statuses(service: Running, paths: dict[str, str], key: str) -> set[int
     }
 
 
-def database_by_position(data: Path, owners: tuple[str, ...]) -> None:
-    """Make a data folder of version 3, which has one file for each owner."""
-    data.mkdir()
-    with closing(sqlite3.connect(data / "store.sqlite")) as connection:
-        connection.executescript("".join(MIGRATIONS[:3]) + "PRAGMA user_version = 3;")
-        for number, owner in enumerate(owners):
-            connection.execute(
-                "INSERT INTO files VALUES (?, ?, 'batch', '', 2, 1, NULL)",
-                (f"file-{number}", owner),
-            )
-        connection.commit()
-    for number in range(len(owners)):
-        (data / "files").mkdir(exist_ok=True)
-        (data / "files" / f"file-{number}").write_text("{}")
-
-
 async def seen(service: Running, key: str) -> set[str]:
     page = (await service.client.get("/v1/files", headers=bearer(key))).json()
     return {file["id"] for file in page["data"]}
-
-
-async def test_data_of_positions_is_readable_by_no_key_until_it_is_adopted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    data = tmp_path / "data"
-    database_by_position(data, ("api-1", "api-2", "admin-1", "api-1x", "alice", "api-01"))
-    named = ("api-1x=k3", "alice=k4", "api-01=k5")
-    settings = {"data_dir": data, "api_key": (FIRST, SECOND, *named), "admin_key": ("root",)}
-    async with running(tmp_path, **settings) as service:
-        await said(caplog, "1 stored objects belong to no key")
-        for key in (FIRST, SECOND, "root"):
-            assert await seen(service, key) == set()
-        # These are names.
-        assert [await seen(service, key) for key in ("k3", "k4", "k5")] == [
-            *({"file-3"}, {"file-4"}, {"file-5"}),
-        ]
-        own = await upload(service.client, b"{}", **bearer(FIRST))
-    async with running(tmp_path, **settings, adopt_unnamed_key_data=True) as service:
-        assert await seen(service, FIRST) == {"file-0", own}
-        assert [await seen(service, key) for key in (SECOND, "root", "k3")] == [
-            *({"file-1"}, {"file-2"}, {"file-3"}),
-        ]
-
-
-async def test_adopted_batches_keep_the_newer_idempotency_key(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    wish = {"endpoint": CHAT, "completion_window": "24h"}
-    async with running(tmp_path, data_dir=data, api_key=(FIRST,)) as service:
-        batches = []
-        for _ in range(2):
-            file_id = await upload(service.client, text_of([line(1)]), **bearer(FIRST))
-            headers = bearer(FIRST) | {"idempotency-key": f"once-{len(batches)}"}
-            body = wish | {"input_file_id": file_id}
-            made = await service.client.post("/v1/batches", json=body, headers=headers)
-            batches.append(made.json()["id"])
-    with closing(sqlite3.connect(data / "store.sqlite")) as connection:
-        connection.execute(
-            "UPDATE batches SET owner = 'position:api-1', idempotency = 'once-1' WHERE id = ?",
-            (batches[0],),
-        )
-        connection.commit()
-    settings = {"data_dir": data, "api_key": (FIRST,), "adopt_unnamed_key_data": True}
-    async with running(tmp_path, **settings) as service:
-        page = (await service.client.get("/v1/batches", headers=bearer(FIRST))).json()
-        assert {batch["id"] for batch in page["data"]} == set(batches)
 
 
 async def test_the_name_of_a_position_is_no_owner(tmp_path: Path) -> None:

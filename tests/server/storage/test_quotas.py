@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server import bounds
 from server.errors import StorageFullError
 from server.settings import ServerSettings
 from server.storage.quotas import Reservation, stored_bytes, usage_of
@@ -61,7 +62,7 @@ async def test_files_uploaded_at_once_are_no_more_than_the_quota(tmp_path: Path)
         answers = await at_once(service, 10, 100)
         assert codes(answers) == {200: 3, 507: 7}
         refused = next(answer for answer in answers if answer.status_code == 507)
-        assert "--max-files-per-key" in refused.json()["error"]["message"]
+        assert "at most 3 are allowed" in refused.json()["error"]["message"]
         listed = (await service.client.get(FILES)).json()["data"]
         assert len(listed) == 3
         # Places that were given up are free again.
@@ -152,9 +153,11 @@ async def test_lines_wait_while_nothing_more_may_be_stored(tmp_path: Path) -> No
         assert batch["request_counts"]["completed"] == 3
 
 
-async def test_a_reservation_that_ended_holds_nothing(tmp_path: Path) -> None:
-    settings = {"data_dir": tmp_path, "max_files_per_key": 1, "max_stored_bytes": 1024}
-    store = Store(ServerSettings(**settings))
+async def test_a_reservation_that_ended_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "MAX_FILES_PER_KEY", 1)
+    store = Store(ServerSettings(data_dir=tmp_path, max_stored_bytes=1024))
     reserve, settle = store.quotas.reserve, store.quotas.settle
 
     def place() -> Reservation:
@@ -171,7 +174,7 @@ async def test_a_reservation_that_ended_holds_nothing(tmp_path: Path) -> None:
     first.release()
     first.release()
     await store.database.run(partial(reserve, reservation=second))
-    with pytest.raises(StorageFullError, match="max-files-per-key"):
+    with pytest.raises(StorageFullError, match="at most 1 are allowed"):
         await store.database.run(partial(settle, reservation=first, size=1))
     with pytest.raises(StorageFullError, match="max-stored-bytes"):
         await store.database.run(partial(settle, reservation=second, size=1025))

@@ -130,7 +130,7 @@ async def test_files_expire(tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({"max_stored_bytes": 1024}, "--max-stored-bytes"),
-        ({"max_files_per_key": 1}, "--max-files-per-key"),
+        ({"max_files_per_key": 1}, "at most 1 are allowed"),
         ({"min_free_bytes": 1 << 60}, "--min-free-bytes"),
     ],
 )

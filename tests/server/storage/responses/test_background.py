@@ -39,11 +39,11 @@ async def test_they_are_bounded_for_each_key_and_in_all(tmp_path: Path) -> None:
         error = refused.json()["error"]
         assert (error["code"], error["param"]) == ("overloaded", "background")
         assert "3 responses of this key" in error["message"]
-        assert "--max-background-per-key" in error["message"]
+        assert "at most 3 are allowed" in error["message"]
         assert int(refused.headers["retry-after"]) > 0
         assert (await ask(service, "k2")).status_code == 200
         full = (await ask(service, "k2")).json()["error"]["message"]
-        assert "--max-background)" in full
+        assert "at most 4 are allowed" in full
         name = next(a.json()["id"] for a in answers if a.status_code == 200)
         await service.client.post(f"{PATH}/{name}/cancel", headers=bearer("k1"))
         assert (await ask(service)).status_code == 200

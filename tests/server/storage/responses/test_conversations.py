@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
+from server import bounds
 from server.errors import InvalidValueError, OverloadedError, StorageUnavailableError
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord
 from server.request.route_table import route_of
-from server.settings import ServerSettings, SettingsError, load_settings
+from server.settings import ServerSettings
 from server.storage.quotas import Reservation
 from server.storage.responses import conversations, table
 from server.storage.responses.response import Response, finished_response, queued_response
@@ -45,7 +46,7 @@ async def test_a_conversation_is_bounded_in_bytes(tmp_path: Path) -> None:
             assert error["param"] == "previous_response_id"
             size = int(error["message"].split(" have ")[1].split(" bytes")[0])
             assert 5000 < size < 6000
-            assert "at most 4000 are allowed (--max-conversation-bytes)" in error["message"]
+            assert "at most 4000 are allowed." in error["message"]
         # Nothing else is.
         assert (await shown(service.client, second["id"]))["status"] == "completed"
 
@@ -63,7 +64,7 @@ async def test_conversations_in_progress_are_bounded_together(tmp_path: Path) ->
         refused = await service.client.post(PATH, json={**body, "user": "me"})
         error = refused.json()["error"]
         assert (refused.status_code, error["code"]) == (429, "overloaded")
-        assert "--max-continued-bytes" in error["message"]
+        assert "at most 150000 are allowed together" in error["message"]
         assert int(refused.headers["retry-after"]) > 0
         counted = 'rbln_admission_rejections_total{reason="conversations"}'
         assert await service.metric(counted) == 1
@@ -73,8 +74,11 @@ async def test_conversations_in_progress_are_bounded_together(tmp_path: Path) ->
         assert text(await create(service.client, previous_response_id=large)) == "3 items"
 
 
-def test_what_a_request_continued_is_counted_until_it_ends() -> None:
-    held = conversations.ContinuedBytes(200_000)
+def test_what_a_request_continued_is_counted_until_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds, "MAX_CONTINUED_BYTES", 200_000)
+    held = conversations.ContinuedBytes()
     records = [RequestRecord(route_of(PATH), "POST", 0.0) for _ in range(3)]
     held.hold(150_000, records[0])
     with pytest.raises(OverloadedError, match=r"has 150000 bytes and those .* now have 150000"):
@@ -84,11 +88,6 @@ def test_what_a_request_continued_is_counted_until_it_ends() -> None:
     for end in records[0].on_end:
         end()
     held.hold(150_000, records[1])
-
-
-def test_the_two_bounds_fit_together() -> None:
-    with pytest.raises(SettingsError, match="--max-continued-bytes 2000 is less than"):
-        load_settings({"max_conversation_bytes": 3000, "max_continued_bytes": 2000}, {})
 
 
 def turn(number: int, size: int) -> Response:

@@ -135,7 +135,7 @@ async def test_above_the_quota_only_demanded_storage_fails(tmp_path: Path) -> No
         assert (await create(service.client))["store"] is False
         refused = await service.client.post(PATH, json={"input": "x", "store": True})
         assert (refused.status_code, refused.json()["error"]["code"]) == (507, "storage_full")
-        assert "--max-responses-per-key" in refused.json()["error"]["message"]
+        assert "at most 2 are allowed" in refused.json()["error"]["message"]
         await service.client.delete(f"{PATH}/{kept[0]['id']}")
         assert (await create(service.client))["store"] is True
 
