@@ -16,8 +16,6 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from rbln_backend.host.cores import parse_cores
-
 BACKGROUND_PRIORITY = 1 << 30
 """Requests of this priority, or a lower one (in vLLM a larger number), use only spare capacity: the
 scheduler's background, under any policy."""
@@ -102,15 +100,6 @@ def _ascending(sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return tuple(sorted(sizes))
 
 
-def _processors(text: str) -> str:
-    if text != "none":
-        try:
-            parse_cores(text)
-        except ValueError as error:
-            raise ValueError(f"must be `none` or a list such as 0-3,8: {error}") from None
-    return text
-
-
 def _absolute(path: str) -> str:
     """Expand `~` and make the path absolute: workers may run in another directory."""
     try:
@@ -152,9 +141,6 @@ Directories: TypeAlias = Annotated[
     Field(strict=False),
     Form("list of text", "directories separated by colons", _read_paths),
 ]
-Processors: TypeAlias = Annotated[
-    str, AfterValidator(_processors), Form("`none` or processors", "`none` or processors")
-]
 Device: TypeAlias = Annotated[Literal["auto", "emulated", "rebel"], WORD]
 Kernels: TypeAlias = Annotated[Literal["auto", "native", "aten"], WORD]
 HotPathPolicy: TypeAlias = Annotated[Literal["error", "warn"], WORD]
@@ -163,8 +149,6 @@ Strategy: TypeAlias = Annotated[
     WORD,
     AfterValidator(lambda name: "exponential" if name == "exp" else name),
 ]
-HugePages: TypeAlias = Annotated[Literal["auto", "off"], WORD]
-Allocator: TypeAlias = Annotated[Literal["auto", "system"], WORD]
 KvCachePages: TypeAlias = Annotated[Literal["on_demand", "reserved"], WORD]
 PrefillPolicy: TypeAlias = Annotated[Literal["shortest", "fcfs"], WORD]
 
@@ -260,8 +244,6 @@ class RblnConfig(BaseModel):
     """Serve the text of a multimodal checkpoint: its vision tower is neither loaded nor compiled.
     `--language-model-only` is the same; without either, such a checkpoint is refused.
     """
-    use_vllm_model: Switch = True
-    """Run vLLM's own model code; the optimum path (false) is not part of this backend."""
     sampler: Annotated[Switch, GRAPH, Env("VLLM_RBLN_SAMPLER")] = True
     """On an NPU: graphs end in the SDK's `argmax`, and steps of greedy requests without processors
     or log-probabilities take its tokens; all others are sampled on the host.
@@ -270,8 +252,6 @@ class RblnConfig(BaseModel):
     """On an NPU with torch-rbln: graphs of the SDK draw the tokens of steps whose requests have no
     `seed` and nothing but temperature, top_k and top_p; they are compiled at each start.
     """
-    flash_causal_attn: Switch = True
-    """No effect: the op follows from whether a sequence fits in one block."""
     use_custom_kernel: Annotated[Switch, GRAPH, Env("RBLN_USE_CUSTOM_KERNEL")] = False
     """Use the custom-kernel variants of the attention ops."""
     enforce_model_fp32: Annotated[Switch, GRAPH, Env("VLLM_RBLN_ENFORCE_MODEL_FP32")] = False
@@ -326,15 +306,6 @@ class RblnConfig(BaseModel):
     num_threads: Annotated[OptionalNumber, Env("RBLN_NUM_THREADS")] = None
     """Host threads of one rank; unset takes the cores that the affinity mask and the cgroup quota
     leave the process, divided among the ranks of the host.
-    """
-    thread_affinity: Processors = "none"
-    """Processors that the engine's ranks divide among them, such as `0-3,8`; `none` leaves
-    placement to the system, which was faster on a shared machine.
-    """
-    huge_pages: HugePages = "auto"
-    """Put weights and KV caches on huge pages where the system offers them."""
-    allocator: Allocator = "auto"
-    """`auto` keeps the memory of a step's large tensors for the next step; `system` is torch's own.
     """
     kv_cache_pages: KvCachePages = "on_demand"
     """When KV caches take their memory: at first use of each page, or, `reserved`, at the start, so

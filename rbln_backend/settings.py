@@ -207,15 +207,9 @@ def _limit(variable: Variable, value: object, label: str, shown: str, found: _Fi
     """Refuse a value that is not supported, or warn that it has no effect."""
     if variable.status is Status.REFUSED and value != variable.accepts:
         raise ConfigError(f"{label}={shown} is not supported: {variable.doc}")
-    if variable.status is Status.NO_EFFECT and not _is_usual(variable, value):
+    is_usual = variable.accepts is not None and variable.accepts == value
+    if variable.status is Status.NO_EFFECT and not is_usual:
         found.warnings.append(f"{label} has no effect: {variable.doc}")
-
-
-def _is_usual(variable: Variable, value: object) -> bool:
-    """Return whether the value is what happens anyway."""
-    if variable.field is None:
-        return variable.accepts is not None and variable.accepts == value
-    return bool(RblnConfig.model_fields[variable.field].default == value)
 
 
 def _reason(error: ValidationError) -> str:

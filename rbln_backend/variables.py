@@ -114,7 +114,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("VLLM_RBLN_TP_SIZE", _ALIAS, "Name up to 0.10.", "num_devices_per_local_rank"),
     Variable("RBLN_TARGET_SOC", _ALIAS, "Name up to 0.11.", "force_npu_name"),
-    Variable("VLLM_RBLN_USE_VLLM_MODEL", _REFUSED, _NO_OPTIMUM, "use_vllm_model", accepts=True),
+    Variable("VLLM_RBLN_USE_VLLM_MODEL", _REFUSED, _NO_OPTIMUM, accepts=True),
     Variable(
         "VLLM_RBLN_COMPILE_MODEL",
         _REFUSED,
@@ -156,11 +156,13 @@ VARIABLES: tuple[Variable, ...] = (
         "`--num-gpu-blocks-override`.",
         accepts=False,
     ),
-    Variable("VLLM_RBLN_FLASH_CAUSAL_ATTN", _IDLE, _ONE_OP, "flash_causal_attn"),
+    Variable("VLLM_RBLN_FLASH_CAUSAL_ATTN", _IDLE, _ONE_OP, accepts=True),
     Variable("VLLM_RBLN_METRICS", _IDLE, "Metrics are always on, at `/metrics`."),
     Variable("VLLM_RBLN_METRICS_FILE", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
     Variable("VLLM_RBLN_METRICS_DIR", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
-    Variable("VLLM_RBLN_NUMA", _IDLE, "Name processors in `thread_affinity`."),
+    Variable(
+        "VLLM_RBLN_NUMA", _IDLE, "The system places threads; `taskset` or a cpuset limits them."
+    ),
     Variable(
         "VLLM_RBLN_SORT_BATCH", _IDLE, "Rows go longest first where the NPU's kernels want it."
     ),

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from rbln_backend.errors import ConfigError
 from rbln_backend.host.cgroups import cgroup_folders
 
 
@@ -59,29 +58,6 @@ def parse_cores(text: str) -> tuple[int, ...]:
             raise ValueError(f"{part.strip()!r} is no range of processors")
         found.update(range(low, high + 1))
     return tuple(sorted(found))
-
-
-def format_cores(cores: Iterable[int]) -> str:
-    """The shortest list that ``parse_cores`` reads back."""
-    ranges: list[list[int]] = []
-    for core in sorted(set(cores)):
-        if ranges and core == ranges[-1][1] + 1:
-            ranges[-1][1] = core
-        else:
-            ranges.append([core, core])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
-
-
-def chosen_cores(field: str, text: str, allowed: Collection[int]) -> tuple[int, ...]:
-    """``parse_cores`` within this process's mask; raises ``ConfigError`` naming ``field``."""
-    cores = parse_cores(text)
-    outside = [core for core in cores if core not in allowed]
-    if outside:
-        raise ConfigError(
-            f"{field}={text!r} names processor {outside[0]}, which this process may not use; "
-            f"it may use {format_cores(allowed)}"
-        )
-    return cores
 
 
 def _one_per_core(allowed: Collection[int], root: Path) -> tuple[int, ...]:

@@ -43,7 +43,6 @@ class RuntimeInfo(Section):
     threads: Annotated[int, "Threads of the kernels, the engine's own included."]
     cores: Annotated[list[int], "One processor number of each core that the rank may use."]
     cpu_quota: Annotated[float | None, "Processors' worth of time that cgroups allow; null: all."]
-    thread_affinity: Annotated[str, "Processors that the engine is pinned to; `none`: not pinned."]
     allocator: Annotated[str, "`mapped`: large tensors in reused memory mappings; else `system`."]
     allocator_reason: Annotated[str, "Why it is not `mapped`."]
     huge_pages: Annotated[str, "`advised` or `off`."]

@@ -42,10 +42,8 @@ FIELDS = [
     "cache_bundles",
     "disable_compile_cache",
     "disable_mm",
-    "use_vllm_model",
     "sampler",
     "sample_on_device",
-    "flash_causal_attn",
     "use_custom_kernel",
     "enforce_model_fp32",
     "sub_block_cache",
@@ -65,9 +63,6 @@ FIELDS = [
     "force_npu_name",
     "profiler",
     "num_threads",
-    "thread_affinity",
-    "huge_pages",
-    "allocator",
     "kv_cache_pages",
     "max_queue_ms",
     "run_dir",
@@ -93,7 +88,6 @@ def test_defaults_are_the_documented_ones_except_the_bucket_limit() -> None:
     assert config.strict_mode is True
     assert config.enable_warm_up is True
     assert config.sampler is True
-    assert config.flash_causal_attn is True
     assert config.use_custom_kernel is False
     assert config.cache_max_bytes == 20 * 1024**3
 
@@ -120,13 +114,6 @@ def test_defaults_are_the_documented_ones_except_the_bucket_limit() -> None:
             "bucket_limit: '4', must be a valid integer",
         ),
         ({"num_threads": -1}, "num_threads: -1, must be greater than 0"),
-        ({"huge_pages": "on"}, "Invalid huge_pages: 'on', Valid choices: auto, off"),
-        ({"allocator": "jemalloc"}, "Invalid allocator: 'jemalloc', Valid choices: auto, system"),
-        ({"thread_affinity": 3}, "Invalid thread_affinity: 3, must be a valid string"),
-        (
-            {"thread_affinity": "3-1"},
-            "Invalid thread_affinity: '3-1', must be `none` or a list such as 0-3,8: '3-1' is no",
-        ),
         ({"decode_batch_bucket_step": 1}, "step must be greater than 1, step: 1"),
         (
             {"decode_batch_bucket_strategy": "quadratic"},
@@ -150,7 +137,6 @@ def test_defaults_are_the_documented_ones_except_the_bucket_limit() -> None:
         ),
         ({"decode_batch_bucket_manual_buckets": [1, "2"]}, "each must be a valid integer"),
         ({"prefill_chunk_buckets": []}, "prefill_chunk_buckets: [], must have at least one entry"),
-        ({"use_vllm_model": False}, "use_vllm_model=False is not supported"),
     ],
 )
 def test_a_bad_value_is_refused_with_field_value_and_choices(
@@ -169,7 +155,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_known_one() -> None:
 
 
 def test_an_unknown_option_that_resembles_none_lists_all() -> None:
-    with pytest.raises(ConfigError, match=r"'zzz' in .*; known names: allocator, cache_bundles"):
+    with pytest.raises(ConfigError, match=r"'zzz' in .*; known names: cache_bundles"):
         from_options(zzz=1)
 
 
@@ -246,7 +232,6 @@ def test_only_what_changes_a_graph_is_a_graph_field() -> None:
         {"run_dir": "/run/rbln"},
         {"strict_mode": True},
         {"num_threads": 3},
-        {"thread_affinity": "0", "huge_pages": "off", "allocator": "system"},
         {"kv_cache_pages": "reserved"},
     ],
 )

@@ -110,7 +110,7 @@ def test_every_option_but_those_of_the_host_has_a_variable() -> None:
     assert without == {
         *("run_dir", "max_queue_ms", "record_usage", "prefill_step_tokens"),
         *("prefill_policy", "max_num_partial_prefills"),
-        *("thread_affinity", "huge_pages", "allocator", "kv_cache_pages"),
+        "kv_cache_pages",
         *("verify_lengths", "verify_tokens", "share_drafts", "sample_on_device"),
         *("kv_tier_memory_bytes", "kv_tier_folder", "kv_tier_folder_bytes"),
     }
@@ -194,7 +194,6 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
         ("VLLM_DISABLE_COMPILE_CACHE", "1", "disable_compile_cache", True),
         ("VLLM_RBLN_DISABLE_MM", "1", "disable_mm", True),
         ("VLLM_RBLN_SAMPLER", "no", "sampler", False),
-        ("VLLM_RBLN_FLASH_CAUSAL_ATTN", "off", "flash_causal_attn", False),
         ("RBLN_USE_CUSTOM_KERNEL", "1", "use_custom_kernel", True),
         ("RBLN_KERNEL_MODE", "triton", "use_custom_kernel", True),
         ("VLLM_RBLN_ENFORCE_MODEL_FP32", "1", "enforce_model_fp32", True),
@@ -212,7 +211,6 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
         ("RBLN_PROFILER", "true", "profiler", True),
         ("RBLN_NUM_THREADS", "6", "num_threads", 6),
         ("OMP_NUM_THREADS", "3,2", "num_threads", 3),
-        ("VLLM_RBLN_USE_VLLM_MODEL", "1", "use_vllm_model", True),
         ("VLLM_RBLN_MOE_USE_OPT_KERNEL", "0", "moe_use_opt_kernel", False),
         ("VLLM_RBLN_MOE_CUSTOM_KERNEL", "0", "moe_custom_kernel", False),
         ("VLLM_RBLN_USE_MOE_TOKENS_MASK", "0", "use_moe_tokens_mask", False),
@@ -391,10 +389,6 @@ def test_a_refused_name_accepts_only_what_is_done_anyway(
     assert resolve(None, {name: accepted}).warnings == []
 
 
-def test_the_optimum_path_is_refused_as_an_option_too() -> None:
-    assert "no optimum path" in error_of({}, use_vllm_model=False)
-
-
 def test_a_name_without_effect_warns_and_says_what_to_use() -> None:
     resolved = resolve(None, {"VLLM_RBLN_METRICS": "1"})
     assert resolved.config == RblnConfig()
@@ -406,7 +400,6 @@ def test_a_name_without_effect_warns_and_says_what_to_use() -> None:
 @pytest.mark.parametrize(("raw", "count"), [("1", 0), ("0", 1)])
 def test_a_field_without_effect_warns_only_if_an_effect_is_missed(raw: str, count: int) -> None:
     assert len(resolve(None, {"VLLM_RBLN_FLASH_CAUSAL_ATTN": raw}).warnings) == count
-    assert len(resolve({"rbln": {"flash_causal_attn": raw == "1"}}, {}).warnings) == count
 
 
 def test_a_name_without_effect_is_still_checked() -> None:

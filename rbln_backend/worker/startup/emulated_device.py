@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from functools import partial
 
@@ -11,8 +10,7 @@ from rbln_backend.compiler.port import Compiler
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import KernelSet, set_threads
 from rbln_backend.emulator.memory import choose_memory
-from rbln_backend.errors import ConfigError
-from rbln_backend.host.cores import chosen_cores, core_budget
+from rbln_backend.host.cores import core_budget
 from rbln_backend.reporting.description import RuntimeInfo
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.worker.startup.estimate import StartEstimate
@@ -42,35 +40,21 @@ def set_up_runtime(
 
     ``weight_bytes`` is the size of its weights, 0 if unknown.
 
-    Call it after the kernels are loaded, before there are threads or tensors of the model. Raises
-    ``ConfigError`` for cores that this process may not use, or for fewer cores than threads.
+    Call it after the kernels are loaded, before there are threads or tensors of the model.
     """
-    affinity = config.thread_affinity
-    if affinity != "none":
-        chosen = chosen_cores("thread_affinity", affinity, os.sched_getaffinity(0))
-        budget = core_budget(chosen)
-        share = budget.share(local_rank, num_ranks)
-        if config.num_threads is not None and config.num_threads > len(share):
-            raise ConfigError(
-                f"num_threads={config.num_threads} exceeds the cores that "
-                f"thread_affinity={affinity!r} leaves a rank: {len(share)}"
-            )
-        os.sched_setaffinity(0, share)
-    else:
-        budget = core_budget()
-        share = budget.share(local_rank, num_ranks)
+    budget = core_budget()
+    share = budget.share(local_rank, num_ranks)
     threads = config.num_threads or budget.threads(local_rank, num_ranks)
     set_threads(threads)
     memory = choose_memory(
-        mapped=config.allocator == "auto",
-        huge_pages=config.huge_pages == "auto",
+        mapped=True,
+        huge_pages=True,
         weight_bytes=weight_bytes,
     )
     return RuntimeInfo(
         threads=threads,
         cores=list(share),
         cpu_quota=budget.quota,
-        thread_affinity=affinity,
         allocator=memory.allocator,
         allocator_reason=memory.allocator_reason,
         huge_pages=memory.huge_pages,

@@ -131,7 +131,7 @@ def whole_description(server: RealServer) -> None:
     assert set(info["timings"]["phases"]) == {"init", "load", "compile", "warmup"}
     assert info["timings"]["ready_after_s"] > 0
     assert info["tools"] == {"prompt": "template", "parser": "hermes", "reason": "it names them"}
-    assert info["settings"]["rbln"]["huge_pages"] == "auto"
+    assert info["settings"]["rbln"]["kv_cache_pages"] == "on_demand"
 
 
 def traffic_of_the_last_minutes(server: RealServer) -> None:

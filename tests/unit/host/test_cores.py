@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.errors import ConfigError
 from rbln_backend.host.cores import (
     CoreBudget,
-    chosen_cores,
     core_budget,
-    format_cores,
     parse_cores,
 )
 
@@ -126,16 +123,6 @@ def test_ranks_divide_the_cores(
 
 def test_lists_of_processors() -> None:
     assert parse_cores("8, 0-3,2") == (0, 1, 2, 3, 8)
-    assert format_cores((8, 2, 0, 1, 3)) == "0-3,8"
     for wrong in ("", "a", "3-1", "-1", "1-", "0,,1", "0-99999999"):
         with pytest.raises(ValueError):
             parse_cores(wrong)
-
-
-def test_a_processor_outside_the_mask_is_named_with_the_mask() -> None:
-    assert chosen_cores("thread_affinity", "1-2", {0, 1, 2, 5}) == (1, 2)
-    with pytest.raises(ConfigError) as caught:
-        chosen_cores("thread_affinity", "1-3", {0, 1, 2, 5})
-    assert str(caught.value) == (
-        "thread_affinity='1-3' names processor 3, which this process may not use; it may use 0-2,5"
-    )
