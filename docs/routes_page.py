@@ -35,7 +35,7 @@ _PURPOSES: dict[str, tuple[str, ...]] = {
         "/v1/messages/batches",
     ),
     "the model and its adapters": ("/v1/models",),
-    "checks or explains a grammar without generating": ("/v1/structured_outputs",),
+    "checks a grammar without generating": ("/v1/structured_outputs",),
     "[adapters](lora.md#routes)": (
         *("/v1/lora_adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     ),

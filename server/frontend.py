@@ -22,7 +22,7 @@ from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.request.options.draft_options import DraftOptions
 from server.storage.responses.storage_options import StorageOptions
-from server.structured_outputs.constraint import Constraint, Undeclared
+from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.gate import GrammarGate
 from server.tools.support import ToolSupport
 from server.wire.endpoint import Endpoint, JsonObject
@@ -69,7 +69,6 @@ class ParsedRequest:
     """Constraints of the answer; those of one list are compiled together."""
     custom_tools: frozenset[str] = frozenset()
     """Names of the custom tools, each of which `model` has as a function."""
-    undeclared: Undeclared = Undeclared.OMIT
     """Rule of the answer's schemas for parts that they do not declare."""
     forbidding: list[str] = field(default_factory=list)
     """Fields that forbid tokens."""

@@ -90,11 +90,9 @@ def _limits() -> SchemaLimits:
 
 def grammar_of(schema: Any, undeclared: Undeclared) -> LarkGrammar:
     """Return our grammar of a schema, by the server's checks and the engine's limits."""
-    constraint = Constraint(
-        ConstraintKind.JSON, json.dumps(schema), "schema", undeclared=undeclared
-    )
+    constraint = Constraint(ConstraintKind.JSON, json.dumps(schema), "schema")
     job = job_bytes([constraint], _limits())
-    verdict = do_job(job, lambda _kind, _text: [], compact=False)
+    verdict = do_job(job, lambda _kind, _text: [], compact=False, undeclared=undeclared)
     if verdict.grammar is None:
         raise RefusedSchemaError(verdict.reason)
     try:

@@ -14,11 +14,11 @@ import torch
 from jsonschema.validators import Draft202012Validator, validator_for
 
 from benchmarks.schemas.judging import SchemaCase
+from benchmarks.schemas.samples import SampleWalker
 from benchmarks.schemas.sides import RefusedSchemaError, end_token, grammar_of, tokenizer
 from rbln_backend.grammar.lark import Vocabulary
-from rbln_backend.grammar.samples import SampleWalker
 from server.structured_outputs.constraint import Undeclared
-from server.structured_outputs.explaining.enforcement import property_names
+from server.structured_outputs.schema_walk import every_schema
 
 _MOST_TOKENS = 400
 _MOST_S = 1.0
@@ -58,7 +58,7 @@ class Generator:
             except RefusedSchemaError:
                 found.refused += 1
                 continue
-            names = property_names(case.schema)
+            names = _property_names(case.schema)
             pick = random.Random(f"{seed} {case.name}")
             judges = list(_validators(case.schema))
             for _ in range(each):
@@ -76,6 +76,18 @@ class Generator:
 def soundness_of(cases: Sequence[SchemaCase], undeclared: Undeclared, texts: int) -> Soundness:
     """Return the counts of a new generator."""
     return Generator().soundness(cases, undeclared, texts)
+
+
+def _property_names(root: Any) -> list[str]:
+    """Return the names of properties in a schema, which its texts may need."""
+    names = dict.fromkeys(
+        name
+        for _, schema in every_schema(root)
+        for keyword in ("properties", "required")
+        for name in schema.get(keyword) or ()
+        if isinstance(name, str)
+    )
+    return list(names)
 
 
 def _validators(schema: Any) -> Iterator[Any]:

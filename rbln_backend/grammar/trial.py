@@ -11,7 +11,7 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -20,7 +20,6 @@ import numpy.typing as npt
 from rbln_backend.grammar.backend import MARK, pinned_backend
 from rbln_backend.grammar.heap import heap_bytes
 from rbln_backend.grammar.lark import LarkGrammar
-from rbln_backend.grammar.samples import SampleWalker
 from rbln_backend.vllm_compat.grammar import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
@@ -57,7 +56,6 @@ class GrammarTrial:
         self._backend.in_trial = True
         self._making = making
         self._mask = self._backend.allocate_token_bitmask(1)
-        self._sampler: SampleWalker | None = None
         self._walked: set[tuple[int, str]] = set()
         self._most_bytes: int | None = None
         stop = getattr(self._backend.tokenizer, "eos_token_id", None)
@@ -111,34 +109,6 @@ class GrammarTrial:
                 f"it takes {taken >> 20} MiB of memory after {_STEPS} tokens; the limit is "
                 f"{_MAX_BYTES >> 20} MiB"
             )
-
-    def samples(
-        self,
-        kind: str,
-        text: str,
-        count: int,
-        seed: int,
-        *,
-        most_tokens: int,
-        most_s: float,
-        words: Sequence[str],
-    ) -> list[tuple[str, bool]]:
-        """Return `count` texts of a grammar that passed its trial, each with True if complete.
-
-        See `SampleWalker.sample` for the limits of each and for `words`.
-        """
-        vocabulary = self._backend.lark_compiler().vocabulary
-        if self._sampler is None:
-            ends = self._stop or set(vocabulary.tokenizer.eos_tokens)
-            self._sampler = SampleWalker(vocabulary, ends, self._mask)
-        grammar = self._backend.compile_grammar(
-            StructuredOutputOptions[kind.upper()], text, self._stop
-        )
-        found = []
-        for index in range(count):
-            grammar.reset()
-            found.append(self._sampler.sample(grammar, seed + index, most_tokens, most_s, words))
-        return found
 
     def _walk_patterns(self, text: str) -> None:
         """Walk through each pattern of a grammar, since one path may miss some."""

@@ -17,7 +17,6 @@ from server.request.deadline import Deadline
 from server.request.options.draft_options import DraftOptions
 from server.request.options.tier import EVERY_TIER, Tier, Tiers
 from server.request.route_table import Route
-from server.structured_outputs.constraint import Undeclared
 from server.wire.direct_frames import DirectFrames
 from server.wire.endpoint import JsonObject
 from server.wire.prompt_progress import PromptProgress
@@ -103,15 +102,14 @@ class RequestRecord:
     `complete` once its last byte was sent. `failure` is the engine's error where vLLM's classes do
     not pass it on. `guide` is how the answer is guided, one of `GUIDES`; `grammars` are the gate's
     verdicts on its constraints: grammars by job key. `custom_tools` are the names of the tools
-    whose calls have an input instead of arguments. `undeclared` is the rule of its schemas for
-    parts that they do not declare. `failure_frames` makes the frames that end a stream with an
-    error, where they depend on the frames sent. `error` is the error that ended the request. `span`
-    is the request's, None where none is recorded or it has ended; `trace_headers` name it to the
-    engine. `direct` sends the frames of a stream that differ in their text alone. `key_use` is the
-    request's use of its API key's limits, None without a key. `bounds_answer`: the body says how
-    many tokens an answer may have. `progress` is that of a stream's prompt, None for other answers.
-    `objective` has the latest times of its tokens. `audited_body` is the body for the
-    audit log, None without one.
+    whose calls have an input instead of arguments. `failure_frames` makes the frames that end a
+    stream with an error, where they depend on the frames sent. `error` is the error that ended the
+    request. `span` is the request's, None where none is recorded or it has ended; `trace_headers`
+    name it to the engine. `direct` sends the frames of a stream that differ in their text alone.
+    `key_use` is the request's use of its API key's limits, None without a key. `bounds_answer`: the
+    body says how many tokens an answer may have. `progress` is that of a stream's prompt, None for
+    other answers. `objective` has the latest times of its tokens. `audited_body` is the body for
+    the audit log, None without one.
     """
 
     route: Route
@@ -132,7 +130,6 @@ class RequestRecord:
     guide: str | None = None
     grammars: Mapping[bytes, str | None] = field(default_factory=dict)
     custom_tools: Collection[str] = ()
-    undeclared: Undeclared = Undeclared.OMIT
     error: ServerError | None = None
     span: Span | None = None
     trace_headers: Mapping[str, str] | None = None

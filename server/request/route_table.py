@@ -108,7 +108,6 @@ ROUTES: tuple[Route, ...] = (
     Route("/tokenizer_info", Scope.API),
     Route(_MODELS[1], Scope.API, prefix="/v1/models/"),
     Route("/v1/structured_outputs/validate", Scope.API),
-    Route("/v1/structured_outputs/explain", Scope.API),
     Route("/v1/lora_adapters", Scope.API),
     Route("/v1/lora_adapters/{name}", Scope.API, prefix="/v1/lora_adapters/"),
     Route("/v1/load_lora_adapter", Scope.ADAPTERS),

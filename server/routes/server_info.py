@@ -53,7 +53,7 @@ SERVER_FIELDS: Mapping[str, str] = {
     "`max_logit_bias`, `max_request_s` and `max_queue_s`.",
     "structured_outputs": "`backend`, vLLM's name of it, and the limits of a grammar: "
     "`schema_max_bytes`, `schema_max_depth`, `schema_max_nodes`, `schema_max_enum`, "
-    "`schema_max_pattern`, `schema_compile_cpu_s`; `undeclared_properties`, the default rule.",
+    "`schema_max_pattern`, `schema_compile_cpu_s`; `undeclared_properties`, the rule of schemas.",
     "tools": "How tools reach the model; null until ready. `prompt`: `template` (the chat template "
     "shows them), `default` (the default tool prompt does) or `none` (requests with tools are "
     "refused); `parser`, which reads calls, or null; `reason`, why it is that prompt.",

@@ -45,7 +45,7 @@ class Constraint:
     grammar cannot express are ignored. A `derived` one was made by vLLM from parts that were
     inspected already. The schema of a `tagged` one is not rewritten, because it becomes part of a
     structural tag that has no rewriting. `shares` is the number of its schemas,
-    each of which adds the processor time of one. `undeclared` applies to its schemas.
+    each of which adds the processor time of one.
     """
 
     kind: ConstraintKind
@@ -55,7 +55,6 @@ class Constraint:
     derived: bool = False
     tagged: bool = False
     shares: int = 1
-    undeclared: Undeclared = Undeclared.OMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,6 @@ def job_key(constraints: Sequence[Constraint], *, exact: bool = True) -> bytes:
     """Return the cache key of constraints; without `exact`, as if none of them were exact."""
     digest = hashlib.sha256()
     for item in constraints:
-        head = f"{item.kind.value} {item.exact and exact} {item.tagged} {item.undeclared}"
-        head += f" {len(item.text)}\n"
+        head = f"{item.kind.value} {item.exact and exact} {item.tagged} {len(item.text)}\n"
         digest.update(head.encode() + item.text.encode(errors="surrogatepass"))
     return digest.digest()

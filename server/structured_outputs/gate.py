@@ -31,13 +31,10 @@ from server.host.job_pool import (
     WorkerStartError,
 )
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits, job_key
-from server.structured_outputs.explaining.explanation import Explanation, explain_bytes
 from server.structured_outputs.request_constraints import ANY_OBJECT, kind_of
 from server.structured_outputs.rewriting.rewriting import rewrite
 from server.structured_outputs.trial_job import TrialVerdict, job_bytes, shares_of
 
-_EXPLAIN_SHARES = 3
-"""Processor time of an explanation in multiples of a trial's: it has samples."""
 _RETRY_S = 60.0
 """Seconds for which a crash or a timing is cached; the machine may have caused it."""
 
@@ -153,32 +150,14 @@ class GrammarGate:
                 )
         return None
 
-    async def explain(self, constraint: Constraint, seed: int) -> Explanation:
-        """Return the verdict on a constraint with what it enforces and samples; nothing is cached.
-
-        Raises as `verdict` does.
-        """
-        if (too_large := self._too_large([constraint])) is not None:
-            return Explanation.of_refusal(too_large)
-        data = explain_bytes(constraint, self._limits, seed)
-        answer = await self._run([constraint], data, _EXPLAIN_SHARES)
-        if isinstance(answer, TrialVerdict):
-            return Explanation.of_refusal(answer)
-        found = Explanation.from_bytes(answer)
-        self._note(found.verdict)
-        return found
-
     async def _try(self, job: Sequence[Constraint]) -> TrialVerdict:
         answer = await self._run(job, job_bytes(job, self._limits), shares_of(job))
         if isinstance(answer, TrialVerdict):
             return self._remember(job, answer)
         verdict = TrialVerdict.from_bytes(answer)
-        self._note(verdict)
-        return self._remember(job, verdict)
-
-    def _note(self, verdict: TrialVerdict) -> None:
         result = "ok" if verdict.reason is None else "refused"
         self._counts.note(result, verdict.seconds, verdict.memory_bytes)
+        return self._remember(job, verdict)
 
     async def _run(
         self, job: Sequence[Constraint], data: bytes, shares: int

@@ -6,11 +6,9 @@ Values of the wrong JSON type are skipped here; the request models refuse them.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 from server.errors import (
-    InvalidGrammarError,
     InvalidValueError,
     MissingFieldError,
     UnsupportedFieldError,
@@ -19,10 +17,7 @@ from server.structured_outputs.constraint import (
     BACKEND,
     Constraint,
     ConstraintKind,
-    Undeclared,
-    UnusableError,
 )
-from server.structured_outputs.tool_inputs.input_grammar import InputGrammar, grammar_of
 from server.tools.choice import ToolChoice, get_field
 from server.wire.endpoint import Endpoint, JsonObject
 
@@ -52,12 +47,10 @@ def constraints_of(
     fields: JsonObject,
     *,
     rewrites_tools: bool = True,
-    undeclared: Undeclared = Undeclared.OMIT,
 ) -> list[list[Constraint]]:
     """Return the constraints of the answer; each list is compiled together, each tool alone.
 
-    `rewrites_tools`: grammars of calls have rewritten schemas. `undeclared` applies to all
-    schemas. Raises `MissingFieldError`,
+    `rewrites_tools`: grammars of calls have rewritten schemas. Raises `MissingFieldError`,
     `InvalidValueError` or `UnsupportedFieldError`.
     """
     if endpoint not in GENERATING:
@@ -72,8 +65,7 @@ def constraints_of(
             param=found[1].param,
         )
     tools = [[tool] for tool in _tools(endpoint, fields, tagged=not rewrites_tools)]
-    jobs = [found, *tools] if found else tools
-    return [[replace(item, undeclared=undeclared) for item in job] for job in jobs]
+    return [found, *tools] if found else tools
 
 
 def object_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -194,25 +186,10 @@ def _tools(endpoint: Endpoint, fields: JsonObject, *, tagged: bool) -> list[Cons
         strict = get_field(tool, "strict") is True
         any_strict |= strict
         schema = get_field(tool, name)
-        if (grammar := grammar_of(schema)) is not None:
-            found.append(_input_constraint(grammar, path))
-        elif isinstance(schema, dict):
+        if isinstance(schema, dict):
             text = json.dumps(object_schema(schema))
             found.append(
                 Constraint(ConstraintKind.JSON, text, f"{path}.{name}", strict, tagged=tagged)
             )
     # With `auto`, calls are guided if a tool is strict or if only some tools are allowed.
     return found if choice.forces or choice.listed or any_strict else []
-
-
-def _input_constraint(grammar: InputGrammar, path: str) -> Constraint:
-    """Return the constraint of a custom tool's input alone; `path` is that of the tool."""
-    tool, nested, _ = path.partition(".function")
-    place = f"{tool}.custom.format.grammar" if nested else f"{tool}.format"
-    param = f"{place}.definition"
-    try:
-        return Constraint(ConstraintKind.GRAMMAR, grammar.text(), param)
-    except UnusableError as error:
-        raise InvalidGrammarError(
-            f"The grammar in '{param}' cannot be used: {error}.", param=param
-        ) from None

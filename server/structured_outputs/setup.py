@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from server import bounds
 from server.host.job_pool import JobPool, process_starter
 from server.settings import ServerSettings
-from server.structured_outputs.constraint import SchemaLimits
+from server.structured_outputs.constraint import SchemaLimits, Undeclared
 from server.structured_outputs.gate import GrammarGate
 from server.structured_outputs.trial_process import serve_trials
 
@@ -23,7 +23,12 @@ def make_gate(vllm_config: VllmConfig, settings: ServerSettings) -> GrammarGate:
     """Return the gate; its processes start with their first job."""
     cpu_s = settings.schema_compile_cpu_s
     start = process_starter(
-        settings.engine_start, serve_trials, "grammar-trials", vllm_config, cpu_s
+        settings.engine_start,
+        serve_trials,
+        "grammar-trials",
+        vllm_config,
+        cpu_s,
+        Undeclared(settings.undeclared_properties),
     )
     pool = JobPool("grammar trials", start, settings.schema_workers, _WALL_PER_CPU * cpu_s)
     compact = vllm_config.structured_outputs_config.disable_any_whitespace

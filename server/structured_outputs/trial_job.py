@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from server.structured_outputs.constraint import (
@@ -21,12 +21,6 @@ from server.structured_outputs.inspection import check_unrewritten, inspect, par
 from server.structured_outputs.rewriting.rewriting import Rewriting, rewrite_localized
 from server.structured_outputs.rewriting.tags import rewrite_tag
 from server.structured_outputs.schema_resources import localized
-from server.structured_outputs.tool_inputs.input_grammar import (
-    KEYWORD,
-    InputGrammar,
-    with_rules,
-    with_stand_ins,
-)
 
 Trial = Callable[[str, str], list[str]]
 """Tries one grammar of a kind and returns warnings.
@@ -63,21 +57,15 @@ class TrialVerdict:
 
 def job_bytes(constraints: Sequence[Constraint], limits: SchemaLimits) -> bytes:
     """Return a job as JSON."""
-    parts = [
-        (c.kind.value, c.text, c.exact, c.derived, c.tagged, c.undeclared.value)
-        for c in constraints
-    ]
+    parts = [(c.kind.value, c.text, c.exact, c.derived, c.tagged) for c in constraints]
     head = {"shares": shares_of(constraints), "limits": dataclasses.asdict(limits)}
     return json.dumps({**head, "parts": parts}).encode()
 
 
 def constraint_of(part: Sequence[Any]) -> Constraint:
     """Return the constraint of a part that `job_bytes` has written, without its place."""
-    kind, text, exact, derived, tagged, undeclared = part
-    return Constraint(
-        *(ConstraintKind(kind), text, "", exact, derived, tagged),
-        undeclared=Undeclared(undeclared),
-    )
+    kind, text, exact, derived, tagged = part
+    return Constraint(ConstraintKind(kind), text, "", exact, derived, tagged)
 
 
 def shares_of(constraints: Sequence[Constraint]) -> int:
@@ -90,15 +78,15 @@ def do_job(
     trial: Trial,
     *,
     compact: bool,
+    undeclared: Undeclared = Undeclared.OMIT,
     specials: Mapping[str, int] | None = None,
     on_shares: Callable[[int], None] | None = None,
-    on_rewriting: Callable[[Rewriting], None] | None = None,
 ) -> TrialVerdict:
     """Inspect and try the constraints of a job, up to the first that cannot be used.
 
-    `compact`: JSON has no whitespace. `specials` are the tokenizer's special tokens (see
-    `rewrite_tag`). `on_shares` is called with the job's shares first, `on_rewriting` with each
-    rewriting, also of a schema with unsupported parts.
+    `compact`: JSON has no whitespace. `undeclared` applies to all schemas. `specials` are the
+    tokenizer's special tokens (see `rewrite_tag`). `on_shares` is called with the job's
+    shares first.
     """
     job = json.loads(data)
     if on_shares is not None:
@@ -110,9 +98,9 @@ def do_job(
         constraint = constraint_of(given)
         try:
             value = _value_of(constraint, limits)
-            found = _rewriting(constraint, value, specials or {}, compact=compact)
-            if found is not None and on_rewriting is not None:
-                on_rewriting(found)
+            found = _rewriting(
+                constraint, value, specials or {}, compact=compact, undeclared=undeclared
+            )
             grammar = None if found is None else _followed(constraint, found)
             if grammar is None:
                 if constraint.exact and not constraint.derived:
@@ -139,28 +127,27 @@ def _value_of(constraint: Constraint, limits: SchemaLimits) -> Any:
 
 
 def _rewriting(
-    constraint: Constraint, value: Any, specials: Mapping[str, int], *, compact: bool
+    constraint: Constraint,
+    value: Any,
+    specials: Mapping[str, int],
+    *,
+    compact: bool,
+    undeclared: Undeclared,
 ) -> Rewriting | None:
     """Return the rewriting of a schema or tag; None if the constraint is tried as it is."""
     if value is None:
         return None
-    inputs = list[InputGrammar]()
-    if KEYWORD in constraint.text:
-        value, inputs = with_stand_ins(value)
-    undeclared = constraint.undeclared
     try:
         if constraint.kind is ConstraintKind.JSON:
             found = rewrite_localized(value, compact=compact, undeclared=undeclared)
         else:
             tag = rewrite_tag(value, specials, compact=compact, undeclared=undeclared)
             if tag is None:
-                if inputs:
-                    raise UnusableError("its form has no rewriting, which a tool's grammar needs")
                 return None
             found = tag
     except RecursionError:
         raise UnusableError("it is nested too deeply to be rewritten") from None
-    return replace(found, grammar=with_rules(found.grammar, inputs)) if inputs else found
+    return found
 
 
 def _followed(constraint: Constraint, found: Rewriting) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ from server.host.job_pool import (
     limit_processor_time,
     uncounted_processor_time,
 )
-from server.structured_outputs.explaining.explanation import answer_job
+from server.structured_outputs.constraint import Undeclared
+from server.structured_outputs.trial_job import do_job
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 _NICENESS = 5
 
 
-def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> None:
+def serve_trials(
+    pipe: Connection, vllm_config: VllmConfig, cpu_s: float, undeclared: Undeclared
+) -> None:
     """Answer jobs until the pipe closes; the first message is `ready`.
 
     The process ends at a job that takes more than `cpu_s` of processor time per share.
@@ -47,13 +51,15 @@ def serve_trials(pipe: Connection, vllm_config: VllmConfig, cpu_s: float) -> Non
         while True:
             job = pipe.recv_bytes()
             limit_processor_time(cpu_s)
-            answer = answer_job(
+            verdict = do_job(
                 job,
                 trial,
                 compact=compact,
+                undeclared=undeclared,
                 specials=specials,
                 on_shares=lambda shares: limit_processor_time(cpu_s * shares),
             )
             limit_processor_time(0)
-            pipe.send_bytes(answer)
+            verdict = replace(verdict, memory_bytes=trial.take_bytes())
+            pipe.send_bytes(verdict.to_bytes())
             gc.collect()

@@ -1,22 +1,16 @@
-"""`/v1/structured_outputs/validate` and `explain`: the gate's verdict without an answer."""
+"""`/v1/structured_outputs/validate`: the gate's verdict without an answer."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from typing_extensions import TypedDict
 
 from server.errors import InvalidTypeError, InvalidValueError, describe
-from server.structured_outputs.constraint import BACKEND, Constraint, ConstraintKind, Undeclared
-from server.structured_outputs.explaining.enforcement import Place, Remark
-from server.structured_outputs.explaining.explanation import MAX_SEED, GrammarSize, SampleText
+from server.structured_outputs.constraint import BACKEND, Constraint, ConstraintKind
 from server.structured_outputs.gate import GrammarGate, refusal
 from server.structured_outputs.request_constraints import format_constraint, kind_constraint
 from server.structured_outputs.trial_job import TrialVerdict
-from server.structured_outputs.undeclared_option import take_undeclared
 from server.wire.endpoint import JsonObject
 
-SEED = "seed"
 FIELDS = (*(kind.value for kind in ConstraintKind), "response_format")
 
 
@@ -32,39 +26,13 @@ class Verdict(TypedDict):
     cached: bool
 
 
-class ExplainedVerdict(Verdict):
-    """Verdict on a constraint, with what the grammar does and sample texts of it."""
-
-    enforced: list[Place]
-    narrowed: list[Remark]
-    refused: list[Remark]
-    grammar: GrammarSize | None
-    samples: list[SampleText]
-
-
-async def validate(body: JsonObject, gate: GrammarGate, default: Undeclared) -> Verdict:
-    """Return the verdict on the one constraint in `body`; `default` is the server's rule.
+async def validate(body: JsonObject, gate: GrammarGate) -> Verdict:
+    """Return the verdict on the one constraint in `body`.
 
     Raises `InvalidValueError` or `InvalidTypeError` for a body without one, and the gate's errors.
     """
-    constraint = _constraint(body, default)
+    constraint = _constraint(body)
     return _shown(constraint, *await gate.verdict([constraint]))
-
-
-async def explain(body: JsonObject, gate: GrammarGate, default: Undeclared) -> ExplainedVerdict:
-    """Return the verdict on the one constraint in `body`, explained.
-
-    Its `seed` selects the samples. Raises as `validate` does.
-    """
-    rest = {name: value for name, value in body.items() if name != SEED}
-    seed = body.get(SEED)
-    if seed is not None and (type(seed) is not int or not 0 <= seed <= MAX_SEED):
-        raise InvalidValueError(
-            f"'{SEED}' must be an integer from 0 to {MAX_SEED}, got {describe(seed)}.", param=SEED
-        )
-    constraint = _constraint(rest, default)
-    found = await gate.explain(constraint, seed or 0)
-    return {**_shown(constraint, found.verdict, cached=False), **found.explained}
 
 
 def _shown(constraint: Constraint, verdict: TrialVerdict, cached: bool) -> Verdict:
@@ -81,8 +49,7 @@ def _shown(constraint: Constraint, verdict: TrialVerdict, cached: bool) -> Verdi
     }
 
 
-def _constraint(body: JsonObject, default: Undeclared) -> Constraint:
-    undeclared = take_undeclared(body, default)
+def _constraint(body: JsonObject) -> Constraint:
     given = [name for name in FIELDS if name in body]
     if len(given) != 1:
         raise InvalidValueError(
@@ -99,4 +66,4 @@ def _constraint(body: JsonObject, default: Undeclared) -> Constraint:
             f"The field '{name}' has no constraint of an answer: {describe(body[name])}.",
             param=name,
         )
-    return replace(found[0], undeclared=undeclared)
+    return found[0]

@@ -36,7 +36,6 @@ from server.request.record import RequestRecord, record_var
 from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,
-    Undeclared,
     job_key,
 )
 from server.structured_outputs.gate import refusal
@@ -192,18 +191,7 @@ class EngineClient(AsyncLLM):
                 record.guided_by(TOOLS)
         # vLLM puts the schemas of all tools that may be called into one grammar.
         shares = min(max(1, text.count(_TAGGED_SCHEMA)), _MAX_SHARES)
-        undeclared = Undeclared.OMIT if record is None else record.undeclared
-        job = [
-            Constraint(
-                kind,
-                text,
-                "tools",
-                exact=False,
-                derived=True,
-                shares=shares,
-                undeclared=undeclared,
-            )
-        ]
+        job = [Constraint(kind, text, "tools", exact=False, derived=True, shares=shares)]
         known = {} if record is None else record.grammars
         try:
             key = job_key(job)

@@ -270,7 +270,7 @@ class VllmFrontend:
         """Answer one request; see `server.frontend.Frontend`."""
         record = record_of(request.scope)
         record.drafts = parsed.drafts
-        record.custom_tools, record.undeclared = parsed.custom_tools, parsed.undeclared
+        record.custom_tools = parsed.custom_tools
         if parsed.is_deprecated:
             record.answer_headers.update(DEPRECATION)
         if parsed.ignored:

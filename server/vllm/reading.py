@@ -49,10 +49,9 @@ from server.request.volatile_lines import settle_lines
 from server.storage.responses.compaction import expand_compactions, summarise
 from server.storage.responses.shown_request import shown_request
 from server.storage.responses.storage_options import StorageOptions, take_storage_options
-from server.structured_outputs.constraint import Constraint, Undeclared
-from server.structured_outputs.request_constraints import GENERATING, constraints_of
+from server.structured_outputs.constraint import Constraint
+from server.structured_outputs.request_constraints import constraints_of
 from server.structured_outputs.tool_inputs.custom_tools import take_custom_tools
-from server.structured_outputs.undeclared_option import take_undeclared
 from server.tools.choice import FIELD, ToolChoice, check_choice
 from server.vllm.errors import RequestContext, from_exception, from_validation
 from server.vllm.messages.requests import as_chat_request
@@ -109,7 +108,11 @@ class BodyReader:
         settle_lines(endpoint, body, rules.volatile_lines)
         tier = take_tier(endpoint, body)
         returns_progress, unsent = take_progress(endpoint, body)
-        custom_tools, undeclared = self._take_guidance(endpoint, body)
+        custom_tools = take_custom_tools(
+            endpoint,
+            body,
+            lambda path, known: refuse_unknown(unknown_field(path, known), rules.unknown_fields),
+        )
         settle_reasoning(body)
         ignored = apply_field_rules(endpoint, body) + self._settle_variables(endpoint, body)
         if endpoint is Endpoint.COMPACT:
@@ -126,9 +129,8 @@ class BodyReader:
             form=form,
             model=self._choosing_model(endpoint, form, fields),
             error_field=error_field(endpoint, fields),
-            constraints=self._constraints(endpoint, fields, undeclared),
+            constraints=self._constraints(endpoint, fields),
             custom_tools=custom_tools,
-            undeclared=undeclared,
             forbidding=[name for name in FORBIDDING if fields.get(name)],
             is_deprecated=bool(old),
             ignored=sorted(ignored + undrafted + unsent),
@@ -140,30 +142,11 @@ class BodyReader:
             is_large=is_large,
         )
 
-    def _take_guidance(
-        self, endpoint: Endpoint, body: JsonObject
-    ) -> tuple[frozenset[str], Undeclared]:
-        """Take custom tools and the rule of schemas from `body`; return the tools' names, too."""
+    def _constraints(self, endpoint: Endpoint, fields: JsonObject) -> list[list[Constraint]]:
         rules = self._rules
-        undeclared = rules.undeclared
-        if endpoint in GENERATING:
-            undeclared = take_undeclared(body, undeclared)
-        custom_tools = take_custom_tools(
-            endpoint,
-            body,
-            rules.input_grammars,
-            lambda path, known: refuse_unknown(unknown_field(path, known), rules.unknown_fields),
-        )
-        return custom_tools, undeclared
-
-    def _constraints(
-        self, endpoint: Endpoint, fields: JsonObject, undeclared: Undeclared
-    ) -> list[list[Constraint]]:
-        if not self._rules.guided:
+        if not rules.guided:
             return []
-        return constraints_of(
-            endpoint, fields, rewrites_tools=self._rules.rewrites_tools, undeclared=undeclared
-        )
+        return constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)
 
     def _settle_variables(self, endpoint: Endpoint, body: JsonObject) -> list[str]:
         """Leave in `body` the variables that its template declares; return the ignored ones."""

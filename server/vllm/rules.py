@@ -13,20 +13,16 @@ from server.request.templates.variables import TemplateVariables
 from server.request.thinking import ThinkingSupport
 from server.request.volatile_lines import LineRule
 from server.settings import ServerSettings
-from server.structured_outputs.constraint import Undeclared
-from server.structured_outputs.tool_inputs.custom_tools import GrammarSupport
 from server.tools.support import ToolSupport
 from server.vllm.messages.requests import merges_inline_system, thinking_support_of
 from server.vllm.rendering.variables import template_variables
-from server.vllm.tools.schemas import guides_free_calls, rewrites_arguments
+from server.vllm.tools.schemas import rewrites_arguments
 from server.wire.endpoint import JsonObject
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
     from vllm.config import ModelConfig, VllmConfig
     from vllm.tasks import SupportedTask
-
-_NO_PARSER = GrammarSupport(free=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +31,7 @@ class RequestRules:
 
      `offered` are the forms that the served model answers; `does` describes its task for errors.
     `guided`: answers may be constrained. `rewrites_tools`: grammars of calls have rewritten
-    schemas. `input_grammars`: calls whose inputs a grammar can guide. `undeclared` is the default
-    rule of schemas. `merge_inline_system`: Anthropic's system messages in a conversation are
+    schemas. `merge_inline_system`: Anthropic's system messages in a conversation are
     merged. `volatile_lines` are the rules for lines of system prompts. `speculates`: the engine
     verifies drafts. `variables` are those of the model's templates; `own_templates`: requests may
     send a template. `sampling` has the model's default parameters.
@@ -54,8 +49,6 @@ class RequestRules:
     tools: ToolSupport
     guided: bool
     rewrites_tools: bool
-    input_grammars: GrammarSupport = _NO_PARSER
-    undeclared: Undeclared = Undeclared.OMIT
     speculates: bool
     sampling: JsonObject
     offered: frozenset[str]
@@ -72,7 +65,6 @@ def make_request_rules(
 ) -> RequestRules:
     """Return the rules for the forms `offered`; `state` has vLLM's serving classes."""
     model, scheduler = config.model_config, config.scheduler_config
-    rewrites_tools = rewrites_arguments(tools.parser)
     return RequestRules(
         limits=RequestLimits(
             max_messages=bounds.MAX_MESSAGES,
@@ -103,11 +95,7 @@ def make_request_rules(
         own_templates=state.online_renderer.trust_request_chat_template,
         tools=tools,
         guided="generate" in tasks,
-        rewrites_tools=rewrites_tools,
-        input_grammars=GrammarSupport(
-            demanded=rewrites_tools, free=rewrites_tools and guides_free_calls(tools.parser)
-        ),
-        undeclared=Undeclared(settings.undeclared_properties),
+        rewrites_tools=rewrites_arguments(tools.parser),
         speculates=config.speculative_config is not None,
         sampling=model.get_diff_sampling_param(),
         offered=offered,

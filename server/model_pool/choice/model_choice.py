@@ -38,7 +38,7 @@ _CURSORS = ("after", "after_id", "before_id")
 """Fields of the query that name the object at the end of a page."""
 _FILES, _BATCHES, _MESSAGE_BATCHES = "/v1/files", "/v1/batches", "/v1/messages/batches"
 _ADAPTERS = "/v1/lora_adapters/"
-_WITH_MODEL = ("/v1/structured_outputs/validate", "/v1/structured_outputs/explain")
+_WITH_MODEL = ("/v1/structured_outputs/validate",)
 
 
 class _NamedModel(msgspec.Struct):

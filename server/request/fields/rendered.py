@@ -19,7 +19,7 @@ RENDERED = (
         stays=True,
     ),
     *ignored("prediction", "return_progress", why=_NO_PLACE),
-    *ignored("speculative", "undeclared_properties", "session_id", why=_NO_PLACE),
+    *ignored("speculative", "session_id", why=_NO_PLACE),
     *ignored("include_reasoning", "return_prompt_text", "return_token_ids", why=_NO_PLACE),
     *ignored("return_tokens_as_token_ids", why=_NO_PLACE),
 )

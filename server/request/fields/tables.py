@@ -47,12 +47,6 @@ _PROGRESS = _row(
     "chunks of a stream with the progress of a long prompt, as of llama.cpp's server",
     schema={"type": ["boolean", "null"]},
 )
-_UNDECLARED = _row(
-    "undeclared_properties",
-    FieldAction.OBEYED,
-    "`omit`: objects have the properties that their schema lists; `allow`: others may follow",
-    schema={"enum": ["omit", "allow", None]},
-)
 _PREDICTION = _row(
     "prediction",
     FieldAction.OBEYED,
@@ -211,7 +205,7 @@ _CHAT = (
     *_obeyed("logprobs", "top_logprobs", "response_format", "stream", "stream_options"),
     *_obeyed("tools", "tool_choice", "parallel_tool_calls"),
     *_obeyed("reasoning_effort", why=_EFFORT, kind=FieldKind.EFFORT),
-    *(_PREDICTION, _PROGRESS, _SPECULATIVE, _UNDECLARED),
+    *(_PREDICTION, _PROGRESS, _SPECULATIVE),
     *_granted("cache_control", "messages[].cache_control", "tools[].cache_control", why=_CACHE),
     *_granted("messages[].content[].cache_control", why=_CACHE),
     *_granted("messages[].content[].prompt_cache_breakpoint", why=_CACHE),
@@ -237,7 +231,7 @@ _COMPLETION = (
     *_obeyed("model", "prompt", "max_tokens", "n", "seed", "stop", "echo", "logprobs"),
     *_obeyed("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias"),
     *_obeyed("stream", "stream_options"),
-    *(_PROGRESS, _SPECULATIVE, _UNDECLARED),
+    *(_PROGRESS, _SPECULATIVE),
     *_refused("prompt_embeds", why="prompts are texts or token ids", same=([],)),
     *_refused("suffix", why="the model does not fill in gaps", same=("",)),
     *_refused("best_of", why="it is deprecated; send n instead", same=(1,)),
@@ -284,7 +278,7 @@ _SAMPLING = (
     *("max_output_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("structured_outputs", "skip_special_tokens", "include_stop_str_in_output", "watermarking"),
-    *("vllm_xargs", "speculative", "undeclared_properties"),
+    *("vllm_xargs", "speculative"),
 )
 _SHOWN = (
     *("top_logprobs", "include", "include_reasoning", "enable_response_messages", "stream"),
@@ -315,7 +309,7 @@ _RESPONSES = (
     *_TOOLS,
     *_obeyed("max_output_tokens", "temperature", "top_p", "top_logprobs", "text", "stream"),
     *_obeyed("tools", "tool_choice", "parallel_tool_calls", "truncation"),
-    *(_SPECULATIVE, _UNDECLARED),
+    _SPECULATIVE,
     *_obeyed("metadata", "user", "prompt_cache_key", why="shown in the answer, without effect"),
     *_obeyed("max_tool_calls", why="limits tools of the server, which has none"),
     *_obeyed("include", why="message.output_text.logprobs"),
@@ -389,7 +383,7 @@ FIELDS: Mapping[Endpoint, tuple[Field, ...]] = {
     Endpoint.RESPONSES: _table(_RESPONSES, ("input",), _ITEM_FIELDS, conversation=("input",)),
     Endpoint.INPUT_TOKENS: _table(_INPUT_TOKENS, ("input",), _ITEM_FIELDS, conversation=("input",)),
     Endpoint.COMPACT: _table(_COMPACT, ("input",), _ITEM_FIELDS, conversation=("input",)),
-    Endpoint.MESSAGES: _table((*_MESSAGES, _SPECULATIVE, _UNDECLARED), ("messages",), ("system",)),
+    Endpoint.MESSAGES: _table((*_MESSAGES, _SPECULATIVE), ("messages",), ("system",)),
     Endpoint.COUNT_TOKENS: _table(_MESSAGES, ("messages",), ("system",)),
     Endpoint.TOKENIZE: _table(_COMMON, counted=("messages", "prompt")),
     Endpoint.DETOKENIZE: _table(_COMMON, counted=("tokens",)),

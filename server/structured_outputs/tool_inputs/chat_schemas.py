@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from server.structured_outputs.tool_inputs.custom_tools import KIND
-from server.structured_outputs.tool_inputs.input_grammar import SYNTAXES
 from server.wire.endpoint import JsonObject
 
 
@@ -18,19 +17,14 @@ def _custom(described: str, properties: JsonObject, *required: str) -> JsonObjec
 
 
 _TEXT: JsonObject = {"type": "string"}
-_GRAMMAR: JsonObject = {
-    "type": "object",
-    "properties": {"syntax": {"enum": list(SYNTAXES)}, "definition": _TEXT},
-    "required": ["syntax", "definition"],
-}
 _FORMAT: JsonObject = {
     "type": "object",
-    "properties": {"type": {"enum": ["text", "grammar"]}, "grammar": _GRAMMAR},
+    "properties": {"type": {"const": "text"}},
     "required": ["type"],
 }
 
 TOOL_SCHEMA = _custom(
-    "A tool with a text as its input, which a grammar may guide.",
+    "A tool with a text as its input.",
     {"name": _TEXT, "description": _TEXT, "format": _FORMAT},
     "name",
 )

@@ -14,16 +14,18 @@ from server.errors import (
     UnsupportedFieldError,
     describe,
 )
-from server.structured_outputs.tool_inputs.input_grammar import (
-    INPUT,
-    SYNTAXES,
-    InputGrammar,
-    input_schema,
-)
 from server.tools.choice import FIELD, get_field
 from server.wire.endpoint import Endpoint, JsonObject
 
 KIND = "custom"
+INPUT = "input"
+"""The only argument of the function that replaces a custom tool."""
+_PARAMETERS: JsonObject = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string"}},
+    "required": [INPUT],
+    "additionalProperties": False,
+}
 CALL = "custom_tool_call"
 _OUTPUT = "custom_tool_call_output"
 _FIELDS = ("name", "description", "format")
@@ -35,16 +37,8 @@ OnUnknown = Callable[[str, tuple[str, ...]], None]
 """Called with the path of an unknown field and the names of the known ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarSupport:
-    """Calls whose inputs a grammar can guide: demanded ones, and those of a free choice."""
-
-    demanded: bool = True
-    free: bool = True
-
-
 def take_custom_tools(
-    endpoint: Endpoint, body: JsonObject, support: GrammarSupport, on_unknown: OnUnknown
+    endpoint: Endpoint, body: JsonObject, on_unknown: OnUnknown
 ) -> frozenset[str]:
     """Replace custom tools, choices and calls of them in `body`; return the tools' names.
 
@@ -54,10 +48,10 @@ def take_custom_tools(
         return frozenset()
     nested = endpoint in _NESTED
     tools = body.get("tools")
-    taker = _Taker(nested, support, on_unknown)
+    taker = _Taker(nested, on_unknown)
     if isinstance(tools, list):
         body["tools"] = [taker.tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-    taker.check_choice(body)
+    taker.replace_choice(body)
     for holder, index, call, path in list(_calls(body, nested=nested)):
         holder[index] = taker.call(call, path)
     return frozenset(taker.names)
@@ -66,11 +60,8 @@ def take_custom_tools(
 @dataclass
 class _Taker:
     nested: bool
-    support: GrammarSupport
     on_unknown: OnUnknown
     names: set[str] = field(default_factory=set)
-    guided: str | None = None
-    """Path of the first format that is a grammar."""
 
     def tool(self, tool: Any, path: str) -> Any:
         """Return the function for a custom tool; others as they are."""
@@ -96,50 +87,30 @@ class _Taker:
         if self.nested:
             for other in given.keys() - set(_FIELDS):
                 self.on_unknown(f"{place}.{other}", _FIELDS)
-        grammar = self._grammar(given.get("format"), f"{place}.format")
-        function: JsonObject = {"name": name, "parameters": input_schema(grammar)}
+        self._check_format(given.get("format"), f"{place}.format")
+        function: JsonObject = {"name": name, "parameters": _PARAMETERS}
         if given.get("description") is not None:
             function["description"] = given["description"]
-        if grammar is not None:
-            function["strict"] = True
-            self.guided = self.guided or f"{place}.format"
         rest = {k: v for k, v in tool.items() if k not in (*_FIELDS, KIND)}
         return {**rest, "type": "function"} | ({"function": function} if self.nested else function)
 
-    def _grammar(self, value: Any, path: str) -> InputGrammar | None:
+    def _check_format(self, value: Any, path: str) -> None:
         if value is None:
-            return None
+            return
         kind = _text(value, "type", path)
-        if kind == "text":
-            self._check_known(value, ("type",), path)
-            return None
-        if kind != "grammar":
-            raise InvalidValueError(
-                f"'{path}.type' must be 'text' or 'grammar', got {describe(kind)}.",
-                param=f"{path}.type",
-            )
-        if not self.support.demanded:
+        if kind == "grammar":
             raise UnsupportedFieldError(
-                f"'{path}' is not supported: the model writes arguments in a form in which no "
-                "grammar can guide them.",
+                f"'{path}' is not supported: no grammar guides the input of a custom tool; use "
+                "'text', or a function with a schema.",
                 param=path,
             )
-        known = ("syntax", "definition")
-        if self.nested:
-            self._check_known(value, ("type", "grammar"), path)
-            value, path = _object(value, "grammar", path), f"{path}.grammar"
-            self._check_known(value, known, path)
-        else:
-            self._check_known(value, ("type", *known), path)
-        syntax = _text(value, "syntax", path)
-        if syntax not in SYNTAXES:
+        if kind != "text":
             raise InvalidValueError(
-                f"'{path}.syntax' must be 'lark' or 'regex', got {describe(syntax)}.",
-                param=f"{path}.syntax",
+                f"'{path}.type' must be 'text', got {describe(kind)}.", param=f"{path}.type"
             )
-        return InputGrammar(syntax, _text(value, "definition", path))
+        self._check_known(value, ("type",), path)
 
-    def check_choice(self, body: JsonObject) -> None:
+    def replace_choice(self, body: JsonObject) -> None:
         """Replace the custom tools of `tool_choice`."""
         choice = body.get(FIELD)
         kind = get_field(choice, "type")
@@ -151,14 +122,6 @@ class _Taker:
             for index, tool in enumerate(tools if isinstance(tools, list) else ()):
                 if get_field(tool, "type") == KIND:
                     tools[index] = self._named(tool, f"{path}.tools[{index}]")
-        free = choice is None or choice == "auto" or get_field(choice, "mode") == "auto"
-        free |= get_field(get_field(choice, "allowed_tools"), "mode") == "auto"
-        if self.guided is not None and free and not self.support.free:
-            raise UnsupportedFieldError(
-                f"'{self.guided}' is not supported with '{FIELD}' auto: the model writes calls in "
-                f"a form that is guided with '{FIELD}' required only.",
-                param=self.guided,
-            )
 
     def _named(self, choice: Any, path: str) -> JsonObject:
         given, place = self._inner(choice, path)

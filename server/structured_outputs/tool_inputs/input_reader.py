@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from server.structured_outputs.tool_inputs.input_grammar import INPUT
+from server.structured_outputs.tool_inputs.custom_tools import INPUT
 
 _HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _HEAD_PARTS = ("{", f'"{INPUT}"', ":", '"')

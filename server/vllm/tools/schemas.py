@@ -31,15 +31,6 @@ def rewrites_arguments(parser: str | None) -> bool:
     )
 
 
-def guides_free_calls(parser: str | None) -> bool:
-    """Return True if vLLM makes a grammar of calls that a parser's model may leave out."""
-    from vllm.parser.parser_manager import ParserManager
-
-    found = ParserManager.get_parser(parser, enable_auto_tools=True)
-    calls = None if found is None else found.tool_parser_cls
-    return calls is not None and calls.structural_tag_model is not None
-
-
 def _example_tags(model: str) -> Iterator[Any]:
     """Yield a structural tag for each `tool_choice`; None if vLLM makes none for the model."""
     from vllm.entrypoints.openai.chat_completion.protocol import (

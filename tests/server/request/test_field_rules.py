@@ -43,7 +43,6 @@ DOCUMENTED: Mapping[Endpoint, tuple[Any, ...]] = {
 # A header of Anthropic's, which its client takes for a parameter.
 HEADERS = {"betas"}
 WORKED_ON_HERE = {"thinking", "prediction", "return_progress", "service_tier", "speculative"}
-WORKED_ON_HERE |= {"undeclared_properties"}
 WORKED_ON_HERE |= {"messages[].reasoning_content", "reasoning.effort", "output_config.effort"}
 
 

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from server.errors import RequestError, UnknownFieldError
-from server.structured_outputs.tool_inputs.custom_tools import GrammarSupport, take_custom_tools
-from server.structured_outputs.tool_inputs.input_grammar import InputGrammar, input_schema
+from server.structured_outputs.tool_inputs.custom_tools import take_custom_tools
 from server.structured_outputs.tool_inputs.input_reader import InputReader, input_of
 from server.wire.endpoint import Endpoint
 
-GRAMMAR = {"syntax": "regex", "definition": "a+"}
-FORMAT = {"type": "grammar", "grammar": GRAMMAR}
-PARAMETERS = input_schema(InputGrammar("regex", "a+"))
+PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 ALLOWED = "allowed_tools"
 
 
@@ -24,10 +26,8 @@ def refuse(path: str, _known: tuple[str, ...]) -> None:
     raise UnknownFieldError(path, param=path)
 
 
-def taken(
-    endpoint: Endpoint, body: dict[str, Any], support: GrammarSupport | None = None
-) -> frozenset[str]:
-    return take_custom_tools(endpoint, body, support or GrammarSupport(), refuse)
+def taken(endpoint: Endpoint, body: dict[str, Any]) -> frozenset[str]:
+    return take_custom_tools(endpoint, body, refuse)
 
 
 def chat_tool(**fields: Any) -> dict[str, Any]:
@@ -39,13 +39,13 @@ def test_a_chat_with_custom_tools() -> None:
     call = {"id": "c", "type": "custom", "custom": {"name": "f", "input": 'a"\n'}}
     plain = {"type": "function", "function": {"name": "h"}}
     body: dict[str, Any] = {
-        "tools": [chat_tool(description="d", format=FORMAT), chat_tool(name="g"), plain],
+        "tools": [chat_tool(description="d", format={"type": "text"}), chat_tool(name="g"), plain],
         "tool_choice": {"type": ALLOWED, ALLOWED: {"mode": "auto", "tools": [named, plain]}},
         "messages": [{"role": "assistant", "tool_calls": [call, plain]}],
     }
     assert taken(Endpoint.CHAT, body) == {"f", "g"}
-    function = {"name": "f", "description": "d", "parameters": PARAMETERS, "strict": True}
-    free = {"name": "g", "parameters": input_schema(None)}
+    function = {"name": "f", "description": "d", "parameters": PARAMETERS}
+    free = {"name": "g", "parameters": PARAMETERS}
     assert body["tools"][:2] == [
         {"type": "function", "function": function},
         {"type": "function", "function": free},
@@ -60,7 +60,7 @@ def test_a_chat_with_custom_tools() -> None:
 
 def test_a_response_with_custom_tools() -> None:
     body: dict[str, Any] = {
-        "tools": [{"type": "custom", "name": "f", "format": {"type": "grammar", **GRAMMAR}}],
+        "tools": [{"type": "custom", "name": "f", "format": {"type": "text"}}],
         "tool_choice": {"type": "custom", "name": "f"},
         "input": [
             {"type": "custom_tool_call", "id": None, "call_id": "c", "name": "f", "input": "x"},
@@ -68,9 +68,7 @@ def test_a_response_with_custom_tools() -> None:
         ],
     }
     assert taken(Endpoint.RESPONSES, body) == {"f"}
-    assert body["tools"] == [
-        {"type": "function", "name": "f", "parameters": PARAMETERS, "strict": True}
-    ]
+    assert body["tools"] == [{"type": "function", "name": "f", "parameters": PARAMETERS}]
     assert body["tool_choice"] == {"type": "function", "name": "f"}
     assert body["input"] == [
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"input": "x"}'},
@@ -89,12 +87,7 @@ def test_a_response_with_custom_tools() -> None:
         ("tools", [chat_tool(format="x")], "tools[0].custom.format"),
         ("tools", [chat_tool(format={"type": "x"})], "tools[0].custom.format.type"),
         ("tools", [chat_tool(format={"type": "text", "q": 1})], "tools[0].custom.format.q"),
-        ("tools", [chat_tool(format={"type": "grammar"})], "tools[0].custom.format.grammar"),
-        (
-            "tools",
-            [chat_tool(format={"type": "grammar", "grammar": {**GRAMMAR, "syntax": "ebnf"}})],
-            "tools[0].custom.format.grammar.syntax",
-        ),
+        ("tools", [chat_tool(format={"type": "grammar"})], "tools[0].custom.format"),
         ("tool_choice", chat_tool(), "tool_choice.custom.name"),
         (
             "tools",
@@ -112,29 +105,6 @@ def test_malformed_parts_are_named(field: str, value: Any, param: str) -> None:
     with pytest.raises(RequestError) as raised:
         taken(Endpoint.CHAT, {field: value})
     assert raised.value.param == param
-
-
-@pytest.mark.parametrize(
-    ("support", "choice", "accepted"),
-    [
-        (GrammarSupport(demanded=False, free=False), "required", False),
-        (GrammarSupport(free=False), "required", True),
-        (GrammarSupport(free=False), "none", True),
-        (GrammarSupport(free=False), None, False),
-        (GrammarSupport(free=False), {"type": ALLOWED, ALLOWED: {"mode": "auto"}}, False),
-        (GrammarSupport(), "auto", True),
-    ],
-)
-def test_a_grammar_is_refused_where_nothing_follows_it(
-    support: GrammarSupport, choice: Any, accepted: bool
-) -> None:
-    body = {"tools": [chat_tool(format=FORMAT)], "tool_choice": choice}
-    if accepted:
-        assert taken(Endpoint.CHAT, body, support) == {"f"}
-        return
-    with pytest.raises(RequestError) as raised:
-        taken(Endpoint.CHAT, body, support)
-    assert raised.value.param == "tools[0].custom.format"
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,0 @@
-"""Explanations of grammars: enforced, narrowed and refused parts, and samples."""
