@@ -63,4 +63,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--base-url", help="tests/conformance: the server to test, not one of ours")
     parser.addoption("--api-key", help="tests/conformance: a key of that server")
     parser.addoption("--model", help="tests/conformance: a model of it; unset, its first")
-    parser.addoption("--conformance-report", help="tests/conformance: write results to this file")

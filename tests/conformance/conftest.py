@@ -9,15 +9,8 @@ import openai
 import pytest
 
 from tests.checkpoints import CheckpointCache
-from tests.conformance.own_server import observed_server
-from tests.conformance.report import Report
+from tests.conformance.own_server import own_server
 from tests.conformance.target import Target
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Collect what each case came to; run as a suite of its own, this prints a table."""
-    if config.pluginmanager.get_plugin("conformance-report") is None:
-        config.pluginmanager.register(Report(config), "conformance-report")
 
 
 @pytest.fixture(scope="package")
@@ -29,7 +22,7 @@ def target(
     """The server that --base-url names, else one of ours over a tiny model."""
     base_url = request.config.getoption("--base-url")
     if base_url is None:
-        with observed_server(checkpoints, tmp_path_factory.mktemp("conformance")) as started:
+        with own_server(checkpoints, tmp_path_factory.mktemp("conformance")) as started:
             yield started
         return
     api_key = request.config.getoption("--api-key")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,11 @@ FLAGS = (
 
 
 @contextmanager
-def own_server(checkpoints: CheckpointCache, folder: Path, *flags: str) -> Iterator[Target]:
-    """Serve until the end of the block; keys come from a file, where the process list has none."""
+def own_server(checkpoints: CheckpointCache, folder: Path) -> Iterator[Target]:
+    """Serve until the end of the block, with traces and logs to look at.
+
+    Keys come from a file, where the process list has none.
+    """
     keys = folder / "keys"
     keys.write_text(f"suite={API_KEY}\n", encoding="utf-8")
     admin_keys = folder / "admin-keys"
@@ -34,17 +36,12 @@ def own_server(checkpoints: CheckpointCache, folder: Path, *flags: str) -> Itera
     access = ("--api-key-file", str(keys), "--admin-key-file", str(admin_keys))
     checkpoint = checkpoints("llama", dtype="float32")
     stored = ("--data-dir", str(folder / "data"), "--min-free-bytes", "0")
-    with RealServer(checkpoint, folder, *FLAGS, *access, *stored, *flags) as server:
-        server.until_ready()
-        yield Target(server.url, API_KEY, "tiny", ours=True, log=server.log)
-
-
-@contextmanager
-def observed_server(checkpoints: CheckpointCache, folder: Path) -> Iterator[Target]:
-    """The same, with traces and logs to look at."""
     with collecting() as collector, pytest.MonkeyPatch.context() as patch:
         # Otherwise spans leave every five seconds.
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        flags = ("--otlp-traces-endpoint", collector.endpoint, "--log-format", "json")
-        with own_server(checkpoints, folder, *flags) as target:
-            yield replace(target, collector=collector)
+        observed = ("--otlp-traces-endpoint", collector.endpoint, "--log-format", "json")
+        with RealServer(checkpoint, folder, *FLAGS, *access, *stored, *observed) as server:
+            server.until_ready()
+            yield Target(
+                server.url, API_KEY, "tiny", ours=True, log=server.log, collector=collector
+            )
