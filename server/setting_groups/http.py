@@ -11,7 +11,6 @@ from server.setting_groups.values import (
     ClientCertificates,
     OptionalPath,
     Secrets,
-    VolatileLines,
     Words,
 )
 
@@ -219,12 +218,6 @@ class AdmissionSettings(BaseModel):
     )
     unknown_fields: Literal["reject", "warn"] = Field(
         "reject", description="Treatment of unknown request fields: 400 or a logged warning."
-    )
-    volatile_lines: VolatileLines = Field(
-        (),
-        description="Lines of system prompts that change with every request and would end prefix "
-        "matches: `billing` (Claude Code's) is dropped, on /v1/messages always; `clock` (date or "
-        "time) is moved to the end of the conversation.",
     )
     default_tool_prompt: bool = Field(
         True,

@@ -52,9 +52,6 @@ def _not_empty(value: object) -> object:
 
 
 Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-VolatileLines = Annotated[
-    tuple[Literal["billing", "clock"], ...], NoDecode, BeforeValidator(_split)
-]
 Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_secrets)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_not_empty)]
 

@@ -19,9 +19,9 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
 from server.frontend import ParsedRequest
+from server.request.billing_line import drop_billing_line
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in, request_form
-from server.request.fields.guided import without_guided_fields
 from server.request.fields.limits import (
     bound_tokens,
     check_limits,
@@ -45,7 +45,6 @@ from server.request.options.tier import take_tier
 from server.request.templates.variables import settle_variables
 from server.request.thinking import settle_reasoning, settle_thinking
 from server.request.typed.shapes import check_shape, shapes_of
-from server.request.volatile_lines import settle_lines
 from server.storage.responses.compaction import expand_compactions, summarise
 from server.storage.responses.shown_request import shown_request
 from server.storage.responses.storage_options import StorageOptions, take_storage_options
@@ -105,7 +104,8 @@ class BodyReader:
         if options is not None:
             expand_compactions(body)
         check_sizes(endpoint, body, rules.limits)
-        settle_lines(endpoint, body, rules.volatile_lines)
+        if endpoint.anthropic:
+            drop_billing_line(body)
         tier = take_tier(endpoint, body)
         returns_progress, unsent = take_progress(endpoint, body)
         custom_tools = take_custom_tools(
@@ -120,7 +120,6 @@ class BodyReader:
         ignored += settle_thinking(endpoint, body, rules.thinking)
         drafts, undrafted = settle_drafts(endpoint, body, speculates=rules.speculates)
         known = model_field_names(self._models[form])
-        body, old = without_guided_fields(body, known)
         fields = accepted_fields(body, known, rules.unknown_fields, endpoint)
         self._check_values(endpoint, fields)
         return ParsedRequest(
@@ -132,7 +131,6 @@ class BodyReader:
             constraints=self._constraints(endpoint, fields),
             custom_tools=custom_tools,
             forbidding=[name for name in FORBIDDING if fields.get(name)],
-            is_deprecated=bool(old),
             ignored=sorted(ignored + undrafted + unsent),
             drafts=drafts,
             returns_progress=returns_progress,

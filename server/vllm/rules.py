@@ -11,7 +11,6 @@ from server.request.fields.limits import REPORT_MODE, RequestLimits
 from server.request.fields.rules import UnknownPolicy
 from server.request.templates.variables import TemplateVariables
 from server.request.thinking import ThinkingSupport
-from server.request.volatile_lines import LineRule
 from server.settings import ServerSettings
 from server.tools.support import ToolSupport
 from server.vllm.messages.requests import merges_inline_system, thinking_support_of
@@ -31,15 +30,13 @@ class RequestRules:
 
      `offered` are the forms that the served model answers; `does` describes its task for errors.
     `guided`: answers may be constrained. `rewrites_tools`: grammars of calls have rewritten
-    schemas. `merge_inline_system`: Anthropic's system messages in a conversation are
-    merged. `volatile_lines` are the rules for lines of system prompts. `speculates`: the engine
-    verifies drafts. `variables` are those of the model's templates; `own_templates`: requests may
-    send a template. `sampling` has the model's default parameters.
+    schemas. `merge_inline_system`: Anthropic's system messages in a conversation are merged.
+    `speculates`: the engine verifies drafts. `variables` are those of the model's templates;
+    `own_templates`: requests may send a template. `sampling` has the model's default parameters.
     """
 
     limits: RequestLimits
     unknown_fields: UnknownPolicy
-    volatile_lines: tuple[LineRule, ...]
     max_json_depth: int
     text_only: bool
     merge_inline_system: bool
@@ -84,7 +81,6 @@ def make_request_rules(
             dimensions=_dimensions(model),
         ),
         unknown_fields=settings.unknown_fields,
-        volatile_lines=settings.volatile_lines,
         max_json_depth=bounds.MAX_JSON_DEPTH,
         text_only=not model.is_multimodal_model,
         merge_inline_system=merges_inline_system(

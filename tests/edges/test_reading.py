@@ -56,7 +56,6 @@ RULES = RequestRules(
         has_priorities=False,
     ),
     unknown_fields="reject",
-    volatile_lines=(),
     max_json_depth=64,
     text_only=True,
     merge_inline_system=False,
