@@ -72,8 +72,6 @@ class ParsedRequest:
     """Rule of the answer's schemas for parts that they do not declare."""
     forbidding: list[str] = field(default_factory=list)
     """Fields that forbid tokens."""
-    is_deprecated: bool = False
-    """True if `guided_*` fields were translated."""
     ignored: list[str] = field(default_factory=list)
     """Paths of the fields without effect."""
     drafts: DraftOptions = field(default_factory=DraftOptions)

@@ -62,12 +62,6 @@ SHARED: tuple[Field, ...] = (
 MAX_TOKENS_FIELDS = tuple(row.path for row in SHARED if row.kind is FieldKind.MAX_TOKENS)
 LOGPROBS_FIELDS = ("logprobs", "top_logprobs", "prompt_logprobs")
 REPLACED: Mapping[str, str] = {
-    "guided_json": "response_format of type json_schema, or structured_outputs.json",
-    "guided_regex": "structured_outputs.regex",
-    "guided_choice": "structured_outputs.choice",
-    "guided_grammar": "structured_outputs.grammar",
-    "guided_whitespace_pattern": "structured_outputs.whitespace_pattern",
-    "guided_decoding_backend": "the server's --structured-outputs-config",
     "best_of": "n",
     "normalize": "use_activation",
 }

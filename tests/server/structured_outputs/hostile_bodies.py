@@ -46,7 +46,7 @@ def hostile_body(pick: random.Random) -> dict[str, Any]:
         {"response_format": pick.choice(HOSTILE_VALUES)},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
          "tool_choice": pick.choice(("required", "auto", {"type": "function"}, None))},
-        {"guided_json": schema}, {"guided_regex": pick.choice(HOSTILE_VALUES)},
+        {"structured_outputs": {"regex": pick.choice(HOSTILE_VALUES)}},
         {pick.choice(("temperature", "messages", "stop", "n", "logit_bias", "stream")):
          pick.choice(HOSTILE_VALUES)},
     )  # fmt: skip

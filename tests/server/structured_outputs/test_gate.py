@@ -26,7 +26,6 @@ from server.host.job_pool import (
     JobTimeoutError,
     PoolFullError,
 )
-from server.request.fields.guided import without_guided_fields
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits, job_key
 from server.structured_outputs.gate import GrammarGate
@@ -165,22 +164,6 @@ def test_constraints_that_cannot_be_meant(
     with pytest.raises(error) as caught:
         constraints_of(Endpoint.CHAT, body)
     assert caught.value.param == param
-
-
-def test_guided_fields_are_translated() -> None:
-    known = ("messages", "structured_outputs")
-    body = {"messages": [], "guided_json": {}, "guided_regex": None}
-    assert without_guided_fields(body, known) == (
-        {"messages": [], "structured_outputs": {"json": {}}},
-        ["guided_json"],
-    )
-    assert without_guided_fields({"guided_regex": None}, known) == ({}, [])
-    # Other request models have no such fields.
-    assert without_guided_fields(body, ("messages",)) == (body, [])
-    with pytest.raises(InvalidValueError):
-        without_guided_fields({"guided_json": {}, "structured_outputs": {"regex": "a"}}, known)
-    with pytest.raises(UnsupportedFieldError):
-        without_guided_fields({"guided_decoding_backend": "outlines"}, known)
 
 
 def take_all(_kind: str, _text: str) -> list[str]:

@@ -74,7 +74,7 @@ def request_for(index: int, schema: dict[str, Any]) -> tuple[str, dict[str, Any]
         (CHAT, {"messages": HI, "response_format": nested}),
         ("/v1/completions", {"prompt": "a b", "structured_outputs": {"json": schema}}),
         ("/v1/completions", {"prompt": "a b", "structured_outputs": {"json": json.dumps(schema)}}),
-        (CHAT, {"messages": HI, "guided_json": schema}),
+        (CHAT, {"messages": HI, "structured_outputs": {"json": schema}}),
         ("/v1/completions", {"prompt": "a", "response_format": nested}),
     ]
     path, body = ways[index % len(ways)]
@@ -219,20 +219,17 @@ async def test_a_slow_grammar_is_given_up_and_delays_no_other(
         tried = server.metric(spent)
         assert (await client.post(CHAT, json=body)).status_code == 400
         assert server.metric(spent) == tried > 0
-        good = await client.post(
-            CHAT, json={"model": "tiny", "messages": HI, "guided_regex": "[ab]{2}"}
-        )
+        guide = {"structured_outputs": {"regex": "[ab]{2}"}}
+        good = await client.post(CHAT, json={"model": "tiny", "messages": HI, **guide})
         assert good.status_code == 200
-        assert good.headers["deprecation"] == "true"
 
 
-def test_kinds_and_guided_fields(server: RealServer) -> None:
+def test_kinds_of_guides(server: RealServer) -> None:
     guides: list[tuple[dict[str, Any], str]] = [
         ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
         ({"structured_outputs": {"choice": ["red", "a\nb"]}}, "red|a\nb"),
         ({"structured_outputs": {"grammar": 'root ::= "x" | "y" "z"'}}, "x|yz"),
-        ({"guided_choice": ["one", "two"]}, "one|two"),
-        ({"guided_grammar": "start: 'p' | 'q'"}, "p|q"),
+        ({"structured_outputs": {"grammar": "start: 'p' | 'q'"}}, "p|q"),
         ({"response_format": {"type": "structural_tag", "format": {
             "type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[01]{4}"},
             "end": ">"}}}, "<[01]{4}>"),
@@ -245,8 +242,6 @@ def test_kinds_and_guided_fields(server: RealServer) -> None:
             text, reason = answer_of(response)
             assert re.fullmatch(pattern, text), (guide, text)
             assert reason == "stop"
-            old = any(name.startswith("guided_") for name in guide)
-            assert ("deprecation" in response.headers) is old
 
 
 def test_responses_follow_a_schema(client: openai.OpenAI) -> None:
