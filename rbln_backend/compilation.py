@@ -74,7 +74,7 @@ def _check_modes(given: dict[str, Any]) -> None:
     mode = given.pop("mode", CompilationMode.VLLM_COMPILE)
     if mode != CompilationMode.VLLM_COMPILE:
         name = f"{int(mode)} ({mode.name})"
-        raise ConfigError(f"{_FLAG}: mode (level) must be 3, got {name}: {_NO_EAGER}")
+        raise ConfigError(f"{_FLAG}: mode must be 3, got {name}: {_NO_EAGER}")
     if given.get("cudagraph_mode") == CUDAGraphMode.NONE:
         del given["cudagraph_mode"]
 

@@ -153,7 +153,7 @@ FULFILLED_FLAGS: Mapping[str, str] = {
 
 HONOURED_FLAGS: Mapping[str, tuple[str, ...]] = {
     "Command line and logs": (
-        *("config", "device", "disable_log_stats", "aggregate_engine_logging"),
+        *("config", "disable_log_stats", "aggregate_engine_logging"),
         *("fail_on_environ_validation", "enable_log_requests", "max_log_len"),
         *("enable_log_outputs", "enable_log_deltas", "log_error_stack"),
     ),

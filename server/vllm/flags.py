@@ -6,11 +6,9 @@ reach vLLM's parser only.
 
 from __future__ import annotations
 
-import ast
-import json
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
@@ -19,7 +17,6 @@ from pathlib import Path
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from rbln_backend import api
 from rbln_backend.api.models import (
     checkpoint_of,
     is_made_here,
@@ -44,10 +41,6 @@ _SHARED = (
 )
 """Flags of vLLM that are settings of this server, whose parser removes those that it knows."""
 
-_COMPILATION_FLAGS = ("--compilation-config", "-cc", "-O")
-_COMPILATION_KEYS = {"level": "mode", "candidate_compile_sizes": "compile_sizes"}
-"""Compilation fields of early vLLM documents, and their current names."""
-
 _UVICORN_LEVELS = {"trace": 5}
 """Levels of uvicorn that `logging` does not have."""
 
@@ -66,7 +59,7 @@ def parse_arguments(
     # Cached prompt tokens are reported unless --no-enable-prompt-tokens-details is given.
     parser.set_defaults(enable_prompt_tokens_details=True, sse_keep_alive_interval=_KEEP_ALIVE_S)
     try:
-        args: Namespace = parser.parse_args(list(_as_today(argv)))
+        args: Namespace = parser.parse_args(list(argv))
         if args.model_tag is not None:
             args.model = args.model_tag
         validate_parsed_serve_args(args)
@@ -76,7 +69,6 @@ def parse_arguments(
         raise LaunchError(str(error), exit_code=2) from error
     _check_paths(args)
     _use_local_checkpoint(args, may_fetch=may_fetch)
-    _check_device(args.device)
     _check_chat_template(args.chat_template)
     _check_adapter_flags(args, settings)
     for name, reason in REFUSED_FLAGS.items():
@@ -97,13 +89,10 @@ def parse_arguments(
 
 
 def serve_parser() -> FlexibleArgumentParser:
-    """Return vLLM's parser, and with it `--device`."""
-    parser = make_arg_parser(
+    """Return vLLM's parser."""
+    return make_arg_parser(
         FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE, add_help=False)
     )
-    about = "rbln or auto: flag of vLLM up to 0.10; the platform is the device"
-    parser.add_argument("--device", default="auto", help=about)
-    return parser
 
 
 def _use_local_checkpoint(args: Namespace, *, may_fetch: bool) -> None:
@@ -153,57 +142,6 @@ def _check_paths(args: Namespace) -> None:
         problem = None if name is None else path_problem(name)
         if problem is not None:
             raise LaunchError(f"{flag}: {problem}", exit_code=2)
-
-
-def _as_today(argv: Sequence[str]) -> Iterator[str]:
-    """Yield vLLM's flags with compilations in today's form: `-O {'level': 3}` and the like.
-
-    vLLM itself takes the `-O3` of all times.
-    """
-    words = iter(argv)
-    for word in words:
-        flag, equals, value = word.partition("=")
-        if flag.startswith("-O{"):
-            flag, equals, value = "-O", "=", word[2:]
-        if flag not in _COMPILATION_FLAGS:
-            yield word
-            continue
-        if not equals:
-            value = next(words, "")
-        if flag == "-O" and value.isdecimal():
-            yield from ("--optimization-level", value)
-        else:
-            yield from ("--compilation-config", _with_names_of_today(value))
-
-
-def _with_names_of_today(text: str) -> str:
-    """Return a compilation, JSON or Python, as JSON; other texts are returned unchanged."""
-    try:
-        given = json.loads(text)
-    except ValueError:
-        try:
-            given = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            return text
-    if isinstance(given, int):
-        given = {"mode": given}
-    if not isinstance(given, dict):
-        return text
-    return json.dumps({_COMPILATION_KEYS.get(key, key): value for key, value in given.items()})
-
-
-def _check_device(given: str) -> None:
-    """Raise `LaunchError` for a device other than the platform's."""
-    if given not in ("auto", "rbln"):
-        raise LaunchError(
-            f"--device must be rbln or auto, got {given!r}; an empty VLLM_PLUGINS runs vLLM's CPU "
-            "backend",
-            exit_code=2,
-        )
-    if given == "rbln" and not api.is_active():
-        raise LaunchError(
-            "--device rbln: vLLM runs on another platform here; see VLLM_PLUGINS", exit_code=2
-        )
 
 
 def _check_chat_template(given: str | None) -> None:
