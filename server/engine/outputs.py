@@ -1,4 +1,4 @@
-"""vLLM's output processor with queue timeouts, progress of prompts and deferred prompt logprobs.
+"""vLLM's output processor with queue timeouts, progress of prompts and their logprobs.
 
 The scheduler ends a request that exceeds `--max-queue-s`, or would miss its objective, with our
 stop reason. vLLM's serving
@@ -23,8 +23,7 @@ from server.errors import QueueTimeoutError, ServerError
 from server.request.options.objective import missed
 from server.request.record import RequestRecord, record_var
 from server.vllm.auditing.shadow import PREFIX, ShadowParity
-from server.vllm.logprobs.late import late_var
-from server.vllm.logprobs.prompt import LateLogprobs
+from server.vllm.logprobs.prompt import LastingPromptLogprobs
 from server.vllm.logprobs.texts import keep_token_texts
 
 if TYPE_CHECKING:
@@ -68,9 +67,9 @@ class QueueAwareOutputs(TracedOutputs):
         if record is not None and queue is not None:
             self._records[queue] = record
         state: RequestState = self.request_states[request.request_id]
-        parts, processor = late_var.get(), state.logprobs_processor
-        if parts is not None and processor is not None and processor.prompt_logprobs is not None:
-            state.logprobs_processor = LateLogprobs.of(processor, parts)
+        processor = state.logprobs_processor
+        if processor is not None and processor.prompt_logprobs is not None:
+            state.logprobs_processor = LastingPromptLogprobs.of(processor)
         # vLLM's generators write the log of outputs.
         if record is not None and record.direct.claim() and not self._logs_deltas:
             push_to(state, record.direct)

@@ -39,10 +39,8 @@ from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.host.tasks import in_thread
 from server.request.endpoints import forms_of
-from server.request.fields.guided import DEPRECATION
 from server.request.fields.lookup import extra_schemas, refused_fields
 from server.request.fields.rules import IGNORED_HEADER
-from server.request.fields.shared import LOGPROBS_FIELDS
 from server.request.record import RequestRecord, record_of
 from server.request.scheduling import check_priority_header, check_rank_header, check_tier
 from server.settings import ServerSettings
@@ -53,7 +51,6 @@ from server.vllm.adapters import lease, open_adapters
 from server.vllm.errors import RefusedError, RequestContext, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
 from server.vllm.importing import build_models
-from server.vllm.logprobs.late import LateParts, late_var
 from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader
 from server.vllm.reading_process import serve_reading
@@ -271,8 +268,6 @@ class VllmFrontend:
         record = record_of(request.scope)
         record.drafts = parsed.drafts
         record.custom_tools = parsed.custom_tools
-        if parsed.is_deprecated:
-            record.answer_headers.update(DEPRECATION)
         if parsed.ignored:
             record.answer_headers[IGNORED_HEADER] = ", ".join(parsed.ignored)
         describe_request(record, endpoint, parsed.fields)
@@ -283,7 +278,6 @@ class VllmFrontend:
         if self.grammars is not None:
             record.grammars = await self.grammars.check(parsed.constraints, record.guided_by)
         large_var.set(parsed.is_large)
-        late_var.set(LateParts() if _has_logprobs(parsed.fields) else None)
         context = RequestContext(
             parsed.fields, parsed.error_field, self._limits.max_model_len, parsed.forbidding
         )
@@ -322,9 +316,7 @@ class VllmFrontend:
         if isinstance(result, Response):
             return bytes(result.body)
         if isinstance(result, BaseModel):
-            whole = handler.to_body(result, stamp, record)
-            late = late_var.get()
-            return whole if late is None else (await late.complete(whole.decode())).encode()
+            return handler.to_body(result, stamp, record)
         frames: AsyncGenerator[Any, None] = result
         return frames
 
@@ -345,11 +337,10 @@ class VllmFrontend:
     async def _frames(
         self, frames: AsyncGenerator[str, None], context: RequestContext, record: RequestRecord
     ) -> AsyncGenerator[str, None]:
-        late = late_var.get()
         try:
             async with aclosing(frames) as stream:
                 async for frame in stream:
-                    yield frame if late is None else await late.complete(frame)
+                    yield frame
         except Exception as error:
             # The boundary to vLLM, as in `handle`.
             raise self._translated(error, context, record) from error
@@ -375,9 +366,3 @@ _WITHOUT_ENGINE = (
     *(Endpoint.TOKENIZE, Endpoint.DETOKENIZE),
     *(Endpoint.RENDER_CHAT, Endpoint.RENDER_COMPLETION),
 )
-
-
-def _has_logprobs(fields: JsonObject) -> bool:
-    # Not by equality: 0 requests one logprob per token.
-    given = (fields.get(name) for name in LOGPROBS_FIELDS)
-    return any(value is not None and value is not False for value in given)

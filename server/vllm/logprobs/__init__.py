@@ -1,1 +1,1 @@
-"""Logprobs of prompts and long answers, made and serialised in slices in a thread."""
+"""Log-probabilities: texts of tokens, the most likely tokens, and those of prompts in streams."""

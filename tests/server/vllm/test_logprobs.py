@@ -1,4 +1,4 @@
-"""Logprobs that are made late and in slices: the same JSON as vLLM's own, made at once."""
+"""Logprobs: those of prompts, the most likely tokens, their number, and kept texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic_core import to_json
 from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.sampling_params import SamplingParams
@@ -16,10 +15,9 @@ from vllm.tokenizers.hf import CachedHfTokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
-from server.vllm.logprobs import serving
 from server.vllm.logprobs import texts as kept_texts
-from server.vllm.logprobs.late import SMALL_ENTRIES, LateParts, late_var
-from server.vllm.logprobs.prompt import LateLogprobs, Position
+from server.vllm.logprobs.prompt import LastingPromptLogprobs
+from server.vllm.logprobs.serving import LikelyInChats, LikelyInResponses
 from server.vllm.logprobs.texts import TokenTexts
 from server.vllm.sampling import MAX_ENTRIES, check_logprobs
 from tests.checkpoints import CheckpointCache
@@ -56,74 +54,29 @@ def processor(tokenizer: Any) -> LogprobsProcessor:
     )
 
 
-def made_at_once(tokenizer: Any, given: LogprobsTensors) -> list[Any]:
-    from vllm.entrypoints.generate.base.serving import clamp_prompt_logprobs
-
-    whole = processor(tokenizer)
-    whole._update_prompt_logprobs(given)
-    clamp_prompt_logprobs(whole.prompt_logprobs)
-    assert isinstance(whole.prompt_logprobs, list)
-    return whole.prompt_logprobs
-
-
-def made_late(tokenizer: Any, given: LogprobsTensors, parts: LateParts) -> list[Any]:
-    late = LateLogprobs.of(processor(tokenizer), parts)
-    late._update_prompt_logprobs(given)
-    assert isinstance(late.prompt_logprobs, list)
-    return late.prompt_logprobs
+def test_a_prompts_logprobs_are_returned_every_time(tokenizer: Any) -> None:
+    theirs = processor(tokenizer)
+    lasting = LastingPromptLogprobs.of(processor(tokenizer))
+    for one in (theirs, lasting):
+        one._update_prompt_logprobs(tensors())
+    expected = theirs.pop_prompt_logprobs()
+    assert expected is not None
+    assert len(expected) == LENGTH + 1
+    assert [lasting.pop_prompt_logprobs() for _ in range(2)] == [expected] * 2
 
 
-async def test_a_prompts_logprobs_are_put_in_where_they_stand(tokenizer: Any) -> None:
-    parts, given = LateParts(), tensors()
-    late = made_late(tokenizer, given, parts)
-    assert len(late) == LENGTH + 1
-    assert all(isinstance(position, Position) and not position for position in late[1:])
-    answer = '{"a":%s,"b":%s}' % ((to_json(late).decode(),) * 2)
-    expected = to_json(made_at_once(tokenizer, given)).decode()
-    assert await parts.complete(answer) == '{"a":%s,"b":%s}' % ((expected,) * 2)
-    assert await parts.complete("a frame without any") == "a frame without any"
-
-
-def test_a_few_are_made_at_once(tokenizer: Any) -> None:
-    given = tensors(SMALL_ENTRIES // (TOP + 1))
-    assert made_late(tokenizer, given, LateParts()) == made_at_once(tokenizer, given)
-
-
-def serve(kind: str) -> tuple[Any, Any]:
-    """vLLM's serving class of a kind and ours over it, of which nothing but logprobs is used."""
+def serve(kind: str) -> Any:
+    """vLLM's serving class of a kind with our mixin, of which nothing but logprobs is used."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 
-    theirs, mixin = {
-        "chat": (OpenAIServingChat, serving.late_chats()),
-        "completion": (OpenAIServingCompletion, serving.late_completions()),
-        "response": (OpenAIServingResponses, serving.late_responses()),
-    }[kind]
-    plain, ours = object.__new__(theirs), object.__new__(type("Ours", (mixin, theirs), {}))
-    plain.return_tokens_as_token_ids = ours.return_tokens_as_token_ids = False
-    return plain, ours
-
-
-@pytest.mark.parametrize("echo", [False, True])
-async def test_those_of_a_completion_are_the_same_in_slices(tokenizer: Any, echo: bool) -> None:
-    plain, ours = serve("completion")
-    parts, given = LateParts(), tensors()
-    whole = made_at_once(tokenizer, given)
-    ids = [1, *(int(row[0]) for row in given.logprob_token_ids)]
-    answer = whole[1:40]
-    tokens = [*ids, *ids[1:40]]
-    options = {"num_output_top_logprobs": TOP, "tokenizer": tokenizer, "initial_text_offset": 7}
-    late_var.set(parts)
-    given_late = made_late(tokenizer, given, parts) if echo else whole
-    made = ours._create_completion_logprobs(
-        token_ids=tokens, top_logprobs=[*given_late, *answer], **options
-    )
-    assert len(made.tokens) == 1
-    expected = plain._create_completion_logprobs(
-        token_ids=tokens, top_logprobs=[*whole, *answer], **options
-    )
-    assert await parts.complete(made.model_dump_json()) == expected.model_dump_json()
+    bases: dict[str, tuple[type, ...]] = {
+        "chat": (LikelyInChats, OpenAIServingChat),
+        "response": (LikelyInResponses, OpenAIServingResponses),
+    }
+    ours: Any = object.__new__(type("Ours", bases[kind], {}))
+    ours.return_tokens_as_token_ids = False
+    return ours
 
 
 def sampled(tokenizer: Any, length: int = LENGTH) -> tuple[list[int], list[Any]]:
@@ -142,32 +95,9 @@ def sampled(tokenizer: Any, length: int = LENGTH) -> tuple[list[int], list[Any]]
 
 
 @pytest.mark.parametrize("kind", ["chat", "response"])
-async def test_those_of_chats_and_responses_are_the_same_in_slices(
-    tokenizer: Any, kind: str
-) -> None:
-    _, ours = serve(kind)
-    ids, positions = sampled(tokenizer)
-    chat = kind == "chat"
-    method = ours._create_chat_logprobs if chat else ours._create_response_logprobs
-    options = {
-        "token_ids": ids,
-        "top_logprobs" if chat else "logprobs": positions,
-        "num_output_top_logprobs" if chat else "top_logprobs": 5,
-        "tokenizer": tokenizer,
-    }
-    late_var.set(None)
-    expected = to_json(method(**options)).decode()
-    parts = LateParts()
-    late_var.set(parts)
-    late = to_json(method(**options)).decode()
-    assert len(late) < 200 < len(expected)
-    assert await parts.complete(late) == expected
-
-
-@pytest.mark.parametrize("kind", ["chat", "response"])
 @pytest.mark.parametrize("number", [0, 1, 5])
 def test_alternatives_are_the_most_likely_tokens(tokenizer: Any, kind: str, number: int) -> None:
-    _, ours = serve(kind)
+    ours = serve(kind)
     ids, positions = sampled(tokenizer, 4)
     if kind == "chat":
         made = ours._create_chat_logprobs(
