@@ -18,6 +18,7 @@ from vllm.v1.engine.output_processor import OutputProcessorOutput
 
 from rbln_backend.api.requests import OBJECTIVE_MISSED, PROMPT_PROGRESS, QUEUE_TIMEOUT, Miss
 from server.engine.direct_outputs import push_to
+from server.engine.open_characters import TokenBytes, keep_prompt_out
 from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError, ServerError
 from server.request.options.objective import missed
@@ -53,6 +54,8 @@ class QueueAwareOutputs(TracedOutputs):
         self._logs_deltas = logs_deltas
         self._records: WeakKeyDictionary[RequestOutputCollector, RequestRecord]
         self._records = WeakKeyDictionary()
+        tokenizer = getattr(engine.renderer.tokenizer, "_tokenizer", None)
+        self._token_bytes = None if tokenizer is None else TokenBytes(tokenizer)
 
     def add_request(
         self,
@@ -67,6 +70,8 @@ class QueueAwareOutputs(TracedOutputs):
         if record is not None and queue is not None:
             self._records[queue] = record
         state: RequestState = self.request_states[request.request_id]
+        if self._token_bytes is not None:
+            keep_prompt_out(state, self._token_bytes)
         processor = state.logprobs_processor
         if processor is not None and processor.prompt_logprobs is not None:
             state.logprobs_processor = LastingPromptLogprobs.of(processor)

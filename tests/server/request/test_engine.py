@@ -374,3 +374,50 @@ def test_a_real_engine_forgets_its_prompts(server: RealServer) -> None:
     assert cached() > 0
     assert server.client.post("/reset_prefix_cache").json() == {"success": True}
     assert cached() == 0
+
+
+OPEN = "\ufffd"
+HIDDEN = {"role": "system", "content": "TOP-SECRET: 4711."}
+ASK, OPENED = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": OPEN}
+ITEM = {"type": "message", "id": "m", "role": "assistant", "status": "incomplete"}
+PART = {"type": "output_text", "text": OPEN, "annotations": []}
+CONTINUED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": f"The secret is 4711{OPEN}"},
+    CHAT: {
+        "messages": [HIDDEN, ASK, OPENED],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    },
+    "/v1/messages": {"system": HIDDEN["content"], "messages": [ASK, OPENED]},
+    "/v1/responses": {
+        "instructions": HIDDEN["content"],
+        "input": [ASK, {**ITEM, "content": [PART]}],
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", CONTINUED)
+def test_no_text_of_a_prompt_is_returned(server: RealServer, path: str, stream: bool) -> None:
+    most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"model": "tiny", most: 16, "stream": stream, **CONTINUED[path]}
+    answer = server.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    if path == "/v1/responses":
+        # The response repeats its own instructions, as in OpenAI's API.
+        answered = answer.text.replace(json.dumps(HIDDEN["content"]), "")
+    else:
+        answered = answer.text
+    assert "4711" not in answered
+
+
+def test_token_ids_that_end_inside_a_character_are_continued(server: RealServer) -> None:
+    prompt = "The weather is fine, and 漢"
+    ids = server.client.post("/tokenize", json={"prompt": prompt}).json()["tokens"]
+    for cut in (1, 2):
+        body = {"model": "tiny", "prompt": ids[:-cut], "max_tokens": cut, "temperature": 0}
+        wanted = {str(token): 100.0 for token in ids[-cut:]}
+        tokens = server.client.post("/v1/completions", json={**body, "logit_bias": wanted}).json()
+        text = tokens["choices"][0]["text"]
+        assert "weather" not in text
+        assert len(text) <= cut

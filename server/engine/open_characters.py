@@ -1,0 +1,120 @@
+"""Texts of answers whose prompt ends in the middle of a character, or in U+FFFD.
+
+vLLM primes the decode stream of the `tokenizers` library with the prompt. The library finds no
+prefix in token ids whose text ends in U+FFFD, and returns the text of the whole prompt with the
+first token. Such a prompt is replaced here by one letter and the tokens of the open character: the
+answer begins with its own text, or with the character that it completes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokenizers.decoders import DecodeStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from vllm.v1.engine.output_processor import RequestState
+
+_REPLACEMENT = "\ufffd"
+_MOST_OPEN_BYTES = 3
+"""A character of UTF-8 has at most four bytes."""
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TokenBytes:
+    """The bytes of single tokens, which for parts of characters are no text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Read from the tokenizer's decoder how its vocabulary spells bytes."""
+        self._tokenizer = tokenizer
+        decoder = b"" if tokenizer.decoder is None else bytes(tokenizer.decoder.__getstate__())
+        self._by_character = _byte_characters() if b'"ByteLevel"' in decoder else {}
+        self._by_piece = b'"ByteFallback"' in decoder
+
+    def of(self, token: int) -> bytes:
+        """Return the bytes of a token; empty for an id without one."""
+        piece = self._tokenizer.id_to_token(token) or ""
+        if self._by_character and all(character in self._by_character for character in piece):
+            return bytes(self._by_character[character] for character in piece)
+        if self._by_piece and (byte := _BYTE_PIECE.fullmatch(piece)):
+            return bytes((int(byte[1], 16),))
+        return piece.encode(errors="replace")
+
+
+class _StreamBehindOpenCharacter:
+    """A decode stream that begins with the tokens of a character that the prompt left open."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int], chars: int, skip: bool) -> None:
+        """Read `tokens`, which have `chars` whole characters before the open one."""
+        # One letter: a decoder may drop the space before the first word of a text.
+        letter = tokenizer.encode("a", add_special_tokens=False).ids
+        self._stream = DecodeStream(ids=letter, skip_special_tokens=skip)
+        self._drop = chars
+        for token in tokens:
+            self._stream.step(tokenizer, token)
+
+    def step(self, tokenizer: Tokenizer, token: int) -> str | None:
+        """Return the text of a token, None while it is incomplete."""
+        text = self._stream.step(tokenizer, token)
+        if text and self._drop:
+            text, self._drop = text[self._drop :], 0
+        return text
+
+
+def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
+    """Replace the decode stream of a new request if its prompt's text ends in U+FFFD."""
+    detokenizer: Any = state.detokenizer
+    prompt, tokenizer = state.prompt_token_ids, getattr(detokenizer, "tokenizer", None)
+    if not prompt or not hasattr(detokenizer, "stream") or tokenizer is None:
+        return
+    skip = detokenizer.skip_special_tokens
+    tail = list(_last_shown(tokenizer, prompt, skip))[::-1]
+    if not tokenizer.decode(tail, skip_special_tokens=skip).endswith(_REPLACEMENT):
+        return
+    tokens, chars = _open_tokens([token_bytes.of(token) for token in tail])
+    detokenizer.stream = _StreamBehindOpenCharacter(
+        tokenizer, tail[len(tail) - tokens :], chars, skip
+    )
+
+
+def _last_shown(tokenizer: Tokenizer, prompt: Sequence[int], skip: bool) -> Iterator[int]:
+    """Yield the last tokens that have a text, the latest first: one more than may be open."""
+    count = 0
+    for token in reversed(prompt):
+        if count > _MOST_OPEN_BYTES:
+            return
+        if tokenizer.decode([token], skip_special_tokens=skip):
+            count += 1
+            yield token
+
+
+def _open_tokens(pieces: Sequence[bytes]) -> tuple[int, int]:
+    """Return the number of last tokens that hold an open character, and of whole ones in them."""
+    size = _open_bytes(b"".join(pieces)[-_MOST_OPEN_BYTES:])
+    count, held = 0, b""
+    while len(held) < size:
+        count += 1
+        held = pieces[-count] + held
+    return count, len(held[: len(held) - size].decode(errors="replace"))
+
+
+def _open_bytes(end: bytes) -> int:
+    """Return the number of bytes at the end of a text that begin a character of UTF-8."""
+    for size in range(1, len(end) + 1):
+        try:
+            end[-size:].decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data" and error.start == 0:
+                return size
+    return 0
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the byte of each character of a byte-level vocabulary (GPT-2's table)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in shown]
+    table = {chr(byte): byte for byte in shown}
+    return table | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}
