@@ -49,7 +49,7 @@ class _Advice:
     name: str
     changes: Mapping[str, Change]
     timed: bool
-    """Whether step times were recorded; otherwise a step counts as many seconds as it has rows."""
+    """True if step times were recorded; otherwise a step counts as many seconds as it has rows."""
 
     @property
     def saving(self) -> float:

@@ -104,8 +104,7 @@ class BodyReader:
         if options is not None:
             expand_compactions(body)
         check_sizes(endpoint, body, rules.limits)
-        if endpoint.anthropic:
-            drop_billing_line(body)
+        drop_billing_line(endpoint, body)
         tier = take_tier(endpoint, body)
         returns_progress, unsent = take_progress(endpoint, body)
         custom_tools = take_custom_tools(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from server.request.billing_line import drop_billing_line
+from server.wire.endpoint import Endpoint
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.37; cch=fa690;"
 
@@ -16,8 +17,8 @@ def part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def dropped(body: dict[str, Any]) -> dict[str, Any]:
-    drop_billing_line(body)
+def dropped(body: dict[str, Any], endpoint: Endpoint = Endpoint.MESSAGES) -> dict[str, Any]:
+    drop_billing_line(endpoint, body)
     return body
 
 
@@ -29,6 +30,11 @@ def test_the_line_never_reaches_a_model() -> None:
     assert dropped({"system": BILLING, "messages": []})["system"] == ""
     inline = {"role": "system", "content": f"{BILLING}\nYou are"}
     assert dropped({"messages": [inline]})["messages"] == [{"role": "system", "content": "You are"}]
+
+
+def test_other_apis_keep_it() -> None:
+    body = {"messages": [{"role": "system", "content": BILLING}]}
+    assert dropped(deepcopy(body), Endpoint.CHAT) == body
 
 
 @pytest.mark.parametrize(
