@@ -136,14 +136,6 @@ _STRUCTURED = (
         "percentunit",
     ),
     Panel(
-        "Late masks",
-        "timeseries",
-        (Query(rate("rbln_grammar_masks_late_total"), "late masks"),),
-        "Masks that were not ready 20 ms after a forward pass: their requests got no token in that "
-        "step, others did.",
-        "ops",
-    ),
-    Panel(
         "Grammar checks",
         "timeseries",
         (Query(rate("rbln_grammar_checks_total", by="result"), "{{result}}"),),

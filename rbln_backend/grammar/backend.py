@@ -173,19 +173,13 @@ def pinned_backend(vllm_config: VllmConfig) -> PinnedXgrammar:
     return PinnedXgrammar(vllm_config, tokenizer=tokenizer, vocab_size=model.get_vocab_size())
 
 
-def pin_backend(manager: StructuredOutputManager, vllm_config: VllmConfig) -> PinnedXgrammar | None:
-    """Set this backend on the engine's manager, before its first request chooses one.
-
-    Returns it; None for an engine without grammars.
-    """
+def pin_backend(manager: StructuredOutputManager, vllm_config: VllmConfig) -> None:
+    """Set this backend on the manager of an engine with grammars, before its first request."""
     model = vllm_config.model_config
-    if model.skip_tokenizer_init or model.runner_type == "pooling":
-        return None
-    backend = PinnedXgrammar(
-        vllm_config, tokenizer=manager.tokenizer, vocab_size=model.get_vocab_size()
-    )
-    manager.backend = backend
-    return backend
+    if not model.skip_tokenizer_init and model.runner_type != "pooling":
+        manager.backend = PinnedXgrammar(
+            vllm_config, tokenizer=manager.tokenizer, vocab_size=model.get_vocab_size()
+        )
 
 
 def _lower_priority() -> None:

@@ -289,12 +289,6 @@ METRICS: tuple[MetricDecl, ...] = (
         _MASK_BUCKETS,
     ),
     MetricDecl(
-        "rbln_grammar_masks_late_total",
-        "counter",
-        "Grammar masks that were not ready 20 ms after a forward pass: the request got no token in "
-        "that step and computed it again, other requests went on.",
-    ),
-    MetricDecl(
         "rbln_lora_slots",
         "gauge",
         "LoRA adapter slots of an engine.",

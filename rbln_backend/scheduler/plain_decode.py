@@ -8,25 +8,20 @@ processor's caches, so that every object that a step does not touch saves time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
-from rbln_backend.kv_cache.specs import WindowSpec
 from rbln_backend.scheduler.background import is_background
 from rbln_backend.scheduler.narrowing import NarrowedScheduler
 from rbln_backend.vllm_compat.surface import (
     CachedRequestData,
     EngineCoreOutput,
     EngineCoreOutputs,
-    KVCacheConfig,
-    KVCacheSpec,
     LogprobsLists,
     ModelRunnerOutput,
     PauseState,
     Request,
     SchedulerOutput,
-    UniformTypeKVCacheSpecs,
-    VllmConfig,
 )
 
 BlockIds = tuple[list[int], ...]
@@ -71,10 +66,6 @@ class PlainDecode:
         self._updates = _only_tokens(running)
         self._stops = {token for request in running for token in _stop_tokens(request)}
         self._left = min(map(self._room_of, running)) - 1
-
-    def forget(self) -> None:
-        """Schedule the next step in full."""
-        self._requests = []
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the output of the next step if it is plain, else None, with nothing changed."""
@@ -203,29 +194,6 @@ class PlainDecode:
         """Return the tokens that ``request`` can still get before it reaches a limit."""
         own = request.num_prompt_tokens + request.max_tokens
         return min(own, self._scheduler.max_model_len) - request.num_tokens
-
-
-def can_repeat_steps(config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """Return whether a request can compute its latest token again, with the same result.
-
-    A window that is shifted in place would be shifted twice. With steps in flight, the next one
-    is scheduled before the token is missed; with drafts, a step has several tokens of a request.
-    """
-    return not (
-        config.parallel_config.pipeline_parallel_size > 1
-        or config.scheduler_config.async_scheduling
-        or config.speculative_config is not None
-        or any(isinstance(spec, WindowSpec) for spec in _layer_specs(kv_cache_config))
-    )
-
-
-def _layer_specs(config: KVCacheConfig) -> Iterable[KVCacheSpec]:
-    for group in config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        if isinstance(spec, UniformTypeKVCacheSpecs):
-            yield from spec.kv_cache_specs.values()
-        else:
-            yield spec
 
 
 def _is_allowed(scheduler: NarrowedScheduler) -> bool:

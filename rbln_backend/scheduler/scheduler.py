@@ -10,7 +10,6 @@ from typing import Any
 
 from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.grammar.backend import pin_backend
-from rbln_backend.grammar.early import EarlyVocabulary
 from rbln_backend.grammar.masks import StepMasks
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.scheduler.background import (
@@ -37,7 +36,7 @@ from rbln_backend.scheduler.narrowing import StepView
 from rbln_backend.scheduler.objectives.load_ahead import load_ahead
 from rbln_backend.scheduler.objectives.objective_gate import ObjectiveGate
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
-from rbln_backend.scheduler.plain_decode import PlainDecode, can_repeat_steps
+from rbln_backend.scheduler.plain_decode import PlainDecode
 from rbln_backend.scheduler.prefill_order import PrefillOrder
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.scheduler.prompts import PromptScheduler, Turn, chunk_plan
@@ -96,11 +95,9 @@ class RblnScheduler(PromptScheduler):
         board = _board(vllm_config)
         self._reuse = PrefixReuse.install(self, vllm_config, board)
         self._plain = PlainDecode(self, self._reuse.manager)
-        backend = pin_backend(self.structured_output_manager, vllm_config)
-        self._vocabulary = EarlyVocabulary(backend, lambda: bool(self.requests))
-        may_be_late = can_repeat_steps(vllm_config, self.kv_cache_config)
-        make = partial(StepMasks, self.structured_output_manager, self.requests)
-        self._masks = make(super().get_grammar_bitmask, board, may_be_late=may_be_late)
+        manager = self.structured_output_manager
+        pin_backend(manager, vllm_config)
+        self._masks = StepMasks(manager, self.requests, super().get_grammar_bitmask, board)
         self._decode_steps_per_chunk = configured(vllm_config).decode_steps_per_chunk
         self._decodes_owed = 0
         self._stages = vllm_config.parallel_config.pipeline_parallel_size
@@ -156,7 +153,6 @@ class RblnScheduler(PromptScheduler):
 
     def shutdown(self) -> None:
         self._masks.close()
-        self._vocabulary.close()
         self._reuse.close()
         super().shutdown()
 
@@ -164,8 +160,6 @@ class RblnScheduler(PromptScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self._objectives.end(scheduler_output)
-        if self._masks.roll_back(scheduler_output):
-            self._plain.forget()
         outputs = self._plain.update(scheduler_output, model_runner_output, self._report)
         if outputs is None:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -335,12 +329,6 @@ class RblnScheduler(PromptScheduler):
         self, rows: Rows, beginners: int, throttle_prefills: bool, left_out: Set[str]
     ) -> SchedulerOutput:
         """Schedule a decode step of ``rows`` and of ``beginners`` waiting background prompts."""
-        if unready := self._masks.unready():
-            if not beginners and unready.issuperset(r.request_id for r in rows.visible):
-                # Nothing else can run.
-                self._masks.wait_for_one(unready)
-                unready = self._masks.unready()
-            rows = rows.without(unready)
         visible = rows.visible
         view = StepView(
             running=visible,

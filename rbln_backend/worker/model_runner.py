@@ -7,7 +7,6 @@ this one calls. ``rbln_backend.core`` describes a step. No configuration is read
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from rbln_backend.bucketing.verify import VerifyTable
 from rbln_backend.core import Phase, StepBatch, StepOutputs
-from rbln_backend.grammar.late import MasksInTime
 from rbln_backend.scheduler.output import with_drafts
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -172,21 +170,20 @@ class RblnModelRunner:
         logits = _real_rows(batch, step.outputs[0])
         if grammar is not None:
             logits = self._grammar_mask.apply(step.scheduled, grammar, batch.input_batch, logits)
-        return self._sample(batch, logits, _late_rows(batch, grammar))
+        return self._sample(batch, logits)
 
     def _sample(
-        self, batch: StepBatch, logits: Tensor, late: Sequence[int]
+        self, batch: StepBatch, logits: Tensor
     ) -> tuple[list[list[int]], LogprobsLists | None]:
-        """Return the tokens of each request, none for prompts that continue and ``late`` rows."""
+        """Return the tokens of each request, none for prompts that continue."""
         if batch.phase is Phase.VERIFY:
             return self._verification.sample(batch, logits)
         metadata = batch.input_batch.sampling_metadata
-        skipped = {*batch.unfinished, *late}
-        if skipped:
-            metadata = with_generators(metadata, [*{*range(batch.num_reqs)} - skipped])
+        if batch.unfinished:
+            metadata = with_generators(metadata, [*{*range(batch.num_reqs)} - {*batch.unfinished}])
         sampled = self._sampler(logits=logits, sampling_metadata=metadata)
         token_ids: list[list[int]] = sampled.sampled_token_ids.tolist()
-        for row in skipped:
+        for row in batch.unfinished:
             token_ids[row] = []
         self._batches.record(batch, token_ids)
         logprobs = sampled.logprobs_tensors
@@ -229,14 +226,6 @@ class RblnModelRunner:
             prompt_logprobs_dict=step.prompt_logprobs,
         )
         return with_drafts(output, self._drafting.take()) if self._drafting.by_step else output
-
-
-def _late_rows(batch: StepBatch, grammar: GrammarOutput | None) -> Sequence[int]:
-    """Return the rows of requests whose grammar masks are late; they compute the token again."""
-    if not isinstance(grammar, MasksInTime):
-        return ()
-    places = batch.input_batch.req_id_to_index
-    return [places[name] for name in grammar.late if name in places]
 
 
 def _real_rows(batch: StepBatch, logits: Tensor) -> Tensor:

@@ -52,7 +52,6 @@ SURFACE = {
     "rbln_background_parked": ("gauge", ()),
     "rbln_background_preemptions_total": ("counter", ()),
     "rbln_grammar_mask_seconds": ("histogram", ("part",)),
-    "rbln_grammar_masks_late_total": ("counter", ()),
     "rbln_lora_slots": ("gauge", ()),
     "rbln_lora_slots_used": ("gauge", ()),
     "rbln_device_memory_bytes": ("gauge", ("kind",)),

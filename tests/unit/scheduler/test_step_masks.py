@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from rbln_backend.grammar import masks as module
 from rbln_backend.grammar.masks import StepMasks
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.vllm_compat.grammar import StructuredOutputGrammar
@@ -49,9 +48,6 @@ def request(fill: Fill, **fields: Any) -> Any:
         "use_structured_output": True,
         "is_prefill_chunk": False,
         "structured_output_request": SimpleNamespace(grammar=Grammar(fill)),
-        "sampling_params": SimpleNamespace(prompt_logprobs=None),
-        "num_computed_tokens": 7,
-        "is_finished": lambda: False,
     }
     return SimpleNamespace(**(given | fields))
 
@@ -81,18 +77,12 @@ class Fixture:
         self.filled_all: list[Any] = []
         self.board = MetricsBoard(folder, "masks")
 
-    def make(self, *, may_be_late: bool = True) -> StepMasks:
+    def make(self) -> StepMasks:
         manager: Any = SimpleNamespace(
             backend=SimpleNamespace(allocate_token_bitmask=lambda n: torch.full((n, 3), -1)),
             _get_constraint_start=lambda *_: 0,
         )
-        return StepMasks(
-            manager,
-            self.requests,
-            self.filled_all.append,
-            self.board,
-            may_be_late=may_be_late,
-        )
+        return StepMasks(manager, self.requests, self.filled_all.append, self.board)
 
 
 @pytest.fixture
@@ -118,10 +108,9 @@ def test_masks_are_filled_between_schedule_and_sampling(fixture: Fixture) -> Non
     # Here the graph runs.
     may_end.set()
     found: Any = masks.take(output)
-    assert found.structured_output_request_ids == ["a", "b"] and found.late == []
+    assert found.structured_output_request_ids == ["a", "b"]
     assert found.grammar_bitmask.tolist() == [[5] * 3, [6] * 3]
     assert threads and threads[0] is not threading.current_thread()
-    assert not masks.roll_back(output)
     masks.close()
 
 
@@ -165,91 +154,17 @@ def test_a_failed_fill_fails_the_step(fixture: Fixture) -> None:
     masks.close()
 
 
-def test_a_late_mask_is_used_when_it_is_ready(
-    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_WAIT_S", 0.01)
-    may_end, fills = threading.Event(), []
-
-    def fill(bits: Any, row: int) -> None:
-        fills.append(row)
-        assert may_end.wait(10)
-        bits[row] = 8
-
-    # The row behind the slow one was not begun: it is late too, but no thread has it.
-    fixture.requests |= {
-        "a": request(numbered(1)),
-        "slow": request(fill),
-        "b": request(numbered(2)),
-    }
-    masks, output = fixture.make(), step("a", "slow", "b")
-    masks.begin(output)
-    found: Any = masks.take(output)
-    assert (found.structured_output_request_ids, found.late) == (["a"], ["slow", "b"])
-    assert found.grammar_bitmask.tolist() == [[1] * 3]
-    assert fixture.board.value("rbln_grammar_masks_late_total") == 2
-    assert masks.roll_back(output)
-    assert [fixture.requests[name].num_computed_tokens for name in ("a", "slow", "b")] == [7, 6, 6]
-    assert masks.unready() == {"slow"}
-    # Other requests go on meanwhile.
-    other = step("a", "b")
-    masks.begin(other)
-    found = masks.take(other)
-    assert found.grammar_bitmask.tolist() == [[1] * 3, [2] * 3]
-    masks.wait_for_one({"slow"})
-    assert masks.unready() == {"slow"}
-    may_end.set()
-    while masks.unready():
-        masks.wait_for_one(masks.unready())
-    again = step("slow", "a")
-    masks.begin(again)
-    found = masks.take(again)
-    assert found.grammar_bitmask.tolist() == [[8] * 3, [1] * 3]
-    assert fills == [1]
-    masks.close()
-
-
-def test_a_late_mask_of_an_aborted_request_is_forgotten(
-    fixture: Fixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_WAIT_S", 0.01)
-    may_end = threading.Event()
-
-    def fill(*_: Any) -> None:
-        assert may_end.wait(10)
-
-    fixture.requests["slow"] = request(fill)
-    masks, output = fixture.make(), step("slow")
-    masks.begin(output)
-    assert getattr(masks.take(output), "late", None) == ["slow"]
-    del fixture.requests["slow"]
-    assert masks.roll_back(output)
-    assert masks.unready() == set()
-    may_end.set()
-    masks.close()
-
-
-@pytest.mark.parametrize(
-    ("may_be_late", "prompt_logprobs"), [(False, None), (True, 1)], ids=["engine", "request"]
-)
-def test_a_step_that_cannot_run_again_waits(
-    fixture: Fixture,
-    monkeypatch: pytest.MonkeyPatch,
-    may_be_late: bool,
-    prompt_logprobs: int | None,
-) -> None:
-    monkeypatch.setattr(module, "MAX_WAIT_S", 0.0)
+def test_a_slow_mask_holds_its_step(fixture: Fixture) -> None:
     may_end = threading.Event()
 
     def fill(bits: Any, row: int) -> None:
         assert may_end.wait(10)
         bits[row] = 4
 
-    params = SimpleNamespace(prompt_logprobs=prompt_logprobs)
-    fixture.requests["a"] = request(fill, sampling_params=params)
-    masks, output = fixture.make(may_be_late=may_be_late), step("a")
+    fixture.requests["a"] = request(fill)
+    masks, output = fixture.make(), step("a")
     masks.begin(output)
     threading.Timer(0.05, may_end.set).start()
     found: Any = masks.take(output)
-    assert found.late == [] and found.grammar_bitmask.tolist() == [[4] * 3]
+    assert found.grammar_bitmask.tolist() == [[4] * 3]
     masks.close()
