@@ -8,8 +8,7 @@ from pathlib import Path
 
 _GRAPH_SOURCES = (
     *("attention", "compiler", "emulator", "lora", "moe", "parallel", "quantization"),
-    *("core.py", "worker/graphs/functions.py", "worker/graphs/trace_plan.py"),
-    "worker/step/group_inputs.py",
+    *("core.py", "worker/graphs/functions.py", "worker/step/group_inputs.py"),
 )
 
 

@@ -8,7 +8,6 @@ A node has an operator's name, arguments and keyword arguments. ``read_document`
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from rbln_backend.compiler.programs.operators import signatures_of
-from rbln_backend.compiler.programs.signatures import (
-    MAX_INTEGER,
-    MAX_ITEMS,
-    MAX_TEXT,
-    Kind,
+from rbln_backend.compiler.programs.call_checks import (
     Reference,
+    callable_mismatch,
+    schema_mismatch,
 )
+from rbln_backend.compiler.programs.operators import schema_of
 from rbln_backend.errors import CompileError, CorruptArtifactError
 
 FORMAT = 1
@@ -31,8 +28,9 @@ MAX_BYTES = 32 << 20
 MAX_NODES = 1 << 18
 MAX_DEPTH = 4
 """Of sequences in sequences, in an argument."""
-MAX_ELEMENTS = 1 << 31
-"""Of a tensor that is made of numbers alone."""
+MAX_INTEGER = 2**63 - 1
+MAX_TEXT = 256
+MAX_ITEMS = 1 << 16
 
 PLACEHOLDER, OUTPUT = "placeholder", "output"
 _BINDING = re.compile(r"(param|scale|alibi|kv|lora|input|packed):[!-~]{1,512}")
@@ -100,7 +98,7 @@ class _Reader:
     """Checks the nodes of one document, in order."""
 
     def __init__(self) -> None:
-        self._kinds: list[Kind] = []
+        self._has_result: list[bool] = []
         self._num_inputs = 0
 
     def read(self, document: Any) -> Document:
@@ -126,7 +124,7 @@ class _Reader:
             record = self._record(nodes[number])
             if (record.operator == OUTPUT) != (number == len(nodes) - 1):
                 _refuse("the last node, and no other, is the output")
-            self._kinds.append(self._result(record, number))
+            self._has_result.append(self._check(record, number))
         except (CompileError, CorruptArtifactError, TypeError, ValueError) as error:
             raise CorruptArtifactError(f"node {number} of the program: {error}") from None
         return record
@@ -145,18 +143,17 @@ class _Reader:
         named = {key: self._value(value) for key, value in keywords.items() if "kwargs" in node}
         return NodeRecord(name, arguments, named)
 
-    def _result(self, record: NodeRecord, number: int) -> Kind:
-        """Build a node; rejects calls that no signature of the operator allows."""
+    def _check(self, record: NodeRecord, number: int) -> bool:
+        """Return True if the node has a result; rejects calls that its operator does not allow."""
         if record.operator == PLACEHOLDER:
             if number != self._num_inputs:
                 _refuse("a placeholder comes after another node")
             self._num_inputs += 1
-            return "tensor"
+            return True
         if record.operator == OUTPUT:
             _check_output(record)
-            return "nothing"
-        _check_sizes(record)
-        return _returned(record)
+            return False
+        return _check_call(record)
 
     def _value(self, value: Any, depth: int = 0) -> Any:
         if value is None or isinstance(value, bool):
@@ -187,11 +184,11 @@ class _Reader:
         return tuple(self._value(value, depth + 1) for value in values)
 
     def _reference(self, node: Any) -> Reference:
-        if type(node) is not int or not 0 <= node < len(self._kinds):
+        if type(node) is not int or not 0 <= node < len(self._has_result):
             _refuse(f"{node!r:.20} is not the number of an earlier node")
-        if self._kinds[node] == "nothing":
+        if not self._has_result[node]:
             _refuse(f"node {node} has no result")
-        return Reference(node, self._kinds[node])
+        return Reference(node)
 
 
 _MEMBERS = (("op",), ("op", "args"), ("op", "args", "kwargs"))
@@ -223,14 +220,16 @@ def _constant(kind: str, content: Any) -> Any:
     return found
 
 
-def _returned(record: NodeRecord) -> Kind:
-    reasons = []
-    for signature in signatures_of(record.operator):
-        mismatch = signature.mismatch(record.arguments, record.keywords)
-        if mismatch is None:
-            return signature.returns
-        reasons.append(mismatch)
-    raise CorruptArtifactError(f"{record.operator} {reasons[0]}")
+def _check_call(record: NodeRecord) -> bool:
+    """Return True if the call has a result; rejects one that its operator does not allow."""
+    schema = schema_of(record.operator)
+    if schema is None:
+        mismatch = callable_mismatch(record.operator, record.arguments, record.keywords)
+    else:
+        mismatch = schema_mismatch(schema, record.arguments, record.keywords)
+    if mismatch is not None:
+        _refuse(f"{record.operator} {mismatch}")
+    return bool(schema.returns) if schema is not None else record.operator != _WITHOUT_RESULT
 
 
 def _check_output(record: NodeRecord) -> None:
@@ -238,26 +237,8 @@ def _check_output(record: NodeRecord) -> None:
     values = record.arguments[0] if len(record.arguments) == 1 else None
     if not isinstance(values, list | tuple) or record.keywords or not values:
         _refuse("the output is not one sequence")
-    if not all(isinstance(value, Reference) and value.kind == "tensor" for value in values):
-        _refuse("the output is not a sequence of tensors")
+    if not all(isinstance(value, Reference) for value in values):
+        _refuse("the output is not a sequence of results")
 
 
-def _check_sizes(record: NodeRecord) -> None:
-    """Bound the tensors that a program makes of numbers alone."""
-    if record.operator not in _MAKERS:
-        return
-    values = [*record.arguments, *record.keywords.values()]
-    sizes = next((x for x in values if isinstance(x, list | tuple)), values)
-    numbers = [abs(x) for x in sizes if type(x) in (int, float)]
-    elements = max(numbers, default=0) if record.operator == _RANGE else math.prod(numbers)
-    if not elements <= MAX_ELEMENTS:
-        _refuse(f"{record.operator} makes {elements} elements; at most {MAX_ELEMENTS} are allowed")
-
-
-_RANGE = "torch.arange"
-_MAKERS = frozenset(
-    (
-        f"{_RANGE} torch.empty torch.full torch.ones torch.zeros method.new_empty "
-        "method.new_full method.new_ones method.new_zeros"
-    ).split()
-)
+_WITHOUT_RESULT = "operator.setitem"

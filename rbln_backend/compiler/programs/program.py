@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rbln_backend.compiler.programs.call_checks import Reference
 from rbln_backend.compiler.programs.document import (
     OUTPUT,
     PLACEHOLDER,
@@ -22,7 +23,6 @@ from rbln_backend.compiler.programs.document import (
     write_document,
 )
 from rbln_backend.compiler.programs.operators import Target, operator_name, target_of
-from rbln_backend.compiler.programs.signatures import Reference
 from rbln_backend.errors import CompileError, CorruptArtifactError
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ MAX_RESULT_BYTES = 1 << 34
 """Of what one call makes."""
 
 _META = torch.device("meta")
+_INDEXING = (operator.getitem, operator.setitem)
 _FACTORIES = (torch.arange, torch.empty, torch.full, torch.ones, torch.zeros)
 
 
@@ -37,6 +39,8 @@ def check_shapes(program: Program, inputs: Sequence[Tensor]) -> None:
         for node in graph.nodes:
             if node.op in ("call_function", "call_method"):
                 values[node] = _result(node, values)
+            elif node.op == "output" and not _are_tensors(values[x] for x in node.all_input_nodes):
+                raise CorruptArtifactError("the output is not a sequence of tensors")
 
 
 def make_tensors_on(graph: fx.Graph, device: torch.device) -> None:
@@ -57,6 +61,10 @@ def _result(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     args = fx.node.map_arg(node.args, values.__getitem__)
     kwargs = fx.node.map_arg(node.kwargs, values.__getitem__)
     function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
+    # Python would repeat a sequence, as often as a number says.
+    is_arithmetic = node.op == "call_function" and function.__module__ == operator.add.__module__
+    if is_arithmetic and function not in _INDEXING and not all(map(_is_operand, args)):
+        raise CorruptArtifactError(f"{node.name} calculates with what is no tensor")
     try:
         result = function(*args, **kwargs)
     except Exception as error:
@@ -70,3 +78,11 @@ def _result(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
             f"{node.name} makes {size} bytes; at most {MAX_RESULT_BYTES} are allowed"
         )
     return result
+
+
+def _are_tensors(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, Tensor) for value in values)
+
+
+def _is_operand(value: Any) -> bool:
+    return isinstance(value, Tensor | bool | int | float)

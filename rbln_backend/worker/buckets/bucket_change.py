@@ -171,10 +171,8 @@ class BucketChange:
         return CompileProcess(job, self._factory, requests, [*self.specs, *others])
 
     def _make(self) -> Iterator[ObtainedProgram]:
-        beside = [_request(spec, inputs) for spec, inputs in self._graphs.inputs.items()]
-        return self._factory.obtain_each(
-            [_request(spec, inputs) for spec, inputs in self._inputs.items()], NoListener(), beside
-        )
+        requests = [_request(spec, inputs) for spec, inputs in self._inputs.items()]
+        return self._factory.obtain_each(requests, NoListener())
 
     def _bind(self, made: MadeProgram) -> StepGraph:
         inputs = self._inputs[made.spec]

@@ -1,8 +1,7 @@
 """Graphs captured in forked children, one per core: Dynamo is Python and uses one core.
 
 A child inherits the loaded model, sends programs as bytes and exits without the parent's exit
-handlers. If a child dies, the parent lacks the graphs that it did not send, and those that are
-queued afterwards.
+handlers. If a child dies, the parent lacks the graphs that it did not send.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
@@ -38,41 +38,6 @@ class Captured:
     seconds: float
 
 
-class CaptureQueue:
-    """Pipe of the numbers of graphs to capture; children take the next one when they are idle.
-
-    It closes when every queued graph is done.
-    """
-
-    def __init__(self, specs: Sequence[GraphSpec]) -> None:
-        """``specs``: all graphs that may be queued, as numbered in the pipe."""
-        self.specs = list(specs)
-        self._queued: set[GraphSpec] = set()
-        self._open = 0
-        self.reader, self._writer = os.pipe()
-        self._is_closed = False
-
-    def add(self, specs: Iterable[GraphSpec]) -> None:
-        """Queue those of ``specs`` that never were; too late after ``close``."""
-        for spec in specs:
-            if spec not in self._queued and not self._is_closed:
-                self._queued.add(spec)
-                self._open += 1
-                os.write(self._writer, _INDEX.pack(self.specs.index(spec)))
-
-    def done(self) -> None:
-        """Count a queued graph as delivered."""
-        self._open -= 1
-        if not self._open:
-            self.close()
-
-    def close(self) -> None:
-        """Let children exit after the graphs that are queued."""
-        if not self._is_closed:
-            self._is_closed = True
-            os.close(self._writer)
-
-
 def workers_of(compiler: Compiler, local_ranks: int) -> int:
     """Return a rank's share of the cores, 1 for the SDK: its compiler may not survive a fork."""
     if not compiler.capabilities.runs_on_host:
@@ -81,35 +46,45 @@ def workers_of(compiler: Compiler, local_ranks: int) -> int:
 
 
 def capture_in_children(
-    queue: CaptureQueue,
+    specs: Sequence[GraphSpec],
     capture: Callable[[GraphSpec], bytes],
     *,
     workers: int,
     on_start: Callable[[GraphSpec], None],
     timeout_s: float = _TIMEOUT_S,
 ) -> Generator[Captured, None, None]:
-    """Capture the graphs of ``queue`` in ``workers`` forked children and yield each when done.
+    """Capture ``specs`` in ``workers`` forked children and yield each when done.
 
-    The caller may queue more graphs until it asks for the next one. A graph is left out if its
-    capture fails, if its child dies, or if no child sends anything for ``timeout_s`` seconds;
-    nothing is raised.
+    A graph is left out if its capture fails, if its child dies, or if no child sends anything for
+    ``timeout_s`` seconds; nothing is raised.
     """
+    queue = _filled_queue(len(specs))
     children: dict[Connection, int] = {}
     try:
-        for _ in range(min(workers, len(queue.specs))):
+        for _ in range(min(workers, len(specs))):
             reader, writer = Pipe(duplex=False)
-            children[reader] = _fork(queue, writer, capture)
+            children[reader] = _fork(partial(_work, queue, specs, writer, capture))
             writer.close()
-        yield from _collect(list(children), queue, on_start, timeout_s)
+        yield from _collect(list(children), specs, on_start, timeout_s)
     finally:
-        queue.close()
-        os.close(queue.reader)
+        os.close(queue)
         for reader, pid in children.items():
             reader.close()
             _end(pid)
 
 
-def _fork(queue: CaptureQueue, writer: Connection, capture: Callable[[GraphSpec], bytes]) -> int:
+def _filled_queue(count: int) -> int:
+    """Return the reading end of a pipe with the numbers below ``count`` and then end of file.
+
+    Each child takes the next number when it is idle.
+    """
+    reader, writer = os.pipe()
+    os.write(writer, b"".join(_INDEX.pack(index) for index in range(count)))
+    os.close(writer)
+    return reader
+
+
+def _fork(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -117,27 +92,30 @@ def _fork(queue: CaptureQueue, writer: Connection, capture: Callable[[GraphSpec]
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # Else this child would keep the queue open for all of them.
-        queue.close()
-        _work(queue, writer, capture)
+        work()
     except BaseException:
         logger.exception("A graph is captured again by the engine process")
     finally:
         os._exit(0)
 
 
-def _work(queue: CaptureQueue, writer: Connection, capture: Callable[[GraphSpec], bytes]) -> None:
-    while record := os.read(queue.reader, _INDEX.size):
+def _work(
+    queue: int,
+    specs: Sequence[GraphSpec],
+    writer: Connection,
+    capture: Callable[[GraphSpec], bytes],
+) -> None:
+    while record := os.read(queue, _INDEX.size):
         (index,) = _INDEX.unpack(record)
         writer.send((index, 0.0, None))
         started = time.perf_counter()
-        data = capture(queue.specs[index])
+        data = capture(specs[index])
         writer.send((index, time.perf_counter() - started, data))
 
 
 def _collect(
     readers: list[Connection],
-    queue: CaptureQueue,
+    specs: Sequence[GraphSpec],
     on_start: Callable[[GraphSpec], None],
     timeout_s: float,
 ) -> Iterator[Captured]:
@@ -154,14 +132,11 @@ def _collect(
                 index, seconds, data = reader.recv()
             except (EOFError, OSError):
                 readers.remove(reader)
-                # What a lost child has taken is never done: the others must not wait for it.
-                queue.close()
                 continue
             if data is None:
-                on_start(queue.specs[index])
+                on_start(specs[index])
             else:
-                yield Captured(queue.specs[index], data, seconds)
-                queue.done()
+                yield Captured(specs[index], data, seconds)
 
 
 def _end(pid: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -22,9 +21,8 @@ from rbln_backend.store.artifact_files import BINARIES, PROGRAM
 from rbln_backend.store.artifacts import ArtifactStore
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.vllm_compat.surface import init_logger
-from rbln_backend.worker.graphs.capture_pool import CaptureQueue, capture_in_children
+from rbln_backend.worker.graphs.capture_pool import capture_in_children
 from rbln_backend.worker.graphs.functions import WHOLE, GraphFunction, ModelPart, graph_function
-from rbln_backend.worker.graphs.trace_plan import TracePlan, ends_of
 
 logger = init_logger(__name__)
 
@@ -123,8 +121,6 @@ class GraphFactory:
         self._key_fields = dict(key_fields)
         self._forward_context = forward_context
         self.capture_workers = capture_workers
-        # Only this device's check calls every operator of a program on the shapes of its inputs.
-        self._derives = compiler.capabilities.runs_on_host
         self.compiles_when_loading = compiler.compiles_when_loading
         self.compiles_without_device = compiler.compiles_without_device
 
@@ -156,15 +152,9 @@ class GraphFactory:
         return {made.spec: made.program for made in self.obtain_each(requests, listener)}
 
     def obtain_each(
-        self,
-        requests: Sequence[GraphRequest],
-        listener: GraphListener,
-        beside: Sequence[GraphRequest] = (),
+        self, requests: Sequence[GraphRequest], listener: GraphListener
     ) -> Iterator[ObtainedProgram]:
-        """Yield the program of every request when it is there; raises ``CompileError``.
-
-        ``beside``: graphs that the engine has, of whose stored programs others are derived.
-        """
+        """Yield the program of every request when it is there; raises ``CompileError``."""
         missing: dict[GraphSpec, GraphRequest] = {}
         locks: dict[GraphSpec, ExitStack] = {}
         # Of several processes that need a graph, one compiles it and the others wait and load it.
@@ -182,7 +172,7 @@ class GraphFactory:
                 listener.graph_started(request.spec)
                 listener.graph_done(request.spec, "loaded", time.perf_counter() - started)
                 yield ObtainedProgram(request.spec, program, "loaded")
-            for spec, program, seconds in self._capture_all(missing, listener, beside):
+            for spec, program, seconds in self._capture_all(missing, listener):
                 self._save(missing[spec], program)
                 locks[spec].close()
                 listener.graph_done(spec, "compiled", seconds)
@@ -237,58 +227,22 @@ class GraphFactory:
         return self.bind(request, self._capture_function(request, function, names))
 
     def _capture_all(
-        self,
-        missing: Mapping[GraphSpec, GraphRequest],
-        listener: GraphListener,
-        beside: Sequence[GraphRequest],
+        self, missing: Mapping[GraphSpec, GraphRequest], listener: GraphListener
     ) -> Iterator[tuple[GraphSpec, Program, float]]:
-        ends = ends_of([request.spec for request in beside]) if self._derives else []
-        known = {request.spec: request for request in beside if request.spec in ends}
-        requests = {**missing, **(known if missing else {})}
-        check = partial(self._check_spec, requests) if self._derives else None
-        plan = TracePlan(list(requests), check)
-        for spec, program, seconds in self._programs_of(plan, requests, known, listener):
-            if spec in missing:
-                yield spec, program, seconds
-
-    def _programs_of(
-        self,
-        plan: TracePlan,
-        requests: Mapping[GraphSpec, GraphRequest],
-        known: Mapping[GraphSpec, GraphRequest],
-        listener: GraphListener,
-    ) -> Iterator[tuple[GraphSpec, Program, float]]:
-        """Yield the programs of ``plan``, of which those of ``known`` may be stored."""
-        stored = ((spec, self._stored(known[spec]), 0.0) for spec in plan.wanted if spec in known)
-        found = ((spec, program, s) for spec, program, s in stored if program is not None)
-        for spec, program, seconds in chain(found, self._trace(plan, requests, listener)):
-            yield spec, program, seconds
-            began = time.perf_counter()
-            for other, derived in plan.add(spec, program):
-                listener.graph_started(other)
-                yield other, derived, time.perf_counter() - began
-                began = time.perf_counter()
-
-    def _trace(
-        self, plan: TracePlan, missing: Mapping[GraphSpec, GraphRequest], listener: GraphListener
-    ) -> Iterator[tuple[GraphSpec, Program, float]]:
-        """Yield the program of every graph that ``plan`` wants; the caller adds it to the plan."""
-        if self.capture_workers > 1 and len(plan.wanted) > 1:
-            queue = CaptureQueue(list(missing))
-            queue.add(plan.wanted)
+        left = dict(missing)
+        if self.capture_workers > 1 and len(left) > 1:
             for captured in capture_in_children(
-                queue,
+                list(left),
                 lambda spec: self._capture(missing[spec]).to_bytes(),
                 workers=self.capture_workers,
                 on_start=listener.graph_started,
             ):
+                del left[captured.spec]
                 yield captured.spec, Program.from_bytes(captured.data), captured.seconds
-                queue.add(plan.wanted)
-        while plan.wanted:
-            spec = plan.wanted[0]
+        for spec, request in left.items():
             listener.graph_started(spec)
             started = time.perf_counter()
-            program = self._capture(missing[spec])
+            program = self._capture(request)
             yield spec, program, time.perf_counter() - started
 
     def _lock(self, spec: GraphSpec) -> AbstractContextManager[object]:
@@ -312,11 +266,6 @@ class GraphFactory:
     def _check(self, program: Program, request: GraphRequest) -> None:
         """Raise if ``program`` does not fit the model's tensors and the request's buffers."""
         self._compiler.check(program, self._table.shapes_of(program.bindings, request.inputs))
-
-    def _check_spec(
-        self, requests: Mapping[GraphSpec, GraphRequest], spec: GraphSpec, program: Program
-    ) -> None:
-        self._check(program, requests[spec])
 
     def _load(self, store: ArtifactStore, request: GraphRequest) -> Program | None:
         key = self.key(request.spec)

@@ -11,19 +11,13 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.core import GraphSpec
-from rbln_backend.worker.graphs.capture_pool import CaptureQueue, capture_in_children
+from rbln_backend.worker.graphs.capture_pool import capture_in_children
 
 SPECS = [GraphSpec("decode", size) for size in (1, 2, 4, 8, 16)]
 
 
 def by_its_name(spec: GraphSpec) -> bytes:
     return f"{spec} by {os.getpid()}".encode()
-
-
-def queued() -> CaptureQueue:
-    queue = CaptureQueue(SPECS)
-    queue.add(SPECS)
-    return queue
 
 
 def name_in(data: bytes) -> str:
@@ -39,7 +33,7 @@ def children() -> set[str]:
 def test_every_graph_is_delivered_once_by_other_processes() -> None:
     before = children()
     started: list[GraphSpec] = []
-    captured = list(capture_in_children(queued(), by_its_name, workers=3, on_start=started.append))
+    captured = list(capture_in_children(SPECS, by_its_name, workers=3, on_start=started.append))
     assert sorted(c.spec for c in captured) == sorted(started) == SPECS
     assert all(name_in(c.data) == str(c.spec) and c.seconds >= 0.0 for c in captured)
     assert str(os.getpid()) not in {c.data.decode().partition(" by ")[2] for c in captured}
@@ -59,7 +53,7 @@ def test_graphs_of_a_lost_child_are_missing_and_the_others_arrive(fate: str) -> 
         time.sleep(0.05)
         return by_its_name(spec)
 
-    captured = list(capture_in_children(queued(), capture, workers=2, on_start=lambda _: None))
+    captured = list(capture_in_children(SPECS, capture, workers=2, on_start=lambda _: None))
     assert sorted(c.spec for c in captured) == [spec for spec in SPECS if spec != SPECS[1]]
     assert children() == before
 
@@ -73,7 +67,7 @@ def test_a_child_without_progress_is_killed_after_the_timeout() -> None:
         return by_its_name(spec)
 
     captured = list(
-        capture_in_children(queued(), capture, workers=2, on_start=lambda _: None, timeout_s=0.5)
+        capture_in_children(SPECS, capture, workers=2, on_start=lambda _: None, timeout_s=0.5)
     )
     assert sorted(c.spec for c in captured) == SPECS[:-1]
     assert children() == before
@@ -88,7 +82,7 @@ def test_children_are_killed_when_the_consumer_stops_early() -> None:
         signal.pause()
         return b""
 
-    captured = capture_in_children(queued(), capture, workers=2, on_start=lambda _: None)
+    captured = capture_in_children(SPECS, capture, workers=2, on_start=lambda _: None)
     assert next(captured).spec == SPECS[0]
     captured.close()
     assert children() == before

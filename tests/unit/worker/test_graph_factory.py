@@ -111,29 +111,6 @@ def test_missing_graphs_are_captured_in_children_or_in_process(
     assert logits.shape == (2, 8)
 
 
-@pytest.mark.parametrize(
-    ("context", "workers"), [(anywhere, 1), (deadly_here, 2), (deadly_in_children, 2)]
-)
-def test_sizes_between_two_captured_ones_are_derived(context: object, workers: int) -> None:
-    captured: list[int] = []
-
-    @contextmanager
-    def counted(request: GraphRequest) -> Iterator[None]:
-        captured.append(request.spec.bucket)
-        with context(request):  # type: ignore[operator]
-            yield
-
-    sized = requests([GraphSpec.of(Phase.LOGITS, rows) for rows in (2, 4, 8, 16)])
-    heard = Recorded()
-    programs = factory(None, counted, workers).obtain_all(sized, heard)
-    # What children capture is not seen here.
-    assert captured == ([] if context is deadly_here else [2, 16])
-    assert set(heard.done) == set(programs) == {request.spec for request in sized}
-    for request in sized:
-        own = factory(None, anywhere, 1).obtain_all([request], Recorded())
-        assert programs[request.spec].to_bytes() == own[request.spec].to_bytes()
-
-
 def test_stored_graphs_are_loaded_without_a_capture(tmp_path: Path) -> None:
     store = ArtifactStore(tmp_path, max_bytes=1 << 20, on_event=lambda _: None)
     factory(store, anywhere, 1).obtain_all(requests()[:2], Recorded())

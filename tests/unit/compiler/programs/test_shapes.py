@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -50,6 +51,19 @@ def test_what_fits_passes_also_where_the_host_is_named() -> None:
 def test_what_does_not_fit_is_named(calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
     with pytest.raises(CorruptArtifactError, match=r"\w+ does not fit its arguments: "):
         check(program(*calls))
+
+
+def test_a_sequence_is_neither_repeated_nor_returned() -> None:
+    """Python would make a tuple of 10 billion entries."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.placeholder("weight")
+    rows = graph.call_method("unbind", (x,))
+    graph.output((graph.call_function(operator.mul, (rows, 10**10)),))
+    with pytest.raises(CorruptArtifactError, match="mul calculates with what is no tensor"):
+        check(Program(graph, ("input:x", "param:weight")))
+    with pytest.raises(CorruptArtifactError, match="the output is not a sequence of tensors"):
+        check(program(("unbind", (0,))))
 
 
 def test_growth_is_bounded_and_takes_no_memory() -> None:
