@@ -20,8 +20,6 @@ def strict(target: Target) -> Target:
 # than -O1 would take the compiler minutes.
 _AVX512 = ("-march=x86-64-v3", "-O1", "-include", str(_STAND_IN))
 VARIANTS = {
-    # The products of tiles are emulated beside it, with the instructions' rounding.
-    "amx_bf16": strict(Target("amx_bf16", (*_AVX512, "-DSTAND_IN_BF16", "-DRBLN_AMX_EMULATED"))),
     "avx512_bf16": strict(Target("avx512_bf16", (*_AVX512, "-DSTAND_IN_BF16"))),
     "avx512": strict(Target("avx512", _AVX512)),
     "portable": strict(LEVELS[-1]),

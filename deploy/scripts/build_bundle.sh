@@ -7,5 +7,5 @@ bundle=$2
 cd "$(dirname "$0")/../.."
 # CPUs without AVX2 run PyTorch's operators.
 "$venv/bin/python" -m rbln_backend.emulator.variants --into "$bundle" \
-    --variants amx_bf16 avx512_bf16 avx512 avx2
+    --variants avx512_bf16 avx512 avx2
 deploy/scripts/settle_times.sh "$bundle"

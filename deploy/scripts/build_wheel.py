@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build/wheel"
 _SOURCES = ("pyproject.toml", "README.md", "LICENSE", "server", "rbln_backend")
 _MODEL = "default_model/checkpoint"
-_LEVELS = ("amx_bf16", "avx512_bf16", "avx512", "avx2")
+_LEVELS = ("avx512_bf16", "avx512", "avx2")
 # That of torch's wheels; a library may need a newer one.
 _OLDEST_GLIBC = (2, 28)
 _GLIBC = re.compile(rb"\(GLIBC_(\d+)\.(\d+)(?:\.\d+)?\)")

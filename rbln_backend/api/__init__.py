@@ -162,14 +162,14 @@ def check_graph(key: CacheKey, files: Mapping[str, bytes]) -> bool:
 
 
 def describe_cpu() -> dict[str, str]:
-    """Return the CPU's name, the levels of kernels that it runs, and the state of its tiles.
+    """Return the CPU's name and the levels of kernels that it runs.
 
     Imports neither torch nor vLLM.
     """
-    from rbln_backend.emulator.targets import LEVELS, cpu_name, why_no_tiles
+    from rbln_backend.emulator.targets import LEVELS, cpu_name
 
     levels = ", ".join(level.name for level in LEVELS if level.runs_here())
-    return {"cpu": cpu_name(), "kernels": levels, "tiles": why_no_tiles() or "usable"}
+    return {"cpu": cpu_name(), "kernels": levels}
 
 
 def check_connectors(transfer: KVTransferConfig) -> None:

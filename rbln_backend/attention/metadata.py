@@ -40,8 +40,8 @@ class WindowMetadata(RblnAttentionMetadata):
     """Layers that keep the last ``window`` tokens in one block per request, shifted in place."""
 
     cache_seq_len: Tensor
-    """[B, 1] int32: the request's tokens before this step; for the SDK those that the block holds,
-    at most ``window``."""
+    """[B, 1] int32: the request's tokens before this step that the block holds, at most
+    ``window``."""
     cache_offset: Tensor
     """[B, 1] int32: ``cache_seq_len`` plus the step's real tokens; equal to it in padded rows."""
     block_tables: Tensor

@@ -14,9 +14,8 @@ rows the first ``cache_offset - cache_seq_len`` are real. Row j attends to itsel
 window - 1 tokens before it, in the block or new; afterwards the block holds the latest tokens
 again, from slot 0 on. The other rows are padding and give zeros. What padded rows and unused slots
 hold is never read. The decode op's ``attn_mask`` says again what ``cache_seq_len`` says: it is not
-read. The SDK's ops count only the tokens that the block holds. These give the same numbers then,
-but not the same bits in every chunking where there are tiles, whose sums count from the request's
-first token.
+read. Lengths may count all tokens of the request instead of those that the block holds; the bits
+are the same.
 
 The second namespace is for ``RBLN_USE_CUSTOM_KERNEL``, whose KV cache keeps K and V outermost and
 whose ops end after the documented required arguments. ``sinks`` are one more logit per query head

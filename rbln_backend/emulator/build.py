@@ -65,7 +65,7 @@ def build_key(target: Target = NATIVE) -> str:
         digest.update(source.as_posix().encode() + b"\0" + (_SOURCE_DIR / source).read_bytes())
     words = [
         *_FLAGS,
-        *target.compiler_flags(),
+        *target.flags,
         # Without a local label: builds of one release for a CPU and for a GPU have one interface.
         importlib.metadata.version("torch").partition("+")[0],
         platform.machine(),
@@ -119,7 +119,7 @@ def build_library(directory: Path, target: Target, report: BuildReport = no_op) 
         "-pipe",
         "-c",
         *_FLAGS,
-        *target.compiler_flags(),
+        *target.flags,
         "-iquote",
         str(_SOURCE_DIR),
     ]

@@ -29,7 +29,7 @@ from rbln_backend.emulator.build import (
     no_op,
 )
 from rbln_backend.emulator.replay import Recording
-from rbln_backend.emulator.targets import LEVELS, NATIVE, Target, has_tiles, why_no_tiles
+from rbln_backend.emulator.targets import LEVELS, NATIVE, Target
 from rbln_backend.errors import ArtifactError, CompileError
 from rbln_backend.host.file_locks import claimed_folder
 from rbln_backend.host.trusted_files import make_trusted_folder
@@ -103,8 +103,6 @@ def _activate_fallback(reason: str) -> KernelSet:
 def _activate_native(roots: Sequence[Path], report: BuildReport) -> KernelSet:
     if _Active.native is None:
         own, *bundles = [kernel_store(root) for root in roots]
-        if has_tiles() and why_no_tiles():
-            logger.warning("%s", why_no_tiles())
         _Active.native = _load([own, *private_stores()], [*bundles, _PACKAGED], report)
     for library in _Active.fallback or ():
         library._destroy()
@@ -201,8 +199,6 @@ def _open_library(entry: Path, reason: str) -> KernelSet:
     _Active.handle = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
     describe = _Active.handle.rbln_emulator_isa
     describe.restype = ctypes.c_char_p
-    if has_tiles() and why_no_tiles():
-        reason = f"{reason}; {why_no_tiles()}"
     return KernelSet("native", describe().decode(), entry / LIBRARY, reason)
 
 

@@ -124,9 +124,9 @@ class EngineBuild:
         config, rbln = parts.vllm_config, parts.rbln
         self._parts, self.kv_cache_config = parts, kv_cache_config
         self._generates = config.model_config.runner_type == "generate"
-        sharing, device = sharing_layers(parts.attention_layers), parts.compiler.capabilities
+        sharing = sharing_layers(parts.attention_layers)
         length = config.model_config.max_model_len
-        self._groups = kv_groups(kv_cache_config, length, sharing, device)
+        self._groups = kv_groups(kv_cache_config, length, sharing)
         self._moe = moe_methods(parts.model)
         self.kv_caches = KvCaches.allocate(
             kv_cache_config, parts.compiler.kv_memory, kv_outermost=rbln.use_custom_kernel
@@ -137,7 +137,9 @@ class EngineBuild:
         tables = bucket_tables(config)
         # Not the dtype of a parameter: a quantised model's first parameter may hold packed words.
         dtype: Any = config.model_config.dtype
-        self._stage = make_stage(parts.model, dtype, whole_part(device, config))
+        self._stage = make_stage(
+            parts.model, dtype, whole_part(parts.compiler.capabilities, config)
+        )
         self._agreement = make_agreement(config)
         masks_tokens = bool(self._moe) and rbln.use_moe_tokens_mask
         is_first = self._stage.part.is_first

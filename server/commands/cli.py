@@ -57,7 +57,7 @@ def _compile(argv: Sequence[str]) -> int:
     parser = server_parser("compile")
     about = (
         "also build kernels for these CPUs: native, portable, avx2, avx512, avx512_bf16, "
-        "amx_bf16 or all; unset: for this host"
+        "or all; unset: for this host"
     )
     parser.add_argument("--isa", action="append", metavar="LEVEL", help=about)
     _add_json(parser)

@@ -7,17 +7,12 @@ from pathlib import Path
 
 from rbln_backend.host.child_process import report
 from rbln_backend.parity.job import Job
-from rbln_backend.parity.runners.tile_permission import request_tiles
+from rbln_backend.parity.runners.first_layers import first_layers
 
 
 def main() -> int:
     """Run ``python -m rbln_backend.parity.runners JOB RESULT``; logs go to standard error."""
     job = Job.read(Path(sys.argv[1]))
-    if job.side == "cpu":
-        request_tiles()
-    # Imports of torch, which starts threads, must follow that request.
-    from rbln_backend.parity.runners.first_layers import first_layers
-
     if job.side == "transformers":
         from rbln_backend.parity.runners import transformers_side as side
     else:

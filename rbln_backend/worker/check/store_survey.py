@@ -107,7 +107,7 @@ def _keys_of_rank(found: Preflight, rank: int) -> dict[str, CacheKey]:
         (kv_config, *_) = kv_cache_configs(config, [specs], [_ANY_BYTES])
         sharing = found.skeleton.sharing_layers()
         length = config.model_config.max_model_len
-        groups = kv_groups(kv_config, length, sharing, found.capabilities)
+        groups = kv_groups(kv_config, length, sharing)
     fields = cache_fields(config, rbln, groups)
     fingerprint = expected_fingerprint(rbln)
     keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in found.graphs}

@@ -17,7 +17,6 @@ from rbln_backend.attention.metadata import (
     RblnAttentionMetadata,
     WindowMetadata,
 )
-from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.core import GraphSpec
 from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, window_in
@@ -62,8 +61,6 @@ class KvGroup:
     one_block: bool
     """See ``PagedMetadata``, as for ``appended_window``."""
     appended_window: int | None = None
-    counts_held: bool = False
-    """``cache_seq_len`` counts the tokens in the window, as the SDK requires, not all tokens."""
 
     def allocate(
         self, spec: GraphSpec, suffix: str, query_counts: Tensor | None = None
@@ -80,7 +77,6 @@ def kv_groups(
     config: KVCacheConfig,
     max_model_len: int,
     sharing: Mapping[str, str],
-    capabilities: Capabilities,
 ) -> list[KvGroup]:
     """Return the groups of an engine, in vLLM's order; ``sharing`` layers belong to the owner's."""
     groups = []
@@ -98,7 +94,6 @@ def kv_groups(
                 is_window=is_window,
                 one_block=block_size == max_model_len,
                 appended_window=None if is_window else window_in(spec),
-                counts_held=is_window and not capabilities.window_logs,
             )
         )
     return groups
@@ -177,12 +172,12 @@ class WindowInputs:
         self.cache_seq_len: IntArray = cache_seq_len.numpy()
         self.cache_offset: IntArray = cache_offset.numpy()
         self.block_tables: IntArray = tables.view(rows, 1).numpy()
-        self._most_cached = group.block_size if group.counts_held else int(np.iinfo(np.int32).max)
+        self._window = group.block_size
 
     def fill(self, starts: IntArray, counts: IntArray | int, block_rows: IntArray) -> None:
         count = len(starts)
         lengths = self.cache_seq_len[:count, 0]
-        np.minimum(starts, self._most_cached, out=lengths, casting="unsafe")
+        np.minimum(starts, self._window, out=lengths, casting="unsafe")
         self.cache_offset[:count, 0] = lengths + counts
         self.block_tables[:count] = block_rows[:, :1]
         if count < len(self.cache_seq_len):
@@ -190,7 +185,7 @@ class WindowInputs:
                 padded[count:] = 0
 
     def advance(self, places: Sequence[int]) -> None:
-        lengths = [min(place, self._most_cached) for place in places]
+        lengths = [min(place, self._window) for place in places]
         pack_into(f"{len(places)}i", self.cache_seq_len.data, 0, *lengths)
         pack_into(f"{len(places)}i", self.cache_offset.data, 0, *[length + 1 for length in lengths])
 

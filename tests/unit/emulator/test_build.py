@@ -257,64 +257,6 @@ def test_levels_need_what_the_cpu_lists(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(level.runs_here() for level in LEVELS)
 
 
-FEATURES = {level.name: level.features for level in LEVELS}
-
-
-@pytest.fixture
-def amx_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU with tiles."""
-    monkeypatch.setattr(targets, "cpu_features", lambda: FEATURES["amx_bf16"])
-    monkeypatch.setattr(targets.platform, "machine", lambda: "x86_64")
-
-
-def answer(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    """Simulate Linux's refusal of the tiles for this reason; "": a grant."""
-    monkeypatch.setattr(targets, "why_no_tiles", lambda: why)
-    monkeypatch.setattr(kernel_set, "why_no_tiles", lambda: why)
-
-
-def test_tiles_are_used_where_linux_grants_them(
-    amx_host: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer(monkeypatch, "")
-    granted = build.build_key()
-    assert next(level.name for level in LEVELS if level.runs_here()) == "amx_bf16"
-    answer(monkeypatch, "Linux refuses the tiles of AMX: EPERM")
-    assert next(level.name for level in LEVELS if level.runs_here()) == "avx512_bf16"
-    # A library with tiles is not found by a process that may not use them.
-    assert build.build_key() != granted
-
-
-def test_refused_tiles_are_reported(
-    amx_host: None,
-    compiler: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    why = "Linux refuses the tiles of AMX: ENOSPC, No space left on device"
-    answer(monkeypatch, why)
-    monkeypatch.setattr(kernel_set._Active, "native", None)
-    kernels = kernel_set.load_kernels(tmp_path, "native")
-    assert kernels.reason.endswith(f"; {why}")
-    assert why in caplog.messages
-
-
-def test_what_linux_says_of_the_tiles() -> None:
-    """Runs on the real system, in a process without earlier requests."""
-    code = (
-        "from rbln_backend.emulator import targets\n"
-        "targets.cpu_features = lambda: targets._AMX\n"
-        "print(targets.why_no_tiles())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    has_them = "amx_bf16" in targets.cpu_features()
-    expected = "\n" if has_them else "Linux refuses the tiles of AMX: "
-    assert done.stdout.startswith(expected)
-
-
 def test_levels_are_chosen_by_name(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         variants.main(["--into", str(tmp_path), "--variants", "sse9"])

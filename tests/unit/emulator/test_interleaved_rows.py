@@ -11,7 +11,7 @@ from rbln_backend.emulator.build import _FLAGS, _SOURCE_DIR
 from rbln_backend.emulator.targets import LEVELS, Target
 
 SOURCE = Path(__file__).parent / "interleaved_rows.cpp"
-# The vectors of AMX's level and of bf16 products are those of AVX-512.
+# The vectors of the level of bf16 products are those of AVX-512.
 WIDTHS = [level for level in LEVELS if level.name in ("avx512", "avx2", "portable")]
 
 

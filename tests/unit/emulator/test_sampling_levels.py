@@ -14,7 +14,7 @@ from torch import Tensor
 from rbln_backend.emulator.build import _FLAGS, _SOURCE_DIR
 from rbln_backend.emulator.targets import LEVELS, Target
 
-# The vectors of AMX's level and of bf16 products are those of AVX-512.
+# The vectors of the level of bf16 products are those of AVX-512.
 WIDTHS = [level for level in LEVELS if level.name in ("avx512", "avx2", "portable")]
 DRIVER = Path(__file__).with_name("sampling_level.cpp")
 SOURCES = (*sorted(_SOURCE_DIR.glob("sampling/*.cpp")), _SOURCE_DIR / "core" / "team.cpp")

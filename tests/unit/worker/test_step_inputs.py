@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-import pytest
-import torch
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from rbln_backend.compiler.capabilities import EMULATED, npu_capabilities
-from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.kv_cache.specs import WindowSpec
-from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs, WindowInputs, kv_groups
+from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs, WindowInputs
 from rbln_backend.worker.step.inputs import StepInputs
 
 PAGED = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one_block=False)
@@ -50,27 +42,13 @@ def test_prefill_chunk_in_the_second_block() -> None:
     assert "query_counts" not in inputs.tensors
 
 
-@pytest.mark.parametrize(("counts_held", "cached"), [(False, 40), (True, 24)])
-def test_a_full_window_counts_all_tokens_or_those_it_holds(counts_held: bool, cached: int) -> None:
-    group = replace(WINDOW, counts_held=counts_held)
-    inputs = StepInputs.allocate(GraphSpec.of(Phase.PREFILL, 8), [group])
+def test_a_full_window_counts_the_tokens_that_it_holds() -> None:
+    inputs = StepInputs.allocate(GraphSpec.of(Phase.PREFILL, 8), [WINDOW])
     (window,) = inputs.groups
     assert isinstance(window, WindowInputs)
     inputs.fill_prefill([np.arange(5, 10)], np.array([40]), block_rows=[np.array([[2]])])
-    assert window.cache_seq_len.tolist() == [[cached]]
-    assert window.cache_offset.tolist() == [[cached + 5]]
-
-
-def test_an_npu_counts_the_tokens_in_the_window() -> None:
-    window = WindowSpec(
-        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, window=24,
-        own_blocks=3, log_pages=0, page_tokens=0,
-    )  # fmt: skip
-    config = KVCacheConfig(4, [], [KVCacheGroupSpec(["b"], window)])
-    for capabilities in (EMULATED, npu_capabilities(Npu.named("RBLN-CA25"))):
-        (group,) = kv_groups(config, 64, {}, capabilities)
-        assert group.is_window
-        assert group.counts_held is (capabilities.npu is not None)
+    assert window.cache_seq_len.tolist() == [[24]]
+    assert window.cache_offset.tolist() == [[29]]
 
 
 def test_the_prompts_of_a_chunk_are_concatenated() -> None:
@@ -85,8 +63,8 @@ def test_the_prompts_of_a_chunk_are_concatenated() -> None:
     assert inputs.tensors["query_counts"].tolist() == [3, 2, 0]
     assert inputs.tensors["seq_idx.0"].tolist() == [[30], [0], [0]]
     assert inputs.tensors["block_tables.0"].tolist() == [[7, 4, 0], [3, 0, 0], [0, 0, 0]]
-    assert window.cache_seq_len.tolist() == [[30], [0], [0]]
-    assert window.cache_offset.tolist() == [[33], [2], [0]]
+    assert window.cache_seq_len.tolist() == [[24], [0], [0]]
+    assert window.cache_offset.tolist() == [[27], [2], [0]]
     assert inputs.tensors["local_block_tables.1"].tolist() == [2, 1, 0]
     counts = {part.metadata.query_counts for part in (paged, window)}
     assert counts == {inputs.tensors["query_counts"]}
@@ -102,9 +80,9 @@ def test_decode_pads_rows_with_the_null_block() -> None:
     assert inputs.positions.tolist() == [[2], [40], [0], [0]]
     assert paged.seq_idx.tolist() == [[2], [40], [0], [0]]
     assert paged.block_tables.tolist() == [[3, 0, 0], [5, 6, 8], [0, 0, 0], [0, 0, 0]]
-    assert window.cache_seq_len.tolist() == [[2], [40], [0], [0]]
+    assert window.cache_seq_len.tolist() == [[2], [24], [0], [0]]
     # A padded row has no new token: its offset equals its length.
-    assert window.cache_offset.tolist() == [[3], [41], [0], [0]]
+    assert window.cache_offset.tolist() == [[3], [25], [0], [0]]
     assert window.block_tables.tolist() == [[1], [4], [0], [0]]
 
 

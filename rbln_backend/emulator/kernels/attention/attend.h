@@ -5,6 +5,8 @@
 // its row in it, or the batch.
 #pragma once
 
+#include <type_traits>
+
 #include "attention/query_rows.h"
 #include "core/e4m3.h"
 #include "core/transpose.h"
@@ -249,5 +251,15 @@ class Attention {
   KeyTile<T> tile_;
   bool has_values_ = false, in_place_ = false;  // of the tile
 };
+
+// Computes a run: by pairs of bf16 where they multiply what it has.
+template <class T, class Keys>
+void attend(const AttentionArgs& args, Scratch& scratch, Keys& keys, const QueryRun& run) {
+  if constexpr (kMultipliesPairs && (std::is_same_v<T, bf16> || std::is_same_v<T, e4m3>)) {
+    if (args.dtype == Dtype::bf16)
+      return Attention<T, bf16, Keys>(args, scratch, keys, run).compute();
+  }
+  Attention<T, float, Keys>(args, scratch, keys, run).compute();
+}
 
 }  // namespace rbln

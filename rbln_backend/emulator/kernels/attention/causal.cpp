@@ -1,5 +1,5 @@
 // Causal attention over the paged KV cache: writes the new keys and values, then attends.
-#include "attention/amx.h"
+#include "attention/attend.h"
 
 namespace rbln {
 namespace {

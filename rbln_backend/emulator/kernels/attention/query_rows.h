@@ -1,4 +1,4 @@
-// The softmax of some query rows of one KV head over tiles of keys, whoever multiplies.
+// The softmax of some query rows of one KV head over tiles of keys.
 //
 // Keys come in tiles of kKeys with an online softmax. Weights are kept relative to a power of two,
 // so rescaling is exact. Masked keys are left out: what a row does not see may be NaN.
@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "core/amx.h"
 #include "core/functions.h"
+#include "core/simd.h"
 #include "core/team.h"
 
 namespace rbln {
@@ -19,7 +19,7 @@ namespace rbln {
 inline constexpr int64_t kKeys = 64;       // key positions per tile
 inline constexpr int64_t kRowStride = kKeys + kLanes;  // of scores: zeros go between the rows
 // Query rows (tokens x group) an item aims at: what the keys and values of a tile are arranged for.
-inline constexpr int64_t kQueryRows = kMultipliesTiles ? 128 : kMultipliesPairs ? 132 : 72;
+inline constexpr int64_t kQueryRows = kMultipliesPairs ? 132 : 72;
 inline constexpr int64_t kSerialWork = 1 << 18;  // multiply-adds worth less than waking the team
 
 inline int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -76,7 +76,7 @@ struct QueryRun {
 struct Scratch {
   std::vector<float> memory;
   std::vector<int64_t> limits;  // per query row: the end of the keys it sees
-  // The first three are laid out by whoever multiplies.
+  // The first three are laid out by Attention.
   float *queries, *keys, *values, *scores, *sums, *exponents, *totals, *factors;
 
   void reserve(int64_t rows, int64_t width, int64_t query_size, int64_t key_size,

@@ -1,6 +1,6 @@
 // Sliding-window attention: one block per request, whose slots are the window's tokens in order.
 //
-// Positions are the request's, so that tiles lie alike for every row that sees a key. Before the
+// Positions count as the lengths do: the request's tokens, or those that the block held. Before the
 // step the block holds the last of the `starts` tokens before it, afterwards the last of all, from
 // slot 0 on; slots after those keep what they held, which nothing reads.
 //
@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#include "attention/amx.h"
+#include "attention/attend.h"
 
 namespace rbln {
 namespace {
@@ -38,15 +38,14 @@ class Window {
     return {batch_, head_, first, count, start_, kUnlimited, args_.block_size};
   }
 
-  // For positions before the block's, which no row sees, what its first slot has.
   void locate(int64_t begin, int64_t count, KeyTile<T>& tile) const {
     if (is_one_token()) return slide_and_locate(begin, count, tile);
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t position = std::max(begin + i, before_), token = position - start_;
+      const int64_t position = begin + i, token = position - start_;
       tile.keys[i] = token < 0 ? slot(position - before_) : new_key(token);
       tile.values[i] = token < 0 ? tile.keys[i] + args_.cache_stride.kv : new_value(token);
     }
-    const bool old = begin >= before_ && begin + count <= start_, fresh = begin >= start_;
+    const bool old = begin + count <= start_, fresh = begin >= start_;
     tile.value_stride = old ? args_.cache_stride.slot : fresh ? args_.v_stride.token : 0;
     const int64_t next = begin + count;
     tile.next_keys = slot(next - before_);
@@ -78,11 +77,11 @@ class Window {
   }
 
   void slide_and_locate(int64_t begin, int64_t count, KeyTile<T>& tile) const {
-    const int64_t first = begin - after_, end = first + count, apart = first < 0 ? count : 1;
-    slide(std::max<int64_t>(0, first), end);
-    for (int64_t i = 0; i < count; ++i) tile.keys[i] = slot(std::max<int64_t>(0, first + i));
-    for (int64_t i = 0; i < apart; ++i) tile.values[i] = tile.keys[i] + args_.cache_stride.kv;
-    tile.value_stride = first < 0 ? 0 : args_.cache_stride.slot;
+    const int64_t first = begin - after_, end = first + count;
+    slide(first, end);
+    for (int64_t i = 0; i < count; ++i) tile.keys[i] = slot(first + i);
+    tile.values[0] = tile.keys[0] + args_.cache_stride.kv;
+    tile.value_stride = args_.cache_stride.slot;
     const bool is_last = end >= kept();
     tile.next_keys = is_last ? next_block_ : slot(end);
     tile.next_count = is_last ? next_kept_ : kept() - end;

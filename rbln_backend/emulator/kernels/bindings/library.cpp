@@ -1,11 +1,9 @@
 // Functions for the library as a whole, called by Python.
 #include "bindings/exports.h"
-#include "core/amx.h"
 #include "core/simd.h"
 #include "core/team.h"
 
 RBLN_EXPORT const char* rbln_emulator_isa() {
-  if (rbln::kMultipliesTiles) return "amx_bf16";
   if (rbln::kMultipliesPairs) return "avx512_bf16";
 #if defined(RBLN_NEON)
   return "neon";

@@ -8,10 +8,8 @@
 
 #include <algorithm>
 
-#include "core/amx.h"
 #include "core/team.h"
 #include "linear/activations.h"
-#include "linear/amx.h"
 #include "linear/output.h"
 
 namespace rbln {
@@ -143,7 +141,6 @@ void run(const LinearArgs& args) {
 
 void linear(const LinearArgs& args) {
   if (args.rows == 0 || args.columns == 0) return;
-  if (kMultipliesTiles && args.dtype == Dtype::bf16) return linear_by_tiles(args);
   RBLN_DISPATCH(args.dtype, T, run<T>(args));
 }
 

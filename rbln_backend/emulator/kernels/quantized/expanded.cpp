@@ -7,11 +7,9 @@
 // tile has, and so every row has the bits it has alone.
 #include "quantized/expanded.h"
 
-#include "core/amx.h"
 #include "core/team.h"
 #include "linear/activations.h"
 #include "linear/output.h"
-#include "quantized/amx.h"
 #include "quantized/blocks.h"
 #include "quantized/expanded_block.h"
 
@@ -170,9 +168,6 @@ void run(const QuantizedLinearArgs& args) {
 
 template <class Source>
 void run_any(const QuantizedLinearArgs& args) {
-  // A product of tiles is over 32 depths.
-  if constexpr (kMultipliesTiles && Source::kChunk % 32 == 0)
-    if (args.plain.dtype == Dtype::bf16) return expanded_linear_by_tiles<Source>(args);
   RBLN_DISPATCH(args.plain.dtype, T, (run<Source, T>(args)));
 }
 

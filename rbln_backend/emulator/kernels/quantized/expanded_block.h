@@ -28,12 +28,8 @@ class DepthBlock {
     begin_ = end_;
     end_ = std::min(begin_ + kBlockDepth, args_.plain.depth);
     if (begin_ == end_) return false;
-    for (int64_t p = 0; expands_ && p < kPanels; ++p) {
+    for (int64_t p = 0; expands_ && p < kPanels; ++p)
       Source::expand(bytes(p), depths(), numbers_[p]);
-      // Tiles read products of 32 depths.
-      const int64_t whole = (depths() + 31) / 32 * 32;
-      std::fill(numbers_[p] + depths() * kPanel, numbers_[p] + whole * kPanel, W{});
-    }
     for (int64_t t = begin_; t < end_; t += kChunk)
       for (int64_t p = 0; p < kPanels; ++p) read(t, p);
     return true;

@@ -5,7 +5,6 @@
 //
 // floats(word, field): that field as float, times place(field).
 // pairs(halves, pair): fields `pair` and `pair` + kCount / 2 as unsigned numbers of 16 bits.
-// quads<Q>(word): the fields Q, Q + kCount / 4, ... as unsigned numbers of 8 bits.
 #pragma once
 
 #include "core/simd.h"
@@ -46,11 +45,6 @@ struct Integers : Fields<kBits_, kBits_ == 4 ? Format::int4 : Format::int8> {
     const bool is_last = pair == F::kCount / 2 - 1;
     return (VecI)(is_last ? shifted : shifted & uint16_t(F::kMask));
   }
-
-  template <int kQuad>
-  static inline __attribute__((always_inline)) VecU quads(VecU word) {
-    return kBits_ == 8 ? word : word >> (kQuad * kBits_) & 0x0f0f0f0fu;
-  }
 };
 
 // Twice the value is a whole number, which a table of 16 bytes holds, plus 12.
@@ -70,11 +64,6 @@ struct E2m1 : Fields<4, Format::e2m1> {
   static inline __attribute__((always_inline)) VecI pairs(Halves halves, int pair) {
     const VecU shifted = (VecU)(halves >> (pair * kBits));
     return (VecI)look_up(kTable, select_bits(0x000f000fu, shifted, 0x80008000u));
-  }
-
-  template <int kQuad>
-  static inline __attribute__((always_inline)) VecU quads(VecU word) {
-    return look_up(kTable, word >> (kQuad * kBits) & 0x0f0f0f0fu);
   }
 };
 

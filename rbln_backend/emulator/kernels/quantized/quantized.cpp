@@ -10,10 +10,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/amx.h"
 #include "core/team.h"
 #include "linear/output.h"
-#include "quantized/amx.h"
 #include "quantized/expanded.h"
 #include "quantized/tile.h"
 
@@ -25,8 +23,6 @@ constexpr int64_t kBlockChunks = 8;       // chunks of a depth block
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
 constexpr int64_t kAhead = 2048;          // bytes of a panel that the first group prefetches ahead
-// Rows for which activations and fields are worth copying to tiles; the bits are the same.
-constexpr int64_t kTileRows = 8;
 
 // Panels of a tile of `rows` rows: enough chains of sums to keep the units busy.
 constexpr int tile_panels(int rows) {
@@ -185,9 +181,6 @@ void quantized_linear(const QuantizedLinearArgs& args) {
   if (args.plain.rows == 0 || args.plain.columns == 0) return;
   const bool is_expanded = args.weight.format == Format::e4m3 || is_of_blocks(args.weight.format);
   if (is_expanded) return expanded_linear(args);
-  const bool is_whole = args.plain.dtype != Dtype::f32;
-  if (kMultipliesTiles && is_whole && args.plain.rows >= kTileRows)
-    return quantized_linear_by_tiles(args);
   switch (args.weight.format) {
     case Format::int4: return run_any<Integers<4>>(args);
     case Format::int8: return run_any<Integers<8>>(args);
