@@ -338,12 +338,6 @@ class StorageUnavailableError(
     """The data directory cannot be read or written."""
 
 
-class AuditUnavailableError(
-    ServerError, status=503, error_type=_AWAY, code="audit_unavailable", outcome="rejected"
-):
-    """The audit log cannot be written, and --audit-on-full is stop."""
-
-
 class NotTriedError(
     ServerError, status=503, error_type=_AWAY, code="grammar_not_tried", outcome="timeout"
 ):

@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from server.admission import Capacity
-from server.audit.writer import AuditCounts
 from server.buckets.engine_buckets import BucketPort
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
@@ -29,7 +28,6 @@ from server.wire.endpoint import Endpoint, JsonObject
 
 if TYPE_CHECKING:
     # It needs opentelemetry, which is optional.
-    from server.observability.shadow_counts import ShadowCounts
     from server.observability.tracing import Tracing
 
 
@@ -185,16 +183,6 @@ class Frontend(Protocol):
     @property
     def grammars(self) -> GrammarGate | None:
         """The gate of structured outputs, None for a model that does not generate text."""
-        ...
-
-    @property
-    def shadow_counts(self) -> ShadowCounts | None:
-        """Results of shadow parity, None without it."""
-        ...
-
-    @property
-    def audit_counts(self) -> AuditCounts | None:
-        """State of the audit log, None without one."""
         ...
 
     @property

@@ -17,7 +17,6 @@ from pathlib import Path
 from pydantic import SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from server.setting_groups.audit import AuditSettings
 from server.setting_groups.buckets import BucketSettings
 from server.setting_groups.http import (
     AccessSettings,
@@ -55,7 +54,6 @@ class ServerSettings(
     LifeSettings,
     AdapterSettings,
     StorageSettings,
-    AuditSettings,
     BucketSettings,
     SchemaSettings,
     AdmissionSettings,
@@ -179,13 +177,6 @@ def _check_together(settings: ServerSettings) -> None:
         raise SettingsError("--enable-ssl-refresh needs --ssl-certfile")
     if settings.api_server_count > 1:
         _check_processes(settings)
-    logs = settings.api_server_count + 1 if settings.api_server_count > 1 else 1
-    if settings.audit_max_bytes < 2 * settings.audit_file_bytes * logs:
-        shared = "" if logs == 1 else f" for each of the logs of {logs} processes"
-        raise SettingsError(
-            f"--audit-max-bytes {settings.audit_max_bytes} is less than twice --audit-file-bytes "
-            f"{settings.audit_file_bytes}{shared}"
-        )
     if settings.allow_credentials and "*" in settings.allowed_origins:
         raise SettingsError(
             "--allow-credentials cannot be used with --allowed-origins '*': name the origins"
@@ -197,7 +188,6 @@ def _check_processes(settings: ServerSettings) -> None:
     given = {
         "--headless": settings.headless,
         "--models": settings.models is not None,
-        "--shadow-rate": settings.shadow_rate > 0,
     }
     for flag in (flag for flag, is_given in given.items() if is_given):
         raise SettingsError(

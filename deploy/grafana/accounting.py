@@ -1,9 +1,9 @@
-"""Panels of device time by API key and model, and of shadow parity."""
+"""Panels of device time by API key and model."""
 
 from __future__ import annotations
 
 from deploy.grafana.panel import Panel, Query
-from deploy.grafana.promql import OURS, increase, rate, total
+from deploy.grafana.promql import OURS, rate, total
 
 _SECONDS = "rbln_device_seconds_total"
 _STEPS = OURS + ',kind!="warmup"'
@@ -38,15 +38,5 @@ ACCOUNTING = (
         "Watts while the devices computed, if the vendor's exporter is scraped.",
         "watt",
         stack=True,
-    ),
-    Panel(
-        "Shadow parity",
-        "timeseries",
-        (
-            Query(increase("rbln_shadow_answers_total", by="result"), "{{result}}"),
-            Query(total("rbln_shadow_waiting"), "waiting"),
-        ),
-        "Answers of --shadow-rate that were computed again; different: the alert "
-        "RblnShadowMismatch fires.",
     ),
 )

@@ -237,16 +237,6 @@ _BATCHES = (
         "Stored responses. queued and in_progress: in the background, or for a client.",
         stack=True,
     ),
-    Panel(
-        "Audit records",
-        "timeseries",
-        (
-            Query(rate("rbln_audit_records_total"), "written"),
-            Query(rate("rbln_audit_dropped_total"), "dropped"),
-            Query(f"sum(rbln_audit_waiting_records{{{OURS}}})", "waiting"),
-        ),
-        "Records of --audit-log: written and dropped a second, and those that wait for the disk.",
-    ),
 )
 
 _TIERS = (
@@ -343,7 +333,7 @@ FEATURES = Dashboard(
         Row("Batches and stored responses", _BATCHES),
         Row("Service tiers", _TIERS),
         Row("Speculation", _DRAFTS),
-        Row("Accounting and shadow parity", ACCOUNTING),
+        Row("Accounting", ACCOUNTING),
     ),
     (*PLACE, MODEL),
 )

@@ -11,5 +11,4 @@ from rbln_backend.checkpoints.folders import (
     local_or_fetched,
 )
 from rbln_backend.checkpoints.paths import path_problem
-from rbln_backend.checkpoints.weights_digest import weights_digest
 from rbln_backend.unsupported import MULTIMODAL

@@ -16,7 +16,6 @@ from rbln_backend.scheduler.fairness.key_share import SHARE_ARGS, KeyShare
 from rbln_backend.scheduler.fairness.request_account import (
     ACCOUNT_ARGS,
     INTERNAL,
-    SHADOW,
     WARMUP,
     RequestAccount,
 )

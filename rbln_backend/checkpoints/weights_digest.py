@@ -1,4 +1,4 @@
-"""Digest of a model's weights: what computed a stored page, or an audited answer."""
+"""Digest of a model's weights: what computed a stored page."""
 
 from __future__ import annotations
 

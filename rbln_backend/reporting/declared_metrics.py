@@ -97,7 +97,7 @@ METRICS: tuple[MetricDecl, ...] = (
         "rbln_device_seconds_total",
         "counter",
         "Seconds of steps on the device, divided among their requests with no part left for "
-        "padding: by kind (request, shadow, internal, warmup, padding), name of the API key (empty "
+        "padding: by kind (request, internal, warmup, padding), name of the API key (empty "
         "without one) and model or adapter; of the first rank.",
         ("kind", "key", "model"),
     ),

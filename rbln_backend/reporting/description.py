@@ -185,9 +185,6 @@ SECTIONS: Mapping[str, type[Section]] = {
 }
 """Sections of a description by name."""
 
-GRAPH_KEYS = "graph_keys"
-"""Name of the mapping from graphs to the digests of their keys, for the audit log."""
-
 
 class DescriptionWriter:
     """Writer of one rank's description; with `run_dir` None nothing is written."""

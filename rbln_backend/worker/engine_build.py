@@ -230,10 +230,6 @@ class EngineBuild:
             missing.append("binaries")
         return FilledStore(warm_up.results, missing)
 
-    def graph_keys(self) -> dict[str, str]:
-        """Return the digest of each graph's key in the store, by the graph's name."""
-        return {str(r.spec): self._factory.key(r.spec).digest for r in self._requests()}
-
     def _requests(self) -> list[GraphRequest]:
         served = self.served
         return [self._request(spec) for spec in (*served.graphs.inputs, *served.others)]

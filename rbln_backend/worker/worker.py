@@ -296,7 +296,7 @@ class RblnWorker(TransferCalls, WorkerBase):
         self._runner = self._with_transfer(self._build.warm_up(self._progress), self._build)
         keep_freed_memory()
         move_to_huge_pages(self.get_model().parameters())
-        self._description.is_ready(self._build.graph_keys())
+        self._description.is_ready()
         self._progress.phase("ready")
         if self._place.number == 0:
             taken = {n: self._board.value(PHASE_SECONDS, phase=n) for n in ("load", "warmup")}

@@ -1,6 +1,6 @@
 """The command line: `rbln-serve COMMAND ...`.
 
-`serve`, `check`, `compile`, `batch` and `replay` take MODEL, our flags and vLLM's flags. Only our
+`serve`, `check`, `compile` and `batch` take MODEL, our flags and vLLM's flags. Only our
 own flags are parsed here, in milliseconds; vLLM's parser gets the rest once vLLM is imported, while
 the server already listens. Exit codes: 0 success (serve: stopped by a signal), 1 failure or a model
 that cannot run, 2 invalid command line.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from server import __version__
 from server.commands.command_line.flag_names import nearest
@@ -102,37 +101,6 @@ def _batch(argv: Sequence[str]) -> int:
     return answer_file(*paths, settings, serve)
 
 
-def _replay(argv: Sequence[str]) -> int:
-    parser = server_parser("replay")
-    parser.usage = f"{PROG} replay PATH [MODEL] [options] [vLLM options]"
-    parser.add_argument(
-        "--record",
-        action="append",
-        type=int,
-        metavar="N",
-        help="replay record N alone (its field `seq`); may be repeated",
-    )
-    parser.add_argument("--verify-only", action="store_true", help="verify the chain alone")
-    _add_json(parser)
-    flags, rest = split(parser, argv)
-    if not rest or rest[0].startswith("-"):
-        parser.error("PATH is missing: name the audit log's directory or one of its files")
-    from server.commands.replay import ReplayOptions, replay
-
-    chosen = flags.pop("record", [])
-    assert isinstance(chosen, list)
-    options = ReplayOptions(
-        chosen=frozenset(chosen),
-        verify_only=bool(flags.pop("verify_only", False)),
-        as_json=bool(flags.pop("json", False)),
-    )
-    path, *engine_argv = rest
-    if engine_argv and engine_argv[0].startswith("-"):
-        parser.error("MODEL is missing: flags of the engine replace the recorded ones with MODEL")
-    settings = settings_of(parser, flags, rest)
-    return replay(Path(path), engine_argv, settings, options)
-
-
 def _cache(argv: Sequence[str]) -> int:
     from server.commands.cache.command import cache
 
@@ -175,7 +143,6 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "check": (_check, "report whether a model can be served"),
     "compile": (_compile, "fill the compile cache ahead of time"),
     "batch": (_batch, "answer a file of requests"),
-    "replay": (_replay, "verify an audit log and run its answers again"),
     "fetch": (_fetch, "download a model"),
     "cache": (_cache, "list, check and move the compile cache"),
     "tune": (_tune, "suggest bucket sizes for recorded traffic"),

@@ -87,11 +87,6 @@ class VllmEngine:
         """The front end that answers requests."""
         return self._frontend
 
-    @property
-    def client(self) -> EngineClient:
-        """The engine itself, for programs that send it token ids."""
-        return self._engine
-
     def failure(self) -> str | None:
         """Return why the engine has failed, None while it runs; kills an engine that hangs."""
         if self._hang is not None:
@@ -127,14 +122,7 @@ class VllmEngine:
         if (handler := self._engine.output_handler) is not None:
             # It would report the shutdown as a failure and log a traceback.
             handler.cancel()
-        audit = self._engine.audit
-        if self._engine.shadow is not None:
-            self._engine.shadow.close()
-        if audit is not None:
-            audit.end_all("abort")
         await in_thread(partial(self._engine.shutdown, timeout=timeout_s))
-        if audit is not None:
-            await in_thread(partial(audit.close, timeout_s))
 
     def kill(self) -> None:
         """Kill the engine processes."""
@@ -235,8 +223,6 @@ class VllmLauncher(Launcher):
                 frontend = await build_frontend(engine, args, tasks, self._settings)
                 self._parts.end("front end")
                 await self_test(engine, tasks)
-                if engine.shadow is not None:
-                    engine.shadow.start(engine, frontend.adapters)
                 self._parts.end("self-test")
                 if self._processes is not None:
                     await self._processes.begin(engine, args, self._client_options)
@@ -262,11 +248,6 @@ class VllmLauncher(Launcher):
 
     def _build(self) -> tuple[Namespace, EngineClient, EngineSocket]:
         args, engine_args, vllm_config = self._configure()
-        from server.vllm.auditing.provenance import open_audit_log
-
-        audit = open_audit_log(
-            self._settings, vllm_config, self._argv, self.versions(), self._run_dir
-        )
         from vllm.usage.usage_lib import UsageContext
 
         from server.engine.outputs import install_output_processor
@@ -292,23 +273,11 @@ class VllmLauncher(Launcher):
         assert isinstance(engine, EngineClient)
         defer_stats(engine)
         socket = receive_directly(engine)
-        engine.audit = audit
-        if self._settings.shadow_rate > 0:
-            from server.vllm.auditing.shadow import ShadowParity
-
-            report = None if audit is None else audit.put
-            engine.shadow = ShadowParity(self._settings.shadow_rate, report)
-        followers = [f for f in (audit, engine.shadow) if f is not None]
         install_output_processor(
-            engine,
-            self._settings.max_queue_s,
-            logs_deltas=args.enable_log_outputs,
-            followers=followers,
+            engine, self._settings.max_queue_s, logs_deltas=args.enable_log_outputs
         )
         self._parts.end(_ENGINE)
         serving.result()
-        if audit is not None:
-            audit.settle()
         return args, engine, socket
 
     def _engine_phases(self) -> dict[str, float]:

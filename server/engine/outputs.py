@@ -8,9 +8,8 @@ stores the error, which takes precedence in the front end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from vllm.exceptions import GracefulHTTPError
@@ -23,18 +22,15 @@ from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError, ServerError
 from server.request.options.objective import missed
 from server.request.record import RequestRecord, record_var
-from server.vllm.auditing.shadow import PREFIX, ShadowParity
 from server.vllm.logprobs.prompt import LastingPromptLogprobs
 from server.vllm.logprobs.texts import keep_token_texts
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
     from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.metrics.stats import IterationStats
-
-    from server.vllm.auditing.answers import AuditLog
 
 _REPORTS = (QUEUE_TIMEOUT, OBJECTIVE_MISSED, PROMPT_PROGRESS)
 """Stop reasons of outputs that are reports of our scheduler."""
@@ -126,65 +122,6 @@ class QueueAwareOutputs(TracedOutputs):
         return ended
 
 
-class FollowedOutputs(QueueAwareOutputs):
-    """The output processor of an engine whose answers are recorded, or computed again."""
-
-    def __init__(
-        self,
-        engine: AsyncLLM,
-        max_queue_s: float,
-        followers: Sequence[AuditLog | ShadowParity],
-        **options: bool,
-    ) -> None:
-        super().__init__(engine, max_queue_s, **options)
-        self._followers = followers
-
-    def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
-        super().add_request(request, *args, **kwargs)
-        for follower in self._followers:
-            follower.begin(request, self.request_states[request.request_id])
-
-    def _update_stats_from_output(
-        self,
-        req_state: RequestState,
-        engine_core_output: EngineCoreOutput,
-        engine_core_timestamp: float | None,
-        iteration_stats: IterationStats | None,
-    ) -> None:
-        counted = None if _is_shadow(req_state) else iteration_stats
-        super()._update_stats_from_output(
-            req_state, engine_core_output, engine_core_timestamp, counted
-        )
-
-    # vLLM calls it once for each sequence that ends by itself.
-    def _update_stats_from_finished(
-        self,
-        req_state: RequestState,
-        finish_reason: FinishReason | None,
-        iteration_stats: IterationStats | None,
-    ) -> None:
-        counted = None if _is_shadow(req_state) else iteration_stats
-        super()._update_stats_from_finished(req_state, finish_reason, counted)
-        for follower in self._followers:
-            follower.end((req_state.request_id,), str(finish_reason))
-
-    def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
-        aborted = super().abort_requests(request_ids, internal)
-        for follower in self._followers:
-            follower.end(aborted, "abort")
-        return aborted
-
-    def propagate_error(self, e: Exception) -> None:
-        super().propagate_error(e)
-        for follower in self._followers:
-            follower.end_all("error")
-
-
-def _is_shadow(state: RequestState) -> bool:
-    """Return whether a request computes an answer again: it is no client's."""
-    return state.external_req_id.startswith(PREFIX)
-
-
 def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
     """Return the error of a request that was not scheduled within `max_queue_s` seconds."""
     return QueueTimeoutError(
@@ -193,21 +130,11 @@ def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
     )
 
 
-def install_output_processor(
-    engine: AsyncLLM,
-    max_queue_s: float,
-    *,
-    logs_deltas: bool,
-    followers: Sequence[AuditLog | ShadowParity],
-) -> None:
+def install_output_processor(engine: AsyncLLM, max_queue_s: float, *, logs_deltas: bool) -> None:
     """Replace a new engine's output processor before its first request.
 
-    ``logs_deltas``: vLLM logs the text of each answer. ``followers`` see each answer.
+    ``logs_deltas``: vLLM logs the text of each answer.
     """
     assert engine.output_handler is None, "outputs are processed already"
     keep_token_texts()
-    engine.output_processor = (
-        QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas)
-        if not followers
-        else FollowedOutputs(engine, max_queue_s, followers, logs_deltas=logs_deltas)
-    )
+    engine.output_processor = QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas)

@@ -23,8 +23,6 @@ class HeadlessFrontend:
     buckets = None
     adapters = None
     grammars = None
-    shadow_counts = None
-    audit_counts = None
     profiler = None
     endpoints: frozenset[Endpoint] = frozenset()
     capacity = Capacity(max_num_seqs=1, max_queued_tokens=None)

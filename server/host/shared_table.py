@@ -40,10 +40,6 @@ class CountField(enum.IntEnum):
     QUEUED_TOKENS = 5
     """Prompt tokens that wait for the engine, but for those of the tier flex."""
     FLEX_QUEUED_TOKENS = 6
-    AUDIT_WAITING = 7
-    """Records that wait for the process's audit log."""
-    AUDIT_FAILING = 8
-    """1 while that log cannot be written."""
 
 
 ALL = ""

@@ -40,7 +40,6 @@ MakeClient = Callable[..., "AsyncLLM"]
 
 _PING_S = 0.5
 _CONNECT_S = 30.0
-_AUDIT_S = 2.0
 """For the records that wait at the end; the main process waits for 4 seconds."""
 
 
@@ -180,8 +179,4 @@ async def stopping(engine: EngineClient) -> AsyncIterator[None]:
     finally:
         if (handler := engine.output_handler) is not None:
             handler.cancel()
-        if engine.audit is not None:
-            engine.audit.end_all("abort")
         engine.shutdown()
-        if engine.audit is not None:
-            engine.audit.close(_AUDIT_S)

@@ -31,8 +31,6 @@ class ProcessWork:
     main: Path
     """Unix socket of the main process."""
     owner_salt: bytes
-    audited: Mapping[str, Any] | None
-    """Fields of the header of audit logs, None without `--audit-log`."""
     forkserver: str | None
     """Address of the main process's fork server."""
 

@@ -96,7 +96,6 @@ def _connect(work: ProcessWork, index: int, settings: ServerSettings) -> EngineC
     from server.engine.socket import receive_directly
     from server.engine.step_stats import defer_stats
     from server.http_processes.engine_clients import connect_client
-    from server.vllm.auditing.provenance import open_process_log
     from server.vllm.engine_client import EngineClient
 
     make = partial(EngineClient.from_vllm_config, work.config, **work.client_options)
@@ -104,13 +103,7 @@ def _connect(work: ProcessWork, index: int, settings: ServerSettings) -> EngineC
     assert isinstance(engine, EngineClient)
     defer_stats(engine)
     receive_directly(engine)
-    engine.audit = open_process_log(settings, index, work.audited)
-    install_output_processor(
-        engine,
-        settings.max_queue_s,
-        logs_deltas=work.args.enable_log_outputs,
-        followers=[] if engine.audit is None else [engine.audit],
-    )
+    install_output_processor(engine, settings.max_queue_s, logs_deltas=work.args.enable_log_outputs)
     return engine
 
 
@@ -205,11 +198,6 @@ class _HttpProcess:
         metrics.observe_reading(frontend.take_reading())
         if frontend.grammars is not None:
             metrics.observe_grammars(frontend.grammars.take_counts())
-        if (counts := frontend.audit_counts) is not None:
-            metrics.observe_audit(counts)
-            put = partial(self._table.put, self._index, ALL)
-            put(CountField.AUDIT_WAITING, counts.waiting)
-            put(CountField.AUDIT_FAILING, counts.is_failing)
 
     def _ready_frontend(self) -> VllmFrontend:
         assert self._frontend is not None

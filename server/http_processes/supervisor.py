@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from server.engine.process import HTTP_PROCESS, forkserver_address
 from server.frontend import LaunchError
-from server.host.shared_table import ALL, CountField, SharedTable
+from server.host.shared_table import SharedTable
 from server.host.tasks import in_thread
 from server.http.connections import Connections
 from server.http.listener import HttpServer, http_config, serve_http
@@ -144,8 +144,6 @@ class HttpProcesses:
 
         share_queue(engine, self.table, 0)
         self._engine = engine
-        if engine.audit is not None:
-            engine.audit.add_processes(self._audits_elsewhere)
         self._work = ProcessWork(
             engine.vllm_config,
             args,
@@ -153,7 +151,6 @@ class HttpProcesses:
             self._addresses,
             self.socket_path,
             self.owner_salt,
-            None if engine.audit is None else engine.audit.identity(),
             forkserver_address(),
         )
         for slot in self._slots.values():
@@ -167,11 +164,6 @@ class HttpProcesses:
         except EOFError:
             raise LaunchError("an HTTP process ended during start-up; see above") from None
         self._tasks = [asyncio.create_task(self._keep(slot)) for slot in self._slots.values()]
-
-    def _audits_elsewhere(self) -> tuple[int, bool]:
-        """Return the records that wait in the HTTP processes, and whether a log of theirs fails."""
-        waiting = self.table.total(ALL, CountField.AUDIT_WAITING, but=0)
-        return int(waiting), self.table.total(ALL, CountField.AUDIT_FAILING, but=0) > 0
 
     def _publish(self, standing: Standing) -> None:
         self._standing = standing

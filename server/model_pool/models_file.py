@@ -44,7 +44,7 @@ class ModelEntry(BaseModel):
 
     @property
     def folder(self) -> str:
-        """Name of the model's folder below those of --data-dir and --audit-log."""
+        """Name of the model's folder below --data-dir."""
         return quote(self.name, safe="")
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rbln_backend.api.reports import MetricDecl
 from server.errors import REJECTIONS
 from server.host.job_counts import GRAMMAR_RESULTS, READING_RESULTS
-from server.observability.shadow_counts import SHADOW_RESULTS
 from server.structured_outputs.request_constraints import GUIDES
 
 MAX_ADAPTERS_SHOWN = 100
@@ -198,26 +197,6 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         "request is delayed as long.",
         (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
     ),
-    _counter("rbln_audit_records_total", "Answers recorded in --audit-log; 0 without one."),
-    _counter("rbln_audit_bytes_total", "Bytes of records written to --audit-log."),
-    _counter(
-        "rbln_audit_dropped_total",
-        "Answers without a record, because it could not be written or too many waited "
-        "(--audit-on-full continue).",
-    ),
-    _counter("rbln_audit_failures_total", "Failed writes to --audit-log."),
-    _gauge("rbln_audit_waiting_records", "Records that wait to be written to --audit-log."),
-    _gauge(
-        "rbln_audit_failing",
-        "1 while --audit-log cannot be written; with --audit-on-full stop requests get 503.",
-    ),
-    _counter(
-        "rbln_shadow_answers_total",
-        "Sampled answers of --shadow-rate; result is same or different (computed again), or "
-        "dropped (too many waited, or there was no spare row).",
-        "result",
-    ),
-    _gauge("rbln_shadow_waiting", "Sampled answers that wait to be computed again."),
     _gauge(
         "rbln_bucket_suggested",
         "1 for each size that the tuner suggests for the recorded steps, across restarts; 0 for a "
@@ -259,5 +238,4 @@ CLOSED_LABELS = {
     "rbln_lora_loads_total": LOAD_RESULTS,
     "rbln_batch_lines_total": LINE_RESULTS,
     "rbln_batch_tokens_total": LINE_TOKENS,
-    "rbln_shadow_answers_total": SHADOW_RESULTS,
 }

@@ -27,7 +27,6 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from rbln_backend.api.reports import MetricDecl
 from server.admission import Admission
-from server.audit.writer import AuditCounts
 from server.errors import REJECTIONS
 from server.host.job_counts import JobCounts
 from server.host.shared_table import CountField
@@ -44,7 +43,6 @@ from server.observability.declarations import (
     SERVER_METRICS,
 )
 from server.observability.process_metrics import add_samples, families_in_files, is_of_vllm
-from server.observability.shadow_counts import ShadowCounts, ShadowResult
 from server.settings import ServerSettings
 from server.structured_outputs.request_constraints import GUIDES
 
@@ -74,8 +72,6 @@ class ServerMetrics:
         self._board_dir = run_dir / "metrics"
         self.before_page: Callable[[], Awaitable[None]] = _nothing
         """Has other HTTP processes write what they count."""
-        self._audited: dict[str, int] = {}
-        self._shadowed: Mapping[ShadowResult, int] = {}
         made = {decl.name: self._make(decl) for decl in SERVER_METRICS}
         self._gauges = {k: v for k, v in made.items() if isinstance(v, Gauge)}
         self._counters = {k: v for k, v in made.items() if isinstance(v, Counter)}
@@ -262,28 +258,6 @@ class ServerMetrics:
         self._add_jobs(counts, "rbln_grammar_checks_total", "rbln_grammar_compile_seconds")
         for size in counts.sizes:
             self._histograms["rbln_grammar_memory_bytes"].observe(size)
-
-    def observe_audit(self, counts: AuditCounts) -> None:
-        """Publish the state of the audit log, whose counts are totals since its start."""
-        totals = {
-            "rbln_audit_records_total": counts.records,
-            "rbln_audit_bytes_total": counts.num_bytes,
-            "rbln_audit_dropped_total": counts.dropped,
-            "rbln_audit_failures_total": counts.failures,
-        }
-        for name, total in totals.items():
-            self._counters[name].inc(total - self._audited.get(name, 0))
-        self._audited = totals
-        self._gauges["rbln_audit_waiting_records"].set(counts.waiting)
-        self._gauges["rbln_audit_failing"].set(counts.is_failing)
-
-    def observe_shadow(self, counts: ShadowCounts) -> None:
-        """Publish the results of shadow parity, which are totals since its start."""
-        for result, total in counts.results.items():
-            counter = self._counters["rbln_shadow_answers_total"].labels(result)
-            counter.inc(total - self._shadowed.get(result, 0))
-        self._shadowed = counts.results
-        self._gauges["rbln_shadow_waiting"].set(counts.waiting)
 
     def _add_jobs(self, counts: JobCounts, total: str, duration: str) -> None:
         for result, count in counts.results.items():

@@ -108,8 +108,7 @@ class RequestRecord:
     name it to the engine. `direct` sends the frames of a stream that differ in their text alone.
     `key_use` is the request's use of its API key's limits, None without a key. `bounds_answer`: the
     body says how many tokens an answer may have. `progress` is that of a stream's prompt, None for
-    other answers. `objective` has the latest times of its tokens. `audited_body` is the body for
-    the audit log, None without one.
+    other answers. `objective` has the latest times of its tokens.
     """
 
     route: Route
@@ -143,7 +142,6 @@ class RequestRecord:
     key_use: KeyUse | None = None
     bounds_answer: bool = False
     progress: PromptProgress | None = None
-    audited_body: bytes | None = None
     objective: Objective = field(default_factory=Objective)
 
     def guided_by(self, kind: str) -> None:

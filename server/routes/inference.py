@@ -96,7 +96,6 @@ def _handler(
         # Held until the last byte of the response. A small body is parsed without an await, so that
         # no other request is admitted before the permit grows to all of its sequences.
         record = record_of(request.scope)
-        record.audited_body = _audited(raw, settings)
         # Batch lines use spare capacity and need no permit.
         takes = record.internal is None or record.internal.permitted
         permit = admission.acquire(record.caller.owner) if takes else None
@@ -138,10 +137,6 @@ def _handler(
             raise
 
     return handle
-
-
-def _audited(raw: bytes, settings: ServerSettings) -> bytes | None:
-    return None if settings.audit_log is None else raw
 
 
 def _settle_tier(parsed: ParsedRequest, stamp: JsonObject, record: RequestRecord) -> None:

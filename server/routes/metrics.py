@@ -51,10 +51,6 @@ def metrics_router(
                 metrics.observe_adapters(adapters)
             if lifecycle.started:
                 metrics.observe_reading(frontend().take_reading())
-            if lifecycle.started and (audit := frontend().audit_counts) is not None:
-                metrics.observe_audit(audit)
-            if lifecycle.started and (shadow := frontend().shadow_counts) is not None:
-                metrics.observe_shadow(shadow)
             if lifecycle.started and (grammars := frontend().grammars) is not None:
                 metrics.observe_grammars(grammars.take_counts())
             if (batches := storage.batches) is not None:

@@ -20,7 +20,6 @@ from typing_extensions import TypedDict
 
 from rbln_backend.api.reports import SECTIONS, read_descriptions
 from server import bounds
-from server.audit.writer import AuditCounts
 from server.errors import InvalidValueError, describe
 from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
@@ -57,10 +56,6 @@ SERVER_FIELDS: Mapping[str, str] = {
     "tools": "How tools reach the model; null until ready. `prompt`: `template` (the chat template "
     "shows them), `default` (the default tool prompt does) or `none` (requests with tools are "
     "refused); `parser`, which reads calls, or null; `reason`, why it is that prompt.",
-    "audit": "State of the audit log since the start; null without --audit-log, and until ready. "
-    "`records`, `num_bytes`, `dropped`, `failures`, `waiting`, `is_failing`; `seq`, the number of "
-    "the next record; `head`, the hash of the last one, both of the main process if there are "
-    "several ([audit](audit.md)).",
     "settings": "`server`: the HTTP server's settings; `rbln`: those of the device, null until "
     "the engine has reported.",
 }
@@ -115,7 +110,6 @@ def server_info_router(
                 **{name: getattr(bounds, name.upper()) for name in _SCHEMA_BOUNDS},
             },
             "tools": frontend().tools.to_dict() if lifecycle.started else None,
-            "audit": _audit(frontend().audit_counts if lifecycle.started else None),
             "settings": {"server": ours, "rbln": report.get("settings")},
         }
         return JSONResponse(body if record_of(request.scope).caller.is_admin else shown.every(body))
@@ -126,10 +120,6 @@ def server_info_router(
 def _first(ranks: Sequence[Mapping[str, Any]], name: str) -> Any:
     """Return a section of the first rank that has it: a pipeline's last stage has draft models."""
     return next((rank[name] for rank in ranks if rank.get(name) is not None), None)
-
-
-def _audit(counts: AuditCounts | None) -> JsonObject | None:
-    return None if counts is None else dataclasses.asdict(counts)
 
 
 class HistoryAnswer(TypedDict):

@@ -23,7 +23,6 @@ from vllm.v1.structured_output.request import get_structured_output_key
 
 from rbln_backend.api.requests import (
     ACCOUNT_ARGS,
-    BACKGROUND_PRIORITY,
     OBJECTIVE_ARGS,
     PROGRESS_ARGS,
     SHARE_ARGS,
@@ -51,8 +50,6 @@ from server.vllm.sampling import (
 
 if TYPE_CHECKING:
     from server.structured_outputs.gate import GrammarGate
-    from server.vllm.auditing.answers import AuditLog
-    from server.vllm.auditing.shadow import ShadowParity
 
 
 class OthersQueued(Protocol):
@@ -76,8 +73,6 @@ class EngineClient(AsyncLLM):
     """AsyncLLM that checks, schedules and meters the engine's requests of each HTTP request."""
 
     grammars: GrammarGate | None = None
-    audit: AuditLog | None = None
-    shadow: ShadowParity | None = None
     others_queued: OthersQueued | None = None
     """Waiting prompt tokens of the other HTTP processes, None for a server with one."""
     rewrites_tools = False
@@ -97,11 +92,9 @@ class EngineClient(AsyncLLM):
         Raises `ContextLengthError` for a prompt that leaves no room to answer,
         `VLLMValidationError` for too many logprobs, `InvalidValueError` for constraints that
         exclude each other, `RateLimitError` for a request beyond the tokens of its API key, and
-        what the gate and the audit log raise.
+        what the gate raises.
         """
         record = record_var.get()
-        if self.audit is not None:
-            self.audit.admit(params, record)
         predicted: list[int] = []
         if isinstance(params, SamplingParams):
             self._check_length(prompt)
@@ -114,10 +107,7 @@ class EngineClient(AsyncLLM):
                 predicted = await predicted_tokens(self, text)
                 set_draft_options(params, record, prompt, predicted)
         if record is None:
-            collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
-            if kwargs.get("priority", 0) >= BACKGROUND_PRIORITY:
-                self._flex += self._states(request_id, collector)
-            return collector
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
         _reserve(record, prompt, params)
         _set_share(record, params)
         _ask_for_progress(record, prompt, params)

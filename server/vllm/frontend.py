@@ -25,7 +25,6 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from rbln_backend import api
 from server import bounds
 from server.admission import Capacity
-from server.audit.writer import AuditCounts
 from server.buckets.engine_buckets import BucketPort, EngineBucketCalls
 from server.errors import (
     ContextLengthError,
@@ -74,7 +73,6 @@ if TYPE_CHECKING:
     from vllm.tasks import SupportedTask
 
     from server.lora.registry import AdapterRegistry
-    from server.observability.shadow_counts import ShadowCounts
     from server.observability.tracing import Tracing
     from server.structured_outputs.gate import GrammarGate
     from server.vllm.engine_client import EngineClient
@@ -195,16 +193,6 @@ class VllmFrontend:
         scheduler = config.scheduler_config
         queued = scheduler.max_num_queued_tokens
         return Capacity(scheduler.max_num_seqs, queued, api.decode_buckets(config))
-
-    @property
-    def audit_counts(self) -> AuditCounts | None:
-        """State of the audit log, None without one."""
-        return None if self._engine.audit is None else self._engine.audit.counts()
-
-    @property
-    def shadow_counts(self) -> ShadowCounts | None:
-        """Results of shadow parity, None without it."""
-        return None if self._engine.shadow is None else self._engine.shadow.counts()
 
     @property
     def keep_alive_s(self) -> float:

@@ -68,8 +68,6 @@ class ScriptedFrontend:
     keep_alive_s: float = 0.0
     tracing: Tracing | None = None
     profiler: ScriptedProfiler | None = None
-    audit_counts: None = None
-    shadow_counts: None = None
     buckets: BucketPort | None = None
     resets: list[tuple[bool, bool]] = field(default_factory=list)
     max_json_depth: int = 64

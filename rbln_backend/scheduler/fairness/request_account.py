@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 ACCOUNT_ARGS = "account"
 """Name of the account among a request's ``extra_args`` (sampling) or ``extra_kwargs`` (pooling)."""
 
-REQUEST, SHADOW, INTERNAL = "request", "shadow", "internal"
+REQUEST, INTERNAL = "request", "internal"
 WARMUP, PADDING = "warmup", "padding"
-ACCOUNT_KINDS = (REQUEST, SHADOW, INTERNAL, WARMUP, PADDING)
-"""Kinds of work: clients' requests, recomputed answers, other requests of the server such as its
-self-test, the start, and steps without any request."""
+ACCOUNT_KINDS = (REQUEST, INTERNAL, WARMUP, PADDING)
+"""Kinds of work: clients' requests, other requests of the server such as its self-test, the start,
+and steps without any request."""
 
 
 class RequestAccount(NamedTuple):

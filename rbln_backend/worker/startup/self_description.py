@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 
 from torch import nn
@@ -16,7 +15,6 @@ from rbln_backend.emulator.memory import huge_page_bytes
 from rbln_backend.kv_cache.specs import WindowSpec, layer_specs, window_in
 from rbln_backend.kv_transfer.nixl_config import transfer_info
 from rbln_backend.reporting.description import (
-    GRAPH_KEYS,
     BucketsInfo,
     CacheInfo,
     DescriptionWriter,
@@ -123,9 +121,8 @@ class SelfDescription:
         if transfer is not None:
             self._writer.write("kv_transfer", transfer_info(transfer))
 
-    def is_ready(self, graph_keys: Mapping[str, str]) -> None:
+    def is_ready(self) -> None:
         """Describe graphs, store, phases and memory after the warm-up; nothing is written later."""
-        self._writer.write(GRAPH_KEYS, graph_keys)
         self._writer.write("cache", _cache_info(self._rbln, self._board))
         self._writer.write("phases", _phase_seconds(self._board))
         if self._runtime is not None:

@@ -18,8 +18,6 @@ _ABOUT = {
     "one on the Hugging Face hub.",
     "check": "Report whether and how MODEL can be served, without reading its weights.",
     "batch": "Write the answers to the requests in FILE to OUT, without a service.",
-    "replay": "Verify the audit log at PATH, a directory or a file, and run its answers again "
-    "on the recorded engine, or on MODEL with the flags given.",
     "compile": "Fill the compile cache for MODEL ahead of time; only an NPU needs its weights.",
 }
 _EPILOG = """\

@@ -19,7 +19,7 @@ from server.settings import ServerSettings, SettingsError, export_log_level, exp
 FRONT_SETTINGS = (
     *ListenSettings.model_fields,
     *ConnectionSettings.model_fields,
-    *("data_dir", "run_root", "audit_log", "console", "open_metrics"),
+    *("data_dir", "run_root", "console", "open_metrics"),
 )
 """Settings of the front process; those of a model's process are set by it."""
 _SHARED_SETTINGS = (*FRONT_SETTINGS, *AccessSettings.model_fields)

@@ -76,9 +76,8 @@ class ModelStarter:
             "console": False,
             "open_metrics": True,
         }
-        for name in ("data_dir", "audit_log"):
-            if (folder := getattr(settings, name)) is not None:
-                values[name] = Path(folder) / entry.folder
+        if settings.data_dir is not None:
+            values["data_dir"] = settings.data_dir / entry.folder
         return environment_of_model(settings, FRONT_SETTINGS, values)
 
 
@@ -149,12 +148,11 @@ def run_front(
 
 
 def _make_folders(settings: ServerSettings, file: ModelsFile) -> None:
-    """Create the models' folders below --data-dir and --audit-log."""
-    for top in (settings.data_dir, settings.audit_log):
-        if top is None:
-            continue
-        try:
-            for entry in file.models:
-                (top / entry.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingsError(f"{top} cannot be used: {error}") from None
+    """Create the models' folders below --data-dir."""
+    if (top := settings.data_dir) is None:
+        return
+    try:
+        for entry in file.models:
+            (top / entry.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{top} cannot be used: {error}") from None

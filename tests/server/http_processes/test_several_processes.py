@@ -17,8 +17,6 @@ import httpx
 import psutil
 import pytest
 
-from server.audit.log_files import AuditLogError, log_files
-from server.audit.verification import ChainCheck, files_of
 from tests.checkpoints import CheckpointCache
 from tests.server.real_server import RealServer, descendants
 
@@ -39,7 +37,6 @@ def server(
         folder,
         *FLAGS,
         *("--data-dir", str(folder / "data")),
-        *("--audit-log", str(folder / "audit")),
     ) as up:
         up.until_ready()
         yield up
@@ -182,39 +179,6 @@ def test_a_killed_process_loses_its_own_streams_alone(server: RealServer) -> Non
     assert (_requests(server) - before)["200"] == len(whole)
     again = [_post(server, "c", _body(4)).status_code for _ in range(6)]
     assert again == [200] * 6
-
-
-def test_each_process_has_an_audit_log_of_its_own(server: RealServer) -> None:
-    """Also the one that was killed and started again: its chain goes on after its last record."""
-    before = server.metric("rbln_audit_records_total")
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda _: _post(server, "c", _body(3)), range(24)))
-    wanted = {answer.json()["id"] for answer in answers}
-    assert len(wanted) == 24
-    root = server.log.parent / "audit"
-
-    def recorded() -> dict[str, set[str]]:
-        """Return the answers of each process's log."""
-        return {
-            folder.name: {
-                record["answer_id"].removesuffix("-0")
-                for _, record in ChainCheck(log_files(folder)).records()
-                if record["kind"] == "answer"
-            }
-            for folder in root.iterdir()
-        }
-
-    _until(lambda: wanted <= set().union(*recorded().values()))
-    assert recorded().keys() == {"main", "http-1", "http-2"}
-    assert recorded()["http-1"].isdisjoint(recorded()["http-2"])
-    _until(lambda: server.metric("rbln_audit_records_total") == before + 24)
-    for folder in root.iterdir():
-        check = ChainCheck(log_files(folder))
-        kinds = [record["kind"] for _, record in check.records()]
-        assert not check.breaks
-        assert not kinds or kinds[0] == "server"
-    with pytest.raises(AuditLogError, match="name one of them: http-1, http-2"):
-        files_of(root)
 
 
 def test_keys_are_reloaded_and_streams_end_before_all_processes_do(

@@ -51,8 +51,7 @@ def test_no_recorder_of_the_server_is_left_out() -> None:
     methods = {name for name, _ in inspect.getmembers(ServerMetrics, inspect.isfunction)}
     # What a scrape asks for is part of the scrape.
     at_scrapes = {f"observe_{x}" for x in ("lifecycle", "admission", "adapters", "grammars")}
-    at_scrapes |= {"observe_advice", "observe_audit", "observe_batches", "observe_responses"}
-    at_scrapes |= {"observe_shadow"}
+    at_scrapes |= {"observe_advice", "observe_batches", "observe_responses"}
     assert named == {name for name in methods if name.startswith("observe_")} - at_scrapes
 
 

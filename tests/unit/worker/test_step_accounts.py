@@ -44,7 +44,7 @@ def _seconds(board: MetricsBoard, key: str, model: str = "m", kind: str = "reque
 def test_rows_of_a_decode_step_share_it_with_those_that_prefill(board: MetricsBoard) -> None:
     accounts = StepAccounts(board, "m")
     states = {"1": _state("a"), "2": _state("a"), "3": _state("b", "lora"), "4": _state("")}
-    reading = _state("", kind="shadow")
+    reading = _state("", kind="internal")
     reading.req_id = "5"
     states["5"] = reading
     batch = _batch(Phase.DECODE, ["1", "2", "3", "4"], decode_prefill=[reading])
@@ -54,7 +54,7 @@ def test_rows_of_a_decode_step_share_it_with_those_that_prefill(board: MetricsBo
     assert _seconds(board, "a") == pytest.approx(0.016)
     assert _seconds(board, "b", "lora") == pytest.approx(0.008)
     assert _seconds(board, "") == pytest.approx(0.008)
-    assert _seconds(board, "", kind="shadow") == pytest.approx(0.008)
+    assert _seconds(board, "", kind="internal") == pytest.approx(0.008)
     assert _seconds(board, "", kind="warmup") == 2.5
 
 

@@ -1,1 +1,0 @@
-"""The audit log's side of the engine: records of its answers, and their replay."""
