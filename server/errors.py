@@ -350,12 +350,6 @@ class NotReadyError(
     """The service is still starting."""
 
 
-class ModelLoadingError(
-    ServerError, status=503, error_type=_AWAY, code="model_loading", outcome="rejected"
-):
-    """The requested model is not loaded yet, and the wait for it was too long."""
-
-
 class DrainingError(ServerError, status=503, error_type=_AWAY, code="draining", outcome="rejected"):
     """The service is shutting down or drained; it accepts no requests, and cuts late ones off."""
 

@@ -208,7 +208,7 @@ class Service:
             await asyncio.sleep(_PROGRESS_PERIOD_S)
 
 
-def publish_url(settings: ServerSettings, listener: socket.socket, run_dir: Path) -> str:
+def _publish_url(settings: ServerSettings, listener: socket.socket, run_dir: Path) -> str:
     """Write the URL for programs on this host to the run directory; return the one for the log."""
     if settings.uds is not None:
         return f"unix:{settings.uds}"
@@ -226,7 +226,7 @@ def local_url(scheme: str, address: tuple[Any, ...]) -> str:
     return f"{scheme}://[{local}]:{port}" if ":" in local else f"{scheme}://{local}:{port}"
 
 
-def warn_if_open(settings: ServerSettings) -> None:
+def _warn_if_open(settings: ServerSettings) -> None:
     """Log the operations that are open to any client of a server without keys."""
     if settings.listens_locally or settings.api_key or settings.api_key_file is not None:
         return
@@ -243,7 +243,7 @@ def warn_if_open(settings: ServerSettings) -> None:
     )
 
 
-def stop_signals() -> list[signal.Signals]:
+def _stop_signals() -> list[signal.Signals]:
     """Return the signals that drain; SIGHUP is one unless `nohup` has it ignored."""
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     return [name for name in signals if signal.getsignal(name) is not signal.SIG_IGN]
@@ -290,7 +290,7 @@ async def serve(
     admission = Admission(settings.max_in_flight, counts=counts)
     metrics = ServerMetrics(run_dir)
     metrics.set_versions(launcher.versions())
-    url = publish_url(settings, listener, run_dir)
+    url = _publish_url(settings, listener, run_dir)
     service = Service(settings, lifecycle, admission, launcher, run_dir, url)
     app = create_app(
         settings,
@@ -303,7 +303,7 @@ async def serve(
         service.background,
     )
     loop = asyncio.get_running_loop()
-    for name in stop_signals():
+    for name in _stop_signals():
         loop.add_signal_handler(name, service.stop, name.name)
     tls = Tls(settings) if settings.ssl_certfile else None
     connections = Connections(settings, metrics, admission.counts)
@@ -314,7 +314,7 @@ async def serve(
     if processes is not None:
         metrics.before_page = processes.count
         processes.attach(app, lifecycle, server)
-    warn_if_open(settings)
+    _warn_if_open(settings)
     eta_s = lifecycle.eta_s
     logger.info(
         "listening on %s after %.2f s; starting the engine%s",

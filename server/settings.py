@@ -11,10 +11,10 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from server.setting_groups.buckets import BucketSettings
@@ -102,34 +102,6 @@ def export_log_level(settings: ServerSettings) -> None:
     os.environ.setdefault(_VLLM_LOG_LEVEL, _LEVELS_OF_VLLM[settings.log_level])
 
 
-def environment_of_model(
-    settings: ServerSettings, without: Collection[str], values: Mapping[str, object]
-) -> dict[str, str]:
-    """Return the environment of a model's own server process.
-
-    It has the settings given here, but for the names in `without`, and `values` by setting name.
-    Secrets are there because command lines are visible to all users of the host.
-    """
-    kept = {k: v for k, v in os.environ.items() if not k.upper().startswith(ENV_PREFIX)}
-    names = sorted(settings.model_fields_set - set(without))
-    given = {name: getattr(settings, name) for name in names} | dict(values)
-    texts = {name: _as_text(value) for name, value in given.items() if value is not None}
-    return kept | {f"{ENV_PREFIX}{name.upper()}": text for name, text in texts.items()}
-
-
-def adopt_environment(variables: Mapping[str, str]) -> None:
-    """Replace this process's environment."""
-    os.environ.clear()
-    os.environ.update(variables)
-
-
-def _as_text(value: object) -> str:
-    """Return the text of a variable that sets `value`."""
-    if isinstance(value, tuple | list):
-        return json.dumps([_as_text(item) for item in value])
-    return value.get_secret_value() if isinstance(value, SecretStr) else str(value)
-
-
 def export_metrics_folder(folder: Path) -> None:
     """Set the directory of prometheus_client's files of this process."""
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
@@ -185,10 +157,7 @@ def _check_together(settings: ServerSettings) -> None:
 
 def _check_processes(settings: ServerSettings) -> None:
     """Raise `SettingsError` for what works with one HTTP process only."""
-    given = {
-        "--headless": settings.headless,
-        "--models": settings.models is not None,
-    }
+    given = {"--headless": settings.headless}
     for flag in (flag for flag, is_given in given.items() if is_given):
         raise SettingsError(
             f"{flag} cannot be used with --api-server-count {settings.api_server_count}: it needs "

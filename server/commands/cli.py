@@ -34,10 +34,6 @@ def _serve(argv: Sequence[str]) -> int:
     settings = settings_of(parser, flags, rest)
     check_secrets(parser, settings)
     hide_secrets(argv)
-    if settings.models is not None:
-        from server.commands.several_models.command import serve_models
-
-        return serve_models(parser, settings, rest)
     return run_server(settings, rest)
 
 

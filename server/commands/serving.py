@@ -79,7 +79,7 @@ def run_server(
     outlive_readers()
     export_log_level(settings)
     export_service_name()
-    listener = listen_or_exit(settings)
+    listener = _listen_or_exit(settings)
     if settings.engine_start == "forkserver":
         from server.engine.process import start_forkserver
 
@@ -105,7 +105,7 @@ def run_server(
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 service: Coroutine[Any, Any, int]
-                started_at = process_start()
+                started_at = _process_start()
                 service = serve(settings, launcher, listener, run_dir, started_at, processes)
                 if joined is not None:
                     service = joined(service, f"http://127.0.0.1:{listener.getsockname()[1]}")
@@ -137,7 +137,7 @@ def _launcher(
     return VllmLauncher(engine_argv, settings, run_dir, processes)
 
 
-def listen_or_exit(settings: ServerSettings) -> socket.socket:
+def _listen_or_exit(settings: ServerSettings) -> socket.socket:
     """Return a listening socket, in whose backlog clients wait; raises `SystemExit` without one."""
     try:
         return _listen(settings)
@@ -181,7 +181,7 @@ def _listen_at_path(path: Path) -> socket.socket:
     return listener
 
 
-def process_start() -> float:
+def _process_start() -> float:
     """Return the start time of this process on the clock of `time.monotonic`."""
     stat = Path("/proc/self/stat").read_text(encoding="ascii")
     ticks = int(stat.rpartition(")")[2].split()[19])

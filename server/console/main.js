@@ -6,7 +6,6 @@ import { parse } from "./exposition.js";
 import { lastSample, showHistory, showMetrics } from "./live.js";
 import { byId, copyText, setRows, setText, show } from "./page.js";
 import { showModels, startPlayground } from "./playground.js";
-import { showPool } from "./pool.js";
 import { showInfo, showStatus } from "./startup.js";
 
 const STARTING_MS = 1000;
@@ -42,11 +41,6 @@ async function tick() {
 }
 
 async function showRest(status) {
-  if (status.models) {
-    showPool(status);
-    if (status.status === "ready" && modelsIn-- <= 0) await showServed();
-    return;
-  }
   if (infoIn-- <= 0) {
     infoIn = INFO_EVERY;
     const info = await getJson("/v1/server_info");
@@ -63,17 +57,13 @@ async function showRest(status) {
   showBackground(page);
   if (status.status === "ready" && hasStore) showBatches((await getJson("/v1/batches?limit=20")).data);
   if (status.status === "ready" && modelsIn-- <= 0) {
-    await showServed();
+    modelsIn = MODELS_EVERY;
+    const models = (await getJson("/v1/models")).data;
+    showModels(models.map((model) => model.id));
+    // Adapters name the model that they change.
+    setText("served", models.filter((model) => !model.parent).map((model) => model.id).join(", "));
     await showAdapters();
   }
-}
-
-async function showServed() {
-  modelsIn = MODELS_EVERY;
-  const models = (await getJson("/v1/models")).data;
-  showModels(models.map((model) => model.id));
-  // Adapters name the model that they change.
-  setText("served", models.filter((model) => !model.parent).map((model) => model.id).join(", "));
 }
 
 async function showAdapters() {

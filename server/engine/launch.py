@@ -130,17 +130,6 @@ class VllmEngine:
             process.kill()
 
 
-def component_versions() -> dict[str, str]:
-    """Return the versions of the components, without importing them."""
-    return {
-        "version": __version__,
-        "vllm": vllm_build().version,
-        "torch": importlib.metadata.version("torch"),
-        "python": platform.python_version(),
-        "platform": f"{platform.system()}-{platform.machine()}".lower(),
-    }
-
-
 class Launcher:
     """Reads vLLM's command line and makes the engine's configuration; a subclass starts it."""
 
@@ -170,7 +159,13 @@ class Launcher:
 
     def versions(self) -> Mapping[str, str]:
         """Return the versions of the components, without importing them."""
-        return component_versions()
+        return {
+            "version": __version__,
+            "vllm": vllm_build().version,
+            "torch": importlib.metadata.version("torch"),
+            "python": platform.python_version(),
+            "platform": f"{platform.system()}-{platform.machine()}".lower(),
+        }
 
     def expected_s(self) -> float | None:
         """Return the seconds of an earlier start on this host, preferably of this command line."""

@@ -19,7 +19,7 @@ from server.wire.endpoint import Endpoint
 from server.wire.sse import named_frame
 
 # Streams of /invocations are chats or completions, whose error frames are equal.
-ENDPOINTS = {INVOCATIONS: Endpoint.CHAT} | {endpoint.value: endpoint for endpoint in Endpoint}
+_ENDPOINTS = {INVOCATIONS: Endpoint.CHAT} | {endpoint.value: endpoint for endpoint in Endpoint}
 _MAX_SEND_S = 0.5
 
 
@@ -28,7 +28,7 @@ async def send_error(error: ServerError, send: Send, record: RequestRecord) -> N
     if record.complete:
         return
     record.note(error)
-    endpoint = ENDPOINTS.get(record.route.template)
+    endpoint = _ENDPOINTS.get(record.route.template)
     if not record.status:
         await _send_envelope(error, record, send)
     elif record.stream and endpoint is not None:

@@ -24,7 +24,7 @@ from server.wire.prompt_progress import PromptProgress
 
 T = TypeVar("T")
 
-SSE_HEADERS = [
+_SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     # Turns off response buffering in nginx.
@@ -193,7 +193,7 @@ class SseResponse(Response):
 
     async def _pump(self, send: Send, writer: _CountedWriter | None) -> None:
         direct = self._record.direct
-        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         beside = [asyncio.ensure_future(self._keep_alive(send))] if self._keep_alive_s else []
         progress = self._record.progress
         if progress is not None and progress.is_expected:

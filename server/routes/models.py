@@ -88,7 +88,7 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
         """List the model and its adapters; in Anthropic's format and pages with its header."""
         served = await cards(request)
         if record_of(request.scope).anthropic:
-            return JSONResponse(model_page(served, limit, after_id, before_id), headers=_VARY)
+            return JSONResponse(_model_page(served, limit, after_id, before_id), headers=_VARY)
         return JSONResponse({"object": "list", "data": served}, headers=_VARY)
 
     @router.get(
@@ -102,7 +102,7 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
         for card in served:
             if card["id"] == model:
                 is_anthropic = record_of(request.scope).anthropic
-                return JSONResponse(model_info(card) if is_anthropic else card, headers=_VARY)
+                return JSONResponse(_model_info(card) if is_anthropic else card, headers=_VARY)
         names = ", ".join(repr(card["id"]) for card in served)
         raise ModelNotFoundError(
             f"The model {describe(model)} does not exist; this server has {names}.", param="model"
@@ -129,7 +129,7 @@ def _shown_field(name: str, value: object, shown: ShownPaths) -> object:
     return shown.of(value) if isinstance(value, str) and name.endswith(_PATHS) else value
 
 
-def model_info(card: JsonObject) -> JsonObject:
+def _model_info(card: JsonObject) -> JsonObject:
     """Return Anthropic's object for a model object of OpenAI's with vLLM's fields."""
     created = datetime.fromtimestamp(card.get("created", 0), UTC)
     longest = card.get("max_model_len")
@@ -145,14 +145,14 @@ def model_info(card: JsonObject) -> JsonObject:
     }
 
 
-def model_page(
+def _model_page(
     cards: list[JsonObject], limit: str | None, after_id: str | None, before_id: str | None
 ) -> JsonObject:
     """Return a page of the models after or before one of them.
 
     Raises `InvalidValueError`, `NotFoundError`.
     """
-    models = [model_info(card) for card in cards]
+    models = [_model_info(card) for card in cards]
     size = _size(limit)
     if after_id is not None:
         models = models[_place(models, after_id, "after_id") + 1 :]

@@ -42,11 +42,6 @@ class ListenSettings(BaseModel):
         description="HTTP processes for the engines, which share the port and all limits; above 1 "
         "a main process stays beside them for everything but inference.",
     )
-    models: OptionalPath = Field(
-        None,
-        description="File (YAML or JSON) of several models to serve instead of MODEL: name, path, "
-        "flags and pinned of each, and the memory that they share.",
-    )
     root_path: str = Field(
         "",
         pattern=r"^(/[^/?#\s]+)*$",

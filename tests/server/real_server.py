@@ -32,17 +32,14 @@ class RealServer:
 
     def __init__(
         self,
-        checkpoint: Path | None,
+        checkpoint: Path,
         tmp_path: Path,
         *flags: str,
         output: Path | None = None,
         environment: Mapping[str, str] | None = None,
         own_imports: bool = False,
     ) -> None:
-        """``output`` is where it writes to, by default its log; ``environment`` adds variables.
-
-        Without a checkpoint the flags name what is served.
-        """
+        """``output`` is where it writes to, by default its log; ``environment`` adds variables."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
         kept |= {
             "VLLM_CACHE_ROOT": str(graph_cache()),
@@ -50,8 +47,7 @@ class RealServer:
             **(environment or {}),
         }
         self.log = tmp_path / "server.log"
-        served = () if checkpoint is None else (str(checkpoint), *FLAGS)
-        command = ["serve", *served, "--host", "127.0.0.1", "--port", "0"]
+        command = ["serve", str(checkpoint), *FLAGS, "--host", "127.0.0.1", "--port", "0"]
         command += ["--run-root", str(tmp_path), *flags]
         warm = None if own_imports or environment else warm_process()
         self.started = time.monotonic()

@@ -91,12 +91,7 @@ def settings_of(
         settings = load_settings(flags, config_file(rest))
     except (SettingsError, OSError) as error:
         parser.error(str(error))
-    if settings.models is not None:
-        if not parser.prog.endswith(" serve"):
-            parser.error("--models works with serve alone: name one MODEL")
-        if rest and not rest[0].startswith("-"):
-            parser.error(f"MODEL ({rest[0]!r}) cannot be used with --models, which names them all")
-    elif not rest:
+    if not rest:
         parser.error("MODEL is missing: name a directory or a model on the Hugging Face hub")
     configure(settings.log_level, settings.log_format)
     return settings

@@ -1,1 +1,0 @@
-"""`rbln-serve serve --models FILE`: the front process and the template of its models' processes."""

@@ -1,1 +1,0 @@
-"""Which model a request is for."""

@@ -1,1 +1,0 @@
-"""The front process: its application, routes, metrics and life."""
