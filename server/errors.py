@@ -284,14 +284,6 @@ class OverloadedError(
         self.rejection = rejection
 
 
-class ObjectiveError(
-    ServerError, status=429, error_type=_LIMIT, code="objective_missed", outcome="rejected"
-):
-    """The request's first token, or its decode steps, would come later than its objective."""
-
-    rejection = "objective"
-
-
 class RateLimitError(
     ServerError, status=429, error_type=_LIMIT, code="rate_limit_exceeded", outcome="rejected"
 ):
@@ -368,9 +360,8 @@ class InternalError(ServerError, code="internal_error"):
 
 REJECTIONS = (
     *("in_flight", "queued_tokens", "queued_requests", "grammars", "reading", "engine"),
-    *("queue_timeout", "objective", "background", "conversations"),
+    *("queue_timeout", "background", "conversations"),
     *("key_in_flight", "key_requests", "key_tokens"),
 )
 """Limits that reject work: admission permits, vLLM's two queue limits, the queues of grammars and
-of large bodies, an unnamed limit of vLLM, time in queue, objectives, background responses, limits
-of a key."""
+of large bodies, an unnamed limit of vLLM, time in queue, background responses, limits of a key."""

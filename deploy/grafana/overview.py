@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from deploy.grafana.objectives import OBJECTIVES
 from deploy.grafana.panel import (
     BAD_ABOVE_ZERO,
     GOOD_ABOVE_99,
@@ -126,7 +125,6 @@ _LATENCY = (
         "From the first chunk of a later prompt to the next chunk of the overtaken one.",
         "s",
     ),
-    *OBJECTIVES,
 )
 
 _TRAFFIC = (

@@ -19,11 +19,5 @@ from rbln_backend.scheduler.fairness.request_account import (
     WARMUP,
     RequestAccount,
 )
-from rbln_backend.scheduler.objectives.objective import (
-    OBJECTIVE_ARGS,
-    OBJECTIVE_MISSED,
-    Miss,
-    Objective,
-)
 from rbln_backend.speculation.drafter import EXTRA_ARGS
 from rbln_backend.speculation.prediction import Prediction

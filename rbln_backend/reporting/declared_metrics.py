@@ -211,22 +211,6 @@ METRICS: tuple[MetricDecl, ...] = (
         _FIRST_TOKEN_BUCKETS,
     ),
     MetricDecl(
-        "rbln_objective_first_token_ratio",
-        "histogram",
-        "Time to the first token divided by the predicted one, of admitted requests with an "
-        "objective.",
-        (),
-        (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0),
-    ),
-    MetricDecl(
-        "rbln_objective_token_ratio",
-        "histogram",
-        "Mean time of a token after the first divided by the predicted one, of admitted requests "
-        "with an objective that ended.",
-        (),
-        (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0),
-    ),
-    MetricDecl(
         "rbln_background_parked",
         "gauge",
         "Background requests that hold KV blocks but no row.",

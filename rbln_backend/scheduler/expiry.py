@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from rbln_backend.config import QUEUE_TIMEOUT
 from rbln_backend.vllm_compat.surface import (
@@ -55,28 +54,14 @@ def never_scheduled(request: Request | None) -> bool:
 def report_expired(requests: list[Request], outputs: dict[int, EngineCoreOutputs]) -> None:
     """Move the ends of ``requests`` to the front of a step's outputs, where vLLM reads them."""
     for request in requests:
-        report_end(request, outputs, QUEUE_TIMEOUT)
+        end = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            stop_reason=QUEUE_TIMEOUT,
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
+        )
+        step = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+        step.outputs.insert(0, end)
     requests.clear()
-
-
-def report_end(
-    request: Request,
-    outputs: dict[int, EngineCoreOutputs],
-    stop_reason: str,
-    report: dict[str, Any] | None = None,
-) -> None:
-    """Put the end of a request that never ran at the front of a step's outputs.
-
-    ``report`` goes to the server as ``kv_transfer_params``.
-    """
-    end = EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=[],
-        finish_reason=request.get_finished_reason(),
-        stop_reason=stop_reason,
-        kv_transfer_params=report,
-        events=request.take_events(),
-        trace_headers=request.trace_headers,
-    )
-    step = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
-    step.outputs.insert(0, end)

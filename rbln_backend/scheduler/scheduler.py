@@ -33,8 +33,6 @@ from rbln_backend.scheduler.draft_capacity import (
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from rbln_backend.scheduler.narrowing import StepView
-from rbln_backend.scheduler.objectives.load_ahead import load_ahead
-from rbln_backend.scheduler.objectives.objective_gate import ObjectiveGate
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
 from rbln_backend.scheduler.plain_decode import PlainDecode
 from rbln_backend.scheduler.prefill_order import PrefillOrder
@@ -106,8 +104,6 @@ class RblnScheduler(PromptScheduler):
         self._background = Background(sizes.decode, self.max_num_running_reqs, self._stages, board)
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
-        self._refused: list[Request] = []
-        self._objectives = ObjectiveGate(board, self._chunks, sizes.decode)
         self._prompt_reports = PromptReports(board)
         self._gauges = StepGauges()
         groups = len(self.kv_cache_config.kv_cache_groups)
@@ -128,7 +124,6 @@ class RblnScheduler(PromptScheduler):
         self._background.add(request)
         if not is_background(request):
             self._expiry.add(request.request_id, waited_s=time.time() - request.arrival_time)
-            self._objectives.add(request, partial(load_ahead, self, request))
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self._end_late_requests()
@@ -143,7 +138,6 @@ class RblnScheduler(PromptScheduler):
             self._plain.note(output)
         output = self._with_blocks(self._reuse.finish(output), requests)
         self._masks.begin(output)
-        self._objectives.begin(output)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
@@ -159,7 +153,6 @@ class RblnScheduler(PromptScheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        self._objectives.end(scheduler_output)
         outputs = self._plain.update(scheduler_output, model_runner_output, self._report)
         if outputs is None:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -167,7 +160,6 @@ class RblnScheduler(PromptScheduler):
                 self.update_draft_token_ids(drafts)
         self._reuse.report()
         self._prompt_reports.report(scheduler_output, outputs)
-        self._objectives.report(self._refused, self.requests, outputs)
         report_expired(self._expired, outputs)
         self._gauges.report(outputs)
         return outputs
@@ -177,15 +169,12 @@ class RblnScheduler(PromptScheduler):
         self._chunks = chunk_plan(self.vllm_config, sizes.chunks)
         self._background.take_buckets(sizes.decode)
         self._drafts.take_sizes(sizes.verify)
-        self._objectives.take_sizes(self._chunks, sizes.decode)
 
     def _end_late_requests(self) -> None:
-        """End requests that waited too long, or would miss their objectives."""
+        """End requests that waited too long."""
         late = [i for i in self._expiry.take_due() if never_scheduled(self.requests.get(i))]
         if late:
             self._expired += self.finish_requests(late, RequestStatus.FINISHED_ERROR)
-        if missed := self._objectives.missed:
-            self._refused += self.finish_requests(missed, RequestStatus.FINISHED_ERROR)
 
     def _schedule_step(self, throttle_prefills: bool) -> SchedulerOutput:
         if not self._background.is_there(self.requests):

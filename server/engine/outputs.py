@@ -1,7 +1,6 @@
 """vLLM's output processor with queue timeouts, progress of prompts and their logprobs.
 
-The scheduler ends a request that exceeds `--max-queue-s`, or would miss its objective, with our
-stop reason. vLLM's serving
+The scheduler ends a request that exceeds `--max-queue-s` with our stop reason. vLLM's serving
 classes handle its error differently per endpoint, and some log a traceback. So the request's record
 stores the error, which takes precedence in the front end.
 """
@@ -15,12 +14,11 @@ from weakref import WeakKeyDictionary
 from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.output_processor import OutputProcessorOutput
 
-from rbln_backend.api.requests import OBJECTIVE_MISSED, PROMPT_PROGRESS, QUEUE_TIMEOUT, Miss
+from rbln_backend.api.requests import PROMPT_PROGRESS, QUEUE_TIMEOUT
 from server.engine.direct_outputs import push_to
 from server.engine.open_characters import TokenBytes, keep_prompt_out
 from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError, ServerError
-from server.request.options.objective import missed
 from server.request.record import RequestRecord, record_var
 from server.vllm.logprobs.prompt import LastingPromptLogprobs
 from server.vllm.logprobs.texts import keep_token_texts
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.metrics.stats import IterationStats
 
-_REPORTS = (QUEUE_TIMEOUT, OBJECTIVE_MISSED, PROMPT_PROGRESS)
+_REPORTS = (QUEUE_TIMEOUT, PROMPT_PROGRESS)
 """Stop reasons of outputs that are reports of our scheduler."""
 
 
@@ -87,9 +85,6 @@ class QueueAwareOutputs(TracedOutputs):
             report, *engine_core_outputs = engine_core_outputs
             if report.stop_reason == QUEUE_TIMEOUT:
                 late += self._end(report.request_id, queue_timeout(self._max_queue_s))
-            elif report.stop_reason == OBJECTIVE_MISSED:
-                miss = Miss(**(report.kv_transfer_params or {}))
-                late += self._end(report.request_id, missed(miss))
             else:
                 self._show_progress(report)
         done = super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from rbln_backend.api.requests import Objective
 from server.errors import ServerError
 from server.key_limits.ledger import KeyUse
 from server.key_limits.limits import NO_LIMITS, KeyLimits
@@ -108,7 +107,7 @@ class RequestRecord:
     name it to the engine. `direct` sends the frames of a stream that differ in their text alone.
     `key_use` is the request's use of its API key's limits, None without a key. `bounds_answer`: the
     body says how many tokens an answer may have. `progress` is that of a stream's prompt, None for
-    other answers. `objective` has the latest times of its tokens.
+    other answers.
     """
 
     route: Route
@@ -142,7 +141,6 @@ class RequestRecord:
     key_use: KeyUse | None = None
     bounds_answer: bool = False
     progress: PromptProgress | None = None
-    objective: Objective = field(default_factory=Objective)
 
     def guided_by(self, kind: str) -> None:
         """Set how the answer is guided, unless the request's own constraint has set it."""

@@ -9,7 +9,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rbln_backend.api.requests import Objective
 from server import bounds
 from server.admission import Admission, Permit
 from server.errors import InvalidJsonError, OverloadedError, QueueTimeoutError
@@ -23,7 +22,6 @@ from server.request.invocation import (
     check_session,
     invoked_endpoint,
 )
-from server.request.options.objective import objective_of
 from server.request.options.tier import FIELD, Tier, granted
 from server.request.record import RequestRecord, record_of
 from server.routes.response_store import ResponseStore
@@ -77,14 +75,6 @@ def _invocation(frontend: Callable[[], Frontend]) -> _Choose:
     return choose
 
 
-def _objective(record: RequestRecord, request: Request, settings: ServerSettings) -> Objective:
-    """Return the objective of a client's request; those of the service itself have none."""
-    if record.internal is not None:
-        return Objective()
-    default = Objective(settings.slo_ttft_ms, settings.slo_tpot_ms)
-    return objective_of(request.headers, default)
-
-
 def _handler(
     choose: _Choose,
     frontend: Callable[[], Frontend],
@@ -126,7 +116,6 @@ def _handler(
     async def handle(request: Request) -> Response:
         record = record_of(request.scope)
         record.deadline = deadline_of(request.headers, record.started, settings.max_request_s)
-        record.objective = _objective(record, request, settings)
         try:
             endpoint, raw = choose(await read_body(request, settings), request)
             work = respond(endpoint, raw, request)

@@ -172,19 +172,6 @@ class AdmissionSettings(BaseModel):
         ge=0,
         description="Seconds for which a request may wait in the queue; then 503. 0: no limit.",
     )
-    slo_ttft_ms: float | None = Field(
-        None,
-        gt=0,
-        description="Milliseconds in which a request's first token must come: one that is "
-        "predicted to come later is refused with 429. x-llm-d-slo-ttft-ms replaces it. Unset: any.",
-    )
-    slo_tpot_ms: float | None = Field(
-        None,
-        gt=0,
-        description="Milliseconds that a decode step with the request may take: one that is "
-        "predicted to take longer is refused with 429. x-llm-d-slo-tpot-ms replaces it. "
-        "Unset: any.",
-    )
     prefill_policy: Literal["shortest", "fcfs"] | None = Field(
         None,
         description="Order of prompts: `shortest` computes the prompt with the fewest tokens left "

@@ -23,7 +23,6 @@ from vllm.v1.structured_output.request import get_structured_output_key
 
 from rbln_backend.api.requests import (
     ACCOUNT_ARGS,
-    OBJECTIVE_ARGS,
     PROGRESS_ARGS,
     SHARE_ARGS,
     KeyShare,
@@ -111,7 +110,6 @@ class EngineClient(AsyncLLM):
         _reserve(record, prompt, params)
         _set_share(record, params)
         _ask_for_progress(record, prompt, params)
-        _set_objective(record, params)
         if record.trace_headers is not None:
             kwargs["trace_headers"] = record.trace_headers
         if record.tier is not None and record.tier.engine_priority is not None:
@@ -262,14 +260,6 @@ def _ask_for_progress(record: RequestRecord, prompt: Any, params: Any) -> None:
     if ids is not None and len(ids) >= _LONG_PROMPT:
         record.progress.is_expected = True
         params.extra_args = {**(params.extra_args or {}), PROGRESS_ARGS: True}
-
-
-def _set_objective(record: RequestRecord, params: Any) -> None:
-    """Pass the objective to the scheduler; it replaces one in a client's `vllm_xargs`."""
-    if not isinstance(params, SamplingParams):
-        return
-    given = {k: v for k, v in (params.extra_args or {}).items() if k != OBJECTIVE_ARGS}
-    params.extra_args = {**given, **record.objective.as_args()} or None
 
 
 @lru_cache(1024)

@@ -35,8 +35,6 @@ MAY_BE_EMPTY = {
     "KV tiers": "the server has none",
     "KV read from prefill servers": "no server has NixlConnector",
     "Failed reads from prefill servers": "likewise",
-    "Predicted first tokens": "no request has an objective",
-    "Predicted pace": "no request has an objective",
     "Drafts accepted": "the server does not speculate",
     "Tokens a step": "likewise",
     "Gain of steps that check drafts": "likewise",

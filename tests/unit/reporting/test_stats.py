@@ -47,8 +47,6 @@ SURFACE = {
     "rbln_first_token_seconds": ("histogram", ("prompt",)),
     "rbln_prefill_overtaken_total": ("counter", ()),
     "rbln_prefill_overtaken_seconds": ("histogram", ()),
-    "rbln_objective_first_token_ratio": ("histogram", ()),
-    "rbln_objective_token_ratio": ("histogram", ()),
     "rbln_background_parked": ("gauge", ()),
     "rbln_background_preemptions_total": ("counter", ()),
     "rbln_grammar_mask_seconds": ("histogram", ("part",)),
