@@ -11,7 +11,6 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from rbln_backend.bucketing.chunk_plan import step_tokens_of
 from rbln_backend.bucketing.engine_buckets import EngineBuckets
-from rbln_backend.bucketing.size_changes import SizeChanges
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
 from rbln_backend.compilation import settle_compilation
 from rbln_backend.compiler.sdk.shapes import settle_npu
@@ -217,10 +216,7 @@ class RblnPlatform(Platform):
         # vLLM does not pass this number to engines of dense models.
         engines = max(1, vllm_config.parallel_config.data_parallel_size_local)
         buckets = _settle_buckets(vllm_config, rbln)
-        before = vllm_config.additional_config
-        # vLLM settles the configuration of an engine's process again after its scheduler is made.
-        changes = before.size_changes if isinstance(before, Settled) else SizeChanges()
-        vllm_config.additional_config = Settled(rbln, engines, others, buckets, changes)
+        vllm_config.additional_config = Settled(rbln, engines, others, buckets)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

@@ -81,10 +81,6 @@ class Admission:
         """Sum of the weights of the permits of the tier flex."""
         return self.counts.total(CountField.FLEX_PERMITS)
 
-    def take_decode_buckets(self, buckets: tuple[int, ...]) -> None:
-        """Count the spare rows of other decode buckets from now on."""
-        self.rows = buckets
-
     def open(self, capacity: Capacity) -> None:
         """Start issuing permits for an engine of this capacity."""
         runs = capacity.max_num_seqs

@@ -17,9 +17,6 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 from server.admission import Admission
-from server.buckets.automatic import AutoBuckets
-from server.buckets.changes import BucketChanges
-from server.buckets.engine_buckets import BucketPort
 from server.errors import (
     MethodNotAllowedError,
     RequestError,
@@ -40,7 +37,7 @@ from server.observability.traffic import read_traffic
 from server.request.body import CLIENT_GONE, ClientGoneError
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
-from server.routes.admin import admin_router, buckets_router, cache_router, profile_router
+from server.routes.admin import admin_router, cache_router, profile_router
 from server.routes.batches import batches_router
 from server.routes.console import console_router
 from server.routes.files import files_router
@@ -82,16 +79,15 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         lag = background_task(follow_event_loop(metrics.observe_loop_lag))
-        recorded, tuned = background_task(history.follow()), auto.working()
+        recorded = background_task(history.follow())
         stored = storage.working(app)
-        async with access.following_files(), lag, recorded, stored, tuned, background():
+        async with access.following_files(), lag, recorded, stored, background():
             yield
 
     storage = StorageServices(settings, lifecycle, admission, metrics.decode_times, run_dir)
     access = Access(settings, storage.owner_salt)
     admission.divide(access.weights)
     advice = BucketAdvice(run_dir)
-    changes, auto = _live_buckets(settings, lifecycle, admission, metrics, frontend)
     history = History(partial(read_traffic, run_dir / "metrics"))
     shown = ShownPaths(settings.lora_root)
     app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_OURS)
@@ -106,7 +102,6 @@ def create_app(
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
     _add_operation(app, settings, lifecycle, frontend)
-    app.include_router(buckets_router(settings, changes, advice))
     response_store = ResponseStore(frontend, storage.responses)
     add_inference_routes(app, frontend, response_store, settings, admission)
     add_layers(app, settings, lifecycle, admission, metrics, access, frontend)
@@ -135,30 +130,6 @@ def add_layers(
         metrics=metrics,
         tracing=lambda: frontend().tracing if lifecycle.started else None,
     )
-
-
-def _live_buckets(
-    settings: ServerSettings,
-    lifecycle: Lifecycle,
-    admission: Admission,
-    metrics: ServerMetrics,
-    frontend: Callable[[], Frontend],
-) -> tuple[BucketChanges, AutoBuckets]:
-    """Return the driver of bucket changes, and what begins some by the tuner's advice."""
-
-    def port() -> BucketPort | None:
-        return frontend().buckets if lifecycle.started else None
-
-    taking = admission.take_decode_buckets
-    changes = BucketChanges(port, metrics, settings.bucket_grace_s, taking)
-    auto = AutoBuckets(
-        changes,
-        port,
-        window_s=settings.auto_buckets_window_s,
-        least_saving=settings.auto_buckets_min_saving,
-        applies=settings.auto_buckets,
-    )
-    return changes, auto
 
 
 def _add_stored_work(app: FastAPI, storage: StorageServices, settings: ServerSettings) -> None:

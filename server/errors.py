@@ -197,10 +197,6 @@ class NoAdapterSlotError(RequestError, status=409, code="no_adapter_slot"):
     """All slots for LoRA adapters are in use."""
 
 
-class BucketChangeRunningError(RequestError, status=409, code="bucket_change_running"):
-    """Another change of the compiled sizes is not complete."""
-
-
 class AuthenticationError(
     RequestError, status=401, error_type="authentication_error", code="invalid_api_key"
 ):

@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from server.admission import Capacity
-from server.buckets.engine_buckets import BucketPort
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.request.options.draft_options import DraftOptions
@@ -152,11 +151,6 @@ class Frontend(Protocol):
         `stamp` are fields to add to the answer. Raises a `ServerError`, also from the generator.
         Cancelling the call or closing the generator aborts the request in the engine.
         """
-        ...
-
-    @property
-    def buckets(self) -> BucketPort | None:
-        """The engine's compiled sizes; None on a headless server."""
         ...
 
     async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:

@@ -17,7 +17,6 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from server.setting_groups.buckets import BucketSettings
 from server.setting_groups.http import (
     AccessSettings,
     AdapterSettings,
@@ -33,7 +32,6 @@ ENV_PREFIX = "RBLN_SERVE_"
 # Variables of vLLM that also apply here.
 _VLLM_KEY = "VLLM_API_KEY"
 _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
-_CLIENT_KEY = "OPENAI_API_KEY"
 # Prefixes of the variables that `collect-env` prints.
 _REPORTED = (
     *(ENV_PREFIX, "VLLM_", "RBLN_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "OMP_"),
@@ -54,7 +52,6 @@ class ServerSettings(
     LifeSettings,
     AdapterSettings,
     StorageSettings,
-    BucketSettings,
     SchemaSettings,
     AdmissionSettings,
     AccessSettings,
@@ -105,16 +102,6 @@ def export_log_level(settings: ServerSettings) -> None:
 def export_metrics_folder(folder: Path) -> None:
     """Set the directory of prometheus_client's files of this process."""
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-
-
-def silence_vllm() -> None:
-    """Set vLLM's log level to warning, unless VLLM_LOGGING_LEVEL is set."""
-    os.environ.setdefault(_VLLM_LOG_LEVEL, "WARNING")
-
-
-def client_key() -> str | None:
-    """Return the key that clients of the OpenAI API send, or None."""
-    return os.environ.get(_CLIENT_KEY) or None
 
 
 def reported_variables() -> dict[str, str]:

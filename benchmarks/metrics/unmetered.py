@@ -47,7 +47,6 @@ def recorders() -> list[tuple[type, str]]:
     server = (
         *("request", "rejection", "key", "guided", "loop_lag", "adapter_load", "reading"),
         *("connection_end", "open_connections", "tier", "key_rejection"),
-        *("bucket_change", "bucket_effect"),
     )
     return [
         (StepMetrics, "record"),

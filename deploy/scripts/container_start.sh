@@ -7,7 +7,7 @@ umask 0002
 case "${1:-}" in
     # The image's HF_HUB_OFFLINE is for servers; without a network: `fetch --offline`.
     fetch) HF_HUB_OFFLINE=0 exec rbln-serve "$@" ;;
-    serve | batch | buckets | check | compile | cache | tune | parity | collect-env | \
+    serve | batch | check | compile | cache | tune | parity | collect-env | \
         --help | -h | --version) exec rbln-serve "$@" ;;
     vllm) exec "$@" ;;
     *) exec rbln-serve serve "$@" ;;

@@ -6,7 +6,7 @@ the maximum, so that the largest bucket always holds a full batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rbln_backend.bucketing.table import BucketTable
@@ -61,8 +61,7 @@ class EngineBuckets:
     verify: VerifyTable = NO_DRAFTS
     """Sizes of decode steps that check drafts."""
     drafted: DraftSizes | None = None
-    """Sizes of the draft model's graphs, which no change of the other sizes changes; None without
-    a draft model."""
+    """Sizes of the draft model's graphs; None without a draft model."""
 
     @classmethod
     def derive(
@@ -95,15 +94,6 @@ class EngineBuckets:
         has_cache = draft_model in (*DRAFT_LAYERS, WHOLE_MODEL)
         length = drafts + 1 if has_cache else None
         return replace(buckets, verify=verify, drafted=DraftSizes(buckets.decode, chunks, length))
-
-    def resized(self, decode: Sequence[int], chunks: Sequence[int]) -> EngineBuckets:
-        """Return these sizes with others; `decode` is empty for a model that pools.
-
-        Raises `BucketError` for sizes that are not ascending.
-        """
-        buckets = BucketTable(tuple(decode)) if decode else None
-        verify = self.verify if buckets is None else self.verify.over(buckets)
-        return EngineBuckets(BucketTable(tuple(chunks)), buckets, verify, self.drafted)
 
 
 def decode_bucket_table(config: RblnConfig, max_batch_size: int) -> BucketTable:

@@ -44,14 +44,6 @@ class PhaseUsage:
         _add(self.steps_by_bucket, other.steps_by_bucket)
         _add(self.seconds_by_bucket, other.seconds_by_bucket)
 
-    def since(self, before: PhaseUsage) -> PhaseUsage:
-        """Return the counts that this record has beyond those of `before`, an earlier state."""
-        return PhaseUsage(
-            _less(self.steps_by_size, before.steps_by_size),
-            _less(self.steps_by_bucket, before.steps_by_bucket),
-            _less(self.seconds_by_bucket, before.seconds_by_bucket),
-        )
-
     @property
     def steps(self) -> int:
         """Number of counted steps."""
@@ -149,10 +141,6 @@ class UsageFile:
 def _add(into: dict[int, Any], more: Mapping[int, Any]) -> None:
     for key, value in more.items():
         into[key] = into.get(key, 0) + value
-
-
-def _less(total: Mapping[int, Any], before: Mapping[int, Any]) -> dict[int, Any]:
-    return {key: more for key, value in total.items() if (more := value - before.get(key, 0)) > 0}
 
 
 def _total(steps_by: Mapping[int, int]) -> int:

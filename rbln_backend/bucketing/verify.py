@@ -24,7 +24,7 @@ class VerifyTable:
         """`max_tokens` bounds a step over all requests. Raises `BucketError`."""
         if any(length < 2 for length in lengths):
             raise BucketError(f"A step that checks drafts takes 2 tokens or more, got {lengths}")
-        self._buckets, self._all_lengths, self._max_tokens = buckets, lengths, max_tokens
+        self._buckets = buckets
         self._lengths: Mapping[int, tuple[int, ...]] = {
             bucket: tuple(n for n in sorted(lengths) if bucket * n <= max_tokens)
             for bucket in buckets or ()
@@ -32,12 +32,6 @@ class VerifyTable:
 
     def __iter__(self) -> Iterator[Size]:
         return ((bucket, n) for bucket, lengths in self._lengths.items() for n in lengths)
-
-    def over(self, buckets: BucketTable) -> VerifyTable:
-        """Return the table of other decode buckets, with the same lengths and bound."""
-        if self._buckets is None:
-            return self
-        return VerifyTable(buckets, self._all_lengths, self._max_tokens)
 
     @property
     def buckets(self) -> tuple[int, ...]:

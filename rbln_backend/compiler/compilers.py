@@ -29,13 +29,8 @@ from rbln_backend.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def make_rebel_compiler(
-    config: RblnConfig, cache_dir: Path | None, *, opens_device: bool = True
-) -> Compiler:
-    """The SDK's compiler for the configured NPU; ``cache_dir``: this rank's own.
-
-    ``opens_device``: False only compiles, whether or not the NPU is here.
-    """
+def make_rebel_compiler(config: RblnConfig, cache_dir: Path | None) -> Compiler:
+    """The SDK's compiler for the configured NPU; ``cache_dir``: this rank's own."""
     sdk, npu = installed_sdk(), find_npu(config)
     assert sdk is not None
     assert npu is not None
@@ -43,7 +38,7 @@ def make_rebel_compiler(
     if found and config.force_npu_name not in (None, found):
         name = config.force_npu_name
         logger.warning("RBLN_FORCE_NPU_NAME=%s is ignored: the host has %s", name, found)
-    has_device = bool(found) and opens_device
+    has_device = bool(found)
     return RebelCompiler(
         sdk,
         npu=npu,

@@ -117,7 +117,6 @@ class EmulatedCompiler:
     name = "emulated"
     capabilities = EMULATED
     compiles_when_loading = False
-    compiles_without_device = True
 
     def __init__(
         self,

@@ -111,8 +111,6 @@ class Compiler(Protocol):
     capabilities: Capabilities
     compiles_when_loading: bool
     """Most of the time of a graph goes into ``load``, not into capture and ``lower``."""
-    compiles_without_device: bool
-    """Another process can compile what this one loads, while this one has the device."""
 
     @property
     def kv_memory(self) -> KvMemory: ...

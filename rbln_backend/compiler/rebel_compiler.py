@@ -111,8 +111,6 @@ class RebelCompiler:
         self.hardware = npu.name
         self.capabilities = npu_capabilities(npu, copies_caches=npu_tensors)
         self._backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
-        # Tensors on the NPU belong to the process that has opened it.
-        self.compiles_without_device = not npu_tensors
         self._moved = Moved(torch.device("rbln")) if npu_tensors else None
         self._num_devices = num_devices
         self._cache_dir = cache_dir

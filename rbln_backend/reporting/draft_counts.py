@@ -20,17 +20,10 @@ class DraftCounts:
 
     def __init__(self, board: MetricsBoard, sizes: Iterable[tuple[int, int]]) -> None:
         """``sizes`` are the compiled ones: requests, and tokens of each."""
-        self._board = board
-        self._cells: dict[tuple[int, int], tuple[CounterHandle, ...]] = {}
-        self.add(sizes)
-
-    def add(self, sizes: Iterable[tuple[int, int]]) -> None:
-        """Count steps of ``sizes`` as well, where they are not counted yet."""
-        for size in sizes:
-            if size not in self._cells:
-                self._cells[size] = tuple(
-                    self._board.counter(name, bucket=_shown(size)) for name in _NAMES
-                )
+        self._cells: dict[tuple[int, int], tuple[CounterHandle, ...]] = {
+            size: tuple(board.counter(name, bucket=_shown(size)) for name in _NAMES)
+            for size in sizes
+        }
 
     def record(
         self,

@@ -98,10 +98,6 @@ class Background:
         self._parked.set(0)
         self._preempted = board.counter("rbln_background_preemptions_total")
 
-    def take_buckets(self, buckets: BucketTable | None) -> None:
-        """Count the padding rows of ``buckets`` from now on."""
-        self._buckets = buckets
-
     def add(self, request: Request) -> None:
         """Register a new request."""
         if is_background(request):

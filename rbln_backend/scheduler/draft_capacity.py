@@ -76,10 +76,6 @@ class DraftCapacity:
         self._table, self._block_size, self._groups = table, block_size, groups
         self._max_model_len = max_model_len
 
-    def take_sizes(self, table: VerifyTable) -> None:
-        """Limit drafts to other compiled sizes from the next step on."""
-        self._table = table
-
     def cut(self, rows: Rows, blocks: BlockPool) -> None:
         """Drop the drafts that no compiled step checks; drop all where free blocks are too few."""
         decoding = rows.decoding

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.grammar.masks import StepMasks
 from rbln_backend.reporting.stats import MetricsBoard
@@ -53,7 +52,6 @@ from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     compiled_sizes,
     configured,
-    settled,
 )
 
 
@@ -116,7 +114,6 @@ class RblnScheduler(PromptScheduler):
         hit = self._reuse.manager.peek_hit
         make_order = partial(PrefillOrder, hit, board, by_priority=by_priority)
         self._prompts = FairPrompts(make_order if self._shortest_first else None)
-        settled(vllm_config).size_changes.follow(self._take_sizes)
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)
@@ -163,12 +160,6 @@ class RblnScheduler(PromptScheduler):
         report_expired(self._expired, outputs)
         self._gauges.report(outputs)
         return outputs
-
-    def _take_sizes(self, sizes: EngineBuckets) -> None:
-        """Choose among ``sizes`` from the next step on."""
-        self._chunks = chunk_plan(self.vllm_config, sizes.chunks)
-        self._background.take_buckets(sizes.decode)
-        self._drafts.take_sizes(sizes.verify)
 
     def _end_late_requests(self) -> None:
         """End requests that waited too long."""

@@ -39,12 +39,6 @@ class StepCosts:
         self._overhead = 0.0
         self._runs = Counter[Size]()
 
-    def over(self, table: VerifyTable) -> StepCosts:
-        """Return the costs of other sizes; those of new ones are interpolated until they run."""
-        costs = StepCosts(table, self._graph)
-        costs._overhead = self._overhead
-        return costs
-
     def seconds(self, size: Size) -> float:
         """Return the expected seconds of a step."""
         return self._graph[size] + self._overhead

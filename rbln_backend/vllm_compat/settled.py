@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rbln_backend.bucketing.engine_buckets import EngineBuckets
-from rbln_backend.bucketing.size_changes import SizeChanges
 from rbln_backend.config import RblnConfig
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ class Settled:
     """Entries of the mapping that vLLM's own models read."""
     buckets: EngineBuckets | None = None
     """The compiled sizes; None where vLLM makes a configuration without a model."""
-    size_changes: SizeChanges = field(default_factory=SizeChanges, compare=False)
-    """The parts of this process that take other sizes while the engine runs."""
 
     def compute_hash(self) -> str:
         """Return the digest by which vLLM compares configurations."""

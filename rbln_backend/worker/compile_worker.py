@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 
-from rbln_backend.core import GraphSpec
 from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.plan import paged_bytes_per_block
 from rbln_backend.vllm_compat.surface import BaseModelLoader, CompilationTimes, ModelConfig
@@ -59,19 +56,7 @@ class CompileWorker(RblnWorker):
             self._filled = self._build.fill_store(self._progress)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
-    def take_binaries(self, specs: Sequence[GraphSpec]) -> None:
-        """Take the stored binaries of the set ``specs``: graphs of it are not compiled again."""
-        assert self._build is not None
-        if specs:
-            self._build.served.factory.restore_binaries(specs)
-
     def filled_store(self) -> FilledStore:
         """Return the result of ``compile_or_warm_up_model``."""
         assert self._filled is not None
         return self._filled
-
-
-class CompileBesideWorker(CompileWorker):
-    """A ``CompileWorker`` beside the process that has the NPU, which it never opens."""
-
-    opens_device = False

@@ -35,7 +35,6 @@ from rbln_backend.vllm_compat.surface import (
     init_logger,
     set_forward_context,
 )
-from rbln_backend.worker.buckets.bucket_change import ServedGraphs
 from rbln_backend.worker.drafts.draft_source import make_source
 from rbln_backend.worker.drafts.drafting import make_drafting
 from rbln_backend.worker.drafts.model_drafter import DraftSource
@@ -72,7 +71,6 @@ from rbln_backend.worker.step.inputs import StepInputs, row_order
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.stage import intermediate_buffers, make_stage
 from rbln_backend.worker.step.token_types import TokenTypes
-from rbln_backend.worker.step.usage_recorder import UsageRecorder
 
 logger = init_logger(__name__)
 
@@ -180,16 +178,6 @@ class EngineBuild:
         """The file with the counts of step sizes."""
         return None if self._usage is None else self._usage.path
 
-    @property
-    def served(self) -> ServedGraphs:
-        """The graphs, and what makes others."""
-        return ServedGraphs(self._parts.vllm_config, self._graphs, self._factory, [*self._others])
-
-    @property
-    def usage(self) -> UsageRecorder | None:
-        """The recorder of step sizes; None where nothing is recorded."""
-        return self._usage
-
     def close(self) -> None:
         """Write the counts that are only in memory."""
         if self._usage is not None:
@@ -231,8 +219,7 @@ class EngineBuild:
         return FilledStore(warm_up.results, missing)
 
     def _requests(self) -> list[GraphRequest]:
-        served = self.served
-        return [self._request(spec) for spec in (*served.graphs.inputs, *served.others)]
+        return [self._request(spec) for spec in (*self._graphs.inputs, *self._others)]
 
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
         graphs = warm_up.compile_all(self._requests(), self._factory)

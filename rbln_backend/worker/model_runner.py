@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rbln_backend.bucketing.verify import VerifyTable
 from rbln_backend.core import Phase, StepBatch, StepOutputs
 from rbln_backend.scheduler.output import with_drafts
 from rbln_backend.vllm_compat.surface import (
@@ -134,10 +133,6 @@ class RblnModelRunner:
         took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
         self._drafting.end_step(batch, pending.outputs, token_ids, took)
         return self._reply(token_ids, logprobs, pending)
-
-    def take_verify_sizes(self, table: VerifyTable) -> None:
-        """Check drafts in the sizes of ``table`` from the next step on."""
-        self._drafting.take_sizes(table)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return drafts for the next step; None without speculation or sampled tokens."""

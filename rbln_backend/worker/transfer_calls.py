@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rbln_backend.vllm_compat.surface import VllmConfig, get_pp_group, get_tp_group
-from rbln_backend.worker.bucket_calls import BucketCalls
+from rbln_backend.worker.adapter_calls import AdapterCalls
 from rbln_backend.worker.engine_build import EngineBuild, Runner
 from rbln_backend.worker.model_runner import RblnModelRunner
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rbln_backend.worker.transfer_runner import TransferRunner
 
 
-class TransferCalls(BucketCalls):
+class TransferCalls(AdapterCalls):
     """Makes the connector of a worker, and what vLLM calls of it."""
 
     vllm_config: VllmConfig

@@ -63,7 +63,7 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
-from rbln_backend.worker.engine_build import EngineBuild, EngineParts
+from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
 from rbln_backend.worker.graphs.draft_embedding import has_own_embedding
 from rbln_backend.worker.graphs.draft_model import add_draft_model
 from rbln_backend.worker.model_runner import RblnModelRunner
@@ -91,6 +91,7 @@ from rbln_backend.worker.transfer_calls import TransferCalls
 
 if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters
+    from rbln_backend.worker.transfer_runner import TransferRunner
 
 logger = init_logger(__name__)
 
@@ -148,6 +149,8 @@ class RblnWorker(TransferCalls, WorkerBase):
         self._estimate: StartEstimate
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
+        self._build: EngineBuild | None = None
+        self._runner: Runner | TransferRunner | None = None
 
     @_reports_failure
     def init_device(self) -> None:
@@ -304,6 +307,10 @@ class RblnWorker(TransferCalls, WorkerBase):
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
 
+    def synchronize_device(self) -> None:
+        if isinstance(self._runner, RblnModelRunner):
+            self._runner.synchronize()
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         assert self._runner is not None
         return self._guarded(self._runner.execute_model, scheduler_output)
@@ -352,7 +359,6 @@ class RblnWorker(TransferCalls, WorkerBase):
     def shutdown(self) -> None:
         if self._adapters is not None:
             self._adapters.close()
-        self.stop_bucket_change()
         self._end_transfer()
         if self._build is not None:
             self._build.close()
@@ -395,6 +401,6 @@ class RblnWorker(TransferCalls, WorkerBase):
             self._profiler = RebelProfiler(sdk)
         writes = not self._rbln.disable_compile_cache and not self._rbln.cache_read_only
         own = root / "sdk" / f"rank{place.number}" if writes else None
-        rebel = make_rebel_compiler(self._rbln, own, opens_device=self.opens_device)
+        rebel = make_rebel_compiler(self._rbln, own)
         self._description.has_device(rebel)
         return rebel

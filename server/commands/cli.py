@@ -116,12 +116,6 @@ def _tune(argv: Sequence[str]) -> int:
     return tune(argv)
 
 
-def _buckets(argv: Sequence[str]) -> int:
-    from server.commands.clients.buckets import buckets
-
-    return buckets(argv)
-
-
 def _parity(argv: Sequence[str]) -> int:
     from server.commands.parity import parity
 
@@ -142,7 +136,6 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "fetch": (_fetch, "download a model"),
     "cache": (_cache, "list, check and move the compile cache"),
     "tune": (_tune, "suggest bucket sizes for recorded traffic"),
-    "buckets": (_buckets, "show or change the compiled sizes of a running server"),
     "parity": (_parity, "compare the engine with vLLM's CPU backend and transformers"),
     "collect-env": (_collect_env, "print versions, hardware and settings for a bug report"),
 }

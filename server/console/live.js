@@ -2,7 +2,7 @@
 
 import { Chart } from "./charts.js";
 import { Recent, quantile } from "./exposition.js";
-import { bar, bytes, milliseconds, number, percent, setPairs, setRows, setText } from "./page.js";
+import { bar, bytes, milliseconds, number, percent, setPairs, setRows } from "./page.js";
 
 // Tokens per second are means over this many of the server's samples, 10 s.
 const SAMPLES = 2;
@@ -91,22 +91,6 @@ function showBuckets(now) {
       return [phase, bucket, number(value), bar(value / all), percent(padding(now, phase, bucket)), milliseconds(seconds / value)];
     });
   setRows("buckets", rows, "no steps yet");
-  showChanges(now);
-}
-
-// Changes of the sizes while serving (POST /admin/buckets, --auto-buckets).
-function showChanges(now) {
-  const parts = [];
-  if (now.sum("rbln_bucket_change_running")) parts.push("The sizes change now");
-  for (const { labels, value } of now.all("rbln_bucket_changes_total")) {
-    if (value) parts.push(`changes (${labels.reason}): ${number(value)} ${labels.result}`);
-  }
-  const savings = now.all("rbln_bucket_change_saving_ratio");
-  if (savings.length) {
-    const shares = savings.map(({ labels, value }) => `${labels.phase} ${percent(value)}`);
-    parts.push(`measured saving since the last change: ${shares.join(", ")}`);
-  }
-  setText("bucket-changes", parts.join("; "));
 }
 
 // Sizes as numbers: "8", or "8x4" for 4 tokens of each of 8 requests.

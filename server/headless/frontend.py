@@ -20,7 +20,6 @@ class HeadlessFrontend:
 
     keep_alive_s = 0.0
     tracing = None
-    buckets = None
     adapters = None
     grammars = None
     profiler = None

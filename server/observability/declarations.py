@@ -11,8 +11,6 @@ MAX_ADAPTERS_SHOWN = 100
 LOAD_RESULTS = ("ok", "refused", "failed")
 OUTCOMES = ("ok", "client_error", "rejected", "aborted", "timeout", "server_error")
 
-CHANGE_REASONS = ("request", "auto", "revert")
-CHANGE_RESULTS = ("done", "failed")
 KEY_LIMITS = ("in_flight", "requests", "tokens")
 LINE_RESULTS = ("completed", "failed")
 LINE_TOKENS = ("prompt", "completion")
@@ -214,19 +212,6 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
         "phase sizes",
     ),
     _gauge("rbln_bucket_recorded_steps", "Recorded steps behind the suggestion.", "phase"),
-    _counter(
-        "rbln_bucket_changes_total",
-        "Changes of the buckets while serving; reason is request, auto or revert, result is done "
-        "or failed.",
-        "reason result",
-    ),
-    _gauge("rbln_bucket_change_running", "1 while a change of the buckets is not complete."),
-    _gauge(
-        "rbln_bucket_change_saving_ratio",
-        "Measured share of step time that the last change of the buckets saved, negative where "
-        "steps take longer.",
-        "phase",
-    ),
 )
 
 # The values that the only label of a counter can have.

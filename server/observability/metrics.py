@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +32,6 @@ from server.host.shared_table import CountField
 from server.lifecycle import Lifecycle, ServicePhase
 from server.lora.adapter import State
 from server.observability.declarations import (
-    CHANGE_REASONS,
-    CHANGE_RESULTS,
     CLOSED_LABELS,
     CONNECTION_ENDS,
     KEY_LIMITS,
@@ -80,8 +77,6 @@ class ServerMetrics:
         for name, values in CLOSED_LABELS.items():
             for value in values:
                 self._counters[name].labels(value)
-        for reason, result in product(CHANGE_REASONS, CHANGE_RESULTS):
-            self._counters["rbln_bucket_changes_total"].labels(reason, result)
         for kind in GUIDES:
             self._counters["rbln_structured_output_requests_total"].labels(kind, "ok")
 
@@ -191,20 +186,6 @@ class ServerMetrics:
         padding.labels(phase, "current").set(advice["padding_now"])
         padding.labels(phase, "suggested").set(advice["padding_then"])
         steps.labels(phase).set(advice["steps"])
-
-    def observe_bucket_change(self, reason: str, result: str) -> None:
-        """Publish that a change of buckets is `running`, or count one that ended."""
-        self._gauges["rbln_bucket_change_running"].set(result == "running")
-        if result == "running":
-            # Of the change before.
-            self._gauges["rbln_bucket_change_saving_ratio"].clear()
-        else:
-            self._counters["rbln_bucket_changes_total"].labels(reason, result).inc()
-
-    def observe_bucket_effect(self, savings: Mapping[str, float]) -> None:
-        """Publish the measured savings of the last change of buckets, by phase."""
-        for phase, saving in savings.items():
-            self._gauges["rbln_bucket_change_saving_ratio"].labels(phase).set(saving)
 
     def observe_batches(
         self,

@@ -115,7 +115,6 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/usage", Scope.ADMIN, gated=False),
     Route("/admin/drain", Scope.ADMIN, gated=False),
     Route("/admin/undrain", Scope.ADMIN, gated=False),
-    Route("/admin/buckets", Scope.ADMIN),
     Route("/reset_prefix_cache", Scope.ADMIN),
     Route("/start_profile", Scope.ADMIN),
     Route("/stop_profile", Scope.ADMIN),

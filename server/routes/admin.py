@@ -1,30 +1,23 @@
-"""Operators' controls: `/admin` drains and resumes, changes buckets; prefix cache and profiles."""
+"""Operators' controls: `/admin` drains and resumes; prefix cache and profiles."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.buckets.changes import BucketChanges
-from server.buckets.effect import savings
-from server.buckets.requested_sizes import AUTO, PHASES, requested_tables
-from server.buckets.status import BucketStatus
 from server.errors import (
-    BucketChangeRunningError,
     InvalidTypeError,
     InvalidValueError,
     UnsupportedOperationError,
     describe,
 )
 from server.frontend import Frontend, Profiler
-from server.http.model_body import parse_body
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lifecycle import Lifecycle, ServiceStatus
-from server.observability.bucket_advice import BucketAdvice
 from server.request.body import read_json_object
 from server.request.fields.rules import known_fields
 from server.settings import ServerSettings
@@ -51,23 +44,6 @@ class DrainBody(BaseModel):
     wait: bool = Field(False, description="Respond when no request is in flight.")
     timeout_s: float | None = Field(
         None, gt=0, le=_MAX_WAIT_S, description="Maximum wait in seconds; requires `wait`."
-    )
-
-
-class BucketsBody(BaseModel):
-    """The body of `/admin/buckets`; a phase that is left out keeps its sizes."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    decode: list[int] | Literal["auto"] | None = Field(
-        None,
-        description="Requests of each decode graph, ascending, up to max_num_seqs; `auto`: the "
-        "tuner's sizes for the recorded steps.",
-    )
-    prefill: list[int] | Literal["auto"] | None = Field(
-        None,
-        description="Tokens of each prefill graph, ascending, up to max_num_batched_tokens; `auto`:"
-        " the tuner's sizes.",
     )
 
 
@@ -100,44 +76,6 @@ def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
         """Accept requests again after /admin/drain."""
         lifecycle.take_drain_back()
         return JSONResponse(lifecycle.status())
-
-    return router
-
-
-def buckets_router(
-    settings: ServerSettings, changes: BucketChanges, advice: BucketAdvice
-) -> APIRouter:
-    """Return the routes that report and change the compiled sizes."""
-    router = APIRouter(route_class=DescribedRoute)
-    refusals = failing(*BODY_FAILURES, UnsupportedOperationError, BucketChangeRunningError)
-
-    @router.get(
-        "/admin/buckets", response_model=BucketStatus, responses=failing(UnsupportedOperationError)
-    )
-    async def show() -> BucketStatus:
-        """Present sizes, progress of the change that runs, and the last change with its effect."""
-        return await changes.status()
-
-    @router.post(
-        "/admin/buckets",
-        status_code=202,
-        response_model=BucketStatus,
-        responses=refusals,
-        openapi_extra=taking(BucketsBody.model_json_schema()),
-    )
-    async def change(request: Request) -> BucketStatus:
-        """Begin to change the compiled sizes; requests go on, and no step waits for a compiler."""
-        body = await read_json_object(request, settings)
-        given = parse_body(BucketsBody, body, settings.unknown_fields)
-        wanted = {phase: getattr(given, phase) for phase in PHASES}
-        is_auto = AUTO in wanted.values()
-        found = await advice.latest() if is_auto else None
-        tables = requested_tables(wanted, await changes.state(), found)
-        if is_auto:
-            await changes.begin(tables, "auto", savings(found or {}))
-        else:
-            await changes.begin(tables, "request")
-        return await changes.status()
 
     return router
 

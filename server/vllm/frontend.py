@@ -25,7 +25,6 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from rbln_backend import api
 from server import bounds
 from server.admission import Capacity
-from server.buckets.engine_buckets import BucketPort, EngineBucketCalls
 from server.errors import (
     ContextLengthError,
     InternalError,
@@ -136,7 +135,6 @@ class VllmFrontend:
         self.tools = tools
         self.adapters: AdapterRegistry | None = state.adapters
         self.grammars: GrammarGate | None = engine.grammars
-        self.buckets: BucketPort = EngineBucketCalls(engine.collective_rpc)
         self.profiler: Profiler | None = engine if api.profiles(engine.vllm_config) else None
         self._engine = engine
         self._models = state.openai_serving_models

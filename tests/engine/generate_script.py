@@ -2,9 +2,8 @@
 
 The argument is ``[checkpoint, options of AsyncEngineArgs, prompts, number of tokens, adapters]``,
 adapters being a folder or null per prompt, or empty. The result has the tokens of every prompt,
-greedily, each with its log-probability. Requests go to the data-parallel engines in turn. A sixth
-item has sizes (``decode``, ``prefill``): they replace the engine's while it answers, and all
-prompts are answered again afterwards. With a seventh, steps check as many drafts as there are.
+greedily, each with its log-probability. Requests go to the data-parallel engines in turn. With
+a sixth item, steps check as many drafts as there are.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rbln_backend.vllm_compat.patches import inspect_models_here
-from server.buckets.engine_buckets import EngineBucketCalls
 
 
 async def answer(
@@ -48,18 +46,6 @@ async def answer(
     return {"tokens": tokens, "logprobs": logprobs}
 
 
-async def change(engine: AsyncLLM, sizes: dict[str, list[int]]) -> None:
-    port = EngineBucketCalls(engine.collective_rpc)
-    report = await port.start(sizes)
-    while report["phase"] != "done":
-        assert report["error"] is None, report
-        await asyncio.sleep(0.02)
-        report = await port.advance()
-    assert report["done"] == report["total"] > 0
-    state = await port.state()
-    assert {name: state[name] for name in sizes} == sizes
-
-
 def check_all_drafts(worker: Any) -> None:
     from tests.engine.oracle import MOST, AnyLength
 
@@ -74,7 +60,6 @@ async def main(
     prompts: list[list[int]],
     num_tokens: int,
     adapters: list[str | None],
-    sizes: dict[str, list[int]] | None = None,
     checks_all_drafts: bool = False,
 ) -> None:
     inspect_models_here()
@@ -87,20 +72,12 @@ async def main(
             await engine.add_lora(lora)
         if checks_all_drafts:
             await engine.collective_rpc(check_all_drafts)
-
-        async def answer_all(first: int) -> list[dict[str, Any]]:
-            return await asyncio.gather(
-                *(
-                    answer(engine, first + i, p, num_tokens, engines, loras.get(path or ""))
-                    for i, (p, path) in enumerate(zip_longest(prompts, adapters))
-                )
+        answers = await asyncio.gather(
+            *(
+                answer(engine, i, p, num_tokens, engines, loras.get(path or ""))
+                for i, (p, path) in enumerate(zip_longest(prompts, adapters))
             )
-
-        if sizes is None:
-            answers = await answer_all(0)
-        else:
-            answers, _ = await asyncio.gather(answer_all(0), change(engine, sizes))
-            answers += await answer_all(len(prompts))
+        )
     finally:
         engine.shutdown()
     sys.stdout.write(f"RESULT {json.dumps(answers)}\n")

@@ -26,14 +26,12 @@ def run_ranks(
     *,
     environment: dict[str, str] | None = None,
     adapters: Sequence[Path | None] = (),
-    sizes: dict[str, list[int]] | None = None,
     checks_all_drafts: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Answers of an engine with ``options`` beyond the tests' own, in a process of its own.
 
-    ``adapters`` has one or none for each prompt. ``sizes`` replace the engine's while it answers;
-    then it answers all prompts once more. ``checks_all_drafts``: whatever they gain.
+    ``adapters`` has one or none for each prompt. ``checks_all_drafts``: whatever they gain.
     """
     inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     root = Path(__file__).parents[2]
@@ -53,7 +51,6 @@ def run_ranks(
         prompts,
         NUM_TOKENS,
         folders,
-        sizes,
         checks_all_drafts,
     ]
     answers: list[dict[str, Any]] = run_script(

@@ -20,7 +20,6 @@ from starlette.requests import Request
 
 from server import bounds
 from server.admission import Capacity
-from server.buckets.engine_buckets import BucketPort
 from server.errors import ContextLengthError, InternalError
 from server.frontend import LaunchError, ParsedRequest, WireSchemas
 from server.host.job_counts import JobCounts
@@ -68,7 +67,6 @@ class ScriptedFrontend:
     keep_alive_s: float = 0.0
     tracing: Tracing | None = None
     profiler: ScriptedProfiler | None = None
-    buckets: BucketPort | None = None
     resets: list[tuple[bool, bool]] = field(default_factory=list)
     max_json_depth: int = 64
     tools: ToolSupport = SHOWN

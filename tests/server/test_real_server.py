@@ -14,7 +14,6 @@ import openai
 import psutil
 import pytest
 
-from server.commands.clients.buckets import buckets
 from tests.checkpoints import CheckpointCache
 from tests.server.real_server import RealServer
 from tests.server.routes.test_server_info import (
@@ -426,36 +425,3 @@ def test_a_long_prompt_has_progress(client: openai.OpenAI) -> None:
         model="tiny", prompt=prompt[:60], max_tokens=3, stream=True, extra_body=fields
     )
     assert all(chunk.choices for chunk in short)
-
-
-def test_buckets_change_while_streams_run(server: RealServer) -> None:
-    # The engine settles its configuration again after the scheduler is made.
-    path = "/admin/buckets"
-    start = server.client.get(path).json()
-    assert start["refusal"] is None
-    body = {"prompt": [5, 6, 7], "max_tokens": 48, "ignore_eos": True, "temperature": 0}
-    expected = server.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-    sets = ({"decode": [3, start["decode"][-1]]}, {"decode": start["decode"]})
-    for sizes in sets:
-        assert server.client.post(path, json=sizes).status_code == 202
-        while (status := server.client.get(path).json())["change"] is not None:
-            answer = server.client.post("/v1/completions", json=body).json()
-            assert answer["choices"][0]["text"] == expected
-        assert (status["last"]["result"], status["decode"]) == ("done", sizes["decode"])
-    assert server.metric('rbln_bucket_changes_total{reason="request",result="done"}') == 2
-
-
-def test_the_command_shows_and_changes_buckets(
-    server: RealServer, capsys: pytest.CaptureFixture[str]
-) -> None:
-    url = ["--url", str(server.client.base_url)]
-    start = server.client.get("/admin/buckets").json()["decode"]
-    assert buckets([*url, "--apply", "--decode", f"2,{start[-1]}"]) == 0
-    assert f"decode: 2,{start[-1]}\n" in capsys.readouterr().out
-    assert buckets([*url, "--apply", "--decode", f"2,{start[-1] + 1}"]) == 1
-    assert f"no size above max_num_seqs {start[-1]}" in capsys.readouterr().err
-    assert buckets([*url, "--apply", "--decode", ",".join(map(str, start))]) == 0
-    capsys.readouterr()
-    assert buckets([*url, "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["decode"], shown["last"]["result"]) == (start, "done")

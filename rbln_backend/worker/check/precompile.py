@@ -9,7 +9,6 @@ from typing import Any
 from rbln_backend.attention.backend import RblnAttentionBackend
 from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.config import RblnConfig
-from rbln_backend.core import GraphSpec
 from rbln_backend.emulator.targets import NATIVE, buildable_levels
 from rbln_backend.emulator.variants import build_variants
 from rbln_backend.errors import ConfigError
@@ -26,32 +25,24 @@ from rbln_backend.vllm_compat.surface import (
     resolve_kv_cache_layout,
 )
 
-WORKER = "rbln_backend.worker.compile_worker.CompileWorker"
+_WORKER = "rbln_backend.worker.compile_worker.CompileWorker"
 
 
-def compile_model(
-    config: VllmConfig,
-    targets: Sequence[str],
-    *,
-    worker: str = WORKER,
-    known: Sequence[GraphSpec] = (),
-) -> CompileReport:
+def compile_model(config: VllmConfig, targets: Sequence[str]) -> CompileReport:
     """Compile the graphs of ``config``, and kernels for ``targets``, into the store.
 
     ``targets`` are levels of CPUs, ``native`` or ``all``; none: the kernels of this host.
-    ``worker`` is the class of the workers, ``known`` a set of graphs whose stored binaries are
-    taken first. Raises ``ConfigError`` if nothing can be stored, and the errors of a start.
+    Raises ``ConfigError`` if nothing can be stored, and the errors of a start.
     """
     rbln = configured(config)
     _check(config, rbln)
     kernels = _build_kernels(rbln, targets)
-    config.parallel_config.worker_cls = worker
+    config.parallel_config.worker_cls = _WORKER
     executor = Executor.get_class(config)(config)
     try:
         specs = executor.get_kv_cache_specs()
         available = executor.determine_available_memory() if any(specs) else [0] * len(specs)
         executor.initialize_from_config(kv_cache_configs(config, specs, available))
-        executor.collective_rpc("take_binaries", args=(list(known),))
         executor.compile_or_warm_up_model()
         filled = executor.collective_rpc("filled_store")
     finally:

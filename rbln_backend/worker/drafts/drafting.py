@@ -73,10 +73,6 @@ class Drafting(Protocol):
         """Called instead of ``end_step`` after a chunk that ends no prompt."""
         ...
 
-    def take_sizes(self, table: VerifyTable) -> None:
-        """Choose among other compiled sizes from the next step on."""
-        ...
-
     def take(self) -> DraftTokenIds | None:
         """Return drafts of all decoding requests, None where the latest step sampled nothing."""
         ...
@@ -100,9 +96,6 @@ class NoDrafting:
         """Do nothing."""
 
     def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
-        """Do nothing."""
-
-    def take_sizes(self, table: VerifyTable) -> None:
         """Do nothing."""
 
     def take(self) -> DraftTokenIds | None:
@@ -212,12 +205,6 @@ class HostDrafting:
         """As ``Drafting``."""
         if self._model is not None:
             self._model.draft(self._ended(batch, outputs, [()] * batch.num_reqs))
-
-    def take_sizes(self, table: VerifyTable) -> None:
-        """As ``Drafting``. Drafts that wait are cut to the new sizes by the scheduler."""
-        self._table, self._costs = table, self._costs.over(table)
-        self._chooser = Chooser(table, self._costs)
-        self._counts.add(table)
 
     def take(self) -> DraftTokenIds | None:
         """As ``Drafting``."""

@@ -36,10 +36,6 @@ class GraphDispatch:
     def add(self, graph: CompiledGraph) -> None:
         self._graphs[graph.spec] = graph
 
-    def remove(self, spec: GraphSpec) -> None:
-        """Forget the graph of ``spec``; a step that needed it would be a hot-path compile."""
-        self._graphs.pop(spec, None)
-
     def seal(self) -> None:
         """End the warm-up: from now on every shape must be known."""
         self._sealed = True

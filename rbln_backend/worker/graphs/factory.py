@@ -38,14 +38,6 @@ class GraphRequest(NamedTuple):
     metadata: LayerMetadata | None
 
 
-class ObtainedProgram(NamedTuple):
-    """The program of a graph."""
-
-    spec: GraphSpec
-    program: Program
-    result: Result
-
-
 ForwardContext = Callable[[GraphRequest], AbstractContextManager[Any]]
 """Sets the context that the model reads while it is captured."""
 
@@ -122,7 +114,6 @@ class GraphFactory:
         self._forward_context = forward_context
         self.capture_workers = capture_workers
         self.compiles_when_loading = compiler.compiles_when_loading
-        self.compiles_without_device = compiler.compiles_without_device
 
     def key(self, spec: GraphSpec) -> CacheKey:
         return graph_key(self._key_fields, self._compiler.fingerprint(), spec)
@@ -149,12 +140,7 @@ class GraphFactory:
         self, requests: Sequence[GraphRequest], listener: GraphListener
     ) -> dict[GraphSpec, Program]:
         """Return the program of every request, loaded or captured; raises ``CompileError``."""
-        return {made.spec: made.program for made in self.obtain_each(requests, listener)}
-
-    def obtain_each(
-        self, requests: Sequence[GraphRequest], listener: GraphListener
-    ) -> Iterator[ObtainedProgram]:
-        """Yield the program of every request when it is there; raises ``CompileError``."""
+        programs: dict[GraphSpec, Program] = {}
         missing: dict[GraphSpec, GraphRequest] = {}
         locks: dict[GraphSpec, ExitStack] = {}
         # Of several processes that need a graph, one compiles it and the others wait and load it.
@@ -171,16 +157,13 @@ class GraphFactory:
                 lock.close()
                 listener.graph_started(request.spec)
                 listener.graph_done(request.spec, "loaded", time.perf_counter() - started)
-                yield ObtainedProgram(request.spec, program, "loaded")
+                programs[request.spec] = program
             for spec, program, seconds in self._capture_all(missing, listener):
                 self._save(missing[spec], program)
                 locks[spec].close()
                 listener.graph_done(spec, "compiled", seconds)
-                yield ObtainedProgram(spec, program, "compiled")
-
-    def load(self, request: GraphRequest) -> Program | None:
-        """Return the stored program of ``request``; None without one that fits."""
-        return self._stored(request)
+                programs[spec] = program
+        return programs
 
     def pack_weights(self, programs: Iterable[Program]) -> None:
         """Pack the weights into the layout that ``programs``, all that will run, read."""

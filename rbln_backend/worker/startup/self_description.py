@@ -56,14 +56,13 @@ class SelfDescription:
         self._rbln = rbln
         self._board = board
         self._runtime: RuntimeInfo | None = None
-        self._usage_file: str | None = None
 
     def started(self) -> None:
         """Tell what is known before anything is done."""
         self._writer.write("settings", self._rbln.to_dict())
         self._writer.write("model", _model_info(self._config, None, None))
         self._writer.write("limits", _limits_info(self._config))
-        self.takes_buckets(compiled_sizes(self._config))
+        self._writer.write("buckets", _buckets_info(compiled_sizes(self._config), None))
 
     def has_device(self, compiler: Compiler) -> None:
         """Describe an NPU."""
@@ -106,12 +105,7 @@ class SelfDescription:
 
     def records_usage(self, file: Path) -> None:
         """Describe the file with the counts of step sizes."""
-        self._usage_file = str(file)
-        self.takes_buckets(compiled_sizes(self._config))
-
-    def takes_buckets(self, sizes: EngineBuckets) -> None:
-        """Describe the compiled sizes that steps run in from now on."""
-        self._writer.write("buckets", _buckets_info(sizes, self._usage_file))
+        self._writer.write("buckets", _buckets_info(compiled_sizes(self._config), str(file)))
 
     def has_kv_caches(self, kv_cache_config: KVCacheConfig) -> None:
         """Describe the allocated KV cache."""

@@ -44,8 +44,7 @@ class StepAccounts:
         """Accounts by request id, of running requests and a few that have ended."""
         self._padding = self._counter(PADDING, "", model)
         warm_up_s = board.value("rbln_startup_phase_seconds", phase=WARMUP)
-        self._warm_up = self._counter(WARMUP, "", model)
-        self._warm_up.inc(warm_up_s)
+        self._counter(WARMUP, "", model).inc(warm_up_s)
         self._names: list[str] = []
         """Ids of the requests of the latest step; behind its rows, those that prefill."""
         self._accounts: list[CounterHandle] = []
@@ -72,10 +71,6 @@ class StepAccounts:
         self._uncharged_s += seconds
         if self._uncharged_s >= _DELAY_S:
             self.flush()
-
-    def charge_warm_up(self, seconds: float) -> None:
-        """Charge runs over padding of graphs that no step has run yet."""
-        self._warm_up.inc(seconds)
 
     def flush(self) -> None:
         """Charge the steps that have not been charged yet."""

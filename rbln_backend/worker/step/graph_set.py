@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,7 +32,6 @@ class GraphSet:
     verify: VerifyTable
     inputs: dict[GraphSpec, StepInputs]
     dispatch: GraphDispatch
-    make_inputs: Callable[[GraphSpec], StepInputs]
     prompts: int = 1
     _selected: dict[tuple[Phase, int, int], StepGraph] = field(default_factory=dict)
 
@@ -49,7 +48,7 @@ class GraphSet:
         """Allocate buffers of every chunk, bucket and length; large chunks hold ``prompts``."""
         specs = plan(tables, verify, has_logits=False, prompts=prompts)
         inputs = {spec: make_inputs(spec) for spec in specs}
-        return cls(tables, verify, inputs, dispatch, make_inputs, prompts)
+        return cls(tables, verify, inputs, dispatch, prompts)
 
     def select(self, phase: Phase, size: int, length: int = 1) -> StepGraph:
         """Return the smallest graph of ``phase`` for ``size`` tokens of a chunk or requests.
@@ -67,41 +66,6 @@ class GraphSet:
         if phase is Phase.VERIFY:
             return GraphSpec.of(phase, *self.verify.find(size, length))
         return spec_of(phase, self.tables[phase].find(size), self.prompts)
-
-    def specs_of(self, tables: Mapping[Phase, BucketTable], verify: VerifyTable) -> list[GraphSpec]:
-        """Return the graphs that steps of ``tables`` and ``verify`` run."""
-        return plan(tables, verify, has_logits=False, prompts=self.prompts)
-
-    @property
-    def specs(self) -> list[GraphSpec]:
-        """The graphs that steps run at present."""
-        return self.specs_of(self.tables, self.verify)
-
-    def adopt(
-        self,
-        tables: Mapping[Phase, BucketTable],
-        verify: VerifyTable,
-        new: Iterable[StepGraph],
-    ) -> None:
-        """Select among the graphs of ``tables`` and ``verify`` from the next step on.
-
-        ``new`` are added.
-
-        Graphs of other tables stay until ``release``.
-        """
-        for step in new:
-            self.inputs[step.spec] = step.inputs
-            self.dispatch.add(step.graph)
-        self.tables, self.verify = tables, verify
-        self._selected.clear()
-
-    def release(self, keep: Iterable[GraphSpec] = ()) -> int:
-        """Drop the graphs that no step runs, but for ``keep``; return how many."""
-        unused = self.inputs.keys() - {*self.specs, *keep}
-        for spec in unused:
-            del self.inputs[spec]
-            self.dispatch.remove(spec)
-        return len(unused)
 
     def exchange(self, graph: CompiledGraph) -> None:
         """Replace the graph of the same spec by ``graph``."""

@@ -104,14 +104,10 @@ class StepRunner:
             for group, table in zip(inputs.groups, tables, strict=True):
                 group.put_blocks(place, table.get_numpy_array()[row])
 
-    @torch.inference_mode()
-    def charge_warm_up(self, seconds: float) -> None:
-        """Charge the first run of a new graph, which is no step."""
-        self._accounts.charge_warm_up(seconds)
-
     def wait(self) -> None:
         """Do nothing: a step has ended when it returns."""
 
+    @torch.inference_mode()
     def run_idle(self) -> None:
         """Run the graphs of the other data-parallel ranks over padding: their collectives wait."""
         self._run_rounds(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,6 @@ class UsageRecorder:
         self._about = about or {}
         self._period_s = period_s
         self._counted = Usage()
-        self._total = Usage()
-        """The counts of this engine that were handed to the thread."""
         self._since = time.monotonic()
         self._handed: queue.SimpleQueue[Usage | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True, name="usage-record")
@@ -78,20 +76,6 @@ class UsageRecorder:
             self._since = now
             self._hand_over()
 
-    @property
-    def total(self) -> Usage:
-        """A copy of the counts since the start of the engine."""
-        total = Usage()
-        total.add(self._total)
-        total.add(self._counted)
-        return total
-
-    def take_buckets(self, decode: Sequence[int], prefill: Sequence[int]) -> None:
-        """Describe the engine with other buckets from now on."""
-        self._hand_over()
-        buckets = {"decode_buckets": list(decode), "prefill_buckets": list(prefill)}
-        self._about = {**self._about, **buckets}
-
     def close(self) -> None:
         """Write the remaining counts and end the thread."""
         self._hand_over()
@@ -101,7 +85,6 @@ class UsageRecorder:
     def _hand_over(self) -> None:
         counted, self._counted = self._counted, Usage()
         counted.about = self._about
-        self._total.add(counted)
         self._handed.put(counted)
 
     def _write(self) -> None:

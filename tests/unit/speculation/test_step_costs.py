@@ -15,8 +15,8 @@ def table(*buckets: int) -> VerifyTable:
 
 def test_sizes_below_all_that_ran_take_time() -> None:
     # A line through these falls below zero at one token.
-    costs = StepCosts(table(3, 8), {(3, 1): 0.001, (3, 4): 0.008, (8, 1): 0.01, (8, 4): 0.04})
-    smaller = costs.over(table(1, 8))
+    measured = {(3, 1): 0.001, (3, 4): 0.008, (8, 1): 0.01, (8, 4): 0.04}
+    smaller = StepCosts(table(1, 8), measured)
     assert smaller.seconds((1, 1)) > 0
     smaller.record((1, 1), 0.0005, 0.0006)
     assert 0 < smaller.seconds((1, 1)) < smaller.seconds((1, 4))

@@ -1,1 +1,0 @@
-"""Changes of the compiled sizes while the engine serves."""

@@ -1,1 +1,0 @@
-"""Changes of the compiled sizes while the service answers, by request or by the advice."""

@@ -1,1 +1,0 @@
-"""Commands that call a running server: `buckets`."""

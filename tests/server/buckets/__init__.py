@@ -1,1 +1,0 @@
-"""Changes of compiled sizes, over a scripted engine."""
