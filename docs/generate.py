@@ -1,9 +1,9 @@
 """Write docs/configuration.md, metrics.md, models.md, observability.md, results.md,
 server_info.md and vllm_serve.md.
 
-Also docs/targets.md and docs/cost_curves.md, the table of routes in docs/security.md, those of
-routes, errors and fields in docs/http_api.md, and those of results in README. The results in
-models.md are those of docs/models.py and docs/published.py.
+Also the table of routes in docs/security.md, those of routes, errors and fields in
+docs/http_api.md, and that of speed in README. The results in models.md are those of docs/models.py
+and docs/published.py.
 
 `python docs/generate.py` rewrites the pages; with `--check` it changes nothing and exits with 1
 when a page is not what the code says.
@@ -34,9 +34,14 @@ from observability_page import (
 )
 from published_page import PUBLISHED_HEADER, published_rows, published_summary
 from pydantic import SecretStr
-from results_page import RESULT_BLOCKS, RESULT_HEADER, result_rows
+from results_page import (
+    README_BEGIN,
+    RESULT_BLOCKS,
+    RESULT_HEADER,
+    comparison_table,
+    result_rows,
+)
 from routes_page import ROUTE_LIST_HEADER, ROUTES_LIST_BEGIN, route_list_rows
-from targets_page import README_BEGIN, curves_blocks, readme_blocks, targets_blocks
 
 from rbln_backend.config import GRAPH, RblnConfig
 from rbln_backend.reporting.declared_metrics import METRICS, MetricDecl
@@ -79,7 +84,6 @@ def pages() -> dict[Path, str]:
     return {
         DOCS.parent / "README.md": readme_page(),
         DOCS / "configuration.md": configuration_page(),
-        DOCS / "cost_curves.md": _page("# Cost as work grows", NOTICE, *curves_blocks()),
         DOCS / "http_api.md": http_api_page(),
         DOCS / "metrics.md": metrics_page(),
         DOCS / "models.md": models_page(),
@@ -87,15 +91,14 @@ def pages() -> dict[Path, str]:
         DOCS / "results.md": results_page(),
         DOCS / "security.md": security_page(),
         DOCS / "server_info.md": server_info_page(),
-        DOCS / "targets.md": _page("# Targets", NOTICE, *targets_blocks()),
         DOCS / "vllm_serve.md": vllm_serve_page(),
     }
 
 
 def readme_page() -> str:
-    """Return README: by hand, except the results."""
+    """Return README: by hand, except the table of speed."""
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    return between(text, README_BEGIN, WRITTEN_END, "\n\n".join(readme_blocks()))
+    return between(text, README_BEGIN, WRITTEN_END, "\n".join(comparison_table()))
 
 
 def configuration_page() -> str:

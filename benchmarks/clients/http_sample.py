@@ -22,7 +22,6 @@ from benchmarks.runner.records import HttpRecord
 # An aborted load leaves work, and a stopped engine needs time to resume.
 _SETTLED_CORES = 0.2
 _SETTLE_S, _SETTLE_LIMIT_S = 0.2, 4.0
-_START_S, _START_LIMIT_S = 4.0, 60.0
 _PREPARATION_TOKENS = 4
 _CLIENT_GRACE_S = 60.0
 
@@ -108,18 +107,9 @@ def send_load(server: ServerProcess, load: Load) -> dict[str, Any]:
     return answer
 
 
-def settle_after_start(server: ServerProcess) -> None:
-    """Wait until a new server has done what it leaves for the seconds after its start.
-
-    Ours moves weights to huge pages then (decision 94).
-    """
-    time.sleep(_START_S)
-    settle(server, _START_LIMIT_S)
-
-
-def settle(server: ServerProcess, limit_s: float = _SETTLE_LIMIT_S) -> None:
+def settle(server: ServerProcess) -> None:
     """Wait until the server is nearly idle, for a limited time because some threads spin."""
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + _SETTLE_LIMIT_S
     while time.monotonic() < deadline:
         before = server.cpu_seconds()
         time.sleep(_SETTLE_S)

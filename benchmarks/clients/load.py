@@ -19,6 +19,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
+import uvloop
+
 EVENT = b"data: {"
 _TEXT = re.compile(rb'"text": ?"(?!")')
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
@@ -192,9 +194,6 @@ async def run(load: Load) -> Outcome:
 
 def main() -> None:
     """Serve the one load on standard input."""
-    # Readers of outcomes, such as plot.py, have no uvloop.
-    import uvloop
-
     load = Load(**json.loads(sys.stdin.readline()))
     print(json.dumps(asdict(uvloop.run(run(load)))))
 

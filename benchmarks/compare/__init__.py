@@ -1,1 +1,1 @@
-"""Comparisons by records: all sides, quantized forms, one file."""
+"""Comparisons by records: all sides, quantized forms."""

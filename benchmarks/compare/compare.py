@@ -1,8 +1,8 @@
 """Comparison of this project with its alternatives, all sides alternating in one run.
 
 ``python -m benchmarks compare --save`` measures the machine's limits, decode steps and prefill in
-process, then starts, load over HTTP and memory, for every model, and writes one report with the
-targets. See benchmarks/README.md. Invariant: every figure of a report comes from one run.
+process, then starts, load over HTTP and memory, for every model, and writes one report. See
+benchmarks/README.md. Invariant: every figure of a report comes from one run.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.compare.figures import figures
 from benchmarks.compare.http import COLD, PART, HttpComparison
 from benchmarks.compare.plans import plan_for
 from benchmarks.compare.report import markdown
 from benchmarks.compare.steps import PART as STEPS
 from benchmarks.compare.steps import Subject, log_model, measure_steps
-from benchmarks.engines.peers import PYTHON, gguf_of, peers_python
+from benchmarks.engines.peers import gguf_of, peers_python
 from benchmarks.engines.sides import SIDE_NAMES, server_side, step_side
 from benchmarks.models.shapes import CACHE_ROOT, SHAPES, find_checkpoint
 from benchmarks.models.text_checkpoint import text_checkpoint
-from benchmarks.runner.command import RESULTS, say
+from benchmarks.runner.command import say
 from benchmarks.runner.limits import ModelWork
-from benchmarks.runner.logged_run import header_of, measure_logged, stem_of
+from benchmarks.runner.logged_run import header_of, measure_logged, save_logged
 from benchmarks.runner.records import Failure, Log
 
 PARTS = (STEPS, COLD, PART)
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="one round and small time budgets")
     parser.add_argument(
-        "--save", action="store_true", help="write report, numbers and plot to benchmarks/results/"
+        "--save", action="store_true", help="write report and figures to benchmarks/results/"
     )
     parser.add_argument(
         "--report", type=Path, metavar="JSONL", help="measure nothing; report an earlier run"
@@ -144,18 +145,5 @@ def _subject(name: str, *, quick: bool) -> Subject:
 def _report(log: Log, args: argparse.Namespace) -> None:
     report = markdown(log)
     print(report)
-    if not args.save:
-        return
-    stem = stem_of(log, "compare")
-    RESULTS.mkdir(exist_ok=True)
-    plot = RESULTS / f"{stem}.png"
-    raw = RESULTS / f"{stem}.jsonl"
-    raw.write_bytes(log.path.read_bytes())
-    subprocess.run(
-        [str(PYTHON), "-m", "benchmarks.compare.plot", str(raw), str(plot)],
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
-    picture = f"\n![{stem}]({plot.name})\n" if plot.exists() else ""
-    (RESULTS / f"{stem}.md").write_text(report + picture, encoding="utf-8")
-    say(f"written: {RESULTS / stem}.md, .jsonl and .png")
+    if args.save:
+        save_logged(log, "compare", report, figures(log))

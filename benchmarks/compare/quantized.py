@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.plans import plan_for
-from benchmarks.compare.quantized_report import BASE, llama_name, markdown, our_name
+from benchmarks.compare.quantized_report import BASE, figures, llama_name, markdown, our_name
 from benchmarks.compare.steps import Subject, log_model, measure_steps
 from benchmarks.engines.engine_process import OURS
 from benchmarks.engines.peers import gguf_of, peers_python
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=positive, default=4, help="default: 4")
     parser.add_argument("--steps", type=positive, default=32, help="tokens a cell (default: 32)")
     parser.add_argument(
-        "--save", action="store_true", help="write report and numbers to benchmarks/results/"
+        "--save", action="store_true", help="write report and figures to benchmarks/results/"
     )
     parser.add_argument(
         "--report", type=Path, metavar="JSONL", help="measure nothing; report an earlier run"
@@ -131,4 +131,4 @@ def _report(log: Log, *, save: bool) -> None:
     report = markdown(log)
     print(report)
     if save:
-        save_logged(log, f"quantized-{log.of(ModelRecord)[0].model}", report)
+        save_logged(log, f"quantized-{log.of(ModelRecord)[0].model}", report, figures(log))

@@ -6,10 +6,11 @@ A ratio is taken between two sides of one round, and only then the median over r
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from functools import partial
 
 from benchmarks.compare.plans import DECODE_BATCHES
 from benchmarks.runner.command import disturbance, machine_lines, spread
+from benchmarks.runner.figures import SHARE, Figure
 from benchmarks.runner.machine import Machine
 from benchmarks.runner.records import (
     EngineRecord,
@@ -21,10 +22,6 @@ from benchmarks.runner.records import (
 )
 
 BASE = "ours bf16"
-# Minimum speed of ours at a width relative to bfloat16 at batch 1, and the peer to exceed.
-_TARGETS = {"w8": (1.7, "llama.cpp Q8_0"), "w4": (2.7, "llama.cpp Q4_0")}
-
-Value = Callable[[StepRecord], float | None]
 
 
 def our_name(width: str) -> str:
@@ -64,10 +61,31 @@ def markdown(log: Log) -> str:
             "",
             *_table(log, model, names),
             "",
-            *_targets(steps, names),
-            "",
         ]
     )
+
+
+def figures(log: Log) -> list[Figure]:
+    """Return the figures of each side, with the bytes that its steps read and its memory."""
+    model, found = log.of(ModelRecord)[0], []
+    for side in (name for name in log.of(Header)[0].sides if name in model.work):
+        figure = partial(Figure, model=model.model, side=side)
+        found.append(figure(name="read per step", unit="MB", values=[model.work[side] / 1e6]))
+        engines = log.of(EngineRecord, side=side)
+        memory = [r.about["private"] / 1e6 for r in engines if r.about.get("private")]
+        found.append(figure(name="memory", unit="MB", values=[*memory]))
+        for batch in DECODE_BATCHES:
+            cells = _cells(log.of(StepRecord), side, batch)
+            name, steps = (
+                f"decode step, batch {batch}",
+                [1e3 * r.step if r.step else None for r in cells],
+            )
+            found.append(figure(name=name, unit="ms", values=steps))
+            shares = [_of_limit(log, model, record) for record in cells]
+            found.append(figure(name=f"{name}, of the limit", unit=SHARE, values=shares))
+        prefills = [r.prefill for r in log.of(StepRecord, side=side) if not r.decodes]
+        found.append(figure(name="prefill of 128 tokens", unit="s", values=prefills))
+    return [figure for figure in found if figure.values]
 
 
 def _table(log: Log, model: ModelRecord, names: list[str]) -> list[str]:
@@ -100,28 +118,6 @@ def _memory(log: Log, name: str) -> str:
 def _of_limit(log: Log, model: ModelRecord, record: StepRecord) -> float | None:
     limits = log.of(LimitsRecord, round=record.round)[0].limits
     return model.work[record.side] / limits.bytes_per_s / record.step if record.step else None
-
-
-def _targets(steps: list[StepRecord], names: list[str]) -> list[str]:
-    lines = ["| target | measured | |", "|---|---|---|"]
-    for name in names:
-        wanted = next((t for width, t in _TARGETS.items() if f"ours {width}" in name), None)
-        if wanted is None:
-            continue
-        least, peer = wanted
-        found = _ratios(steps, BASE, name, 1)
-        lines.append(_target(f"{name} at least {least} times bf16 at batch 1", found, least))
-        for batch in DECODE_BATCHES:
-            found = _ratios(steps, peer, name, batch)
-            lines.append(_target(f"{name} ahead of {peer} at batch {batch}", found, 1.0))
-    return lines
-
-
-def _target(text: str, found: list[float], least: float) -> str:
-    if not found:
-        return f"| {text} | - | not measured |"
-    middle = statistics.median(found)
-    return f"| {text} | {spread(found)} | {'met' if middle >= least else '**missed**'} |"
 
 
 def _cells(steps: list[StepRecord], side: str, batch: int) -> list[StepRecord]:

@@ -19,7 +19,6 @@ from benchmarks.runner.records import (
     ModelRecord,
     StepRecord,
 )
-from benchmarks.runner.targets import TARGETS, result_in, result_table
 
 _METHOD = """\
 Prompts of 32 tokens, 128 greedy output tokens, bfloat16 weights, random but of ordinary scale.
@@ -28,19 +27,19 @@ is first changes, and the sides that are not measured are stopped (SIGSTOP). Fig
 over rounds, ratios are taken within a round, with the lowest and the highest in brackets. A load
 that was cut off at the end of its time budget has the rate that the rest would give at the pace so
 far, or the rate so far where not every request had begun. A disturbed sample was repeated, at most
-twice, and is in no figure. A target of vLLM is compared with the better of its configurations.
+twice, and is in no figure.
 
 *Of the limit* is the least time over the measured one. The least time is the larger of bytes over
 read bandwidth (weights and the KV cache in use, once a step) and FLOPs over the peak of the unit
 that multiplies, both measured at the start of the round. Each model's section names the unit.
 llama.cpp's and transformers' servers answer one request at a time."""
 
-_PRODUCTS = {"tiles": "bfloat16 tiles", "pairs": "bfloat16 pairs", "FMA": "float32 FMA"}
+_PRODUCTS = {"pairs": "bfloat16 pairs", "FMA": "float32 FMA"}
 
 
 def markdown(log: Log) -> str:
     """Return the report of the records in `log`."""
-    parts = [_heading(log.of(Header)[0]), _targets(log)]
+    parts = [_heading(log.of(Header)[0])]
     parts += [_model(log, model) for model in log.of(ModelRecord)]
     return "\n".join(parts)
 
@@ -62,13 +61,6 @@ def _heading(header: Header) -> str:
             "",
         ]
     )
-
-
-def _targets(log: Log) -> str:
-    models, measured = [record.model for record in log.of(ModelRecord)], figures(log)
-    mine = [t for t in TARGETS if t.scenario == "compare" and t.model in models]
-    rows = result_table([result_in(target, measured, "") for target in mine], link="")
-    return "\n".join(["## Targets", "", *rows, ""])
 
 
 def _model(log: Log, model: ModelRecord) -> str:

@@ -141,16 +141,11 @@ class EngineProcess(SleepingProcess):
 
         Raises EngineProcessError if the engine dies, is late or returns fewer tokens.
         """
-        answer = self.ask(prompts, output_tokens)
-        return float(answer["seconds"]), answer["tokens"]
-
-    def ask(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-        """Do the same as `generate`, and return engine_worker's whole answer."""
         self._send({"prompts": prompts, "output_tokens": output_tokens})
         answer = self._answer(ANSWER_TIMEOUT_S)
         if [len(row) for row in answer["tokens"]] != [output_tokens] * len(prompts):
             raise self._error(f"returned other than {output_tokens} tokens for a prompt")
-        return answer
+        return float(answer["seconds"]), answer["tokens"]
 
     def ask_within(
         self, prompts: list[list[int]], output_tokens: int, budget_seconds: float

@@ -5,12 +5,10 @@ VLLM_PLUGINS selects the platform. The first answer describes the engine, once i
 every line of standard input is a command, answered by one line:
 
     {"prompts": [[1, 2, ...], ...], "output_tokens": 128}
-    {"seconds": 1.234, "tokens": [[5, 6, ...], ...], "first_token_seconds": [0.5, ...],
-     "cached_tokens": [0, ...]}
+    {"seconds": 1.234, "tokens": [[5, 6, ...], ...]}
 
-First-token times, from submission on, are null unless the engine keeps statistics
-(disable_log_stats false). A command that also has "budget_seconds" is answered step by step, as
-worker_protocol says; the first form is the one that ``LLM.generate`` gives its users.
+A command that also has "budget_seconds" is answered step by step, as worker_protocol says; the
+first form is the one that ``LLM.generate`` gives its users.
 """
 
 from __future__ import annotations
@@ -79,8 +77,6 @@ def _generate(llm: LLM, prompts: list[list[int]], output_tokens: int) -> dict[st
     return {
         "seconds": seconds,
         "tokens": [list(o.outputs[0].token_ids) for o in outputs],
-        "first_token_seconds": [o.metrics and o.metrics.first_token_latency for o in outputs],
-        "cached_tokens": [o.num_cached_tokens for o in outputs],
     }
 
 

@@ -61,8 +61,7 @@ class Serving:
 class ServerSide:
     """Server of one side. `fields` go into every request; `ready` is polled for a 200.
 
-    `serial` servers answer one request at a time; `one_process` ones have no engine process.
-    `api_key` is sent with the first request.
+    `serial` servers answer one request at a time.
     """
 
     name: str
@@ -72,8 +71,6 @@ class ServerSide:
     env: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     serial: bool = False
-    one_process: bool = False
-    api_key: str = "none"
 
     def with_flags(self, *flags: str, name: str | None = None) -> ServerSide:
         """Return this side with more flags, and another name if one is given."""
@@ -190,7 +187,6 @@ class ServerProcess(SleepingProcess):
         try:
             body = json.dumps(self.body(" bake domi", 1))
             headers = {"Content-Type": "application/json"}
-            headers["Authorization"] = f"Bearer {self.side.api_key}"
             connection.request("POST", "/v1/completions", body, headers)
             answer = connection.getresponse()
             text = answer.read()

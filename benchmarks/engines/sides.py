@@ -95,7 +95,7 @@ _STEP_PEERS: dict[str, tuple[str, str, Callable[[StepModel], dict[str, Any]], st
 SIDE_NAMES = (*_VLLM_SIDES, *_STEP_PEERS)
 """All sides by name, ours first; the peers' libraries are fetched when a side is made."""
 VLLM_NAMES = SIDE_NAMES[1:3]
-"""Configurations of vLLM's CPU backend; the better of them decides a target."""
+"""Configurations of vLLM's CPU backend."""
 
 
 def server_side(name: str) -> ServerSide:
@@ -164,7 +164,6 @@ _SERIAL_SERVERS = {
         command=_llama_server,
         ready="/v1/models",
         serial=True,
-        one_process=True,
     ),
     "transformers": ServerSide(
         name="transformers",
@@ -173,6 +172,5 @@ _SERIAL_SERVERS = {
         command=_transformers_server,
         ready="/health",
         serial=True,
-        one_process=True,
     ),
 }

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 import rbln_backend.attention.ops  # noqa: F401  defines the attention ops
 from benchmarks.runner.limits import Limits, bfloat16_peak
-from benchmarks.runner.machine import fma_peak, read_bandwidth, tile_peak
+from benchmarks.runner.machine import fma_peak, read_bandwidth
 from rbln_backend.emulator.kernel_set import load_kernels, set_threads
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
@@ -37,8 +37,6 @@ _PACKED = {
     "int8": (8, 2048),
     "e4m3": (8, 128),
     "e2m1": (4, 32),
-    "blocks4": (4, 32),
-    "blocks8": (8, 32),
 }
 
 
@@ -114,7 +112,7 @@ def _packed_words(name: str, shape: tuple[int, ...]) -> Tensor:
 def _scales(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if name == "e2m1":
         return torch.randint(120, 127, shape, dtype=torch.uint8)
-    return torch.rand(shape).to(torch.float16 if name.startswith("blocks") else dtype)
+    return torch.rand(shape).to(dtype)
 
 
 def _cycle(tensors: list[Tensor]) -> Iterator[Tensor]:
@@ -269,8 +267,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if narrow.unit != plain.unit:
         print(f"{narrow.unit} of bfloat16: {narrow.flops_per_s / 1e9:.0f} GFLOP/s")
-    if streamed := tile_peak(threads, _COLD_BYTES):
-        print(f"tiles with weights from memory: {streamed / 1e9:.0f} GFLOP/s")
     columns = ("ours ms", "torch ms", "speedup", "GB/s", "GFLOP/s", "of limit")
     print(f"{'':42} {columns[0]:>9} {columns[1]:>9} {columns[2]:>7}", end="")
     print(f" {columns[3]:>8} {columns[4]:>8} {columns[5]:>7}")

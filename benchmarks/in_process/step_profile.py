@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.in_process.step_report import BatchResult, Function, Run, markdown, to_json
-from benchmarks.models.shapes import Checkpoint, find_checkpoint
-from benchmarks.runner.command import Command, add_model_and_batch, begin, positive, say
+from benchmarks.models.shapes import SHAPES, Checkpoint, find_checkpoint
+from benchmarks.runner.command import Command, begin, positive, say
 from benchmarks.runner.machine import busy_cpu_seconds
 
 if TYPE_CHECKING:
@@ -36,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks step_profile", description=__doc__)
-    add_model_and_batch(parser, "15m")
+    parser.add_argument(
+        "--model",
+        default="15m",
+        metavar="SIZE|PATH",
+        help=f"a size to build ({', '.join(SHAPES)}) or a checkpoint folder (default: 15m)",
+    )
+    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8], help="default: 1 8")
     parser.add_argument("--steps", type=positive, default=3000, help="per batch (default: 3000)")
     parser.add_argument("--prompt-tokens", type=positive, default=32, help="default: 32")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, as by default")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, dataclass
 
-from benchmarks.runner.command import RunHeader, disturbance, heading
+from benchmarks.runner.command import RunHeader, compact_json, disturbance, heading
 
-TARGETS_US = {1: 350.0, 8: 600.0, 32: 900.0}
-"""Maximum microseconds of a step outside its graph, by batch size."""
+OUTSIDE_ROW = "all but the graph, engine process"
 OUTSIDE = ("graph", "decode (HTTP process)")
 """Parts of a step that are not the engine process outside the graph."""
 
@@ -33,9 +31,16 @@ class BatchResult:
     functions: list[Function]
     other_busy_cores: float
 
-    def overheads(self) -> list[float]:
-        """Return the microseconds of each step in the engine process outside the graph."""
-        return [sum(us for part, us in step.items() if part not in OUTSIDE) for step in self.steps]
+    def parts(self) -> dict[str, tuple[float, float, float]]:
+        """Return the median, 10th and 99th percentile of each part, and of all outside the graph.
+
+        The last, `OUTSIDE_ROW`, is the engine process's.
+        """
+        times = {part: [step[part] for step in self.steps] for part in self.steps[0]}
+        times[OUTSIDE_ROW] = [
+            sum(us for part, us in step.items() if part not in OUTSIDE) for step in self.steps
+        ]
+        return {part: _percentiles(values) for part, values in times.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +70,15 @@ def markdown(run: Run) -> str:
 def _parts(result: BatchResult) -> list[str]:
     rows = [f"{len(result.steps)} steps, microseconds.", ""]
     rows += ["| part | median | 10th percentile | 99th percentile |", "|---|---|---|---|"]
-    for part in result.steps[0]:
-        rows.append(_row(part, [step[part] for step in result.steps]))
-    rows.append(_row("**all but the graph, engine process**", result.overheads()))
-    target = TARGETS_US.get(result.batch)
-    if target is not None:
-        rows += ["", f"Target for all but the graph: {target:.0f}."]
+    for part, (middle, low, high) in result.parts().items():
+        name = f"**{part}**" if part == OUTSIDE_ROW else part
+        rows.append(f"| {name} | {middle:.0f} | {low:.0f} | {high:.0f} |")
     return rows
 
 
-def _row(name: str, values: list[float]) -> str:
+def _percentiles(values: list[float]) -> tuple[float, float, float]:
     cuts = statistics.quantiles(values, n=100)
-    return f"| {name} | {statistics.median(values):.0f} | {cuts[9]:.0f} | {cuts[98]:.0f} |"
+    return statistics.median(values), cuts[9], cuts[98]
 
 
 def _functions(result: BatchResult) -> list[str]:
@@ -90,10 +92,14 @@ def _functions(result: BatchResult) -> list[str]:
 
 
 def to_json(run: Run) -> str:
-    """Return every step's parts as columns, rounded to a tenth of a microsecond."""
+    """Return the percentiles of every part in microseconds, one batch a line."""
     document = asdict(run)
-    for result, raw in zip(document["results"], run.results, strict=True):
-        result["steps"] = {
-            part: [round(step[part], 1) for step in raw.steps] for part in raw.steps[0]
+    document["results"] = [
+        {
+            "batch": result.batch,
+            "other_busy_cores": result.other_busy_cores,
+            "parts": {part: [round(us, 1) for us in row] for part, row in result.parts().items()},
         }
-    return json.dumps(document, indent=1) + "\n"
+        for result in run.results
+    ]
+    return compact_json(document)

@@ -24,11 +24,10 @@ BYTES_PER_WEIGHT = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Classes of transformers. Gemma adds one to norm weights, and multiplies embeddings."""
+    """Classes of transformers."""
 
     config_class: str
     model_class: str
-    is_gemma: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +39,6 @@ class Shape:
 
 
 _LLAMA = Family(config_class="LlamaConfig", model_class="LlamaForCausalLM")
-_MISTRAL = Family(config_class="MistralConfig", model_class="MistralForCausalLM")
-_GEMMA3 = Family(config_class="Gemma3TextConfig", model_class="Gemma3ForCausalLM", is_gemma=True)
 _GPT_OSS = Family(config_class="GptOssConfig", model_class="GptOssForCausalLM")
 _15M: dict[str, Any] = {
     "vocab_size": 32000,
@@ -63,7 +60,6 @@ _160M: dict[str, Any] = {
     "head_dim": 64,
     "tie_word_embeddings": False,
 }
-_WINDOW = 512
 
 
 def _with_heads(heads: int, kv_heads: int, size: int) -> Shape:
@@ -75,31 +71,11 @@ def _with_heads(heads: int, kv_heads: int, size: int) -> Shape:
     return Shape(family=_LLAMA, fields={**_160M, **particular})
 
 
-def _windowed(fields: dict[str, Any]) -> Shape:
-    return Shape(family=_MISTRAL, fields={**fields, "sliding_window": _WINDOW})
-
-
-def _hybrid(fields: dict[str, Any]) -> Shape:
-    pairs = fields["num_hidden_layers"] // 2
-    particular = {
-        "sliding_window": _WINDOW,
-        "layer_types": ["sliding_attention", "full_attention"] * pairs,
-        "query_pre_attn_scalar": fields["head_dim"],
-        # Tied, its multiplied embeddings would make each random token follow itself.
-        "tie_word_embeddings": False,
-    }
-    return Shape(family=_GEMMA3, fields={**fields, **particular})
-
-
 # The sizes of well-known models: stories-15M with heads of 32, so that every engine has kernels
-# for them, llama-160m, and Llama 3.2 1B. The window is as long as Gemma-3's.
+# for them, llama-160m, and Llama 3.2 1B.
 SHAPES: dict[str, Shape] = {
     "15m": Shape(family=_LLAMA, fields=_15M),
-    "15m-hybrid": _hybrid(_15M),
-    "15m-window": _windowed(_15M),
     "160m": Shape(family=_LLAMA, fields=_160M),
-    "160m-hybrid": _hybrid(_160M),
-    "160m-window": _windowed(_160M),
     # Widths that no tile divides, and the head sizes of other families.
     "160m-heads-80": Shape(
         family=_LLAMA,
@@ -242,8 +218,7 @@ def _build(path: Path, shape: Shape) -> None:
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
-            scale = _gemma_scale if shape.family.is_gemma else _scale
-            mean, std = scale(name, parameter.shape[-1], config.tie_word_embeddings)
+            mean, std = _scale(name, parameter.shape[-1], config.tie_word_embeddings)
             parameter.normal_(mean, std, generator=generator)
     model.save_pretrained(path)
 
@@ -259,11 +234,3 @@ def _scale(name: str, fan_in: int, tied: bool) -> tuple[float, float]:
         return 0.0, LOGIT_STD * unit
     # Attention scores with some spread, so that attention chooses.
     return 0.0, unit * (2**0.5 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0)
-
-
-def _gemma_scale(name: str, fan_in: int, tied: bool) -> tuple[float, float]:
-    """Return `_scale` for a Gemma, which multiplies embeddings by the root of their width."""
-    mean, std = _scale(name, fan_in, tied)
-    if name == "model.embed_tokens.weight":
-        return mean, std * fan_in**-0.5
-    return (mean - 1.0, std) if name.endswith("norm.weight") else (mean, std)

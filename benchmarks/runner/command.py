@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -20,7 +20,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from benchmarks.engines.engine_process import EngineProcessError
 from benchmarks.engines.sleeping_process import SleepingProcess
-from benchmarks.models.shapes import SHAPES
 from benchmarks.runner.machine import Machine, describe_machine
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -74,7 +73,27 @@ ProcessT = TypeVar("ProcessT", bound=SleepingProcess)
 
 def raw_numbers(run: Any) -> str:
     """Return all measurements of a run as JSON."""
-    return json.dumps(asdict(run), indent=1, default=str) + "\n"
+    return compact_json(asdict(run))
+
+
+def compact_json(fields: Mapping[str, Any]) -> str:
+    """Return a JSON object with one line for each field, and for each object in its lists."""
+    return _object_lines(fields, "") + "\n"
+
+
+def _object_lines(fields: Mapping[str, Any], indent: str) -> str:
+    inner = f"{indent} "
+    lines = []
+    for name, value in fields.items():
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            items = f",\n{inner} ".join(json.dumps(item, default=str) for item in value)
+            text = f"[\n{inner} {items}\n{inner}]"
+        elif isinstance(value, dict) and any(isinstance(v, list | dict) for v in value.values()):
+            text = _object_lines(value, inner)
+        else:
+            text = json.dumps(value, default=str)
+        lines.append(f"{inner}{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 def spread(values: Sequence[float], digits: int = 2, *, share: bool = False) -> str:
@@ -125,17 +144,6 @@ class Command(Generic[RunT]):
         return 0
 
 
-def add_model_and_batch(parser: argparse.ArgumentParser, model: str) -> None:
-    """Add `--model`, one of `SHAPES` or a folder, and `--batch`, sizes of decode batches."""
-    parser.add_argument(
-        "--model",
-        default=model,
-        metavar="SIZE|PATH",
-        help=f"a size to build ({', '.join(SHAPES)}) or a checkpoint folder (default: {model})",
-    )
-    parser.add_argument("--batch", nargs="+", type=positive, default=[1, 8], help="default: 1 8")
-
-
 def positive(text: str) -> int:
     """Parse an argument that counts something; raises ArgumentTypeError below 1."""
     value = int(text)
@@ -149,17 +157,13 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def save(name: str, started: str, machine: Machine, report: str, raw: str) -> str:
-    """Write a report and its raw numbers under benchmarks/results/; return the files' stem.
-
-    `started` is an ISO time.
-    """
+def save(name: str, started: str, machine: Machine, report: str, raw: str) -> None:
+    """Write a report and its numbers under benchmarks/results/; `started` is an ISO time."""
     stem = f"{started[:10]}-{machine.slug}-{name}"
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
     (RESULTS / f"{stem}.json").write_text(raw, encoding="utf-8")
     say(f"written: {RESULTS / stem}.md and .json")
-    return stem
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.engines.sides import VLLM_NAMES
-from benchmarks.runner.command import RunHeader, heading, spread
+from benchmarks.runner.command import RunHeader, compact_json, heading, spread
 from benchmarks.runner.machine import Machine
 
 OURS = "ours"
@@ -21,7 +20,7 @@ _MISSING = "–"
 class Figure:
     """One quantity of one side: a value per round, None for a round that stayed disturbed.
 
-    Values of the unit "%" are shares of 1. `size` is the place on a curve.
+    Values of the unit "%" are shares of 1.
     """
 
     name: str
@@ -29,12 +28,6 @@ class Figure:
     side: str
     unit: str
     values: list[float | None]
-    size: int | None = None
-
-    @property
-    def label(self) -> str:
-        """Return the name, with the size on a curve."""
-        return self.name if self.size is None else f"{self.name}, {self.size:,}"
 
     @property
     def known(self) -> list[float]:
@@ -78,21 +71,6 @@ def ratios(above: Figure, below: Figure) -> list[float]:
     return [a / b for a, b in pairs if a is not None and b]
 
 
-def ratios_to_vllm(figures: Sequence[Figure], ours: Figure, *, lower: bool) -> list[float]:
-    """Return `ours` over the better configuration of vLLM by round.
-
-    `lower` if smaller values are better. Empty unless the configuration on all cores was measured.
-    """
-    found = [find(figures, ours.name, ours.model, side) for side in VLLM_NAMES]
-    if found[-1] is None:
-        return []
-    peers = [figure.values for figure in found if figure is not None]
-    choose = min if lower else max
-    best = [choose(known) if (known := _known(row)) else None for row in zip(*peers, strict=False)]
-    strongest = Figure(name="", model="", side="", unit="", values=best)
-    return ratios(ours, strongest)
-
-
 def read_run(path: Path) -> FigureRun:
     """Return a saved run. Raises OSError, ValueError, or KeyError for another form."""
     fields = json.loads(path.read_text(encoding="utf-8"))
@@ -102,11 +80,11 @@ def read_run(path: Path) -> FigureRun:
 
 
 def to_json(run: FigureRun) -> str:
-    """Return the run as JSON, one figure a line."""
+    """Return the run as JSON, one figure a line, its values with six digits."""
     fields = asdict(run)
-    lines = [json.dumps(figure) for figure in fields.pop("figures")]
-    head = json.dumps(fields, indent=1).removesuffix("\n}")
-    return f'{head},\n "figures": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+    for figure in fields["figures"]:
+        figure["values"] = [None if v is None else float(f"{v:.6g}") for v in figure["values"]]
+    return compact_json(fields)
 
 
 def markdown(run: FigureRun) -> str:
@@ -130,20 +108,15 @@ def table(figures: Sequence[Figure], model: str) -> Iterator[str]:
     """Yield the lines of a table of a model's figures, with a column for each side."""
     mine = [figure for figure in figures if figure.model == model]
     sides = list(dict.fromkeys(figure.side for figure in mine))
-    rows = {(figure.name, figure.size): figure for figure in mine}
+    rows = {figure.name: figure for figure in mine}
     peers = [side for side in sides if side != OURS] if OURS in sides else []
     yield f"| | unit | {' | '.join(sides)}{''.join(f' | ours / {p}' for p in peers)} |"
     yield "|" + "---|" * (2 + len(sides) + len(peers))
-    for (name, size), row in rows.items():
-        same = [figure for figure in mine if figure.size == size]
-        found = {side: find(same, name, model, side) for side in sides}
+    for name, row in rows.items():
+        found = {side: find(mine, name, model, side) for side in sides}
         cells = [_MISSING if figure is None else figure.text for figure in found.values()]
         ours = found.get(OURS)
         for peer in peers:
             other = found[peer]
             cells.append(spread(ratios(ours, other)) if ours and other else _MISSING)
-        yield f"| {row.label} | {row.unit} | {' | '.join(cells)} |"
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+        yield f"| {name} | {row.unit} | {' | '.join(cells)} |"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from benchmarks.runner.machine import fma_peak, pair_peak, read_bandwidth, tile_peak
+from benchmarks.runner.machine import fma_peak, pair_peak, read_bandwidth
 
 _BYTES_PER_ELEMENT = 2  # bfloat16
 
@@ -23,16 +23,11 @@ class Limits:
 
     bytes_per_s: float
     flops_per_s: float
-    unit: str = "FMA"  # "FMA" of float32, or "pairs" or "tiles" of bfloat16
+    unit: str = "FMA"  # "FMA" of float32, or "pairs" of bfloat16
 
     def seconds(self, moved: int, flops: int) -> float:
         """Return the least time to read `moved` bytes and do `flops` operations."""
         return max(moved / self.bytes_per_s, flops / self.flops_per_s)
-
-    def binding(self, moved: int, flops: int) -> str:
-        """Return the limit that determines that time: "memory" or the unit."""
-        by_memory = moved / self.bytes_per_s >= flops / self.flops_per_s
-        return "memory" if by_memory else self.unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +112,8 @@ def measure_limits(weight_bytes: int) -> Limits:
 def bfloat16_peak(threads: int) -> tuple[float, str]:
     """Return the peak FLOP/s of bfloat16 weights on `threads` cores, and the unit.
 
-    AMX's tiles if available, else AVX-512's pairs if available, else float32 FMAs.
+    AVX-512's pairs if available, else float32 FMAs.
     """
-    if tiles := tile_peak(threads):
-        return tiles, "tiles"
     if pairs := pair_peak(threads):
         return pairs, "pairs"
     return fma_peak(threads), "FMA"

@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 
 from benchmarks.engines.peers import peer_versions
 from benchmarks.models.shapes import CACHE_ROOT
-from benchmarks.runner.command import RESULTS, begin, say
+from benchmarks.runner.command import begin, save, say
+from benchmarks.runner.figures import Figure, FigureRun, to_json
 from benchmarks.runner.machine import Machine
 from benchmarks.runner.records import Header, Log
 
@@ -49,16 +50,17 @@ def header_of(command: str, sides: Mapping[str, str]) -> Header:
     return Header(**begun, peer_versions=peer_versions(), sides=dict(sides))
 
 
-def stem_of(log: Log, name: str) -> str:
-    """Return the stem of the saved files of a run."""
+def save_logged(log: Log, name: str, report: str, figures: list[Figure]) -> None:
+    """Write a report and the figures of a run under benchmarks/results/."""
     header = log.of(Header)[0]
-    return f"{header.started[:10]}-{Machine(**header.machine).slug}-{name}"
-
-
-def save_logged(log: Log, name: str, report: str) -> None:
-    """Write a report and its raw numbers under benchmarks/results/."""
-    stem = stem_of(log, name)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{stem}.jsonl").write_bytes(log.path.read_bytes())
-    (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
-    say(f"written: {RESULTS / stem}.md and .jsonl")
+    run = FigureRun(
+        started=header.started,
+        command=header.command,
+        machine=Machine(**header.machine),
+        load_before=header.load_before,
+        about=name,
+        sides=header.sides,
+        figures=figures,
+        notes=[],
+    )
+    save(name, run.started, run.machine, report, to_json(run))

@@ -92,14 +92,6 @@ def pair_peak(threads: int) -> float | None:
     return _probe(threads, "pairs") or None
 
 
-def tile_peak(threads: int, weight_bytes: int = 0) -> float | None:
-    """Return the FLOP/s of bfloat16 products by AMX's tiles, or None without them.
-
-    Over tiles in registers, or with weights from a buffer of `weight_bytes`.
-    """
-    return _probe(threads, "tiles", *([str(weight_bytes)] if weight_bytes else [])) or None
-
-
 def _probe(threads: int, *words: str) -> float:
     command = ["env", f"OMP_NUM_THREADS={threads}", str(_probe_program()), *words]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

@@ -1,15 +1,12 @@
 // What all cores of a machine reach together: `probe fma` in FLOP/s, `probe read BYTES` in bytes/s,
-// `probe pairs` in FLOP/s of AVX-512's products of bf16 pairs, `probe tiles` of AMX's bf16 products
-// over tiles that stay in their registers, `probe tiles BYTES` of those whose weights come from a
-// buffer. OMP_NUM_THREADS chooses the threads. Prints one number, 0 where there is no such product.
+// `probe pairs` in FLOP/s of AVX-512's products of bf16 pairs. OMP_NUM_THREADS chooses the threads.
+// Prints one number, 0 where there is no such product.
 #include <omp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #if defined(__AVX512F__)
 #define BYTES 64
@@ -116,66 +113,11 @@ static double read_rate(size_t size) {
   return best;
 }
 
-#if defined(__x86_64__)
-// Every tile whole. Linux grants tiles to a process that asks for them.
-static int has_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-
-static void shape_tiles(void) {
-  struct { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } to;
-  memset(&to, 0, sizeof(to));
-  to.palette = 1;
-  for (int t = 0; t < 8; ++t) to.bytes[t] = 64, to.rows[t] = 16;
-  __asm__ volatile("ldtilecfg %0" ::"m"(to));
-}
-
-// Four tiles of sums from two by two: 65536 FLOPs. With weights, 2 KB of them.
-#define PRODUCTS                                                                     \
-  "tdpbf16ps %%tmm6, %%tmm4, %%tmm0\n\ttdpbf16ps %%tmm7, %%tmm4, %%tmm1\n\t"         \
-  "tdpbf16ps %%tmm6, %%tmm5, %%tmm2\n\ttdpbf16ps %%tmm7, %%tmm5, %%tmm3"
-
-// The best pass of 1.2 s; the weights, if there are any, are those of this thread's part.
-static double tile_rate(size_t size) {
-  if (!has_tiles()) return 0;
-  char* const weights = aligned_alloc(64, size + 2048);
-  if (weights == NULL) return 0;
-  memset(weights, 0, size + 2048);
-  const double begin = omp_get_wtime();
-  double best = 0;
-  while (omp_get_wtime() < begin + 1.2) {
-    long steps = 0;
-    const double start = omp_get_wtime();
-#pragma omp parallel reduction(+ : steps)
-    {
-      const size_t t = omp_get_thread_num(), n = omp_get_num_threads(), blocks = size / 2048;
-      const size_t first = blocks * t / n;
-      const size_t mine = size == 0 ? 100000 : blocks * (t + 1) / n - first;
-      shape_tiles();
-      for (size_t i = 0; i < mine; ++i) {
-        const char* at = weights + (first + i) * 2048;
-        if (size > 0)
-          __asm__ volatile("tileloadd (%0,%2,1), %%tmm6\n\ttileloadd (%1,%2,1), %%tmm7\n\t" PRODUCTS
-                           ::"r"(at), "r"(at + 1024), "r"((size_t)64) : "memory");
-        else
-          __asm__ volatile(PRODUCTS ::);
-      }
-      __asm__ volatile("tilerelease");
-      steps += mine;
-    }
-    const double rate = 65536.0 * steps / (omp_get_wtime() - start);
-    if (rate > best) best = rate;
-  }
-  return best;
-}
-#else
-static double tile_rate(size_t size) { return (double)(size * 0); }
-#endif
-
 int main(int count, char** words) {
   const size_t size = count == 3 ? strtoull(words[2], NULL, 10) : 0;
   const char* const what = count == 2 || count == 3 ? words[1] : "";
   double rate;
-  if (strcmp(what, "tiles") == 0) rate = tile_rate(size);
-  else if (strcmp(what, "read") == 0 && size > 0) rate = read_rate(size);
+  if (strcmp(what, "read") == 0 && size > 0) rate = read_rate(size);
   else if (strcmp(what, "fma") == 0 && count == 2) rate = chain_rate(multiply_add, 5.0 * BYTES);
   else if (strcmp(what, "pairs") == 0 && count == 2)
     rate = chain_rate(multiply_pairs, 1.0 * BYTES * PAIR_CHAINS);

@@ -1,1 +1,1 @@
-"""Scenarios of the targets: each fills the figures of one saved result."""
+"""Scenarios: each fills the figures of one saved result."""

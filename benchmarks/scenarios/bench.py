@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients.http_sample import Meter, send_load, settle, settle_after_start
+from benchmarks.clients.http_sample import Meter, send_load, settle
 from benchmarks.clients.load import Load, RequestOutcome
 from benchmarks.engines.server_process import ServerError, ServerProcess, ServerSide, Serving
 from benchmarks.engines.sides import server_side
@@ -52,7 +52,7 @@ class Bench:
     folder: Path
     quick: bool = False
     deadline: float = math.inf
-    figures: dict[tuple[str, str, str, int | None], Figure] = field(default_factory=dict)
+    figures: dict[tuple[str, str, str], Figure] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     described: dict[str, str] = field(default_factory=dict)
 
@@ -84,8 +84,6 @@ class Bench:
                 server = ServerProcess(side, serving, self.folder / f"{model}-{name}.log")
                 try:
                     servers.append(stack.enter_context(server))
-                    with server.awake():
-                        settle_after_start(server)
                 except (ServerError, OSError) as error:
                     self.notes.append(f"**Failed**: {name} on {model}: {first_line(error)}")
                     say(f"  {self.notes[-1]}")
@@ -103,7 +101,6 @@ class Bench:
         number: int,
         server: ServerProcess,
         take: Callable[[str], Values],
-        size: int | None = None,
     ) -> None:
         """Take a sample of round `number` from an awake server, and add its values.
 
@@ -121,22 +118,15 @@ class Bench:
                 values = take(f"{number} {attempt}")
                 return Sample(values, meter.read()[1])
 
-        self.take(model, server.side.name, number, once, size)
+        self.take(model, server.side.name, number, once)
 
-    def take(
-        self,
-        model: str,
-        side: str,
-        number: int,
-        once: Callable[[int], Sample],
-        size: int | None = None,
-    ) -> None:
+    def take(self, model: str, side: str, number: int, once: Callable[[int], Sample]) -> None:
         """Take a sample, again while it is disturbed, and add its values, None if it stays so."""
         last = repeat_disturbed(once)[-1]
         is_quiet = last.other_busy_cores <= DISTURBED_CORES
         for name, (value, unit) in last.values.items():
-            self.add(model, side, number, name, value if is_quiet else None, unit, size)
-            mark = ("" if size is None else f", {size}") + ("" if is_quiet else " (disturbed)")
+            self.add(model, side, number, name, value if is_quiet else None, unit)
+            mark = "" if is_quiet else " (disturbed)"
             say(f"  {model} round {number} {side} {name}: {value:.4g} {unit}{mark}")
 
     def add(
@@ -147,17 +137,16 @@ class Bench:
         name: str,
         value: float | None,
         unit: str,
-        size: int | None = None,
     ) -> None:
         """Set the value of a figure in a round; earlier rounds without one have None."""
-        figure = Figure(name=name, model=model, side=side, unit=unit, values=[], size=size)
-        figure = self.figures.setdefault((name, model, side, size), figure)
+        figure = Figure(name=name, model=model, side=side, unit=unit, values=[])
+        figure = self.figures.setdefault((name, model, side), figure)
         figure.values.extend([None] * (number + 1 - len(figure.values)))
         figure.values[number] = value
 
     def value(self, model: str, side: str, number: int, name: str) -> float | None:
         """Return the value of a figure in a round; None if it is disturbed or missing."""
-        figure = self.figures.get((name, model, side, None))
+        figure = self.figures.get((name, model, side))
         return figure.values[number] if figure and number < len(figure.values) else None
 
     def check_time(self) -> None:

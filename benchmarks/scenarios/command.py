@@ -1,7 +1,7 @@
 """Runs scenarios: ``python -m benchmarks scenarios [NAME ...] --minutes 90 --save``.
 
-Every scenario alternates its sides, repeats disturbed samples and writes one result file, from
-which docs/targets.md and README are generated. See benchmarks/README.md.
+Every scenario alternates its sides, repeats disturbed samples and writes one result file. See
+benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from pathlib import Path
 from types import ModuleType
 
 from benchmarks.engines.server_process import ServerError
-from benchmarks.runner.command import RESULTS, begin, positive, save, say
-from benchmarks.runner.curves import draw, fits
+from benchmarks.runner.command import begin, positive, save, say
 from benchmarks.runner.figures import FigureRun, markdown, to_json
 from benchmarks.scenarios.bench import Bench, OutOfTimeError, first_line
 
 SCENARIOS = (
     *("fair_prefill", "kernels", "sampling", "concurrency", "shapes", "engine_process"),
-    *("starts", "memory", "kv_tiers", "prefill_decode", "growth"),
+    *("starts", "memory", "kv_tiers", "prefill_decode"),
 )
 
 
@@ -44,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = markdown(run)
         print(report)
         if args.save and run.figures:
-            stem = save(name, run.started, run.machine, report, to_json(run))
-            if found := fits(run.figures):
-                draw(found, RESULTS / f"{stem}.svg")
+            save(name, run.started, run.machine, report, to_json(run))
     return 0
 
 

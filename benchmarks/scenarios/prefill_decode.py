@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.clients.http_sample import Meter, settle, settle_after_start
+from benchmarks.clients.http_sample import Meter, settle
 from benchmarks.engines.server_process import ServerError, ServerProcess, Serving, free_port
 from benchmarks.runner.command import say
 from benchmarks.scenarios.bench import Bench, Sample, checkpoint_folder, prompts
@@ -50,7 +50,7 @@ def run(bench: Bench) -> None:
                     awake.enter_context(server.awake())
                 # The first transfer of a pair begins with a handshake.
                 for server in (servers.prefill, servers.decode):
-                    settle_after_start(server)
+                    settle(server)
                 _apart(servers, prompts("handshake", 1, 64)[0])
             for number in range(bench.rounds):
                 for tokens in _TOKENS[:2] if bench.quick else _TOKENS:

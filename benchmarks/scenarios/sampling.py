@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from benchmarks.engines.server_process import ServerProcess
-from benchmarks.runner.targets import SAMPLINGS
 from benchmarks.scenarios.bench import Bench, Values, prompts, send
 
 MODELS = ("160m", "1.2b")
@@ -25,22 +24,14 @@ _SCHEMA = {
 _WARM = {"temperature": 1.0}
 _FIELDS: dict[str, dict[str, Any]] = {
     "greedy": {},
-    **dict(
-        zip(
-            SAMPLINGS,
-            (
-                _WARM,
-                {"temperature": 0.7, "top_p": 0.9},
-                _WARM | {"top_k": 50},
-                _WARM | {"min_p": 0.05},
-                _WARM | {"seed": 1},
-                {"repetition_penalty": 1.1},
-                {"presence_penalty": 0.5, "frequency_penalty": 0.5},
-                {"logprobs": 5},
-            ),
-            strict=True,
-        )
-    ),
+    "temperature 1": _WARM,
+    "temperature 0.7 and top-p 0.9": {"temperature": 0.7, "top_p": 0.9},
+    "top-k 50": _WARM | {"top_k": 50},
+    "min-p 0.05": _WARM | {"min_p": 0.05},
+    "seed": _WARM | {"seed": 1},
+    "repetition penalty": {"repetition_penalty": 1.1},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "logprobs 5": {"logprobs": 5},
     "JSON schema": _WARM
     | {
         "response_format": {

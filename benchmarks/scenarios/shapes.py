@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks.engines.server_process import ServerProcess
-from benchmarks.runner.targets import SHAPES
 from benchmarks.scenarios.bench import Bench, Values, firsts, prompts, send
 
-MODELS = SHAPES
+MODELS = (
+    *("160m:float16", "160m:float32"),
+    *("160m-heads-80", "160m-heads-128", "160m-heads-256"),
+)
+"""Checkpoints, with a dtype other than bfloat16 after a colon."""
 SIDES = ("ours", "vllm-cpu-all-cores")
 MINUTES = 25
 _LENGTH, _SHORT, _LONG = 2048, 32, 1000

@@ -27,11 +27,11 @@ def generate(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 SOURCES = (
     *("fields_page.py", "models_page.py", "observability_page.py", "models.json"),
     *("published_page.py", "published.json", "security.md", "http_api.md", "upstream_page.py"),
-    *("results_page.py", "errors_page.py", "routes_page.py", "targets_page.py"),
+    *("results_page.py", "errors_page.py", "routes_page.py"),
 )
 PAGES = [
     *("configuration.md", "metrics.md", "models.md", "observability.md", "server_info.md"),
-    *("cost_curves.md", "results.md", "targets.md", "vllm_serve.md"),
+    *("results.md", "vllm_serve.md"),
 ]
 
 

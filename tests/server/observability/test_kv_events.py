@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from benchmarks.clients.kv_events import KvSubscriber
 from benchmarks.engines.server_process import free_port
 from tests.checkpoints import CheckpointCache
+from tests.server.observability.kv_subscriber import KvSubscriber
 from tests.server.real_server import RealServer
 
 pytestmark = pytest.mark.engine

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.over_http.agent_sessions import Head, Session, billing
 from tests.checkpoints import CheckpointCache
 from tests.server.real_server import RealServer
+from tests.server.vllm.agent_sessions import Head, Session, billing
 
 pytestmark = pytest.mark.engine
 

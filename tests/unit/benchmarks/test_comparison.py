@@ -1,4 +1,4 @@
-"""Figures derived from measured numbers: limits, rates, ratios, verdicts, the report."""
+"""Figures derived from measured numbers: limits, rates, ratios, the report."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from benchmarks.compare.figures import figures
 from benchmarks.compare.report import markdown
 from benchmarks.engines.worker_protocol import timed_answer
-from benchmarks.runner import machine
+from benchmarks.runner import command, machine
+from benchmarks.runner.figures import read_run
 from benchmarks.runner.limits import Limits, ModelWork, bfloat16_peak
+from benchmarks.runner.logged_run import save_logged
 from benchmarks.runner.machine import Machine
 from benchmarks.runner.records import (
     Failure,
@@ -23,7 +25,6 @@ from benchmarks.runner.records import (
     ModelRecord,
     StepRecord,
 )
-from benchmarks.runner.targets import TARGETS, TargetResult, result_in
 from rbln_backend.emulator.targets import cpu_features
 
 WORK = ModelWork(
@@ -97,21 +98,15 @@ def test_work_is_counted_from_the_configuration(tmp_path: Path) -> None:
 def test_the_side_that_takes_longer_binds() -> None:
     limits = Limits(bytes_per_s=1e9, flops_per_s=4e9)
     small, large = WORK.decode_step(1, 0), WORK.decode_step(8, 0)
-    assert limits.binding(small.moved, small.flops) == "memory"
     assert limits.seconds(small.moved, small.flops) == pytest.approx(30_000 / 1e9)
-    assert limits.binding(large.moved, large.flops) == "FMA"
     assert limits.seconds(large.moved, large.flops) == pytest.approx(8 * 30_000 / 4e9)
-    by_tiles = Limits(bytes_per_s=1e9, flops_per_s=4e9, unit="tiles")
-    assert by_tiles.binding(large.moved, large.flops) == "tiles"
 
 
 def test_the_limit_of_bfloat16_is_the_fastest_unit_that_the_processor_has() -> None:
     peak, unit = bfloat16_peak(1)
     has_pairs = "avx512_bf16" in cpu_features()
-    # Linux may refuse the tiles of a processor that has them.
-    without = "pairs" if has_pairs else "FMA"
-    assert unit in ((without, "tiles") if "amx_bf16" in cpu_features() else (without,))
-    if unit == "tiles" or (unit == "pairs" and "AMD" in machine.describe_machine().cpu):
+    assert unit == ("pairs" if has_pairs else "FMA")
+    if unit == "pairs" and "AMD" in machine.describe_machine().cpu:
         # Zen does twice as many pairs as FMAs, and 1.3 times as many with its sums in memory.
         assert peak > 1.5 * machine.fma_peak(1)
 
@@ -119,11 +114,10 @@ def test_the_limit_of_bfloat16_is_the_fastest_unit_that_the_processor_has() -> N
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"unit": "tiles"}, "2000 GFLOP/s of bfloat16 tiles (2000 to 2000)"),
         ({"unit": "pairs"}, "2000 GFLOP/s of bfloat16 pairs (2000 to 2000)"),
         ({}, "2000 GFLOP/s of float32 FMA (2000 to 2000)"),
     ],
-    ids=["tiles", "pairs", "from before units"],
+    ids=["pairs", "from before units"],
 )
 def test_a_report_names_the_unit_of_its_own_limits(
     tmp_path: Path, fields: dict[str, str], text: str
@@ -200,32 +194,29 @@ def _log(tmp_path: Path) -> Log:
     return log
 
 
-def _results(log: Log) -> dict[str, TargetResult]:
-    found = (result_in(replace(t, model="m"), figures(log), "") for t in TARGETS)
-    return {result.target.name: result for result in found if result.values}
-
-
-def test_ratios_are_taken_within_a_round_and_their_median_judged(tmp_path: Path) -> None:
+def test_shares_of_the_limit_are_taken_within_a_round(tmp_path: Path) -> None:
     log = _log(tmp_path)
-    for number, ours, theirs in ((1, 0.001, 0.002), (2, 0.004, 0.002), (3, 0.001, 0.0009)):
-        log.add(_step("ours", number, ours))
-        log.add(_step("llama.cpp", number, theirs))
-    log.add(_step("llama.cpp", 4, 0.5))  # a round without ours
-    found = _results(log)
-    times = found["decode step, batch 1, of llama.cpp"]
-    assert times.values == pytest.approx([0.5, 2.0, 1 / 0.9])
-    assert times.verdict == "missed by 11%"
-    # 30,000 bytes of weights and 35 tokens of 128 bytes each, at 1 GB/s, in 1 ms.
-    share = found["decode step, batch 1, of the limit"]
-    assert share.values[0] == pytest.approx((30_000 + 36 * 128) / 1e6)
-    assert share.verdict.startswith("missed")
+    for number, seconds in ((1, 0.001), (2, 0.004)):
+        log.add(_step("ours", number, seconds))
+    found = {figure.name: figure.values for figure in figures(log)}
+    # 30,000 bytes of weights and 36 tokens of 128 bytes each, at 1 GB/s.
+    least = (30_000 + 36 * 128) / 1e9
+    shares = found["decode step, batch 1, of the limit"]
+    assert shares == pytest.approx([least / 0.001, least / 0.004])
     assert "decode step, batch 8, of the limit" not in found
 
 
-def test_a_share_above_the_limit_is_no_result(tmp_path: Path) -> None:
+def test_a_saved_comparison_has_its_report_and_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = _log(tmp_path)
-    log.add(_step("ours", 1, 1e-5))
-    assert _results(log)["decode step, batch 1, of the limit"].verdict.startswith("not valid")
+    log.add(_step("ours", 1, 0.001))
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
+    save_logged(log, "compare", markdown(log), figures(log))
+    stem = tmp_path / "results" / "2026-11-21-amd-epyc-2core-avx2-compare"
+    assert read_run(stem.with_suffix(".json")).figures == figures(log)
+    assert "| decode step, batch 1 | ms | 1.00 |" in stem.with_suffix(".md").read_text("utf-8")
+    assert len(list((tmp_path / "results").iterdir())) == 2
 
 
 def test_a_disturbed_sample_is_in_no_figure(tmp_path: Path) -> None:

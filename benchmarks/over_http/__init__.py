@@ -1,1 +1,0 @@
-"""Measurements over HTTP."""
