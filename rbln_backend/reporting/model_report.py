@@ -56,11 +56,14 @@ class ModelReport:
     memory: MemoryReport | None = None
     store: StoreReport | None = None
     """None if the graphs depend on the memory of the serving host."""
+    lacking: str | None = None
+    """The weights that the model's files lack."""
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Reasons why this host cannot run the model, each with a fix."""
-        return self.memory.problems if self.memory is not None else ()
+        of_files = () if self.lacking is None else (self.lacking,)
+        return of_files + (self.memory.problems if self.memory is not None else ())
 
     @property
     def warnings(self) -> tuple[str, ...]:

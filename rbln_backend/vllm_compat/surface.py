@@ -64,6 +64,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
 )
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.interfaces import EagleModelMixin
 from vllm.pooling_params import PoolingParams

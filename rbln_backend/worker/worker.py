@@ -47,6 +47,7 @@ from rbln_backend.vllm_compat.surface import (
     AsyncModelRunnerOutput,
     BaseModelLoader,
     CompilationTimes,
+    DefaultModelLoader,
     DraftTokenIds,
     GrammarOutput,
     KVCacheConfig,
@@ -86,6 +87,7 @@ from rbln_backend.worker.startup.skeleton import (
     kv_cache_specs,
     weight_bytes,
 )
+from rbln_backend.worker.startup.weight_coverage import CompleteLoader
 from rbln_backend.worker.step.host_pooler import pooling_tasks
 from rbln_backend.worker.transfer_calls import TransferCalls
 
@@ -197,7 +199,9 @@ class RblnWorker(TransferCalls, WorkerBase):
         logger.info("Experts: path %s (%s), %d of %d here", *found)
 
     def _loader(self) -> BaseModelLoader:
-        return get_model_loader(self.load_config)
+        loader = get_model_loader(self.load_config)
+        # The loader of files, but no other of vLLM's.
+        return CompleteLoader(self.load_config) if type(loader) is DefaultModelLoader else loader
 
     def _make_adapters(self, model: nn.Module) -> Adapters | None:
         if self.vllm_config.lora_config is None:

@@ -47,6 +47,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         draft_model=_draft_model(config),
         max_loras=lora.max_loras if lora else 0,
         max_lora_rank=lora.max_lora_rank if lora else 0,
+        lacking=found.lacking,
         memory=memory_report(found),
         # With --max-model-len auto the graphs depend on the memory of the serving host.
         store=survey(found) if follows and knows_ranks(config) else None,

@@ -39,6 +39,7 @@ from rbln_backend.worker.graphs.warmup_plan import plan
 from rbln_backend.worker.sampling.device_sampler import sampler_specs
 from rbln_backend.worker.startup.model_layers import install_latent_layers, register_quantization
 from rbln_backend.worker.startup.skeleton import Skeleton
+from rbln_backend.worker.startup.weight_coverage import missing_in_files
 from rbln_backend.worker.step.graph_set import tables_of
 from rbln_backend.worker.step.host_pooler import HostPooler
 
@@ -56,6 +57,8 @@ class Preflight:
     verify: VerifyTable
     skeleton: Skeleton
     specs: LayerSpecs
+    lacking: str | None
+    """What the weight files lack, None if nothing is known to be missing."""
 
     @property
     def graphs(self) -> list[GraphSpec]:
@@ -82,8 +85,10 @@ def prepare(config: VllmConfig) -> Preflight:
     with _process_groups(whole):
         skeleton = Skeleton(whole)
         specs = check_layers(skeleton, whole, rbln)
+        with set_current_vllm_config(whole):
+            lacking = missing_in_files(skeleton.model, whole)
     tables, verify = bucket_tables(config), compiled_sizes(config).verify
-    return Preflight(config, rbln, capabilities, tables, verify, skeleton, specs)
+    return Preflight(config, rbln, capabilities, tables, verify, skeleton, specs, lacking)
 
 
 def _of_one_rank(config: VllmConfig) -> VllmConfig:

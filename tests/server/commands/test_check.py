@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoint_tokenizer import VOCAB_SIZE
 from tests.checkpoints import CheckpointCache
@@ -85,6 +87,62 @@ def test_a_model_that_can_run_is_described(check: Check, folder: Any) -> None:
     assert report["  adapters"].endswith(" MiB")
     assert " blocks of 16 tokens" in report["  KV blocks"]
     assert report["compile cache"].split()[1:5] == ["0", "of", "13", "graphs"]
+
+
+LACKING = [
+    ("llama", ["model.layers.1.mlp.down_proj.weight"]),
+    ("llama", ["model.layers.2.self_attn.k_proj.weight", "model.layers.2.mlp.up_proj.weight"]),
+    ("llama", ["model.embed_tokens.weight"]),
+    ("llama", ["model.norm.weight"]),
+    ("qwen2", ["model.layers.0.self_attn.v_proj.bias"]),
+    ("qwen3_moe", ["model.layers.1.mlp.gate.weight"]),
+    ("mixtral", ["model.layers.1.block_sparse_moe.gate.weight"]),
+]
+
+
+def without(source: Path, target: Path, names: Sequence[str]) -> Path:
+    """Copy a checkpoint of one file, without some of its tensors."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    for name in names:
+        del tensors[name]
+    (target / "model.safetensors").unlink()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(("arch", "names"), LACKING)
+def test_a_checkpoint_that_lacks_weights_cannot_run(
+    verdict: Verdict, checkpoints: CheckpointCache, tmp_path: Path, arch: str, names: list[str]
+) -> None:
+    path = checkpoints(arch)
+    assert verdict(path, *FLAGS)["ok"]
+    found = verdict(without(path, tmp_path / "model", names), *FLAGS)
+    for name in names:
+        assert name.removeprefix("model.") in found["reason"]
+
+
+def test_an_expert_that_a_checkpoint_lacks_is_noticed(
+    verdict: Verdict, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    source = checkpoints("qwen3_moe")
+    names = [n for n in load_file(source / "model.safetensors") if "experts.1.down" in n][:1]
+    found = verdict(without(source, tmp_path / "model", names), *FLAGS)
+    assert "layers." in found["reason"]
+    assert "experts" in found["reason"]
+
+
+def test_a_start_without_weights_fails_by_name(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    path = without(checkpoints("llama"), tmp_path / "model", [name])
+    with RealServer(path, tmp_path) as server:
+        while (body := server.client.get("/readyz").json())["status"] == "starting":
+            assert time.monotonic() - server.started < READY_TIMEOUT_S
+            time.sleep(0.1)
+        assert body["status"] == "dead"
+        assert name in body["reason"]
 
 
 def test_a_draft_model_is_named_and_counted(
