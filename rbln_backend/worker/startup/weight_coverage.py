@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,11 @@ class CompleteLoader(DefaultModelLoader):
         if missing:
             raise CheckpointError(_lacking(model_config.model, model, missing, names))
 
-    def get_all_weights(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    def get_all_weights(
+        self, model_config: ModelConfig, model: nn.Module
+    ) -> Generator[tuple[str, Tensor], None, None]:
         """Yield the names and tensors of the files, as vLLM's method does."""
-        for name, tensor in super().get_all_weights(*args, **kwargs):
+        for name, tensor in super().get_all_weights(model_config, model):
             self._names.add(name)
             yield name, tensor
 
