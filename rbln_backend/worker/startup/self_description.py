@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import nn
 
-from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import KernelSet
@@ -62,7 +61,7 @@ class SelfDescription:
         self._writer.write("settings", self._rbln.to_dict())
         self._writer.write("model", _model_info(self._config, None, None))
         self._writer.write("limits", _limits_info(self._config))
-        self._writer.write("buckets", _buckets_info(compiled_sizes(self._config), None))
+        self._writer.write("buckets", _buckets_info(self._config, None))
 
     def has_device(self, compiler: Compiler) -> None:
         """Describe an NPU."""
@@ -105,7 +104,7 @@ class SelfDescription:
 
     def records_usage(self, file: Path) -> None:
         """Describe the file with the counts of step sizes."""
-        self._writer.write("buckets", _buckets_info(compiled_sizes(self._config), str(file)))
+        self._writer.write("buckets", _buckets_info(self._config, str(file)))
 
     def has_kv_caches(self, kv_cache_config: KVCacheConfig) -> None:
         """Describe the allocated KV cache."""
@@ -172,8 +171,9 @@ def _limits_info(config: VllmConfig) -> LimitsInfo:
     )
 
 
-def _buckets_info(sizes: EngineBuckets, usage_file: str | None) -> BucketsInfo:
+def _buckets_info(config: VllmConfig, usage_file: str | None) -> BucketsInfo:
     """The compiled sizes."""
+    sizes = compiled_sizes(config)
     return BucketsInfo(
         decode=list(sizes.decode or ()), prefill=list(sizes.chunks), usage_file=usage_file
     )

@@ -24,13 +24,13 @@ class StepGraph(NamedTuple):
     graph: CompiledGraph
 
 
-@dataclass
+@dataclass(frozen=True)
 class GraphSet:
     """Bucket tables, one set of buffers per graph, and the dispatch."""
 
     tables: Mapping[Phase, BucketTable]
     verify: VerifyTable
-    inputs: dict[GraphSpec, StepInputs]
+    inputs: Mapping[GraphSpec, StepInputs]
     dispatch: GraphDispatch
     prompts: int = 1
     _selected: dict[tuple[Phase, int, int], StepGraph] = field(default_factory=dict)
