@@ -39,7 +39,6 @@ _PURPOSES: dict[str, tuple[str, ...]] = {
     "[adapters](lora.md#routes)": (
         *("/v1/lora_adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     ),
-    "[device seconds by API key and model](accounting.md)": ("/v1/usage",),
     "takes the server out of service, and back": ("/admin",),
     "profile of the engine's steps, as in vLLM": ("/start_profile", "/stop_profile"),
     "[empties the prefix cache](#the-prefix-cache), as in vLLM": ("/reset_prefix_cache",),

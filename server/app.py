@@ -45,7 +45,7 @@ from server.routes.health import health_router
 from server.routes.inference import add_inference_routes
 from server.routes.lora import lora_router
 from server.routes.message_batches import message_batches_router
-from server.routes.metrics import metrics_router, usage_router
+from server.routes.metrics import metrics_router
 from server.routes.models import models_router
 from server.routes.openapi import openapi_router
 from server.routes.response_store import ResponseStore
@@ -84,7 +84,7 @@ def create_app(
         async with access.following_files(), lag, recorded, stored, background():
             yield
 
-    storage = StorageServices(settings, lifecycle, admission, metrics.decode_times, run_dir)
+    storage = StorageServices(settings, lifecycle, admission, metrics.decode_times)
     access = Access(settings, storage.owner_salt)
     admission.divide(access.weights)
     advice = BucketAdvice(run_dir)
@@ -133,11 +133,10 @@ def add_layers(
 
 
 def _add_stored_work(app: FastAPI, storage: StorageServices, settings: ServerSettings) -> None:
-    """Add the routes of files, batches, stored responses and device time."""
+    """Add the routes of files, batches and stored responses."""
     for router in (files_router, batches_router, message_batches_router):
         app.include_router(router(storage.require_batches, settings))
     app.include_router(responses_router(storage.require_responses))
-    app.include_router(usage_router(storage.usage))
 
 
 def _add_operation(

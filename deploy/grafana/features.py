@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from deploy.grafana.accounting import ACCOUNTING
 from deploy.grafana.panel import Dashboard, Panel, Query, Row
 from deploy.grafana.promql import (
     MODEL,
@@ -333,7 +332,6 @@ FEATURES = Dashboard(
         Row("Batches and stored responses", _BATCHES),
         Row("Service tiers", _TIERS),
         Row("Speculation", _DRAFTS),
-        Row("Accounting", ACCOUNTING),
     ),
     (*PLACE, MODEL),
 )

@@ -1,4 +1,4 @@
-"""Rules of single requests that server and engine share: priorities, shares, drafts, steps."""
+"""Rules of single requests that server and engine share: priorities, drafts, steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,5 @@ from rbln_backend.config import (
 )
 from rbln_backend.lora.adapter_files import TensorName, check_config, check_tensors
 from rbln_backend.lora.target import Target
-from rbln_backend.scheduler.fairness.key_share import SHARE_ARGS, KeyShare
-from rbln_backend.scheduler.fairness.request_account import (
-    ACCOUNT_ARGS,
-    INTERNAL,
-    WARMUP,
-    RequestAccount,
-)
 from rbln_backend.speculation.drafter import EXTRA_ARGS
 from rbln_backend.speculation.prediction import Prediction

@@ -94,14 +94,6 @@ METRICS: tuple[MetricDecl, ...] = (
         _STEP_BUCKETS,
     ),
     MetricDecl(
-        "rbln_device_seconds_total",
-        "counter",
-        "Seconds of steps on the device, divided among their requests with no part left for "
-        "padding: by kind (request, internal, warmup, padding), name of the API key (empty "
-        "without one) and model or adapter; of the first rank.",
-        ("kind", "key", "model"),
-    ),
-    MetricDecl(
         "rbln_bucket_useful_rows_total",
         "counter",
         "Rows of steps that held a request, by phase and bucket; in prefill, the requests.",

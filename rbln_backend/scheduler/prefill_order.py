@@ -75,6 +75,10 @@ class PrefillOrder:
     def ended(self, request_id: str) -> None:
         """Drop a request that ended."""
         self._arrivals.pop(request_id, None)
+        if not self._arrivals:
+            # What is left in the heaps belongs to requests that ended.
+            self._waiting.clear()
+            self._young.clear()
 
     def computed(self, step: Sequence[Request], tokens: int, unread: Iterable[Request]) -> None:
         """Count a prefill step of ``tokens`` tokens, the requests of which are ``step``.

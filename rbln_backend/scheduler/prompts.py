@@ -12,9 +12,9 @@ from rbln_backend.bucketing.chunk_plan import ChunkPlan
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.scheduler.background import is_background
 from rbln_backend.scheduler.constraints import adapter_fits, needs_chunk
-from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from rbln_backend.scheduler.narrowing import NarrowedScheduler, StepView
 from rbln_backend.scheduler.output import merge_reports
+from rbln_backend.scheduler.prefill_order import PrefillOrder
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, publish_events
 from rbln_backend.scheduler.priority_first import behind_priority
 from rbln_backend.scheduler.sharing import StepBounds, adapter_of, prompts_together
@@ -48,10 +48,9 @@ class PromptScheduler(NarrowedScheduler):
 
     _chunks: ChunkPlan | None
     _reuse: PrefixReuse
-    _prompts: FairPrompts
+    _order: PrefillOrder | None
+    """None for ``prefill_policy="fcfs"`` and for models that pool."""
     _decode_steps_per_chunk: int
-    _shortest_first: bool
-    """False for ``prefill_policy="fcfs"`` and for models that pool."""
     _most_partial: int
     """Prompts that may be partly computed at the same time."""
 
@@ -115,14 +114,17 @@ class PromptScheduler(NarrowedScheduler):
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        self._prompts.add(request)
+        if self._order is not None:
+            self._order.add(request)
 
     def _preempt_request(self, request: Request, *positional: Any, **options: Any) -> None:
         super()._preempt_request(request, *positional, **options)
-        self._prompts.add(request)
+        if self._order is not None:
+            self._order.add(request)
 
     def _free_request(self, request: Request, *positional: Any, **options: Any) -> Any:
-        self._prompts.ended(request)
+        if self._order is not None:
+            self._order.ended(request.request_id)
         if self._reuse.tiers is not None:
             self._reuse.tiers.forget(request)
         return super()._free_request(request, *positional, **options)
@@ -133,8 +135,8 @@ class PromptScheduler(NarrowedScheduler):
         The first one is computed next.
         """
         requests = list(chain(self._waiting(), running))
-        if self._shortest_first and len(requests) > 1:
-            able = self._prompts.first(filter(needs_chunk, running), 1, self._can_begin)
+        if self._order is not None and len(requests) > 1:
+            able = self._order.first(filter(needs_chunk, running), 1, self._can_begin)
             requests = able + requests
         return [r for r in requests if needs_chunk(r) and not is_background(r)]
 
@@ -142,8 +144,8 @@ class PromptScheduler(NarrowedScheduler):
         """Return the requests of the next prefill step; ``prefilling`` are partly computed."""
         refused = self._inadmissible()
         ordered: list[Request] = []
-        if self._shortest_first and not any(map(is_background, prefilling)):
-            ordered = self._in_order(prefilling, refused)
+        if self._order is not None and not any(map(is_background, prefilling)):
+            ordered = self._in_order(self._order, prefilling, refused)
         if not ordered:
             return self._first_come(prefilling, refused)
         together = self._together([], ordered, len(ordered)) if len(ordered) > 1 else {}
@@ -156,20 +158,18 @@ class PromptScheduler(NarrowedScheduler):
 
     def _count(self, turn: Turn, prefilling: Sequence[Request], output: SchedulerOutput) -> None:
         """Count a prefill step of ``turn`` for the order of prompts."""
+        if self._order is None:
+            return
         tokens = output.num_scheduled_tokens
-        computed = [(self.requests[request_id], number) for request_id, number in tokens.items()]
-        if computed and not any(is_background(request) for request, _ in computed):
+        computed = [self.requests[request_id] for request_id in tokens]
+        if computed and not any(map(is_background, computed)):
             unread = [r for r in (*prefilling, *turn.held_back) if not is_background(r)]
-            self._prompts.computed(computed, unread)
+            self._order.computed(computed, sum(tokens.values()), unread)
 
     def _first_come(self, prefilling: list[Request], refused: list[Request]) -> Turn:
         """Return the first partly computed prompt or waiting request, and those that join it."""
         others = [request for request in self._waiting() if request not in refused]
-        other_keys = self._prompts.behind_first_key(others, self._can_begin)
-        if other_keys:
-            hidden = {id(request) for request in other_keys}
-            others = [request for request in others if id(request) not in hidden]
-        held_back = [*refused, *other_keys, *behind_priority(others)]
+        held_back = [*refused, *behind_priority(others)]
         if self._reads_first(held_back):
             return Turn(prefilling[:1], list(self._waiting()), {})
         together: dict[str, int] = {}
@@ -181,7 +181,9 @@ class PromptScheduler(NarrowedScheduler):
         running = [r for r in prefilling if r.request_id in together] or prefilling[:1]
         return Turn(running, held_back, together)
 
-    def _in_order(self, partial: list[Request], refused: list[Request]) -> list[Request]:
+    def _in_order(
+        self, order: PrefillOrder, partial: list[Request], refused: list[Request]
+    ) -> list[Request]:
         """Return the next prompts in order; none if none can be computed now."""
         free = self.max_num_running_reqs - len(self.running)
         most = min(free, 1 if self._chunks is None else self._chunks.prompts)
@@ -190,7 +192,7 @@ class PromptScheduler(NarrowedScheduler):
         def can_begin(request: Request) -> bool:
             return id(request) not in banned and self._can_begin(request)
 
-        able = self._prompts.first(partial, most, can_begin)
+        able = order.first(partial, most, can_begin)
         return [r for r in able if r in partial or self._may_overtake(r, partial)]
 
     def _may_overtake(self, request: Request, partial: Sequence[Request]) -> bool:

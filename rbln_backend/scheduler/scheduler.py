@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence, Set
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from rbln_backend.scheduler.draft_capacity import (
     with_draft_slots,
 )
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
-from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from rbln_backend.scheduler.narrowing import StepView
 from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
 from rbln_backend.scheduler.plain_decode import PlainDecode
@@ -58,8 +56,6 @@ from rbln_backend.vllm_compat.surface import (
 class RblnScheduler(PromptScheduler):
     """Each step is one prefill chunk or one decode batch, by these rules in order:
 
-    * the API key that was served least is first (``fairness/fair_prompts.py``), and each of the
-      following rules on the order of waiting requests applies within a key;
     * the prompt with the fewest tokens left is read first (``prefill_order.py``), chunk by chunk;
       with ``prefill_policy="fcfs"`` a prompt is read to its end before another is admitted;
     * ``decode_steps_per_chunk`` decode steps follow a prefill step while both have work;
@@ -107,13 +103,11 @@ class RblnScheduler(PromptScheduler):
         groups = len(self.kv_cache_config.kv_cache_groups)
         self._drafts = DraftCapacity(sizes.verify, self.block_size, groups, self.max_model_len)
         self._most_partial = configured(vllm_config).max_num_partial_prefills
-        self._shortest_first = (
-            configured(vllm_config).prefill_policy == "shortest" and self._chunks is not None
-        )
-        by_priority = self.policy.value == "priority"
-        hit = self._reuse.manager.peek_hit
-        make_order = partial(PrefillOrder, hit, board, by_priority=by_priority)
-        self._prompts = FairPrompts(make_order if self._shortest_first else None)
+        self._order = None
+        if configured(vllm_config).prefill_policy == "shortest" and self._chunks is not None:
+            by_priority = self.policy.value == "priority"
+            hit = self._reuse.manager.peek_hit
+            self._order = PrefillOrder(hit, board, by_priority=by_priority)
 
     def add_request(self, request: Request) -> None:
         self._reuse.hash(request)

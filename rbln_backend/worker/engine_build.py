@@ -60,7 +60,6 @@ from rbln_backend.worker.startup.preflight import bucket_tables
 from rbln_backend.worker.startup.step_records import open_size_log, open_usage
 from rbln_backend.worker.startup.store_metrics import open_store, report_store_size
 from rbln_backend.worker.startup.warmup import WarmUp
-from rbln_backend.worker.step.accounts import StepMeters, step_accounts
 from rbln_backend.worker.step.adapter_rows import AdapterRows, NoAdapterRows, SlotRows
 from rbln_backend.worker.step.agreement import make_agreement
 from rbln_backend.worker.step.batches import RequestBatches
@@ -293,7 +292,7 @@ class EngineBuild:
             adapters=self._adapter_rows(batches),
             graphs=self._graphs,
             kv_caches=self.kv_caches,
-            meters=StepMeters(metrics, step_accounts(config, counts)),
+            metrics=metrics,
             stage=self._stage,
             agreement=self._agreement,
             rows=row_order(self._parts.compiler.capabilities),

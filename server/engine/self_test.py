@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from rbln_backend.api.requests import INTERNAL, RequestAccount
 from server.frontend import LaunchError
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ async def _generate(engine: AsyncLLM) -> bool:
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
-    account = RequestAccount(INTERNAL).as_args()
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=account)
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     async for output in engine.generate(tokens_input([1]), params, _REQUEST_ID):
         if output.finished:
             return len(output.outputs[0].token_ids) == 1
@@ -40,7 +38,7 @@ async def _pool(engine: AsyncLLM, tasks: tuple[SupportedTask, ...]) -> bool:
     from vllm.inputs import tokens_input
 
     task = engine.model_config.get_pooling_task(tasks)
-    params = PoolingParams(task=task, extra_kwargs=RequestAccount(INTERNAL).as_args())
+    params = PoolingParams(task=task)
     async for output in engine.encode(tokens_input([1]), params, _REQUEST_ID):
         if output.finished:
             return int(output.outputs.data.numel()) > 0

@@ -11,7 +11,7 @@ MAX_WEIGHT = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Limits of a key, None for no limit, and the weight of its queue.
+    """Limits of a key, None for no limit, and the weight of its share of the permits.
 
     A token per minute is one of a prompt or of an answer.
     """

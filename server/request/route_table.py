@@ -112,7 +112,6 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/lora_adapters/{name}", Scope.API, prefix="/v1/lora_adapters/"),
     Route("/v1/load_lora_adapter", Scope.ADAPTERS),
     Route("/v1/unload_lora_adapter", Scope.ADAPTERS),
-    Route("/v1/usage", Scope.ADMIN, gated=False),
     Route("/admin/drain", Scope.ADMIN, gated=False),
     Route("/admin/undrain", Scope.ADMIN, gated=False),
     Route("/reset_prefix_cache", Scope.ADMIN),

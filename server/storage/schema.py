@@ -110,6 +110,7 @@ UPDATE responses SET
 """
 # Names of a large batch are in no order, so that each line would read and write a page of its own.
 _NAMES_WITHOUT_INDEX = "DROP INDEX lines_by_name;"
+# Unused since 0.3. The version stays 8, so that a server that was rolled back opens the file.
 _DEVICE_TIME = """
 CREATE TABLE device_time (
     hour INTEGER NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, model TEXT NOT NULL,

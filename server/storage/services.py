@@ -1,15 +1,12 @@
-"""Services of a server with --data-dir: files, batches and stored responses; device time."""
+"""Services of a server with --data-dir: files, batches and stored responses."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
-from pathlib import Path
 
 from starlette.types import ASGIApp
 
-from rbln_backend.api.reports import read_device_time
 from server.admission import Admission
 from server.errors import NotEnabledError
 from server.host.tasks import background_task
@@ -20,7 +17,6 @@ from server.storage.batches.spare_rows import DecodeTimes
 from server.storage.jobs import JobLoop
 from server.storage.responses.service import ResponseService
 from server.storage.store import Store
-from server.storage.usage.device_usage import DeviceUsage
 
 _REFRESH_S = 5.0
 
@@ -34,12 +30,8 @@ class StorageServices:
         lifecycle: Lifecycle,
         admission: Admission,
         decode_times: Callable[[], DecodeTimes],
-        run_dir: Path,
     ) -> None:
-        """Open the store; the engines count their device time in `run_dir`.
-
-        Raises `SettingsError` if `--data-dir` cannot be used.
-        """
+        """Open the store. Raises `SettingsError` if `--data-dir` cannot be used."""
         self.batches: BatchService | None = None
         self.responses: ResponseService | None = None
         self._store: Store | None = None
@@ -47,8 +39,6 @@ class StorageServices:
             self._store = Store(settings)
             self.batches = BatchService(self._store, settings, lifecycle, admission, decode_times)
             self.responses = ResponseService(self._store, settings, lifecycle, admission)
-        database = None if self._store is None else self._store.database
-        self.usage = DeviceUsage(partial(read_device_time, run_dir), lifecycle, database)
 
     @property
     def owner_salt(self) -> bytes:
@@ -72,8 +62,7 @@ class StorageServices:
         """Run the background work of the services for the length of the block, then close."""
         batches, responses = self.batches, self.responses
         if self._store is None or batches is None or responses is None:
-            async with self.usage.following():
-                yield
+            yield
             return
 
         async def refresh() -> float:
@@ -83,7 +72,6 @@ class StorageServices:
 
         try:
             async with (
-                self.usage.following(),
                 batches.working(app),
                 responses.working(app),
                 background_task(JobLoop("stored objects", refresh).run()),

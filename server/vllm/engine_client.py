@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from functools import lru_cache
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.exceptions import GenerationError, MaxQueuedTokensError
@@ -21,13 +19,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from rbln_backend.api.requests import (
-    ACCOUNT_ARGS,
-    PROGRESS_ARGS,
-    SHARE_ARGS,
-    KeyShare,
-    RequestAccount,
-)
+from rbln_backend.api.requests import PROGRESS_ARGS
 from server.errors import ContextLengthError, RateLimitError, ServerError
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord, record_var
@@ -108,7 +100,6 @@ class EngineClient(AsyncLLM):
         if record is None:
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
         _reserve(record, prompt, params)
-        _set_share(record, params)
         _ask_for_progress(record, prompt, params)
         if record.trace_headers is not None:
             kwargs["trace_headers"] = record.trace_headers
@@ -231,27 +222,6 @@ def _reserve(record: RequestRecord, prompt: Any, params: Any) -> None:
         raise
 
 
-def _set_share(record: RequestRecord, params: Any) -> None:
-    """Pass the API key's share and account to the engine.
-
-    They replace those in a client's `vllm_xargs`.
-    """
-    caller = record.caller
-    args: dict[str, Any] = {}
-    if caller.key is not None:
-        args = KeyShare(_key_number(caller.owner), caller.limits.weight).as_args()
-        args |= RequestAccount(key=caller.key).as_args()
-    if isinstance(params, SamplingParams):
-        params.extra_args = _with_ours(params.extra_args, args)
-    else:
-        params.extra_kwargs = _with_ours(params.extra_kwargs, args)
-
-
-def _with_ours(given: dict[str, Any] | None, args: dict[str, Any]) -> dict[str, Any] | None:
-    left = {k: v for k, v in (given or {}).items() if k not in (SHARE_ARGS, ACCOUNT_ARGS)}
-    return {**left, **args} or None
-
-
 def _ask_for_progress(record: RequestRecord, prompt: Any, params: Any) -> None:
     """Have the scheduler report the progress of a stream's long prompt."""
     if record.progress is None or not isinstance(params, SamplingParams):
@@ -260,12 +230,6 @@ def _ask_for_progress(record: RequestRecord, prompt: Any, params: Any) -> None:
     if ids is not None and len(ids) >= _LONG_PROMPT:
         record.progress.is_expected = True
         params.extra_args = {**(params.extra_args or {}), PROGRESS_ARGS: True}
-
-
-@lru_cache(1024)
-def _key_number(owner: str) -> int:
-    """Return the number of an owner in the engine, never 0."""
-    return int.from_bytes(sha256(owner.encode()).digest()[:6]) + 1
 
 
 def _used_tokens(states: list[RequestState]) -> tuple[int, int]:

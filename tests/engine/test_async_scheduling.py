@@ -113,8 +113,8 @@ def test_a_step_is_planned_while_another_runs(
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
-def test_what_is_computed_after_a_stop_is_dropped_and_charged(engines: Engines, arch: str) -> None:
-    """The token after a stop reaches neither the client nor the cache, and its step is paid."""
+def test_what_is_computed_after_a_stop_is_dropped(engines: Engines, arch: str) -> None:
+    """The token after a stop reaches neither the client nor the cache."""
     plain, engine = engines(arch), engines(arch, async_scheduling=True)
     (prompt,) = make_prompts([40], seed=9)
     whole = Company(plain)
@@ -134,11 +134,6 @@ def test_what_is_computed_after_a_stop_is_dropped_and_charged(engines: Engines, 
         company.add(f"rest-{end}", prompt + tokens[: first + 1], rest)
         company.to_the_end()
         assert company.answers[f"rest-{end}"][0] == tokens[first + 1 :]
-    engine.core.model_executor.driver_worker.worker._runner.steps._accounts.flush()
-    spent = engine.total("rbln_device_seconds_total") - engine.total(
-        "rbln_device_seconds_total", kind="warmup"
-    )
-    assert spent == pytest.approx(engine.total("rbln_bucket_step_seconds_sum"), rel=1e-6)
 
 
 def test_adapters_are_loaded_and_removed_while_a_step_runs(

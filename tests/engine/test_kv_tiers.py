@@ -23,7 +23,6 @@ from rbln_backend.kv_tiers.page_store import PageStore
 from rbln_backend.kv_tiers.tier_counts import TierCounts
 from rbln_backend.kv_tiers.tier_setup import make_tiering
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.scheduler.fairness.fair_prompts import FairPrompts
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
@@ -213,13 +212,13 @@ def test_requests_that_come_and_go_have_their_own_tokens(
         few = {"num_gpu_blocks_override": 40, "rbln": {"window_prefix_tokens": 64}}
         engine = engines.fresh(arch, **few, **offloading(tmp_path))
     scheduler, chance = engine.core.scheduler, random.Random(9)
-    order, core = scheduler._prompts, engine.llm.llm_engine
+    order, core = scheduler._order, engine.llm.llm_engine
     base = make_prompts([200], seed=9)[0]
     prompts = [[*base[: chance.randrange(20, 200)], n] for n in range(12)]
     alone = [tokens_of(engine, [prompt])[0][0] for prompt in prompts]
     restart(engine)
     if policy == "fcfs":
-        scheduler._prompts, scheduler._shortest_first = FairPrompts(None), False
+        scheduler._order = None
     ended: dict[str, list[int]] = {}
     aborted: set[str] = set()
     try:
@@ -236,7 +235,7 @@ def test_requests_that_come_and_go_have_their_own_tokens(
         while core.has_unfinished_requests():
             ended |= step(core)
     finally:
-        scheduler._prompts, scheduler._shortest_first = order, True
+        scheduler._order = order
     whole = {name: tokens for name, tokens in ended.items() if name not in aborted}
     assert len(whole) > 30
     assert all(tokens == alone[int(name.split(":")[1])] for name, tokens in whole.items())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 
-from rbln_backend.scheduler.fairness.key_share import KeyShare
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_scheduler_options import limited, run
@@ -15,13 +13,8 @@ from tests.engine.test_scheduler_options import limited, run
 pytestmark = pytest.mark.engine
 
 
-def first_tokens(
-    engine: Engine, arrivals: list[tuple[int, list[int]]], keys: Sequence[int] = ()
-) -> list[str]:
-    """Return the names of requests (step of arrival, prompt) by their first tokens.
-
-    ``keys`` are the numbers of their API keys; without them, no request has one.
-    """
+def first_tokens(engine: Engine, arrivals: list[tuple[int, list[int]]]) -> list[str]:
+    """Return the names of requests (step of arrival, prompt) by their first tokens."""
     from vllm import SamplingParams
 
     core, names = engine.llm.llm_engine, list[str]()
@@ -29,10 +22,7 @@ def first_tokens(
     while len(names) < len(arrivals) or core.has_unfinished_requests():
         for number, (at, prompt) in enumerate(arrivals):
             if at == step:
-                share = KeyShare(keys[number] if keys else 0)
-                params = SamplingParams(
-                    temperature=0.0, max_tokens=2, ignore_eos=True, extra_args=share.as_args()
-                )
+                params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
                 core.add_request(str(number), {"prompt_token_ids": prompt}, params)
         names += [o.request_id for o in core.step() if o.request_id not in names]
         step += 1
@@ -50,7 +40,7 @@ def test_a_short_prompt_overtakes_a_long_one_in_its_prefill(engines: Engines) ->
     assert engine.total("rbln_prefill_overtaken_total") == overtaken + 1
     assert engine.total("rbln_first_token_seconds_count", prompt="to_256") == known + 3
     engine.core.scheduler.reset_prefix_cache()
-    with limited(engine, _shortest_first=False):
+    with limited(engine, _order=None):
         assert first_tokens(engine, arrivals) == ["0", "1", "2"]
 
 
@@ -62,20 +52,6 @@ def test_no_more_long_prompts_are_partly_computed_than_the_limit(engines: Engine
         engine.core.scheduler.reset_prefix_cache()
         with limited(engine, _most_partial=most):
             assert first_tokens(engine, arrivals) == order
-
-
-@pytest.mark.parametrize("shortest_first", [True, False])
-def test_a_key_does_not_wait_behind_all_prompts_of_another(
-    engines: Engines, shortest_first: bool
-) -> None:
-    engine = engines("llama")
-    arrivals = [(0, prompt) for prompt in make_prompts([60] * 6, seed=65)]
-    arrivals.append((1, make_prompts([62], seed=66)[0]))
-    engine.core.scheduler.reset_prefix_cache()
-    with limited(engine, _shortest_first=shortest_first):
-        assert first_tokens(engine, arrivals)[-1] == "6"
-        engine.core.scheduler.reset_prefix_cache()
-        assert "6" in first_tokens(engine, arrivals, [1] * 6 + [2])[:3]
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text", "deepseek_v2"])

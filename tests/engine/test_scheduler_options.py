@@ -112,13 +112,14 @@ def test_every_request_ends(engines: Engines, options: dict[str, Any]) -> None:
     prompts = make_prompts([1 + (7 * n) % 130 for n in range(24)], seed=53)
     counts = [rng.randrange(1, 20) for _ in prompts]
     alone = [run(engine, [(0, *case, 0)])[0] for case in zip(prompts, counts, strict=True)]
+    order = engine.core.scheduler._order
     for _ in range(12):
         limits = {
             "long_prefill_token_threshold": rng.choice([0, 0, 1, 7, 16, 33, 50, 100]),
             "max_num_scheduled_tokens": rng.choice([64, 64, 50, 17]),
             "max_num_running_reqs": rng.choice([1, 2, 4, 4]),
             "_decode_steps_per_chunk": rng.choice([0, 1, 1, 4]),
-            "_shortest_first": rng.choice([True, True, False]),
+            "_order": rng.choice([order, order, None]),
             "_most_partial": rng.choice([1, 2, 4]),
         }
         chosen = rng.sample(range(len(prompts)), 10)

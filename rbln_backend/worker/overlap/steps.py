@@ -93,13 +93,13 @@ class OverlappedStepRunner(StepRunner):
         self._late: LateOutputs | None = None
 
     def wait(self) -> None:
-        """Wait for the end of the latest step; count and charge its time."""
+        """Wait for the end of the latest step; count its time."""
         late, self._late = self._late, None
         if late is not None:
             late.wait()
 
     def _run(self, step: StepGraph, batch: StepBatch | None) -> Sequence[Tensor]:
-        """Launch a graph for ``batch``; its time is counted and charged by ``wait``."""
+        """Launch a graph for ``batch``; its time is counted by ``wait``."""
         wait = self._launch(step.graph, self._useful(batch))
         self._late = LateOutputs(wait, partial(self._count, step, batch))
         return self._late

@@ -13,12 +13,12 @@ from rbln_backend.core import Phase, StepBatch, StepOutputs, StepResult, StepRou
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.scheduler.output import head_copies, moves_kv, page_moves, window_transfers
 from rbln_backend.vllm_compat.surface import SchedulerOutput
-from rbln_backend.worker.step.accounts import StepMeters
 from rbln_backend.worker.step.adapter_rows import AdapterRows
 from rbln_backend.worker.step.agreement import StepAgreement
 from rbln_backend.worker.step.batches import RequestBatches
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.step.inputs import DecodeRows, RowOrder, StepInputs
+from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.plain_rows import PlainRows
 from rbln_backend.worker.step.stage import SoleStage, Stage
 
@@ -36,7 +36,7 @@ class StepRunner:
         graphs: GraphSet,
         adapters: AdapterRows,
         kv_caches: KvCaches,
-        meters: StepMeters,
+        metrics: StepMetrics,
         stage: Stage,
         agreement: StepAgreement,
         rows: RowOrder,
@@ -45,7 +45,7 @@ class StepRunner:
         self._graphs = graphs
         self._adapters = adapters
         self._kv_caches = kv_caches
-        self._metrics, self._accounts = meters
+        self._metrics = metrics
         self._stage = stage
         self._agreement = agreement
         self._rows = rows
@@ -62,7 +62,6 @@ class StepRunner:
         self._kv_caches.restore_windows(transfers)
         batch = self.batches.apply(scheduled)
         if batch is None:
-            self._accounts.flush()
             self._kv_caches.store_pages(pages.stores)
             return None
         started = time.perf_counter()
@@ -150,7 +149,7 @@ class StepRunner:
             self._kv_caches.copy_heads(head_copies(scheduled))
 
     def _run(self, step: StepGraph, batch: StepBatch | None) -> Sequence[Tensor]:
-        """Run a graph for ``batch``, None for padding alone; count and charge its time."""
+        """Run a graph for ``batch``, None for padding alone; count its time."""
         started = time.perf_counter()
         outputs = step.graph.run(self._useful(batch))
         self._count(step, batch, time.perf_counter() - started)
@@ -159,7 +158,6 @@ class StepRunner:
     def _count(self, step: StepGraph, batch: StepBatch | None, seconds: float) -> None:
         rows, tokens = (0, 0) if batch is None else (batch.num_rows, batch.num_tokens)
         self._metrics.record(step.spec, rows, tokens, seconds)
-        self._accounts.charge(batch, seconds, self.batches.requests)
 
     def _useful(self, batch: StepBatch | None) -> UsefulRows | None:
         """Return the rows of a graph that ``batch`` needs; None: all.

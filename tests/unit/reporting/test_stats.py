@@ -23,7 +23,6 @@ SURFACE = {
     "rbln_recompiles_after_warmup_total": ("counter", ("kind",)),
     "rbln_bucket_steps_total": ("counter", ("phase", "bucket")),
     "rbln_bucket_step_seconds": ("histogram", ("phase", "bucket")),
-    "rbln_device_seconds_total": ("counter", ("kind", "key", "model")),
     "rbln_bucket_useful_rows_total": ("counter", ("phase", "bucket")),
     "rbln_bucket_padded_rows_total": ("counter", ("phase", "bucket")),
     "rbln_prefill_useful_tokens_total": ("counter", ("chunk",)),

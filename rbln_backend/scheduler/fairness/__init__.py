@@ -1,1 +1,0 @@
-"""Weighted fair queueing between API keys."""

@@ -1,1 +1,0 @@
-"""Device time by API key and model, hour by hour."""
