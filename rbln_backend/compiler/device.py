@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from importlib.util import find_spec
 from types import ModuleType
@@ -12,11 +13,13 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 
 
+@functools.cache
 def device_capabilities(config: RblnConfig) -> Capabilities:
     """Return the capabilities of the device that this process compiles for.
 
-    An NPU is used where ``device='rebel'`` or a name requires one, or the SDK finds one. Raises
-    ``ConfigError`` where a required NPU is missing, or an installed SDK does not load.
+    An NPU is used where ``device='rebel'`` or a name requires one, or the SDK finds one. The SDK is
+    asked once: every layer of a model needs the answer. Raises ``ConfigError`` where a required NPU
+    is missing, or an installed SDK does not load.
     """
     npu = find_npu(config)
     if npu is None:

@@ -41,7 +41,8 @@ class RblnKvCacheManager(KVCacheManager):
         """Take over the attributes of ``upstream``, which has allocated no block yet."""
         attributes = vars(upstream)
         unknown = sorted(attributes.keys() ^ _ATTRIBUTES)
-        assert not unknown, f"vLLM's KVCacheManager has other attributes than expected: {unknown}"
+        if unknown:
+            raise RuntimeError(f"vLLM's KVCacheManager has other attributes than known: {unknown}")
         vars(self).update(attributes)
         self.coordinator = self.ours = coordinator
         self.block_pool = coordinator.block_pool
@@ -68,7 +69,8 @@ class RblnKvCacheManager(KVCacheManager):
         """As upstream, with a ``HeadCopy`` for each copy."""
         copies, retained = super().take_kv_cache_block_copies()
         heads = self.ours.take_head_copies()
-        assert [head[:2] for head in heads] == copies, "a group copies blocks of its own"
+        if [head[:2] for head in heads] != copies:
+            raise RuntimeError("a group of the KV cache copies blocks of its own")
         return heads, retained
 
     def take_events(self) -> list[KVCacheEvent]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.executor.uniproc_executor import AsyncOutputFuture, UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 if TYPE_CHECKING:
@@ -20,34 +20,11 @@ if TYPE_CHECKING:
 StepOutput: TypeAlias = "ModelRunnerOutput | None"
 
 
-class _Done(Future["StepOutput"]):
-    """A result that is there, without the condition variable that vLLM's futures have."""
-
-    def __init__(self, output: StepOutput) -> None:
-        self._output = output
-
-    def result(self, timeout: float | None = None) -> StepOutput:  # noqa: ARG002
-        return self._output
-
-    def done(self) -> bool:
-        return True
-
-
-class _InFlight(_Done):
-    """A result that is read when the engine needs it: the device may still run the step."""
-
-    def __init__(self, step: AsyncModelRunnerOutput) -> None:
-        self._step = step
-
-    def result(self, timeout: float | None = None) -> StepOutput:  # noqa: ARG002
-        return self._step.get_output()
-
-
 class DirectExecutor(UniProcExecutor):
     """vLLM's executor for one process; the two calls of a step go to the worker directly.
 
-    vLLM's look up the method by name and make a future. Each step does both with cold caches. The
-    executor is made before the engine's structured output manager, whose tokenizer it puts off.
+    vLLM's look up the method by name, in each step with cold caches. The executor is made before
+    the engine's structured output manager, whose tokenizer it puts off.
     """
 
     def _init_executor(self) -> None:
@@ -61,13 +38,27 @@ class DirectExecutor(UniProcExecutor):
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> StepOutput | Future[StepOutput]:
         output = cast("StepOutput", self.driver_worker.execute_model(scheduler_output))
-        return _Done(output) if non_block else output
+        return _done(output) if non_block else output
 
     def sample_tokens(  # type: ignore[override]
         self, grammar_output: GrammarOutput | None, non_block: bool = False
     ) -> StepOutput | Future[StepOutput]:
-        worker = cast("RblnWorker", self.driver_worker.worker)
-        output = worker.sample_tokens(grammar_output)
+        try:
+            output = cast("RblnWorker", self.driver_worker.worker).sample_tokens(grammar_output)
+        except Exception as error:
+            if not non_block:
+                raise
+            failed: Future[StepOutput] = Future()
+            failed.set_exception(error)
+            return failed
         if isinstance(output, AsyncModelRunnerOutput):
-            return _InFlight(output) if non_block else output.get_output()
-        return _Done(output) if non_block else output
+            if non_block:
+                return AsyncOutputFuture(output, single_value=True)
+            return output.get_output()
+        return _done(output) if non_block else output
+
+
+def _done(output: StepOutput) -> Future[StepOutput]:
+    future: Future[StepOutput] = Future()
+    future.set_result(output)
+    return future

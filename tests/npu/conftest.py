@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from rbln_backend.compiler.device import device_capabilities
 from tests.sdk_double.launch import FOLDER
 
 
@@ -29,9 +30,11 @@ def _load() -> dict[str, ModuleType]:
 def sdk(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module ``rebel``, forgotten afterwards: other tests have no SDK."""
     modules = _load()
+    device_capabilities.cache_clear()
     with monkeypatch.context() as patch:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
         yield modules["rebel"]
     for name in modules:
         sys.modules.pop(name, None)
+    device_capabilities.cache_clear()

@@ -12,11 +12,12 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.core import GraphSpec
@@ -26,6 +27,8 @@ logger = init_logger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _TIMEOUT_S = 120.0
+_LEAST_WORK = 0.01
+"""Processor seconds per second of a child that captures, on however many shared cores."""
 _INDEX = struct.Struct("=I")
 
 
@@ -55,8 +58,8 @@ def capture_in_children(
 ) -> Generator[Captured, None, None]:
     """Capture ``specs`` in ``workers`` forked children and yield each when done.
 
-    A graph is left out if its capture fails, if its child dies, or if no child sends anything for
-    ``timeout_s`` seconds; nothing is raised.
+    A graph is left out if its capture fails, if its child dies, or if its child neither sends
+    anything nor computes for ``timeout_s`` seconds; nothing is raised.
     """
     queue = _filled_queue(len(specs))
     children: dict[Connection, int] = {}
@@ -65,7 +68,7 @@ def capture_in_children(
             reader, writer = Pipe(duplex=False)
             children[reader] = _fork(partial(_work, queue, specs, writer, capture))
             writer.close()
-        yield from _collect(list(children), specs, on_start, timeout_s)
+        yield from _collect(children, specs, on_start, timeout_s)
     finally:
         os.close(queue)
         for reader, pid in children.items():
@@ -114,29 +117,45 @@ def _work(
 
 
 def _collect(
-    readers: list[Connection],
+    children: Mapping[Connection, int],
     specs: Sequence[GraphSpec],
     on_start: Callable[[GraphSpec], None],
     timeout_s: float,
 ) -> Iterator[Captured]:
-    while readers:
-        ready = wait(readers, timeout_s)
-        if not ready:
-            logger.warning(
-                "No child has captured a graph for %.0f s: the engine captures the rest", timeout_s
-            )
-            return
-        for reader in ready:
-            assert isinstance(reader, Connection)
+    # When each child was last known to work, and its processor time then.
+    worked = {reader: (time.monotonic(), _cpu_s(pid)) for reader, pid in children.items()}
+    while worked:
+        first = min(at for at, _ in worked.values())
+        ready = wait(list(worked), max(0.0, first + timeout_s - time.monotonic()))
+        for reader in children.keys() & ready:
             try:
                 index, seconds, data = reader.recv()
             except (EOFError, OSError):
-                readers.remove(reader)
+                del worked[reader]
                 continue
+            worked[reader] = time.monotonic(), _cpu_s(children[reader])
             if data is None:
                 on_start(specs[index])
             else:
                 yield Captured(specs[index], data, seconds)
+        for reader, (at, cpu_s) in list(worked.items()):
+            waited_s = time.monotonic() - at
+            if reader in ready or waited_s < timeout_s:
+                continue
+            now_s = _cpu_s(children[reader])
+            worked[reader] = time.monotonic(), now_s
+            if now_s - cpu_s < waited_s * _LEAST_WORK:
+                logger.warning(
+                    "A child has not computed for %.0f s: the engine captures its graph", waited_s
+                )
+                del worked[reader]
+                os.kill(children[reader], signal.SIGKILL)
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the processor time of a child that has not been waited for."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _end(pid: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from rbln_backend.vllm_compat.surface import AsyncModelRunnerOutput, ModelRunnerOutput
 
@@ -18,11 +19,15 @@ class StepInFlight(AsyncModelRunnerOutput):
         """``end`` waits for the device, samples and records; it is called once."""
         self._end = end
         self._lock = threading.Lock()
-        self._output: ModelRunnerOutput | None = None
+        self._ended: Future[ModelRunnerOutput] = Future()
 
     def get_output(self) -> ModelRunnerOutput:
-        """Return the result, after the device's end of the step."""
+        """Return the result, after the device's end of the step, or raise what ended it."""
         with self._lock:
-            if self._output is None:
-                self._output = self._end()
-            return self._output
+            if not self._ended.done():
+                try:
+                    self._ended.set_result(self._end())
+                except BaseException as error:
+                    self._ended.set_exception(error)
+                    raise
+            return self._ended.result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ TokenPicks = Callable[[StepOutputs, int], list[list[int]]]
 """Returns the token of each of the first n rows of a step, [n, 1], in the scheduler's order."""
 
 IntArray = npt.NDArray[np.int32]
-_MOST_CALLS = 128
 
 
 def picked_by_graph(outputs: StepOutputs, count: int) -> list[list[int]]:
@@ -28,13 +28,9 @@ def picked_by_graph(outputs: StepOutputs, count: int) -> list[list[int]]:
 
 
 class _Call(NamedTuple):
-    """A recorded call of the kernel over ``logits`` [rows, V], which writes ``tokens`` [rows, 1].
-
-    It holds the tensors: no other one gets their memory.
-    """
+    """A recorded call of the kernel over logits [rows, V], which writes ``tokens`` [rows, 1]."""
 
     recording: Recording
-    logits: Tensor
     tokens: IntArray
 
 
@@ -46,7 +42,9 @@ class KernelPicks:
     """
 
     def __init__(self) -> None:
-        # By the identity of the logits.
+        # By the identity of logits. References that end with the logits keep no released graph's
+        # memory; logits are recorded when they come a second time, since some are new in each run.
+        self._known: dict[int, ReferenceType[Tensor]] = {}
         self._calls: dict[int, _Call] = {}
         # Only calls of native kernels can be recorded.
         self._records = native_library() is not None
@@ -56,26 +54,28 @@ class KernelPicks:
         return picked
 
     def _pick(self, logits: Tensor) -> IntArray:
-        call = self._calls.get(id(logits))
+        key = id(logits)
+        call = self._calls.get(key)
         if call is not None:
             call.recording.replay(0, 1)
             return call.tokens
-        if not self._records:
-            tokens: IntArray = torch.ops.rbln_emulator.greedy(logits).numpy()
-            return tokens
-        if len(self._calls) >= _MOST_CALLS:
-            # More than an engine has graphs: theirs are not recorded, and the logits new each time.
-            self._records = False
-            self._calls.clear()
-        return self._recorded(logits).tokens
-
-    def _recorded(self, logits: Tensor) -> _Call:
-        recording = start_recording()
-        try:
-            tokens = torch.ops.rbln_emulator.greedy(logits).numpy()
-        finally:
-            recording.end()
-        call = _Call(recording, logits, tokens)
+        if key in self._known:
+            self._calls[key] = call = _recorded(logits)
+            return call.tokens
         if self._records:
-            self._calls[id(logits)] = call
-        return call
+            self._known[key] = ref(logits, lambda _: self._forget(key))
+        tokens: IntArray = torch.ops.rbln_emulator.greedy(logits).numpy()
+        return tokens
+
+    def _forget(self, key: int) -> None:
+        del self._known[key]
+        self._calls.pop(key, None)
+
+
+def _recorded(logits: Tensor) -> _Call:
+    recording = start_recording()
+    try:
+        tokens = torch.ops.rbln_emulator.greedy(logits).numpy()
+    finally:
+        recording.end()
+    return _Call(recording, tokens)

@@ -18,7 +18,10 @@ SDK = """
 __version__ = "0.12.3"
 NPU_OF = {npus!r}
 
+ASKED = []
+
 def get_npu_name(device_id):
+    ASKED.append(device_id)
     return NPU_OF.get(device_id)
 
 class CompileContext:
@@ -38,12 +41,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     (core / "torch_compile.py").write_text("def rbln_backend(graph, inputs, **kwargs): ...")
 
     def write(source: str) -> None:
+        device_capabilities.cache_clear()
         (tmp_path / "rebel" / "__init__.py").write_text(source)
         monkeypatch.syspath_prepend(str(tmp_path))
 
     yield write
     for name in [name for name in sys.modules if name.split(".")[0] == "rebel"]:
         del sys.modules[name]
+    device_capabilities.cache_clear()
 
 
 def test_a_found_npu_comes_before_a_forced_name(
@@ -55,6 +60,13 @@ def test_a_found_npu_comes_before_a_forced_name(
     with caplog.at_level(logging.WARNING):
         assert make_rebel_compiler(config, None).hardware == "RBLN-CR13"
     assert "RBLN_FORCE_NPU_NAME=RBLN-CA25 is ignored: the host has RBLN-CR13" in caplog.text
+
+
+def test_the_driver_is_asked_once_for_all_layers_of_a_model(install: Install) -> None:
+    install(SDK.format(npus={0: "RBLN-CR13"}))
+    for _ in range(3):
+        assert device_capabilities(RblnConfig()).device == "rebel"
+    assert sys.modules["rebel"].ASKED == [0]
 
 
 def test_a_forced_name_stands_in_where_no_npu_is(

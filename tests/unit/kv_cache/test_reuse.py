@@ -316,5 +316,5 @@ def test_a_manager_with_unknown_attributes_is_rejected() -> None:
         hash_block_size=shape.block_size,
     )
     upstream.partial_blocks = upstream.coordinator.single_type_managers  # type: ignore[attr-defined]
-    with pytest.raises(AssertionError, match="partial_blocks"):
+    with pytest.raises(RuntimeError, match="partial_blocks"):
         RblnKvCacheManager(upstream, world.coordinator)

@@ -73,6 +73,21 @@ def test_a_child_without_progress_is_killed_after_the_timeout() -> None:
     assert children() == before
 
 
+def test_a_long_capture_ends_beside_a_child_without_progress() -> None:
+    def capture(spec: GraphSpec) -> bytes:
+        if spec == SPECS[0]:
+            signal.pause()
+        end = time.process_time() + 2.0
+        while spec == SPECS[1] and time.process_time() < end:
+            pass
+        return by_its_name(spec)
+
+    captured = list(
+        capture_in_children(SPECS, capture, workers=2, on_start=lambda _: None, timeout_s=0.5)
+    )
+    assert sorted(c.spec for c in captured) == SPECS[1:]
+
+
 def test_children_are_killed_when_the_consumer_stops_early() -> None:
     before = children()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rbln_backend.core import StepOutputs
 from rbln_backend.emulator.kernel_set import load_kernels
@@ -51,10 +54,34 @@ def test_tokens_come_back_in_the_schedulers_order() -> None:
         assert pick(StepOutputs([logits], order.restore), 3) == [[10], [11], [12]]
 
 
-def test_logits_that_are_new_in_each_run_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picks, "_MOST_CALLS", 2)
+def test_logits_that_are_new_in_each_run_are_not_kept() -> None:
     pick = picks.KernelPicks()
     for _ in range(5):
         logits = torch.randn(ROWS, VOCABULARY)
         assert pick(StepOutputs([logits]), ROWS) == largest(logits)
-    assert not pick._calls
+    seen = ref(logits)
+    del logits
+    assert seen() is None
+
+
+def test_every_graph_is_recorded_and_a_released_one_is_forgotten() -> None:
+    """More graphs than any earlier limit; each replays after all of them have run."""
+    pick, graphs = picks.KernelPicks(), [torch.randn(ROWS, VOCABULARY) for _ in range(200)]
+    for _ in range(2):
+        assert all(pick(StepOutputs([g]), ROWS) == largest(g) for g in graphs)
+    ran: list[str] = []
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Dispatched():
+        for graph in graphs:
+            pick(StepOutputs([graph]), ROWS)
+    assert not [name for name in ran if "greedy" in name]
+    released = ref(graph)
+    del graph, graphs
+    assert released() is None
