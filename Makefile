@@ -46,11 +46,13 @@ test-fast: dev ## Unit and architecture tests that start no engine and take unde
 test-nixl: dev build/nixl/.stamp ## Tests of KV transfer with the real nixl, installed into build/nixl
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/nixl $(quiet) $(python) -m pytest --numprocesses 0 tests/engine/test_kv_transfer.py tests/server/test_prefill_decode.py $(ARGS)
 
-lint: dev docs-site ## ruff, mypy --strict, the import contracts and the documentation site
+lint: dev docs-site ## ruff, mypy --strict, import contracts, hadolint, shellcheck and the site's links
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
 	$(python) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/hadolint Dockerfile
+	$(VENV)/bin/shellcheck .ci/run deploy/scripts/*.sh tests/image/*.sh
 
 bench: dev ## Ours against vLLM's CPU backend, llama.cpp and transformers; ARGS go to benchmarks compare
 	$(quiet) $(python) -m benchmarks compare --save $(ARGS)

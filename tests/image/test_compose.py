@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import yaml
 from server import service
 from server.settings import ServerSettings
 from tests.architecture.source_tree import ROOT
-from tests.image.test_dockerfile import tool, words_of
+from tests.image.test_dockerfile import words_of
 
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -36,7 +38,9 @@ def _seconds(text: str) -> float:
 
 def test_the_files_follow_the_compose_specification() -> None:
     files = ("docker-compose.yml", "deploy/compose/keys.yml")
-    tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", *files)
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_plain_up_takes_the_emulated_device() -> None:

@@ -76,13 +76,6 @@ def test_other_commands_of_vllm_are_its_own(tmp_path: Path) -> None:
     assert done.stdout == "-m vllm.entrypoints.cli.main bench serve\n"
 
 
-def test_the_image_finds_our_vllm_first() -> None:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    assert "ENV PATH=/opt/rbln-serve/bin:/opt/venv/bin:" in text
-    install = (SCRIPTS / "install_prefix.sh").read_text(encoding="utf-8")
-    assert 'install -m 755 deploy/scripts/vllm.sh "$prefix/bin/vllm"' in install
-
-
 def test_trimming_keeps_what_runs(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     kept = [
