@@ -35,6 +35,7 @@ from server.request.fields.rules import (
     apply_field_rules,
     model_field_names,
     refuse_unknown,
+    required_field_names,
     unknown_field,
 )
 from server.request.fields.sampling_values import check_sampling_values
@@ -118,8 +119,15 @@ class BodyReader:
             stamp["output"] = summarise(body, rules.limits.max_model_len)
         ignored += settle_thinking(endpoint, body, rules.thinking)
         drafts, undrafted = settle_drafts(endpoint, body, speculates=rules.speculates)
-        known = model_field_names(self._models[form])
-        fields = accepted_fields(body, known, rules.unknown_fields, endpoint)
+        model = self._models[form]
+        known, needed = model_field_names(model), required_field_names(model)
+        if "top_n" in known and "top_k" in body:
+            # Voyage's name in reranking.
+            body.setdefault("top_n", body.pop("top_k"))
+        fields, unset = accepted_fields(body, known, needed, rules.unknown_fields, endpoint)
+        if not fields.get("tools", True):
+            # Clients without tools send an empty list, which vLLM's chat model rejects.
+            del fields["tools"]
         self._check_values(endpoint, fields)
         return ParsedRequest(
             answers=answers_in(endpoint, fields),
@@ -130,7 +138,7 @@ class BodyReader:
             constraints=self._constraints(endpoint, fields),
             custom_tools=custom_tools,
             forbidding=[name for name in FORBIDDING if fields.get(name)],
-            ignored=sorted(ignored + undrafted + unsent),
+            ignored=sorted(ignored + undrafted + unsent + unset),
             drafts=drafts,
             returns_progress=returns_progress,
             tier=tier,

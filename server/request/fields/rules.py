@@ -53,22 +53,32 @@ def apply_field_rules(endpoint: Endpoint, body: JsonObject) -> list[str]:
 
 
 def accepted_fields(
-    body: JsonObject, known: Collection[str], policy: UnknownPolicy, endpoint: Endpoint
-) -> JsonObject:
+    body: JsonObject,
+    known: Collection[str],
+    required: Collection[str],
+    policy: UnknownPolicy,
+    endpoint: Endpoint,
+) -> tuple[JsonObject, list[str]]:
     """Return the fields of a body that the model has, `known`, after `apply_field_rules`.
 
-    The suggestion for a misspelt name may be any documented field.
+    Null is as absent, but for `required` fields: vLLM's models have other meanings of it. Also
+    returns the names of unknown fields that are null, which are ignored. The suggestion for a
+    misspelt name may be any documented field.
     Raises `UnknownFieldError`, `UnsupportedFieldError` or `InvalidValueError`.
     """
     meant = {*known, *_tree(endpoint).within}
     accepted: JsonObject = {}
+    ignored = []
     for name, value in body.items():
         if name in known:
-            accepted[name] = value
+            if value is not None or name in required:
+                accepted[name] = value
+        elif value is None:
+            ignored.append(name)
         else:
             refuse_unknown(unknown_field(name, meant), policy)
     _check_needs(endpoint, body)
-    return accepted
+    return accepted, ignored
 
 
 def known_fields(
@@ -104,6 +114,13 @@ def model_field_names(model: type[BaseModel]) -> dict[str, str]:
         if field.alias is not None:
             names[field.alias] = name
     return names
+
+
+@cache
+def required_field_names(model: type[BaseModel]) -> frozenset[str]:
+    """Return the names under which a body must give fields of the model."""
+    fields, names = model.model_fields, model_field_names(model)
+    return frozenset(name for name, key in names.items() if fields[key].is_required())
 
 
 def _check_needs(endpoint: Endpoint, body: JsonObject) -> None:

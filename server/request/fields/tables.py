@@ -31,6 +31,7 @@ _NO_TOOLS_HERE = "this server runs no tools"
 _NO_MODERATION = "there is no moderation"
 _OBFUSCATION = "streams are not padded"
 _TRANSFER = "no KV cache is transferred"
+_ELSEWHERE = "it is an option of another provider; chat_template_kwargs sets template variables"
 _EFFORT = "where the model's chat template has the variable"
 _NO_BUDGET = "thinking tokens are not counted separately; max_tokens limits both"
 
@@ -88,7 +89,13 @@ _ANTHROPIC_TIER = _row(
 )
 
 _NO_CALLS = "it is deprecated; send tool_calls instead"
+_OTHERS = (
+    *("thinking", "enable_thinking", "think", "reasoning", "provider", "options", "chat_id"),
+)
+"""Fields that clients of other providers send by default."""
 _TURNS = (
+    *_ignored("messages[].id", "messages[].tool_calls[].extra_content", why=_LABEL),
+    *_ignored("messages[].is_error", why="the content of a result says it", same=(False,)),
     *_obeyed("messages[].reasoning_content", why="as `reasoning`"),
     *_ignored("messages[].annotations", why="they are not shown to the model", same=([],)),
     *_ignored(
@@ -211,6 +218,7 @@ _CHAT = (
     *_granted("messages[].content[].prompt_cache_breakpoint", why=_CACHE),
     *_ignored("prompt_cache_options", "prompt_cache_retention", why=_CACHE),
     *_ignored("verbosity", why="it is not passed to the model", same=("medium",)),
+    *_ignored(*_OTHERS, why=_ELSEWHERE),
     *_ignored("moderation", why=_NO_MODERATION, same=({},)),
     *_ignored("stream_options.include_obfuscation", why=_OBFUSCATION, same=(False,)),
     *_refused("web_search_options", why=_NO_TOOLS_HERE),
@@ -228,6 +236,7 @@ _CHAT = (
 )
 
 _COMPLETION = (
+    *_ignored(*_OTHERS, why=_ELSEWHERE),
     *_obeyed("model", "prompt", "max_tokens", "n", "seed", "stop", "echo", "logprobs"),
     *_obeyed("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias"),
     *_obeyed("stream", "stream_options"),
@@ -362,8 +371,13 @@ def _replaced(rows: tuple[Field, ...], others: tuple[Field, ...]) -> tuple[Field
     return (*others, *(row for row in rows if row.path not in paths))
 
 
+_RERANKED = (
+    *_ignored("return_documents", why="results always hold their documents", same=(True,)),
+    *_ignored("input_type", why="queries and documents are told apart by their fields"),
+    *_POOLED,
+)
 _SCORED = _table(
-    _POOLED,
+    _RERANKED,
     counted=("documents", "items", "data_2", "text_2"),
     context=("query", "queries", "data_1", "text_1"),
 )

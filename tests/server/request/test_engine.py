@@ -421,3 +421,38 @@ def test_token_ids_that_end_inside_a_character_are_continued(server: RealServer)
         text = tokens["choices"][0]["text"]
         assert "weather" not in text
         assert len(text) <= cut
+
+
+OF_OTHER_CLIENTS: dict[str, dict[str, Any]] = {
+    "thinking": {"thinking": {"type": "enabled"}},
+    "options": {"options": {"num_ctx": 8}},
+    "chat_id": {"chat_id": "1", "provider": {"order": []}, "think": True},
+    "tools": {"tools": []},
+    "null": {"xyz": None, "tools": None, "stop": None, "n": None, "top_logprobs": None},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", OF_OTHER_CLIENTS.values(), ids=OF_OTHER_CLIENTS)
+def test_fields_of_other_clients_change_nothing(
+    server: RealServer, fields: dict[str, Any], stream: bool
+) -> None:
+    plain = post(server, CHAT, temperature=0)
+    answer = post(server, CHAT, temperature=0, stream=stream, **fields)
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        assert answer.json()["choices"][0]["message"] == plain.json()["choices"][0]["message"]
+    ignored = set(answer.headers.get("x-rbln-ignored-fields", "").replace(" ", "").split(","))
+    assert ignored - {""} == {name for name in fields if name not in ("tools", *BODY_FIELDS)}
+
+
+BODY_FIELDS = ("stop", "n", "top_logprobs")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_null_does_not_turn_logprobs_off(server: RealServer, stream: bool) -> None:
+    answer = post(server, CHAT, logprobs=True, top_logprobs=None, stream=stream)
+    assert '"logprob":' in answer.text
+    messages = [USER, {**USER, "id": "1", "is_error": True}]
+    answer = post(server, CHAT, messages=messages, stream=stream)
+    assert answer.headers["x-rbln-ignored-fields"] == "messages[].id, messages[].is_error"

@@ -216,3 +216,12 @@ def test_the_openapi_document_knows_what_is_taken() -> None:
     assert "description" in extra["verbosity"]
     assert "web_search_options" not in extra
     assert {"web_search_options", "ec_transfer_params"} <= refused_fields(Endpoint.CHAT)
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.RERANK, Endpoint.RERANK_V1, Endpoint.RERANK_V2])
+def test_fields_of_rerankers_clients_are_taken(endpoint: Endpoint) -> None:
+    """LiteLLM, Cohere's and Voyage's clients send these by default."""
+    body: dict[str, Any] = {"return_documents": True, "input_type": "query", "query": "a"}
+    assert apply_field_rules(endpoint, body) == ["input_type"]
+    assert body == {"query": "a"}
+    assert apply_field_rules(endpoint, {"return_documents": False}) == ["return_documents"]

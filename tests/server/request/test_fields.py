@@ -31,7 +31,9 @@ MESSAGE = {"role": "user", "content": "hi"}
 
 
 def accept(**body: Any) -> dict[str, Any]:
-    return accepted_fields(body, KNOWN, "reject", Endpoint.CHAT)
+    fields, ignored = accepted_fields(body, KNOWN, ("messages",), "reject", Endpoint.CHAT)
+    assert not ignored
+    return fields
 
 
 def check(body: dict[str, Any], limits: RequestLimits = LIMITS) -> None:
@@ -47,7 +49,7 @@ def test_known_fields_pass_unchanged() -> None:
     [
         ("temprature", 1, "did you mean 'temperature'?"),
         ("verbosit", 1, "did you mean 'verbosity'?"),
-        ("xyz", None, "Unknown field 'xyz' (with --unknown-fields warn"),
+        ("xyz", 0, "Unknown field 'xyz' (with --unknown-fields warn"),
         ("guided_json", {}, "Unknown field 'guided_json' (with --unknown-fields warn"),
         ("best_of", 2, "n"),
     ],
@@ -61,9 +63,15 @@ def test_unknown_fields_are_refused_by_name(field: str, value: object, words: st
 
 
 def test_unknown_fields_can_be_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    assert accepted_fields({"xyz": 1, "stream": True}, KNOWN, "warn", Endpoint.CHAT) == {
-        "stream": True
-    }
+    given = {"xyz": 1, "stream": True}
+    assert accepted_fields(given, KNOWN, (), "warn", Endpoint.CHAT) == ({"stream": True}, [])
+
+
+def test_null_is_as_absent_but_for_required_fields() -> None:
+    given = {"xyz": None, "stream": None, "messages": None, "temperature": 0}
+    fields, ignored = accepted_fields(given, KNOWN, ("messages",), "reject", Endpoint.CHAT)
+    assert fields == {"messages": None, "temperature": 0}
+    assert ignored == ["xyz"]
 
 
 def test_fields_without_effect_are_refused() -> None:
