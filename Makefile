@@ -32,7 +32,7 @@ install: $(stamps)/torch ## Locked environment, this project, its kernels, a def
 # Without kernels: tests build theirs into a separate cache.
 dev: $(stamps)/project build/default-model/config.json $(stamps)/dev
 
-serve: install ## Serve MODEL (a folder, a .gguf file, smollm2) on HOST:PORT; ARGS go to the server unchanged
+serve: install ## Serve MODEL (a folder, smollm2) on HOST:PORT; ARGS go to the server unchanged
 	$(if $(filter $(fetched),$(MODEL)),$(VENV)/bin/rbln-serve fetch $(MODEL))
 	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
 

@@ -170,11 +170,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        # Local import: platforms are chosen before vLLM's configs can be imported.
-        from rbln_backend.quantization.gguf_config import register as register_gguf
-
         register_text_models()
-        register_gguf()
         patches.inspect_models_here()
         patches.speculate_here()
         patches.schedule_in_order()

@@ -1,12 +1,12 @@
-"""Checkpoints that are fetched or converted, and models that cannot run."""
+"""Checkpoints that are fetched or written, and models that cannot run."""
 
 from __future__ import annotations
 
 from rbln_backend.checkpoints.catalogue import CATALOGUE
 from rbln_backend.checkpoints.folders import (
     checkpoint_of,
+    convert,
     fetch,
-    is_made_here,
     is_on_hub,
     local_or_fetched,
 )

@@ -1,1 +1,1 @@
-"""Checkpoints that are made here: of GGUF files, and of what `rbln-serve fetch` downloads."""
+"""Checkpoints that `rbln-serve fetch` downloads, or writes of GGUF files."""

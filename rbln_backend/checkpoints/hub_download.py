@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rbln_backend.checkpoints.hub_names import HubFile, HubName, needed_files
+from rbln_backend.checkpoints.hub_names import HubFile, needed_files
 from rbln_backend.errors import CheckpointError
 from rbln_backend.host.file_locks import locked_file
 from rbln_backend.host.progress_line import ProgressLine
@@ -47,8 +47,8 @@ class _CountedFile:
         return getattr(self._file, name)
 
 
-def download_repo(name: HubName, revision: str | None, hub: HubSettings) -> tuple[Path, list[Path]]:
-    """Return the snapshot's folder, and the wanted files in it; downloads what is missing.
+def download_repo(repo: str, revision: str | None, hub: HubSettings) -> Path:
+    """Return the snapshot's folder; downloads what is missing.
 
     Raises `CheckpointError`, also if offline and something is missing.
     """
@@ -57,28 +57,28 @@ def download_repo(name: HubName, revision: str | None, hub: HubSettings) -> tupl
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
     if hub.is_offline:
-        return cached_repo(name, revision, hub)
+        return cached_repo(repo, revision, hub)
     api = huggingface_hub.HfApi(endpoint=hub.endpoint, token=hub.token)
     try:
-        info = api.model_info(name.repo, revision=revision, files_metadata=True)
+        info = api.model_info(repo, revision=revision, files_metadata=True)
         listed = [_file_of(sibling) for sibling in info.siblings or ()]
-        wanted = needed_files(name, listed)
-        blobs = _repo_folder(name, hub) / "blobs"
+        wanted = needed_files(repo, listed)
+        blobs = _repo_folder(repo, hub) / "blobs"
         blobs.mkdir(parents=True, exist_ok=True)
         _require_space(blobs, wanted)
         for file in wanted:
             if file.sha256 is not None and file.size <= _largest_by_http():
-                _download_blob(api, name, str(info.sha), file, blobs)
-        folder = _snapshot(name, revision, hub, wanted)
+                _download_blob(api, repo, str(info.sha), file, blobs)
+        folder = _snapshot(repo, revision, hub, wanted)
     except OfflineModeIsEnabled:
-        return cached_repo(name, revision, hub)
+        return cached_repo(repo, revision, hub)
     except (OSError, HTTPError, HFValidationError) as error:
-        raise CheckpointError(_reason(name, revision, hub, error)) from error
-    return folder, [folder / file.path for file in wanted]
+        raise CheckpointError(_reason(repo, revision, hub, error)) from error
+    return folder
 
 
-def cached_repo(name: HubName, revision: str | None, hub: HubSettings) -> tuple[Path, list[Path]]:
-    """Return the snapshot's folder and the wanted files in it, without a network.
+def cached_repo(repo: str, revision: str | None, hub: HubSettings) -> Path:
+    """Return the snapshot's folder, without a network.
 
     Raises `CheckpointError` if it is not complete.
     """
@@ -86,14 +86,14 @@ def cached_repo(name: HubName, revision: str | None, hub: HubSettings) -> tuple[
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
 
     try:
-        tree = get_cached_repo_tree(name.repo, revision=revision, cache_dir=hub.cache)
-        wanted = needed_files(name, [HubFile(file.path, file.size) for file in tree])
-        folder = _snapshot(name, revision, hub, wanted, offline=True)
+        tree = get_cached_repo_tree(repo, revision=revision, cache_dir=hub.cache)
+        wanted = needed_files(repo, [HubFile(file.path, file.size) for file in tree])
+        folder = _snapshot(repo, revision, hub, wanted, offline=True)
     except (CachedRepoTreeNotFoundError, HFValidationError, OSError) as error:
         raise CheckpointError(
-            f"{name} is not complete in the cache: run `rbln-serve fetch {name}` with a network"
+            f"{repo} is not complete in the cache: run `rbln-serve fetch {repo}` with a network"
         ) from error
-    return folder, [folder / file.path for file in wanted]
+    return folder
 
 
 def _file_of(sibling: Any) -> HubFile:
@@ -103,7 +103,7 @@ def _file_of(sibling: Any) -> HubFile:
 
 
 def _snapshot(
-    name: HubName,
+    repo: str,
     revision: str | None,
     hub: HubSettings,
     wanted: Sequence[HubFile],
@@ -116,7 +116,7 @@ def _snapshot(
 
     with disable_progress_bars():
         folder = snapshot_download(
-            name.repo,
+            repo,
             revision=revision,
             cache_dir=hub.cache,
             token=hub.token,
@@ -130,12 +130,12 @@ def _snapshot(
     return Path(folder)
 
 
-def _repo_folder(name: HubName, hub: HubSettings) -> Path:
+def _repo_folder(repo: str, hub: HubSettings) -> Path:
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     cache = Path(constants.HF_HUB_CACHE) if hub.cache is None else hub.cache
-    return cache.expanduser().resolve() / repo_folder_name(repo_id=name.repo, repo_type="model")
+    return cache.expanduser().resolve() / repo_folder_name(repo_id=repo, repo_type="model")
 
 
 def _require_space(blobs: Path, wanted: Sequence[HubFile]) -> None:
@@ -160,7 +160,7 @@ def _largest_by_http() -> int:
     return int(constants.MAX_HTTP_DOWNLOAD_SIZE)
 
 
-def _download_blob(api: HfApi, name: HubName, commit: str, file: HubFile, blobs: Path) -> None:
+def _download_blob(api: HfApi, repo: str, commit: str, file: HubFile, blobs: Path) -> None:
     """Put a large file into `blobs`, continuing an earlier download. Raises `OSError`."""
     assert file.sha256 is not None
     blob, partial = blobs / file.sha256, blobs / f"{file.sha256}.partial"
@@ -170,7 +170,7 @@ def _download_blob(api: HfApi, name: HubName, commit: str, file: HubFile, blobs:
         if partial.exists() and partial.stat().st_size > file.size:
             partial.unlink()
         with closing(partial.open("ab")) as target:
-            _receive(api, name, commit, file, target)
+            _receive(api, repo, commit, file, target)
         digest = _digest(partial)
         if digest != file.sha256:
             partial.unlink()
@@ -179,7 +179,7 @@ def _download_blob(api: HfApi, name: HubName, commit: str, file: HubFile, blobs:
     (blobs / f"{file.sha256}.partial.lock").unlink(missing_ok=True)
 
 
-def _receive(api: HfApi, name: HubName, commit: str, file: HubFile, target: IO[bytes]) -> None:
+def _receive(api: HfApi, repo: str, commit: str, file: HubFile, target: IO[bytes]) -> None:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils._headers import build_hf_headers
@@ -190,7 +190,7 @@ def _receive(api: HfApi, name: HubName, commit: str, file: HubFile, target: IO[b
         logger.info("Resuming %s at %d of %d MB", file.path, start // _MB, file.size // _MB)
     line = ProgressLine("fetch")
     counted: Any = _CountedFile(target, line, file)
-    url = hf_hub_url(name.repo, file.path, revision=commit, endpoint=api.endpoint)
+    url = hf_hub_url(repo, file.path, revision=commit, endpoint=api.endpoint)
     try:
         with disable_progress_bars():
             http_get(
@@ -209,7 +209,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _reason(name: HubName, revision: str | None, hub: HubSettings, error: Exception) -> str:
+def _reason(repo: str, revision: str | None, hub: HubSettings, error: Exception) -> str:
     """Return a message with advice for an error of `huggingface_hub`."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -220,12 +220,12 @@ def _reason(name: HubName, revision: str | None, hub: HubSettings, error: Except
 
     endpoint = hub.endpoint or constants.ENDPOINT
     if isinstance(error, RevisionNotFoundError):
-        return f"{name.repo} has no revision {revision or _DEFAULT_REVISION!r} at {endpoint}"
+        return f"{repo} has no revision {revision or _DEFAULT_REVISION!r} at {endpoint}"
     if isinstance(error, GatedRepoError):
-        return f"{name.repo} is gated: accept its licence at {endpoint}/{name.repo}, set HF_TOKEN"
+        return f"{repo} is gated: accept its licence at {endpoint}/{repo}, set HF_TOKEN"
     if isinstance(error, RepositoryNotFoundError):
-        return f"{name.repo} is not at {endpoint}, or is private: HF_TOKEN sets a token"
+        return f"{repo} is not at {endpoint}, or is private: HF_TOKEN sets a token"
     text = " ".join(f"{error}".split()) or type(error).__name__
     return (
-        f"{name} could not be downloaded from {endpoint}: {text:.300}; the same command resumes it"
+        f"{repo} could not be downloaded from {endpoint}: {text:.300}; the same command resumes it"
     )

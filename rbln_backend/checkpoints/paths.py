@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rbln_backend.checkpoints.folders import SUFFIX
-
+_GGUF = ".gguf"
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 
@@ -18,14 +17,19 @@ def path_problem(name: str) -> str | None:
     try:
         path = Path(name).expanduser()
         is_file = path.is_file()
-        if _REMOTE.match(name) or path.is_dir() or (is_file and name.endswith(SUFFIX)):
+        if _REMOTE.match(name) or path.is_dir():
             return None
+        if is_file and name.lower().endswith(_GGUF):
+            return (
+                f"{name!r} is a GGUF file, which is not served; write a checkpoint of it: "
+                f"`rbln-serve fetch {name} OUT`"
+            )
         if is_file:
-            return f"{name!r} is a file; name a folder with config.json, or a {SUFFIX} file"
+            return f"{name!r} is a file; name a folder with config.json"
     except (OSError, RuntimeError) as error:
         # A name that is too long, the home of a user who does not exist.
         return f"{name!r:.300} is no path: {error!s:.300}"
-    if name.lower().endswith(SUFFIX):
+    if name.lower().endswith(_GGUF):
         return f"there is no file {name!r}"
     return f"there is no directory {name!r}" if _looks_local(name) else None
 

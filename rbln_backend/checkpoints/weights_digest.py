@@ -8,7 +8,7 @@ from blake3 import blake3
 
 from rbln_backend.errors import ConfigError
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+_WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
 def weights_digest(model: str, load_format: str, seed: int) -> str:

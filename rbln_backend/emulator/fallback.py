@@ -70,15 +70,6 @@ def quantized_linear(
     return functional.linear(x.float(), weight, bias).to(x.dtype).contiguous()
 
 
-def block_rows(
-    ids: Tensor, words: Tensor, scales: Tensor, minima: Tensor | None, num_rows: int, format: str
-) -> Tensor:
-    """Rows ids int64 [...] of a weight of blocks, as float32 [..., K]."""
-    rows = dequantize(words, scales, minima, num_rows, format)
-    found = rows[ids.clamp(0, num_rows - 1)]
-    return found.masked_fill(((ids < 0) | (ids >= num_rows)).unsqueeze(-1), 0.0)
-
-
 def _normalise(total: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     scaled = total * torch.rsqrt(total.square().mean(dim=-1, keepdim=True) + eps)
     return (scaled.to(weight.dtype) * weight).to(dtype).contiguous()
@@ -332,7 +323,7 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         for body in (
             *(pack_linear_weight, pack_linear_weight_, linear, linear_heads, quantized_linear),
             *(rms_norm, fused_add_rms_norm, layer_norm, activate, rotary_embedding, greedy),
-            *(block_rows, self_attention, add_lora_),
+            *(self_attention, add_lora_),
             *(sample, penalize_, top_logprobs),
             *(fallback_attention.shared_attention, fallback_attention.latent_attention),
             *(moe_route, moe, moe_masked, quantized_moe, quantized_moe_masked),

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from rbln_backend.emulator.packing import packed_shape
-from rbln_backend.emulator.quantized_packing import BITS
 
 NAMESPACE = "rbln_emulator"
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -93,20 +92,6 @@ def quantized_linear(
     ``quantized_packing`` describes the layout of its parts.
     """
     return x.new_empty(*x.shape[:-1], out_features)
-
-
-@_op(
-    "(Tensor ids, Tensor words, Tensor scales, Tensor? minima, int num_rows, str format) -> Tensor"
-)
-def block_rows(
-    ids: Tensor, words: Tensor, scales: Tensor, minima: Tensor | None, num_rows: int, format: str
-) -> Tensor:
-    """Expand rows of a weight of blocks: ids int64 [...] to float32 [..., K].
-
-    Ids outside of the weight give zeros.
-    """
-    depth = words.shape[1] * (32 // BITS[format])
-    return words.new_empty((*ids.shape, depth), dtype=torch.float32)
 
 
 @_op("(Tensor x, Tensor weight, float eps) -> Tensor")

@@ -1,7 +1,7 @@
 """The kernels' layout of weights of 4 and 8 bits: packing checkpoints' words, and the values.
 
 A weight [N, K] is words int32 [ceil(N/16), K * bits / 32, 16], scales [ceil(N/16), groups, 16] and,
-if it has zero points, these as uint8 of the same shape, or minima as the scales are: panels of 16
+if it has zero points, these as uint8 of the same shape: panels of 16
 output columns as ``packing`` has them. A word holds 32 / bits neighbours along K, the first in its
 lowest bits, which is how most formats pack or store them: packing moves words and changes none.
 Those of ``e4m3`` alone are taken apart: its panels are [K / 2, 16, 2] of bytes. What a field stands
@@ -11,10 +11,7 @@ for:
 * ``e4m3``: the float of 8 bits that torch calls ``float8_e4m3fn``, whose NaN is read as 480;
 * ``e2m1``: a float of 4 bits, sign, two bits of exponent and one of mantissa, as the Open Compute
   Project's MX specification has it. Its scales are uint8, for 2**(scale - 127);
-* ``blocks4``, ``blocks8``: a number that its minimum is added to, of 4 bits without a sign, of 8
-  with one; less 8, of 4 bits, where there are no minima. Of eight numbers of 4 bits the even ones
-  lie in their word's lower half and the odd ones in the upper (``block_words``). Groups are of 32,
-  of ``blocks8`` also of 16.
+* ``blocks8``: its number, of 8 bits with a sign. Groups are of 16 or 32.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ from torch import Tensor
 
 from rbln_backend.emulator.packing import PANEL, pack_consuming
 
-Format = Literal["int4", "int8", "e4m3", "e2m1", "blocks4", "blocks8"]
-BITS: dict[str, int] = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4, "blocks4": 4, "blocks8": 8}
+Format = Literal["int4", "int8", "e4m3", "e2m1", "blocks8"]
+BITS: dict[str, int] = {"int4": 4, "int8": 8, "e4m3": 8, "e2m1": 4, "blocks8": 8}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -68,39 +65,6 @@ def unpack_numbers(words: Tensor, bits: int) -> Tensor:
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
-# Where a word of blocks4 has each of its eight numbers.
-_PLACES = torch.tensor((0, 16, 4, 20, 8, 24, 12, 28), dtype=torch.int32)
-
-
-def block_words(numbers: Tensor, bits: int) -> Tensor:
-    """Numbers [N, K], 0 to 15 or int8, as words int32 [N, K * bits / 32] of blocks."""
-    if bits == 8:
-        return numbers.to(torch.int8).contiguous().view(torch.int32)
-    eights = numbers.unflatten(-1, (-1, 8))
-    words = torch.zeros(eights.shape[:-1], dtype=torch.int32)
-    for number, place in zip(eights.unbind(-1), _PLACES, strict=True):
-        words |= number.to(torch.int32) << place
-    return words
-
-
-def block_numbers(words: Tensor, bits: int) -> Tensor:
-    """The numbers int32 [..., K] in words int32 [..., K * bits / 32] of blocks."""
-    if bits == 8:
-        return words.contiguous().view(torch.int8).to(torch.int32)
-    return ((words.unsqueeze(-1) >> _PLACES) & 15).flatten(-2)
-
-
-def expand_blocks(numbers: Tensor, scales: Tensor, minima: Tensor | None, bits: int) -> Tensor:
-    """Numbers [N, K] times scales [N, groups] plus minima, the same or none: float32 [N, K]."""
-    by_group = numbers.float().unflatten(-1, (scales.shape[-1], -1))
-    factors = scales.float().unsqueeze(-1)
-    if minima is None:
-        found: Tensor = (by_group - (8.0 if bits == 4 else 0.0)) * factors
-    else:
-        found = by_group * factors + minima.float().unsqueeze(-1)
-    return found.flatten(-2)
-
-
 def unpack_fields(words: Tensor, bits: int) -> Tensor:
     """Words int32 [..., W] of symmetric integers to their values, int8 [..., W * 32 / bits]."""
     return (unpack_numbers(words, bits) - (1 << (bits - 1))).to(torch.int8)
@@ -111,11 +75,6 @@ def dequantize(
 ) -> Tensor:
     """The float32 weight [out_features, K] behind the packed parts, in format ``written``."""
     panels, groups = scales.shape[:2]
-    if written in ("blocks4", "blocks8"):
-        rows = [x.transpose(1, 2).flatten(0, 1) for x in (words, scales)]
-        minima = None if zeros is None else zeros.transpose(1, 2).flatten(0, 1)
-        found = block_numbers(rows[0], BITS[written])
-        return expand_blocks(found, rows[1], minima, BITS[written])[:out_features]
     if written == "e4m3":
         pairs = words.view(torch.uint8).view(panels, -1, PANEL, 2)
         numbers = pairs.transpose(1, 2).flatten(2)
@@ -132,6 +91,8 @@ def dequantize(
 
 def _values(numbers: Tensor, written: str) -> Tensor:
     """Return float32 values of the fields ``numbers`` [...], e4m3 as uint8, without zero points."""
+    if written == "blocks8":
+        return numbers.to(torch.uint8).view(torch.int8).float()
     if written == "e4m3":
         return numbers.view(torch.float8_e4m3fn).float()
     if written == "e2m1":

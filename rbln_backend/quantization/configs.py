@@ -21,7 +21,6 @@ from rbln_backend.quantization.fp8 import (
     RblnModelOptConfig,
     RblnModelOptMixedConfig,
 )
-from rbln_backend.quantization.gguf_blocks import RblnBlockMethod
 from rbln_backend.quantization.gptq import RblnGptqConfig
 from rbln_backend.quantization.linear import RblnWna16LinearKernel
 from rbln_backend.quantization.mxfp4 import RblnMxfp4Config
@@ -49,7 +48,7 @@ _CONFIGS: Mapping[str, Any] = {
     MODELOPT: RblnModelOptConfig,
     MODELOPT_MIXED: RblnModelOptMixedConfig,
 }
-_HOLDERS = (RblnWna16LinearKernel, RblnByteScheme, RblnBlockMethod)
+_HOLDERS = (RblnWna16LinearKernel, RblnByteScheme)
 
 
 @cache

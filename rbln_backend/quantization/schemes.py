@@ -18,9 +18,7 @@ MODELOPT, MODELOPT_MIXED = "modelopt", "modelopt_mixed"
 """FP8 of all layers, or of listed ones, whose experts may be in NVFP4: vLLM calls ModelOpt's other
 algorithms otherwise."""
 NVFP4, NVFP4_GROUPS = ("NVFP4", "W4A16_NVFP4"), (16, 32)
-GGUF = "gguf_blocks"
-"""Of checkpoints that are made here of GGUF files."""
-METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4, MODELOPT, MODELOPT_MIXED, GGUF)
+METHODS = (COMPRESSED_TENSORS, GPTQ, AWQ, FP8, MXFP4, MODELOPT, MODELOPT_MIXED)
 """vLLM's names of the checkpoints' formats."""
 
 PACKED_FORMAT = "pack-quantized"

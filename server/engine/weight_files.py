@@ -73,7 +73,7 @@ def check_weight_files(model: str, dtype: str) -> WeightFiles:
         return found
     names = _names(folder, found)
     if not names and not found.problems:
-        if not any(path for kind in ("*.bin", "*.pt", "*.gguf") for path in folder.glob(kind)):
+        if not any(path for kind in ("*.bin", "*.pt") for path in folder.glob(kind)):
             found.warnings.append(
                 f"MODEL {model!r} has no weights: it can be compiled for, but not served"
             )

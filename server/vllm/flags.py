@@ -18,8 +18,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from rbln_backend.api.models import (
+    CATALOGUE,
     checkpoint_of,
-    is_made_here,
     is_on_hub,
     local_or_fetched,
     path_problem,
@@ -96,9 +96,9 @@ def serve_parser() -> FlexibleArgumentParser:
 
 
 def _use_local_checkpoint(args: Namespace, *, may_fetch: bool) -> None:
-    """Replace MODEL by its converted or fetched folder; clients still see the given name.
+    """Replace MODEL by its fetched folder; clients still see the given name.
 
-    Raises `LaunchError` if a GGUF file cannot be converted, or a model cannot be fetched.
+    Raises `LaunchError` if a model cannot be fetched.
     """
     try:
         folder = _local_checkpoint(args, may_fetch=may_fetch)
@@ -113,16 +113,14 @@ def _use_local_checkpoint(args: Namespace, *, may_fetch: bool) -> None:
 
 def _local_checkpoint(args: Namespace, *, may_fetch: bool) -> Path | None:
     """Return the folder of MODEL; None for a folder, and for what vLLM has to download."""
-    is_made = is_made_here(args.model)
-    if not is_made and not (is_on_hub(args.model) and _has_plain_weights(args)):
+    if args.model in CATALOGUE:
+        return checkpoint_of(args.model, Path(resolve(args.additional_config).config.cache_root))
+    if not (is_on_hub(args.model) and _has_plain_weights(args)):
         return None
-    root = Path(resolve(args.additional_config).config.cache_root)
-    if not is_on_hub(args.model):
-        return checkpoint_of(args.model, root)
     hub = hub_settings()
     if isinstance(args.hf_token, str):
         hub = replace(hub, token=args.hf_token)
-    return local_or_fetched(args.model, root, args.revision, hub, may_fetch=may_fetch)
+    return local_or_fetched(args.model, args.revision, hub, may_fetch=may_fetch)
 
 
 def _has_plain_weights(args: Namespace) -> bool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 
-from rbln_backend.gguf.checkpoint import write_checkpoint
 from server.commands.cli import main
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import fitted_medusa, random_eagle
@@ -17,7 +15,6 @@ from tests.engine.oracle import MOST, AnyLength
 from tests.engine.test_draft_models import Drafted, speculation_of
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_speculation import greedy, results, seeded
-from tests.gguf_files import write_gguf
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -38,13 +35,6 @@ def served_model(name: str, checkpoints: CheckpointCache, folder: Path) -> tuple
     if name == "windows":
         plain = checkpoints("gemma3_text")
         return plain, plain
-    if name == "gguf":
-        plain = checkpoints("llama")
-        path = folder / "checkpoint"
-        path.mkdir()
-        kind = gguf.GGMLQuantizationType.Q8_0
-        write_checkpoint(write_gguf(plain, folder / "model.gguf", kind=kind, others={}), path)
-        return path, plain
     recipe, fields = RECIPES[name]
     made = make_quantized_checkpoint("llama", folder / "checkpoint", recipe, **fields)
     return made, made / "plain"
@@ -52,7 +42,7 @@ def served_model(name: str, checkpoints: CheckpointCache, folder: Path) -> tuple
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8", "windows", *(pytest.param(n, marks=pytest.mark.wide) for n in ("w4a16", "gguf"))],
+    ["fp8", "windows", pytest.param("w4a16", marks=pytest.mark.wide)],
 )
 def test_heads_of_a_model_change_no_token(
     engines: Engines, checkpoints: CheckpointCache, tmp_path: Path, name: str

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from rbln_backend.checkpoints.folders import fetch
-from rbln_backend.parity.runners.plain_weights import plain_checkpoint
 from tests.engine.conftest import Engines
 from tests.reference import reference_generate
 
@@ -53,12 +52,9 @@ def test_twenty_prompts_equal_transformers(engines: Engines) -> None:
         )
         for question in QUESTIONS
     ]
-    # Blocks as they are in the file, each weight expanded in float32 without a rounding.
-    with plain_checkpoint(str(folder), None) as plain:
-        references = [
-            reference_generate(Path(plain), prompt, NUM_TOKENS, ignore_eos=False)
-            for prompt in prompts
-        ]
+    references = [
+        reference_generate(folder, prompt, NUM_TOKENS, ignore_eos=False) for prompt in prompts
+    ]
     sizes = {"max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 128}
     engine = engines.fresh(checkpoint=folder, dtype="float32", **sizes)
     outputs = engine.generate(prompts, GREEDY)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,13 +16,9 @@ from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 from vllm.scalar_type import scalar_types
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.gguf.checkpoint import write_checkpoint
-from rbln_backend.parity.runners.plain_weights import plain_checkpoint
 from rbln_backend.quantization.byte_linear import ByteWeights, RblnByteScheme
 from rbln_backend.quantization.linear import RblnWna16LinearKernel
-from tests.checkpoints import CheckpointCache
 from tests.e4m3_inputs import answers_over_e4m3_inputs
-from tests.gguf_files import write_gguf
 from tests.npu.engines import ONE_CHUNK, WHOLE_CHUNK, Job, run
 from tests.npu.test_engines import YARN_OVER_LONG
 from tests.quantized_checkpoints import Format, Recipe, make_quantized_checkpoint
@@ -244,17 +239,3 @@ def test_symmetric_words_are_taken(sdk: ModuleType) -> None:
     assert sdk
     with set_current_vllm_config(on("rebel")):
         assert make_words(zeros=False).weights.symmetric
-
-
-@pytest.mark.engine
-def test_blocks_of_gguf_become_plain_weights(checkpoints: CheckpointCache, tmp_path: Path) -> None:
-    original = checkpoints("llama", max_position_embeddings=4096, tie_word_embeddings=True)
-    kind = gguf.GGMLQuantizationType
-    file = tmp_path / "model.gguf"
-    write_gguf(original, file, kind=kind.Q4_1, others={"token_embd": kind.Q8_0})
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    write_checkpoint(file, folder)
-    with plain_checkpoint(str(folder), None) as plain:
-        job = Job(folder, batches=[[ONE_CHUNK]], reference=Path(plain))
-        assert run([job], tmp_path / "npu").answers == [job.expected()]

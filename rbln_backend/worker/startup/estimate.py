@@ -9,7 +9,7 @@ from rbln_backend.reporting.start_costs import StartCosts
 from rbln_backend.vllm_compat.surface import VllmConfig
 from rbln_backend.worker.startup.preflight import start_graphs
 
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
 class StartEstimate:

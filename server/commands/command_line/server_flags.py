@@ -14,7 +14,7 @@ from server.vllm.flag_table import RENAMED_FLAGS
 
 PROG = "rbln-serve"
 _ABOUT = {
-    "serve": "Serve MODEL over HTTP: a directory, a .gguf file, a model downloaded by `fetch`, or "
+    "serve": "Serve MODEL over HTTP: a directory, a model downloaded by `fetch`, or "
     "one on the Hugging Face hub.",
     "check": "Report whether and how MODEL can be served, without reading its weights.",
     "batch": "Write the answers to the requests in FILE to OUT, without a service.",

@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint_tokenizer import VOCAB_SIZE
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import random_medusa
-from tests.gguf_files import write_gguf
 from tests.kernel_cache import share_kernels
 from tests.multimodal_checkpoints import make_multimodal_checkpoint
 from tests.quantized_checkpoints import Recipe, quantization_config
@@ -386,18 +385,22 @@ def test_serve_refuses_for_the_same_reason(
         assert f"start-up failed: {reason}" in server.log.read_text()
 
 
-def test_a_gguf_file_is_checked_as_what_it_holds(
-    verdict: Verdict, checkpoints: CheckpointCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_of_the_catalogue_must_be_fetched(
+    verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(share_kernels(tmp_path / "cache")))
-    file = write_gguf(checkpoints("llama", num_hidden_layers=1), tmp_path / "model.gguf")
-    found = verdict(file, *FLAGS)
-    assert (found["ok"], found["num_layers"]) == (True, 1)
-    file.write_bytes(file.read_bytes()[:-10])
-    found = verdict(file, *FLAGS)
-    assert not found["ok"]
-    assert found["reason"].startswith("model.gguf: the last 10 bytes of model.gguf are missing")
     assert verdict("smollm2")["reason"].endswith("run `rbln-serve fetch smollm2`")
+
+
+def test_a_gguf_file_is_refused_by_each_command_with_the_one_that_converts_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    for command in ("check", "compile", "serve"):
+        done = rbln_serve(command, str(file), **OFFLINE)
+        assert done.returncode == 2
+        assert f"`rbln-serve fetch {file} OUT`" in done.stderr
 
 
 def test_the_text_model_of_a_multimodal_checkpoint_needs_its_flag(

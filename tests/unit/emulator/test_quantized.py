@@ -10,8 +10,6 @@ from torch import Tensor
 
 from rbln_backend.emulator import fallback, fallback_moe
 from rbln_backend.emulator.quantized_packing import (
-    block_numbers,
-    block_words,
     dequantize,
     pack_bytes,
     pack_scales,
@@ -23,11 +21,9 @@ from tests.unit.emulator.cases import DTYPES, RELATIVE, for_thread_counts
 
 OPS = torch.ops.rbln_emulator
 WHOLE = -1
-BITS = {"int4": 4, "uint4": 4, "int8": 8, "e4m3": 8, "e2m1": 4}
-BLOCKS = {"blocks4": 4, "blocks4 minima": 4, "blocks8": 8, "blocks8 minima": 8}
-BITS |= BLOCKS
+BITS = {"int4": 4, "uint4": 4, "int8": 8, "e4m3": 8, "e2m1": 4, "blocks8": 8}
 FORMATS = tuple(BITS)
-"""As the op knows them; "uint4" is "int4" with zero points, "minima" are blocks with them."""
+"""As the op knows them; "uint4" is "int4" with zero points."""
 SHAPES = [
     # format, rows, columns, depth, group
     *(("int4", 1, 16, 64, 64), ("int8", 1, 33, 128, 64), ("int4", 3, 100, 256, 128)),
@@ -36,10 +32,8 @@ SHAPES = [
     *(("uint4", 1, 33, 128, 64), ("uint4", 14, 48, 384, 128)),
     *(("e4m3", 1, 16, 128, 128), ("e4m3", 5, 50, 76, WHOLE), ("e4m3", 27, 40, 384, 64)),
     *(("e2m1", 1, 16, 32, 32), ("e2m1", 3, 50, 160, 32), ("e2m1", 20, 40, 288, 32)),
-    *(("blocks4", 1, 16, 32, 32), ("blocks4", 7, 50, 160, 32), ("blocks4", 40, 33, 576, 32)),
-    *(("blocks4 minima", 1, 33, 96, 32), ("blocks4 minima", 27, 80, 288, 32)),
     *(("blocks8", 1, 33, 160, 32), ("blocks8", 3, 40, 48, 16), ("blocks8", 40, 40, 288, 32)),
-    *(("blocks8 minima", 2, 33, 160, 32), ("blocks8 minima", 20, 40, 208, 16)),
+    *(("blocks8", 2, 33, 160, 32), ("blocks8", 20, 40, 208, 16)),
 ]
 
 
@@ -73,7 +67,7 @@ class Weight:
     ) -> None:
         group = depth if group == WHOLE else group
         bits, shape = BITS[written], (columns, depth // group)
-        self.format = "int4" if written == "uint4" else written.removesuffix(" minima")
+        self.format = "int4" if written == "uint4" else written
         self.columns = columns
         # Every field of every word has some of all its values, but for the NaN of e4m3.
         numbers = torch.randint(0, 2**bits, (columns, depth))
@@ -88,16 +82,10 @@ class Weight:
             factors = 2.0 ** (scales.double() - 127)
         if written == "uint4":
             zeros = torch.randint(0, 16, shape, dtype=torch.uint8)
-        if written in BLOCKS:
-            signed = numbers - (128 if bits == 8 else 0)
-            words = block_words(signed, bits)
-            assert torch.equal(block_numbers(words, bits), signed)
+        if written == "blocks8":
+            words = (numbers - 128).to(torch.int8).view(torch.int32)
         values = self._values(written, numbers, zeros).unflatten(1, (-1, group))
-        values = values * factors.unsqueeze(-1)
-        if written.endswith(" minima"):
-            zeros = (torch.randn(shape) / 4).to(dtype)
-            values += zeros.double().unsqueeze(-1)
-        self.values = values.flatten(1)
+        self.values = (values * factors.unsqueeze(-1)).flatten(1)
         self.zeros = None if zeros is None else pack_scales(zeros)
         self.words, self.scales = packed(words, written), pack_scales(scales)
 
@@ -109,8 +97,6 @@ class Weight:
         if written in ("e4m3", "e2m1"):
             value = {"e4m3": e4m3, "e2m1": e2m1}[written]
             return torch.tensor([value(code) for code in range(256)]).double()[numbers]
-        if written == "blocks4 minima":
-            return numbers.double()
         return (numbers - 2 ** (BITS[written] - 1)).double()
 
     @property
@@ -123,9 +109,7 @@ class Weight:
 
 
 def smallest_group(written: str) -> int:
-    if written.startswith("blocks8"):
-        return 16
-    return 32 if written.startswith(("e2m1", "blocks4")) else 64
+    return {"blocks8": 16, "e2m1": 32}.get(written, 64)
 
 
 def assert_near(actual: Tensor, x: Tensor, weight: Weight, bias: Tensor) -> None:
@@ -133,7 +117,7 @@ def assert_near(actual: Tensor, x: Tensor, weight: Weight, bias: Tensor) -> None
     exact = x.double() @ weight.values.T
     terms = x.double().abs() @ weight.values.abs().T
     blunt = 0.0
-    if x.dtype != torch.float32 and weight.format not in ("e4m3", "blocks4", "blocks8"):
+    if x.dtype != torch.float32 and weight.format not in ("e4m3", "blocks8"):
         largest = x.double().abs().amax(-1, keepdim=True)
         blunt = 2.0**-15 * (largest @ weight.values.abs().sum(1, keepdim=True).T)
     exact = exact + bias.double()
@@ -157,10 +141,7 @@ def test_equals_float64(
     x, bias = torch.randn(rows, depth).to(dtype), torch.randn(columns).to(dtype)
     assert_near(weight.product(x, bias), x, weight, bias)
     values = dequantize(*weight.parts, columns, weight.format)
-    # A minimum is added after a rounding.
-    assert torch.allclose(
-        values, weight.values.float(), rtol=0, atol=5e-7 if written.endswith("minima") else 0
-    )
+    assert torch.equal(values, weight.values.float())
     args = (x, *weight.parts, bias, columns, weight.format)
     assert_near(fallback.quantized_linear(*args), x, weight, bias)
 
@@ -209,7 +190,7 @@ def test_every_row_has_the_bits_it_has_alone(written: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("written", ["int8", "uint4", "e4m3", "e2m1", "blocks4", "blocks8 minima"])
+@pytest.mark.parametrize("written", ["int8", "uint4", "e4m3", "e2m1", "blocks8"])
 def test_a_row_that_is_not_finite_stays_alone(
     value: float, dtype: torch.dtype, written: str
 ) -> None:
@@ -232,7 +213,7 @@ def test_a_row_that_is_not_finite_stays_alone(
         ("uint4", "int8", "silu"),
         ("int8", "uint4", "silu"),
         ("e4m3", "e2m1", "silu"),
-        ("blocks4 minima", "blocks8", "silu"),
+        ("blocks8", "blocks8", "silu"),
     ],
 )
 def test_experts_equal_plain_ones(
@@ -282,7 +263,7 @@ def test_what_does_not_fit_is_refused() -> None:
     weight = Weight("int4", 32, 128, 64, torch.float32)
     x, parts = torch.randn(2, 128), (weight.words, weight.scales)
     with pytest.raises(
-        RuntimeError, match="format is 'int3', known are int4, int8, e4m3, e2m1, blocks4"
+        RuntimeError, match="format is 'int3', known are int4, int8, e4m3, e2m1 and blocks8"
     ):
         OPS.quantized_linear(x, *parts, None, None, 32, "int3")
     with pytest.raises(RuntimeError, match="not that of a packed int4 weight"):
@@ -296,5 +277,3 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(RuntimeError, match="zeros of int4 has shape"):
         zeros = parts[1][:, :1].byte().contiguous()
         OPS.quantized_linear(x, *parts, zeros, None, 32, "int4")
-    with pytest.raises(RuntimeError, match="minima have shape"):
-        OPS.quantized_linear(x, *parts, parts[1].half(), None, 32, "blocks4")

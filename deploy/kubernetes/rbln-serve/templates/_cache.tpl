@@ -104,7 +104,6 @@
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
     - {name: models, mountPath: /models}
-    # GGUF files are converted into it.
     - {name: cache, mountPath: /cache}
 {{- end }}
 {{- end -}}

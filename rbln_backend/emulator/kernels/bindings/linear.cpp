@@ -110,23 +110,6 @@ Tensor quantized_linear(const Tensor& x, const Tensor& words, const Tensor& scal
   return out;
 }
 
-Tensor block_rows(const Tensor& ids, const Tensor& words, const Tensor& scales,
-                  const std::optional<Tensor>& minima, int64_t rows, std::string_view format) {
-  TORCH_CHECK(is_of_blocks(format_of(format)), "format is '", format, "', not one of blocks");
-  TORCH_CHECK(ids.scalar_type() == at::kLong && ids.is_contiguous(), "ids are ",
-              ids.scalar_type(), " ", ids.sizes(), ", not int64 and contiguous");
-  TORCH_CHECK(words.dim() == 3, "words has shape ", words.sizes());
-  const int64_t depth = words.size(1) * (32 / bits_of(format_of(format)));
-  std::vector<int64_t> sizes = ids.sizes().vec();
-  sizes.push_back(depth);
-  const Tensor out = empty_of(sizes, at::kFloat);
-  const BlockRowsArgs args{ids.const_data_ptr<int64_t>(), ids.numel(), rows, depth,
-                           quantized_weight(words, scales, minima, rows, depth, format),
-                           out.mutable_data_ptr<float>()};
-  launch([args] { rbln::block_rows(args); });
-  return out;
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
@@ -135,7 +118,6 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("linear", TORCH_FN(linear));
   m.impl("linear_heads", TORCH_FN(linear_heads));
   m.impl("quantized_linear", TORCH_FN(quantized_linear));
-  m.impl("block_rows", TORCH_FN(block_rows));
 }
 
 }  // namespace rbln::bindings

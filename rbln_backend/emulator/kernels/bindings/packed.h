@@ -29,13 +29,12 @@ inline Format format_of(std::string_view name) {
   if (name == "int8") return Format::int8;
   if (name == "e4m3") return Format::e4m3;
   if (name == "e2m1") return Format::e2m1;
-  if (name == "blocks4") return Format::blocks4;
   TORCH_CHECK(name == "blocks8", "format is '", name,
-              "', known are int4, int8, e4m3, e2m1, blocks4 and blocks8");
+              "', known are int4, int8, e4m3, e2m1 and blocks8");
   return Format::blocks8;
 }
 
-// The weight of [columns, depth] behind packed words, scales and zero points, of blocks minima.
+// The weight of [columns, depth] behind packed words, scales and zero points.
 inline QuantizedWeight quantized_weight(const at::Tensor& words, const at::Tensor& scales,
                                         const std::optional<at::Tensor>& zeros, int64_t columns,
                                         int64_t depth, std::string_view name) {
@@ -50,7 +49,7 @@ inline QuantizedWeight quantized_weight(const at::Tensor& words, const at::Tenso
                   scales.size(2) == kPanel && scales.size(1) > 0,
               "scales has shape ", scales.sizes(), " for ", panels, " panels of ", kPanel);
   const int64_t group = depth / scales.size(1), chunk = chunk_of(format);
-  const bool may_end_early = scales.size(1) == 1 && !is_of_blocks(format);
+  const bool may_end_early = scales.size(1) == 1 && format != Format::blocks8;
   TORCH_CHECK(group * scales.size(1) == depth && (may_end_early || group % chunk == 0),
               scales.size(1), " scales per column do not share ", depth,
               " depths in groups of whole ", chunk, "s");
@@ -58,14 +57,7 @@ inline QuantizedWeight quantized_weight(const at::Tensor& words, const at::Tenso
   TORCH_CHECK(!are_powers || scales.scalar_type() == at::kByte, "scales of e2m1 have dtype ",
               scales.scalar_type(), " instead of uint8");
   const uint8_t* zero_points = nullptr;
-  const void* minima = nullptr;
-  if (zeros.has_value() && is_of_blocks(format)) {
-    TORCH_CHECK(zeros->scalar_type() == scales.scalar_type() && zeros->is_contiguous() &&
-                    zeros->sizes() == scales.sizes(),
-                "minima have shape ", zeros->sizes(), " in ", zeros->scalar_type(), ", scales ",
-                scales.sizes(), " in ", scales.scalar_type());
-    minima = zeros->const_data_ptr();
-  } else if (zeros.has_value()) {
+  if (zeros.has_value()) {
     TORCH_CHECK((format == Format::int4 || format == Format::int8) &&
                     zeros->scalar_type() == at::kByte && zeros->is_contiguous() &&
                     zeros->sizes() == scales.sizes(),
@@ -77,8 +69,7 @@ inline QuantizedWeight quantized_weight(const at::Tensor& words, const at::Tenso
           reinterpret_cast<const uint32_t*>(words.const_data_ptr<int32_t>()),
           are_powers ? Dtype::f32 : dtype_of(scales, "scales"),
           scales.const_data_ptr(),
-          zero_points,
-          minima};
+          zero_points};
 }
 
 }  // namespace rbln

@@ -160,8 +160,6 @@ void multiply(const LinearArgs& plain, QuantizedWeight weight, int64_t e) {
   weight.words += e * columns * (plain.depth * bits_of(weight.format) / 32);
   weight.scales = static_cast<const char*>(weight.scales) + scales * scale_bytes;
   if (weight.zeros != nullptr) weight.zeros += scales;
-  if (weight.minima != nullptr)
-    weight.minima = static_cast<const char*>(weight.minima) + scales * scale_bytes;
   quantized_linear({plain, weight});
 }
 

@@ -1,4 +1,4 @@
-// x W^T + bias over weights of e4m3 and of blocks.
+// x W^T + bias over weights of e4m3 and blocks8.
 //
 // A number takes several operations to become a float: a block of a few panels is expanded once,
 // while it stays in L1, and meets every row group. Half precision is enough for e4m3, and takes no
@@ -23,32 +23,24 @@ constexpr int64_t kAhead = 4096;          // bytes of a panel that a lone group 
 constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds worth less than waking the team
 constexpr int64_t kClaimWork = 1 << 21;   // multiply-adds that a thread should claim at once
 
-// One chunk of R rows and P panels: totals[r][c] += scales[c] * (products of row r and column c),
-// and where they shift += shifts[c] * sums[r].
-template <bool kShifts, class W, int R, int P>
+// One chunk of R rows and P panels: totals[r][c] += scales[c] * (products of row r and column c).
+template <class W, int R, int P>
 __attribute__((noinline)) void add_chunk(const W* const (&panels)[P], const float* a,
                                          int64_t depths, const Ahead<P>& ahead,
-                                         const float* scales, const float* shifts,
-                                         const float* sums, float* totals) {
+                                         const float* scales, float* totals) {
   constexpr int C = P * kPanelVectors;
   VecF acc[R][C] = {};
   multiply_panels<W, R, P>(panels, a, depths, ahead, acc);
   // Read before totals are written, which to the compiler could be these.
-  VecF scale[C], shift[C];
+  VecF scale[C];
 #pragma GCC unroll 8
-  for (int c = 0; c < C; ++c) {
-    scale[c] = load(scales + c * kLanes);
-    shift[c] = kShifts ? load(shifts + c * kLanes) : VecF{};
-  }
+  for (int c = 0; c < C; ++c) scale[c] = load(scales + c * kLanes);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    const VecF row_sum = kShifts ? broadcast(sums[r]) : VecF{};
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       float* total = totals + (r * C + c) * kLanes;
-      VecF sum = fma(scale[c], acc[r][c], load(total));
-      if constexpr (kShifts) sum = fma(shift[c], row_sum, sum);
-      store(total, sum);
+      store(total, fma(scale[c], acc[r][c], load(total)));
     }
   }
 }
@@ -59,7 +51,6 @@ template <class Source, class T, class W>
 struct Item {
   const QuantizedLinearArgs& args;
   const Activations<W>& x;
-  const ChunkSums& sums;
   int64_t first, last, panel;
   int64_t next;  // the panel of this thread's next item
 
@@ -78,9 +69,7 @@ struct Item {
     Ahead<P> ahead = ahead_of<N, P>(g - first, nth, block);
     for (int64_t t = block.begin(); t < block.end(); t += Block::kChunk) {
       const int64_t depths = std::min(Block::kChunk, block.end() - t);
-      add_chunk<Source::kShifts, N, R, P>(numbers, x.group(g, t), depths, ahead,
-                                          block.scales(t, nth), block.shifts(t, nth),
-                                          sums.at(t / Block::kChunk, x.groups.begin(g)), totals);
+      add_chunk<N, R, P>(numbers, x.group(g, t), depths, ahead, block.scales(t, nth), totals);
       for (int p = 0; p < P; ++p) {
         numbers[p] += depths / Layout<N>::kStep * Layout<N>::kElements;
         ahead.address[p] += depths / Layout<N>::kStep * ahead.step;
@@ -138,11 +127,8 @@ void run(const QuantizedLinearArgs& args) {
   using W = Source::template Number<T>;
   thread_local Buffer buffer;
   const LinearArgs& plain = args.plain;
-  const int64_t chunks = Source::kShifts ? plain.depth / Source::kChunk : 0;
-  const int64_t elements = plain.rows * plain.depth;
-  float* const memory = buffer.take(elements + plain.rows * chunks);
+  float* const memory = buffer.take(plain.rows * plain.depth);
   const Activations<W> x{RowGroups(plain.rows), plain.depth, memory};
-  const ChunkSums sums(plain.rows, memory + elements);
   const int64_t panels = (plain.columns + kPanel - 1) / kPanel;
   const int64_t tiles = (panels + kItemPanels - 1) / kItemPanels;
   const int64_t row_blocks = (x.groups.count + kBlockGroups - 1) / kBlockGroups;
@@ -150,9 +136,6 @@ void run(const QuantizedLinearArgs& args) {
   const bool is_small = plain.rows * plain.depth < (1 << 14);
   parallel_for(x.groups.count, 1, is_small ? 1 : threads, [&](int64_t g) {
     interleave_group<T, Source::template order<W>>(plain, x, g);
-    if constexpr (Source::kShifts)
-      for (int r = 0; r < x.groups.size(g); ++r)
-        sums.add_up<T, Source::kChunk>(plain, x.groups.begin(g) + r);
   });
   const int64_t rows = std::min(plain.rows, kBlockGroups * kMaxTileRows);
   const int64_t item_work = rows * plain.depth * kItemPanels * kPanel;
@@ -162,7 +145,7 @@ void run(const QuantizedLinearArgs& args) {
     const int64_t last = std::min(first + kBlockGroups, x.groups.count);
     const int64_t panel = item % tiles * kItemPanels;
     const int64_t next = panel + to_own_next(item, grain, threads) * kItemPanels;
-    Item<Source, T, W>{args, x, sums, first, last, panel, next}.run();
+    Item<Source, T, W>{args, x, first, last, panel, next}.run();
   });
 }
 
@@ -171,18 +154,11 @@ void run_any(const QuantizedLinearArgs& args) {
   RBLN_DISPATCH(args.plain.dtype, T, (run<Source, T>(args)));
 }
 
-template <int64_t kChunk>
-void run_bytes(const QuantizedLinearArgs& args) {
-  if (args.weight.minima == nullptr) return run_any<Blocks8<kChunk, false>>(args);
-  return run_any<Blocks8<kChunk, true>>(args);
-}
-
 }  // namespace
 
 void expanded_linear(const QuantizedLinearArgs& args) {
   if (args.weight.format == Format::e4m3) return run_any<E4m3>(args);
-  if (args.weight.format == Format::blocks4) return run_any<Blocks4>(args);
-  return args.weight.group % 32 == 0 ? run_bytes<32>(args) : run_bytes<16>(args);
+  return args.weight.group % 32 == 0 ? run_any<Blocks8<32>>(args) : run_any<Blocks8<16>>(args);
 }
 
 }  // namespace rbln

@@ -1,9 +1,9 @@
 // Products with weights whose numbers are expanded once, and what a Source of them has.
 //
 // kBits of a number in its panel; kChunk, depths whose products share a scale; kUnit, what numbers
-// that come out are to be multiplied by; kShifts, whether a chunk's sum of activations has a share
-// in its result; Number<T>, what numbers become for activations of type T; Packed<W>, as what they
-// can be multiplied where they are, with the same bits, or W; kBias<W>, what they come out plus; order, the order of their depths; and
+// that come out are to be multiplied by; Number<T>, what numbers become for activations of type T;
+// Packed<W>, as what they can be multiplied where they are, with the same bits, or W; order, the
+// order of their depths; and
 //
 // expand(panel, depths, to): the next `depths` of a panel, [depths][16]; as bf16 that is multiplied
 // in pairs [depths/2][16][2].
@@ -17,7 +17,7 @@
 
 namespace rbln {
 
-// Weights of e4m3 or of blocks.
+// Weights of e4m3 or blocks8.
 void expanded_linear(const QuantizedLinearArgs& args);
 
 // True if activations of type T are multiplied in pairs.
@@ -40,9 +40,6 @@ struct E4m3 {
   static constexpr int kBits = 8;
   static constexpr int64_t kChunk = chunk_of(Format::e4m3);
   static constexpr float kUnit = kE4m3Unit;
-  static constexpr bool kShifts = false;
-  template <class W>
-  static constexpr float kBias = 0.0f;
 
   using Halves = std::conditional_t<kWidensHalves, f16, float>;
   template <class T>
@@ -90,32 +87,6 @@ struct E4m3 {
     for (int64_t i = 0; i < depths * kPanel; i += 2 * kLanes)
       store_raw(to + i, widen_pairs(reinterpret_cast<const e4m3*>(panel) + i));
   }
-};
-
-// The sums of the activations of each chunk and row, in the order of the depths: what minima and
-// numbers that come out too large are multiplied by.
-class ChunkSums {
- public:
-  ChunkSums(int64_t rows, float* data) : rows_(rows), data_(data) {}
-
-  // Of `row` on at the `nth` chunk.
-  const float* at(int64_t nth, int64_t row) const { return data_ + nth * rows_ + row; }
-
-  template <class T, int64_t kChunk>
-  void add_up(const LinearArgs& args, int64_t row) const {
-    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
-    for (int64_t t = 0; t < args.depth; t += kChunk) {
-      VecF sums{};
-      for (int64_t i = 0; i < kChunk; i += kLanes) sums = sums + load(x + t + i);
-      float total = 0.0f;
-      for (int i = 0; i < kLanes; ++i) total += sums[i];
-      data_[t / kChunk * rows_ + row] = total;
-    }
-  }
-
- private:
-  int64_t rows_;
-  float* data_;
 };
 
 }  // namespace rbln

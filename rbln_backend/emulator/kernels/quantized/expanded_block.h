@@ -52,12 +52,9 @@ class DepthBlock {
   }
   static constexpr int64_t bytes_of(int64_t depths) { return depths * kPanel * Source::kBits / 8; }
 
-  // The scales of the chunk at `t`, from the `nth` panel on, and what goes with its activations' sum.
+  // The scales of the chunk at `t`, from the `nth` panel on.
   const float* scales(int64_t t, int64_t nth) const {
     return scales_[(t - begin_) / kChunk] + nth * kPanel;
-  }
-  const float* shifts(int64_t t, int64_t nth) const {
-    return shifts_[(t - begin_) / kChunk] + nth * kPanel;
   }
 
  private:
@@ -73,17 +70,7 @@ class DepthBlock {
   void read(int64_t t, int64_t nth) {
     const int64_t chunk = (t - begin_) / kChunk;
     const int64_t place = (inside(nth) * scale_rows_ + t / args_.weight.group) * kPanel;
-    float* const scales = scales_[chunk] + nth * kPanel;
-    read_scales(args_.weight, place, Source::kUnit, scales);
-    if constexpr (Source::kShifts) {
-      float* const shifts = shifts_[chunk] + nth * kPanel;
-      const bool is_middle = args_.weight.minima == nullptr;
-      if (is_middle) std::fill_n(shifts, kPanel, 0.0f);
-      else read_minima(args_.weight, place, shifts);
-      const VecF less = broadcast(-Source::template kBias<W> - (is_middle ? Source::kMiddle : 0.0f));
-      for (int64_t c = 0; c < kPanel; c += kLanes)
-        store(shifts + c, fma(less, load(scales + c), load(shifts + c)));
-    }
+    read_scales(args_.weight, place, Source::kUnit, scales_[chunk] + nth * kPanel);
   }
 
   const QuantizedLinearArgs& args_;
@@ -92,7 +79,6 @@ class DepthBlock {
   int64_t begin_ = 0, end_ = 0;
   alignas(64) W numbers_[kPanels][kBlockDepth * kPanel];
   alignas(64) float scales_[kBlockChunks][kPanels * kPanel];
-  alignas(64) float shifts_[Source::kShifts ? kBlockChunks : 1][kPanels * kPanel];
 };
 
 }  // namespace rbln

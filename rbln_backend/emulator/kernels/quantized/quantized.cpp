@@ -179,13 +179,12 @@ void run_any(const QuantizedLinearArgs& args) {
 
 void quantized_linear(const QuantizedLinearArgs& args) {
   if (args.plain.rows == 0 || args.plain.columns == 0) return;
-  const bool is_expanded = args.weight.format == Format::e4m3 || is_of_blocks(args.weight.format);
-  if (is_expanded) return expanded_linear(args);
   switch (args.weight.format) {
     case Format::int4: return run_any<Integers<4>>(args);
     case Format::int8: return run_any<Integers<8>>(args);
     case Format::e2m1: return run_any<E2m1>(args);
-    default: return;
+    case Format::e4m3:
+    case Format::blocks8: return expanded_linear(args);
   }
 }
 

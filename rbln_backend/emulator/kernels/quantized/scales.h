@@ -29,12 +29,4 @@ inline void read_scales(const QuantizedWeight& weight, int64_t place, float unit
   });
 }
 
-// The kPanel minima at `place`.
-inline void read_minima(const QuantizedWeight& weight, int64_t place, float* minima) {
-  RBLN_DISPATCH(weight.scale_dtype, S, {
-    const S* source = static_cast<const S*>(weight.minima) + place;
-    for (int64_t c = 0; c < kPanel; c += kLanes) store(minima + c, load(source + c));
-  });
-}
-
 }  // namespace rbln
