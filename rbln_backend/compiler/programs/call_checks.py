@@ -27,6 +27,7 @@ _MAKERS = frozenset(
     ).split()
 )
 _INDEXING = ("operator.getitem", "operator.setitem")
+_OPERANDS = {"operator.neg": 1, "operator.invert": 1, "operator.setitem": 3}
 _KEYWORD = re.compile(r"_?[a-z][a-z0-9_]{0,31}")
 _NUMBERS = (bool, int, float)
 
@@ -93,9 +94,20 @@ def callable_mismatch(
         return _size_mismatch(name, arguments, keywords)
     if not any(map(_has_reference, values)):
         return "takes the result of a node, got none"
+    if name.startswith("operator."):
+        return _operator_mismatch(name, arguments, keywords)
+    return None
+
+
+def _operator_mismatch(
+    name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> str | None:
+    count = _OPERANDS.get(name, 2)
+    if keywords or len(arguments) != count:
+        return f"takes {count} operands, got {len(arguments) + len(keywords)}"
     # Python's operators repeat texts and sequences, and format texts.
     operands = arguments[: 1 if name in _INDEXING else None]
-    if name.startswith("operator.") and not all(map(_is_operand, operands)):
+    if not all(map(_is_operand, operands)):
         return "takes results of nodes and numbers alone"
     return None
 

@@ -145,6 +145,9 @@ def test_too_few_and_too_many_arguments_are_refused() -> None:
     assert "takes 4 arguments by position, got 5" in refusal(edited(LINEAR, {"args": more}))
     twice = {"kwargs": {"out_features": 8}}
     assert "takes out_features once" in refusal(edited(LINEAR, twice))
+    one = {"args": {"tuple": [{"node": SPLIT}]}}
+    assert "takes 2 operands, got 1" in refusal(edited(ITEM, one))
+    assert "takes 2 operands, got 3" in refusal(edited(ITEM, {"kwargs": {"c": 1}}))
 
 
 @pytest.mark.parametrize("node", [-1, LINEAR, LINEAR + 1, 10**9, True, "0", 1.0, None, [0]])
