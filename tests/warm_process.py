@@ -274,13 +274,11 @@ def _serve() -> None:
 
     from rbln_backend.vllm_compat.patches import inspect_models_here
     from server.host.importing import without_garbage_collection
-    from server.vllm.importing import import_vllm
     from tests.graph_cache import trace_once
 
     # It finds the place of the title by the environment, which commands replace.
     setproctitle.getproctitle()
     with without_garbage_collection():
-        import_vllm()
         for name in _PRELOADED:
             import_module(name)
     inspect_models_here()

@@ -55,23 +55,6 @@ def is_active() -> bool:
     return _other_platform() is None
 
 
-def start_imports(*, engine: bool) -> AbstractContextManager[None]:
-    """Return a block in which vLLM's imports leave out what a start does not need.
-
-    ``engine``: for the process that runs graphs, not for the one that answers. Imports torch.
-    """
-    from rbln_backend.vllm_compat.start_imports import start_imports
-
-    return start_imports(engine=engine)
-
-
-def import_serving() -> None:
-    """In the block of ``start_imports``, import what is needed only to answer requests."""
-    from rbln_backend.vllm_compat.start_imports import import_serving
-
-    import_serving()
-
-
 def load_worker() -> None:
     """Import the modules of an engine process. Raises ``PlatformError``."""
     _require_platform()

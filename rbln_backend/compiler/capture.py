@@ -11,7 +11,6 @@ from torch import Tensor, fx, nn
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError
-from rbln_backend.vllm_compat.start_imports import dynamo_marks
 
 
 class _CapturedError(Exception):
@@ -40,7 +39,6 @@ def capture(
         captured.append(_bind(graph_module, table, inputs))
         raise _CapturedError
 
-    dynamo_marks.apply()
     torch._dynamo.reset()
     try:
         # With gradients on, what the model writes to the KV caches would be traced for autograd.

@@ -13,8 +13,7 @@ import errno
 import math
 import mmap
 import os
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from rbln_backend.emulator.kernel_set import native_library
 from rbln_backend.errors import DeviceMemoryError
-from rbln_backend.host.weight_pages import WEIGHT_PAGES, lends_slowly
 
 # More than the float32 logits of 256 rows over a vocabulary of 128k, and what sorting them takes.
 _KEPT_BYTES = 1 << 30
@@ -45,23 +43,19 @@ class MemoryChoice:
     huge_pages_reason: str
 
 
-def choose_memory(*, mapped: bool, huge_pages: bool, weight_bytes: int = 0) -> MemoryChoice:
+def choose_memory(*, mapped: bool, huge_pages: bool) -> MemoryChoice:
     """Set up memory for what is allocated from here on; call it after ``load_kernels``.
 
     ``mapped``: tensors of 2 MiB and more get mappings of their own, which ``keep_freed_memory``
-    can keep. ``huge_pages``: these, and KV caches, are advised to lie on huge pages; weights later
-    than others where a huge page is slow to get, of those that ``weight_bytes`` need.
+    can keep. ``huge_pages``: these, and KV caches, are advised to lie on huge pages.
     """
     library = native_library()
     if library is None:
-        WEIGHT_PAGES.defer(None)
         return MemoryChoice("system", _NOT_NATIVE, "off", _NOT_NATIVE)
     system = _system_huge_pages()
     advised = huge_pages and system in ("always", "madvise")
     library.rbln_emulator_map_large_tensors(int(mapped))
     library.rbln_emulator_use_huge_pages(int(advised))
-    defers = mapped and advised and system == "madvise" and lends_slowly(weight_bytes)
-    WEIGHT_PAGES.defer(library.rbln_emulator_use_huge_pages if defers else None)
     return MemoryChoice(
         "mapped" if mapped else "system",
         "" if mapped else "requested",
@@ -83,15 +77,6 @@ def keep_freed_memory(most_bytes: int = _KEPT_BYTES) -> None:
     library = native_library()
     if library is not None:
         library.rbln_emulator_keep_freed_mappings(ctypes.c_size_t(most_bytes))
-
-
-def move_to_huge_pages(weights: Iterable[Tensor]) -> threading.Thread | None:
-    """Start to move ``weights`` [...] and packed ones to huge pages, if they are not there."""
-    if not WEIGHT_PAGES.is_deferring:
-        return None
-    storages = (weight.untyped_storage() for weight in weights)
-    WEIGHT_PAGES.add(*((storage.data_ptr(), storage.nbytes()) for storage in storages))
-    return WEIGHT_PAGES.replace_in_background()
 
 
 def reserve_pages(tensor: Tensor) -> None:

@@ -11,8 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from rbln_backend.host.weight_pages import WEIGHT_PAGES
-
 PANEL = 16
 PACKABLE_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
@@ -38,10 +36,7 @@ def fits_in_place(weight: Tensor) -> bool:
 
 def pack(weight: Tensor) -> Tensor:
     """``weight`` [N, K] in the packed layout, by the active kernels; a copy."""
-    with WEIGHT_PAGES.small():
-        packed: Tensor = torch.ops.rbln_emulator.pack_linear_weight(weight)
-    if not packed.is_meta:
-        WEIGHT_PAGES.add((packed.data_ptr(), packed.nbytes))
+    packed: Tensor = torch.ops.rbln_emulator.pack_linear_weight(weight)
     return packed
 
 
@@ -50,8 +45,6 @@ def pack_consuming(weight: Tensor) -> Tensor:
     if not fits_in_place(weight):
         return pack(weight)
     torch.ops.rbln_emulator.pack_linear_weight_(weight)
-    # The model's parameter lets go of it.
-    WEIGHT_PAGES.add((weight.data_ptr(), weight.nbytes))
     return weight.view(packed_shape(weight.dtype, *weight.shape))
 
 

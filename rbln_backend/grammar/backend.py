@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rbln_backend.grammar.late_tokenizer import LateTokenizer
 from rbln_backend.vllm_compat.grammar import (
     StructuredOutputGrammar,
     StructuredOutputManager,
@@ -80,7 +79,6 @@ class PinnedXgrammar(XgrammarBackend):
                 return
             from rbln_backend.grammar.json_compiler import bounded_compiler, tokens_without_controls
 
-            self._read_tokenizer()
             super().__post_init__()  # type: ignore[no-untyped-call]
             info = self.compiler.compile_grammar('root ::= "a"').tokenizer_info
             self.compiler = bounded_compiler(info, self.compiler.cache_limit_bytes)
@@ -146,14 +144,8 @@ class PinnedXgrammar(XgrammarBackend):
 
         with self._making:
             if self._lark is None:
-                self._read_tokenizer()
                 self._lark = LarkCompiler(self.tokenizer, self.vocab_size)
             return self._lark
-
-    def _read_tokenizer(self) -> None:
-        """Call it with the lock of what is made from the tokenizer."""
-        if isinstance(self.tokenizer, LateTokenizer):
-            self.tokenizer = self.tokenizer.read()
 
     def forget(self) -> None:
         """Clear the cache of compiled grammars."""

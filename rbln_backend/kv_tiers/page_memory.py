@@ -13,7 +13,7 @@ def new_page(num_bytes: int) -> Tensor:
     """Return memory for a page, bytes [num_bytes], of undefined content.
 
     It lies on small pages of the system. Large tensors lie on huge pages, and on virtual machines
-    the first use of one can take milliseconds (decision 94), longer than writing the file.
+    the first use of one can take milliseconds, longer than writing the file.
     """
     memory = mmap.mmap(-1, num_bytes)
     with suppress(OSError):

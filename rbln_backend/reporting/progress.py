@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ class ProgressSnapshot:
     """Progress over all ranks.
 
     A graph is done when all ranks that planned it have finished it; its seconds are those of the
-    slowest rank. `eta_s` is None while nothing is expected and no graph is done. `updated` is the
+    slowest rank. `eta_s` is None while no step and no graph of the phase is done. `updated` is the
     Unix time of the latest event, None before the first. `failure` is the reason of a failed rank.
     """
 
@@ -92,10 +92,6 @@ class ProgressWriter:
         self._append({"event": "phase", "name": name, "detail": detail})
         if detail or name == "ready":
             self._print(f"{name}: {detail}" if detail else name)
-
-    def expect(self, seconds: Mapping[str, float]) -> None:
-        """Report the expected seconds by phase."""
-        self._append({"event": "expect", "seconds": {n: round(s, 3) for n, s in seconds.items()}})
 
     def step(self, detail: str, done: int, total: int) -> None:
         """Report the progress within the phase; redraws a line on a tty."""
@@ -216,7 +212,6 @@ class _RankProgress:
     failure: str | None = None
     graphs: dict[str, GraphProgress] = field(default_factory=dict)
     workers: int = 1
-    expected: dict[str, float] = field(default_factory=dict)
     entered: float | None = None
     share: float = 0.0
 
@@ -228,8 +223,6 @@ class _RankProgress:
             self._enter(event["name"], event["detail"])
         elif kind == "step":
             self.detail, self.share = event["detail"], float(event["share"])
-        elif kind == "expect":
-            self.expected = {str(n): float(s) for n, s in event["seconds"].items()}
         elif kind == "plan":
             self.graphs = {g: GraphProgress(g, "pending", None, None) for g in event["graphs"]}
             self.workers = int(event["workers"])
@@ -319,22 +312,13 @@ def _merge_one(parts: list[GraphProgress]) -> GraphProgress:
 def _eta(
     slowest: _RankProgress, graphs: list[GraphProgress], updated: float | None, now: float
 ) -> float | None:
-    """Return the remaining seconds of the start: the rest of this phase, and later phases.
-
-    The expected seconds of a phase are used until its graphs or steps have a measured pace.
-    """
+    """Return the remaining seconds of this phase at its pace, None before it has one."""
     if slowest.phase == "ready":
         return 0.0
     left = _graphs_left_s(slowest, graphs, updated, now)
-    if left is None:
-        if not slowest.expected or slowest.entered is None:
-            return None
-        spent = now - slowest.entered
-        left = max(0.0, slowest.expected.get(slowest.phase, 0.0) - spent)
-        if slowest.share:
-            left = spent * (1.0 - slowest.share) / slowest.share
-    later = PHASES[PHASES.index(slowest.phase) + 1 :]
-    return left + sum(slowest.expected.get(phase, 0.0) for phase in later)
+    if left is None and slowest.share and slowest.entered is not None:
+        left = (now - slowest.entered) * (1.0 - slowest.share) / slowest.share
+    return left
 
 
 def _graphs_left_s(

@@ -23,15 +23,8 @@ StepOutput: TypeAlias = "ModelRunnerOutput | None"
 class DirectExecutor(UniProcExecutor):
     """vLLM's executor for one process; the two calls of a step go to the worker directly.
 
-    vLLM's look up the method by name, in each step with cold caches. The executor is made before
-    the engine's structured output manager, whose tokenizer it puts off.
+    vLLM's look up the method by name, in each step with cold caches.
     """
-
-    def _init_executor(self) -> None:
-        from rbln_backend.grammar.late_tokenizer import put_off_tokenizer
-
-        put_off_tokenizer(self.vllm_config)
-        super()._init_executor()
 
     # Upstream's overloads leave out the None that its engine expects.
     def execute_model(  # type: ignore[override]

@@ -20,10 +20,9 @@ from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
 from rbln_backend.compiler.sdk.limits import check_num_blocks
 from rbln_backend.emulator.layers import install_layers
-from rbln_backend.emulator.memory import keep_freed_memory, move_to_huge_pages
+from rbln_backend.emulator.memory import keep_freed_memory
 from rbln_backend.host.memory import host_memory
 from rbln_backend.host.process_life import end_with_parent, outlive_readers
-from rbln_backend.host.weight_pages import WEIGHT_PAGES
 from rbln_backend.kv_cache.layout import (
     explicit_budget_bytes,
     kv_budget_bytes,
@@ -42,7 +41,6 @@ from rbln_backend.text_models.axes import keep_axes
 from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.vllm_compat.log import share_logging
 from rbln_backend.vllm_compat.patches import apply_patches
-from rbln_backend.vllm_compat.start_imports import start_imports
 from rbln_backend.vllm_compat.surface import (
     AsyncModelRunnerOutput,
     BaseModelLoader,
@@ -70,14 +68,13 @@ from rbln_backend.worker.graphs.draft_model import add_draft_model
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, RebelProfiler, StepProfiler
 from rbln_backend.worker.startup.emulated_device import set_up_runtime, start_kernels
-from rbln_backend.worker.startup.estimate import StartEstimate
 from rbln_backend.worker.startup.model_layers import (
     install_adapted_layers,
     install_latent_layers,
     register_quantization,
 )
 from rbln_backend.worker.startup.npu_memory import npu_budget_bytes
-from rbln_backend.worker.startup.phase_timer import PHASE_SECONDS, timed_phase
+from rbln_backend.worker.startup.phase_timer import timed_phase
 from rbln_backend.worker.startup.preflight import check_layers, kv_limits
 from rbln_backend.worker.startup.rank_place import rank_place
 from rbln_backend.worker.startup.self_description import SelfDescription
@@ -107,11 +104,11 @@ _STEP_FAILED = 70
 def _reports_failure(
     step: Callable[Concatenate[RblnWorker, P], R],
 ) -> Callable[Concatenate[RblnWorker, P], R]:
-    """Wrap a step of the start-up: few imports, and the API process learns why it failed."""
+    """Wrap a step of the start-up, so that the API process learns why it failed."""
 
     @functools.wraps(step)
     def run(worker: RblnWorker, /, *args: P.args, **options: P.kwargs) -> R:
-        with worker._progress.reporting_failure(), start_imports(engine=True):
+        with worker._progress.reporting_failure():
             return step(worker, *args, **options)
 
     return run
@@ -148,7 +145,6 @@ class RblnWorker(TransferCalls, WorkerBase):
         writer = DescriptionWriter(run_dir, number)
         self._description = SelfDescription(writer, vllm_config, self._rbln, self._board)
         self._profiler: StepProfiler = NoProfiler()
-        self._estimate: StartEstimate
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
         self._build: EngineBuild | None = None
@@ -158,7 +154,6 @@ class RblnWorker(TransferCalls, WorkerBase):
     def init_device(self) -> None:
         self._progress.phase("init")
         self._description.started()
-        self._estimate = StartEstimate(self.vllm_config, self._rbln)
         apply_patches()
         self.device = torch.device("cpu")
         config, method = self.vllm_config, self.distributed_init_method
@@ -180,8 +175,7 @@ class RblnWorker(TransferCalls, WorkerBase):
             install_adapted_layers(config)
             # Raises for unsupported models before any weight is read.
             check_layers(Skeleton(config), config, self._rbln)
-            with WEIGHT_PAGES.small():
-                self._model = loader().load_model(config, self.model_config)
+            self._model = loader().load_model(config, self.model_config)
             self._adapters = self._make_adapters(self._model)
             add_draft_model(self._model, config, loader().load_model, has_own_embedding(config))
             if device_capabilities(self._rbln).keeps_axes:
@@ -302,12 +296,8 @@ class RblnWorker(TransferCalls, WorkerBase):
         started = time.perf_counter()
         self._runner = self._with_transfer(self._build.warm_up(self._progress), self._build)
         keep_freed_memory()
-        move_to_huge_pages(self.get_model().parameters())
         self._description.is_ready()
         self._progress.phase("ready")
-        if self._place.number == 0:
-            taken = {n: self._board.value(PHASE_SECONDS, phase=n) for n in ("load", "warmup")}
-            self._estimate.costs.keep(taken)
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
 
@@ -377,9 +367,9 @@ class RblnWorker(TransferCalls, WorkerBase):
             return self._make_rebel_compiler(root)
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)
-        compiler, kernels = start_kernels(self._rbln, self._progress, self._estimate)
+        compiler, kernels = start_kernels(self._rbln, self._progress)
         rank, ranks = self._place.local_number, self._place.local_ranks
-        runtime = set_up_runtime(self._rbln, rank, ranks, self._estimate.weight_bytes)
+        runtime = set_up_runtime(self._rbln, rank, ranks)
         self._description.has_kernels(compiler, kernels, runtime)
         logger.info(
             "Emulated RBLN device on the CPU: kernels %s (%s), %d threads%s",

@@ -17,7 +17,6 @@ from server.engine.launch_errors import launch_error
 from server.frontend import LaunchError
 from server.host.importing import without_garbage_collection
 from server.settings import ServerSettings, export_log_level
-from server.vllm.importing import import_vllm
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -60,7 +59,8 @@ def with_config(
 def _quiet_engine_logs(settings: ServerSettings) -> None:
     """Set the log level of the engine's libraries to warning, unless `--log-level debug`."""
     # The package configures its loggers when it is imported.
-    import_vllm()
+    import vllm  # noqa: F401
+
     if settings.log_level != "debug":
         for name in ("vllm", "rbln_backend"):
             logging.getLogger(name).setLevel(logging.WARNING)

@@ -12,15 +12,14 @@ import logging
 import platform
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rbln_backend import api
 from rbln_backend.api.reports import (
+    LastStart,
     ProgressReader,
-    ReadyTimes,
     computed_rows,
     read_descriptions,
 )
@@ -46,12 +45,7 @@ from server.host.importing import without_garbage_collection
 from server.host.tasks import in_daemon_thread, in_thread
 from server.observability.vllm_log import bound_vllm_log
 from server.settings import ServerSettings
-from server.vllm.importing import (
-    allow_stop_strings,
-    deferred_models,
-    import_serving,
-    import_vllm,
-)
+from server.vllm.importing import allow_stop_strings, import_serving
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -146,9 +140,8 @@ class Launcher:
         self._settings = settings
         self._run_dir = run_dir
         self._model = ""
-        self._ready_times = _ready_times(argv)
+        self._last_start = _last_start()
         self._built: Future[Any] | None = None
-        self._imports = ExitStack()
         self._parts = StartParts()
         self._client_options: dict[str, Any] = {}
 
@@ -168,13 +161,13 @@ class Launcher:
         }
 
     def expected_s(self) -> float | None:
-        """Return the seconds of an earlier start on this host, preferably of this command line."""
-        return None if self._ready_times is None else self._ready_times.expected_s()
+        """Return the seconds of the last start with this cache root, None if they are unknown."""
+        return None if self._last_start is None else self._last_start.seconds()
 
     def keep_ready_s(self, seconds: float) -> None:
         """Record the seconds of this start."""
-        if self._ready_times is not None:
-            self._ready_times.keep(seconds)
+        if self._last_start is not None:
+            self._last_start.keep(seconds)
 
     async def abandon(self) -> None:
         """End the engine processes of an unfinished launch."""
@@ -183,10 +176,6 @@ class Launcher:
     def _configure(self) -> tuple[Namespace, AsyncEngineArgs, VllmConfig]:
         """Import vLLM and make the engine's configuration from the flags."""
         in_daemon_thread(partial(read_ahead, self._argv))
-        # Left when the engine has been tested. It imports torch, so it is entered in this thread.
-        self._imports.enter_context(api.start_imports(engine=False))
-        self._imports.enter_context(deferred_models())
-        import_vllm()
         # Before vLLM parses the flags, whose defaults come from the platform.
         api.refuse_twins()
         allow_stop_strings(self._settings.max_stop)
@@ -208,7 +197,7 @@ class VllmLauncher(Launcher):
         """Build the engine and test it with one request. Raises `LaunchError`."""
         self._parts = StartParts()
         # Modules and the engine's objects are never freed.
-        with self._imports, without_garbage_collection():
+        with without_garbage_collection():
             try:
                 self._built = in_daemon_thread(self._build)
                 args, engine, socket = await asyncio.wrap_future(self._built)
@@ -284,9 +273,9 @@ class VllmLauncher(Launcher):
         return phases
 
 
-def _ready_times(argv: Sequence[str]) -> ReadyTimes | None:
+def _last_start() -> LastStart | None:
     try:
-        return ReadyTimes(Path(resolve(None).config.cache_root), argv)
+        return LastStart(Path(resolve(None).config.cache_root))
     except ConfigError:
         # The engine's configuration reports this error with all settings.
         return None

@@ -13,7 +13,6 @@ import signal
 from rbln_backend import api
 from rbln_backend.host.process_life import outlive_readers
 from server.host.importing import without_garbage_collection
-from server.vllm.importing import import_vllm
 
 _PR_SET_PDEATHSIG = 1
 _FORK_SERVER = os.getpid()
@@ -42,8 +41,7 @@ os.register_at_fork(after_in_child=_in_child)
 # because it must finish in-flight requests.
 os.setpgid(0, 0)
 
-with without_garbage_collection(), api.start_imports(engine=True):
-    import_vllm()
+with without_garbage_collection():
     import vllm.model_executor.model_loader
     import vllm.model_executor.models.llama  # its layers are used by most models
     import vllm.v1.engine.core

@@ -61,7 +61,7 @@ class HeadlessLauncher(Launcher):
 
         Raises `LaunchError`, also if no front end answers within the five minutes of vLLM.
         """
-        with self._imports, without_garbage_collection():
+        with without_garbage_collection():
             try:
                 self._built = in_daemon_thread(self._start)
                 manager, front, ranks = await asyncio.wrap_future(self._built)

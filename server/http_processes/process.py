@@ -45,7 +45,6 @@ def run_http_process(
     """Serve as process `index` until the main process says stop or ends."""
     import setproctitle
 
-    from rbln_backend import api
     from rbln_backend.host.process_life import outlive_readers
     from server.host.importing import without_garbage_collection
     from server.observability.logging import configure
@@ -59,10 +58,9 @@ def run_http_process(
     setproctitle.setproctitle(f"rbln-serve: HTTP process {index}")
     configure(settings.log_level, settings.log_format)
     count_in_files(run_dir)
-    with without_garbage_collection(), api.start_imports(engine=False):
-        from server.vllm.importing import allow_stop_strings, import_serving, import_vllm
+    with without_garbage_collection():
+        from server.vllm.importing import allow_stop_strings, import_serving
 
-        import_vllm()
         allow_stop_strings(settings.max_stop)
         import_serving()
         import uvloop

@@ -48,7 +48,6 @@ from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.adapters import lease, open_adapters
 from server.vllm.errors import RefusedError, RequestContext, engine_failed, from_exception
 from server.vllm.handlers import Handler, handlers, request_models
-from server.vllm.importing import build_models
 from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader
 from server.vllm.reading_process import serve_reading
@@ -170,8 +169,7 @@ class VllmFrontend:
     async def warm_up(self) -> None:
         """Make what first requests would wait for, once the server is ready.
 
-        A process for large bodies, one for grammars, and pydantic's models of other endpoints than
-        chats and completions.
+        A process for large bodies, one for grammars, and the validators of bodies.
         """
         grammars = self._engine.grammars
         try:
@@ -182,7 +180,6 @@ class VllmFrontend:
             logger.warning("%s", error)
         # Last: it holds this process's interpreter for some milliseconds at a time.
         await in_thread(self._body_reader.build_validators)
-        await in_thread(build_models)
 
     @property
     def capacity(self) -> Capacity:

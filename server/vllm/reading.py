@@ -253,7 +253,6 @@ def _fail_fast_validator(model: type[BaseModel]) -> SchemaValidator:
     Every branch of a union reports each wrong entry: in the Responses API hundreds of errors per
     entry, and thousands of entries would exceed the memory.
     """
-    model.model_rebuild()  # Does nothing if it is built (`server.vllm.importing`).
     return SchemaValidator(_fail_fast(model.__pydantic_core_schema__), _use_prebuilt=False)
 
 

@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rbln_backend import api
 from server.errors import BodyTooLargeError, InternalError, ServerError
 from server.frontend import ParsedRequest
 from server.host.job_pool import MEMORY_BYTES, limit_growth
@@ -65,12 +64,9 @@ def serve_reading(pipe: Connection, rules: RequestRules, settings: ServerSetting
     from server.vllm.importing import allow_stop_strings
 
     allow_stop_strings(settings.max_stop)
-    with api.start_imports(engine=False):
-        api.import_serving()
-        from server.vllm.handlers import request_models
+    from server.vllm.handlers import request_models
 
-        models = request_models()
-    reader = BodyReader(rules, models)
+    reader = BodyReader(rules, request_models())
     reader.build_validators()
     before = _resident_bytes()
     limit_growth()

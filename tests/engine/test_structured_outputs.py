@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from rbln_backend.grammar.backend import PinnedXgrammar
-from rbln_backend.grammar.late_tokenizer import LateTokenizer
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import Engine, Engines
 
@@ -114,20 +112,6 @@ def test_what_no_grammar_can_do_is_refused(engine: Engine, kind: dict[str, Any])
     assert len(generate(engine, ["x"], [None])) == 1
 
 
-def test_the_tokenizer_is_read_with_the_first_grammar(engine: Engine) -> None:
-    manager = engine.core.structured_output_manager
-    assert isinstance(manager.tokenizer, LateTokenizer)
-    late: Any = manager.tokenizer
-    read = late.read()
-    for first in (PinnedXgrammar.lark_compiler, PinnedXgrammar.make):
-        config = engine.core.vllm_config
-        vocab_size = config.model_config.get_vocab_size()
-        backend = PinnedXgrammar(config, tokenizer=late, vocab_size=vocab_size)
-        assert backend.tokenizer is late
-        first(backend)
-        assert backend.tokenizer is read
-
-
 def thinking_checkpoint(checkpoints: CheckpointCache, path: Path) -> Path:
     """A checkpoint two of whose tokens are the marks around a chain of thought."""
     shutil.copytree(checkpoints("llama"), path)
@@ -149,8 +133,6 @@ def test_a_grammar_begins_where_the_reasoning_ends(
     path = thinking_checkpoint(checkpoints, tmp_path / "model")
     config = {"reasoning_parser": "deepseek_r1"}
     engine = engines.fresh(checkpoint=path, structured_outputs_config=config)
-    # The parser gets this tokenizer.
-    assert not isinstance(engine.core.structured_output_manager.tokenizer, LateTokenizer)
     llm = engine.llm
     end = llm.get_tokenizer().convert_tokens_to_ids("</think>")
     kind = StructuredOutputsParams(regex="[a-c]{3}")

@@ -51,7 +51,7 @@ async def test_probes_tell_the_progress_while_the_engine_starts(tmp_path: Path) 
         assert await service.metric("rbln_serve_startup_seconds") > 0
 
 
-async def test_earlier_starts_tell_the_eta_until_the_engine_does(tmp_path: Path) -> None:
+async def test_the_last_start_tells_the_eta_until_the_engine_does(tmp_path: Path) -> None:
     launcher = ScriptedLauncher(earlier_s=5000.0)
     async with running(tmp_path, launcher) as service:
         eta_s = (await service.client.get("/startupz")).json()["eta_s"]
@@ -60,7 +60,7 @@ async def test_earlier_starts_tell_the_eta_until_the_engine_does(tmp_path: Path)
         assert "s left" in refused.json()["error"]["message"]
         writer = ProgressWriter(tmp_path, 0, None)
         writer.phase("init")
-        writer.expect({"init": 0.0, "load": 100.0, "compile": 0.0, "warmup": 0.0})
+        writer.step("kernels", 1, 2)
         while (await service.client.get("/startupz")).json()["eta_s"] > 100:
             await asyncio.sleep(0.02)
         assert launcher.kept_s is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 from rbln_backend.compiler.compilers import builds_kernels, make_emulated_compiler
@@ -13,32 +12,18 @@ from rbln_backend.emulator.memory import choose_memory
 from rbln_backend.host.cores import core_budget
 from rbln_backend.reporting.description import RuntimeInfo
 from rbln_backend.reporting.progress import ProgressWriter
-from rbln_backend.worker.startup.estimate import StartEstimate
 
 
-def start_kernels(
-    rbln: RblnConfig, progress: ProgressWriter, estimate: StartEstimate
-) -> tuple[Compiler, KernelSet]:
-    """Return the emulated compiler and its kernels; report the estimate and a build."""
-    builds = builds_kernels(rbln)
-    expected = estimate.phases_s(builds_kernels=builds)
-    progress.expect(expected)
-    if not builds:
+def start_kernels(rbln: RblnConfig, progress: ProgressWriter) -> tuple[Compiler, KernelSet]:
+    """Return the emulated compiler and its kernels; report a build."""
+    if not builds_kernels(rbln):
         return make_emulated_compiler(rbln)
-    detail = f"building the kernels for this CPU, about {expected['init']:.0f} s, once"
-    progress.phase("init", detail)
-    started = time.perf_counter()
-    made = make_emulated_compiler(rbln, partial(progress.step, "building the kernels: files"))
-    estimate.costs.keep_kernels(time.perf_counter() - started)
-    return made
+    progress.phase("init", "building the kernels for this CPU, once")
+    return make_emulated_compiler(rbln, partial(progress.step, "building the kernels: files"))
 
 
-def set_up_runtime(
-    config: RblnConfig, local_rank: int, num_ranks: int, weight_bytes: int = 0
-) -> RuntimeInfo:
+def set_up_runtime(config: RblnConfig, local_rank: int, num_ranks: int) -> RuntimeInfo:
     """Set cores, threads and memory of one of the ranks of this host, and return them.
-
-    ``weight_bytes`` is the size of its weights, 0 if unknown.
 
     Call it after the kernels are loaded, before there are threads or tensors of the model.
     """
@@ -49,7 +34,6 @@ def set_up_runtime(
     memory = choose_memory(
         mapped=True,
         huge_pages=True,
-        weight_bytes=weight_bytes,
     )
     return RuntimeInfo(
         threads=threads,
