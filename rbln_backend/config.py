@@ -23,8 +23,6 @@ FIRST_PRIORITY = -(1 << 30)
 """Requests of this priority, or a higher one (a smaller number), are admitted before all other
 waiting requests, under any policy."""
 PROMPT_PROGRESS, PROGRESS_ARGS = "prompt_progress", "prompt_progress"
-REQUESTS_OF = "requests-of-client:"
-"""With a client's index, the id of all requests of this client in an abort."""
 QUEUE_TIMEOUT = "queue_timeout"
 """The stop reason of a request that waited for longer than `max_queue_ms`."""
 

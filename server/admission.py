@@ -2,9 +2,8 @@
 
 A request acquires a permit before its body is parsed. The permit grows to the number of the body's
 answers and is released after the last byte. Permits of the tier flex are counted apart. Used from
-the event loop only; several processes may share the counts. Invariant: `in_flight` is the sum of
-the weights of all permits but those of flex, `flex_in_flight` of those, and neither exceeds
-`limit`.
+the event loop only. Invariant: `in_flight` is the sum of the weights of all permits but those of
+flex, `flex_in_flight` of those, and neither exceeds `limit`.
 The permits of API keys are divided between them (`key_limits/permit_shares.py`).
 """
 
@@ -17,8 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from server.errors import OverloadedError
-from server.host.shared_table import CountField
-from server.key_limits.counts import LimitCounts, LocalCounts
 from server.key_limits.ledger import KeyLedger
 from server.key_limits.permit_shares import PermitShares
 
@@ -49,37 +46,22 @@ class Admission:
     """Issues permits up to a limit."""
 
     def __init__(
-        self,
-        max_in_flight: int | None,
-        clock: Callable[[], float] = time.monotonic,
-        counts: LimitCounts | None = None,
+        self, max_in_flight: int | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`max_in_flight` None derives the limit from the engine; `clock` is in seconds.
-
-        `counts` may be shared with other processes.
-        """
-        self.counts = counts or LocalCounts()
+        """`max_in_flight` None derives the limit from the engine; `clock` is in seconds."""
+        self.in_flight = 0
+        self.flex_in_flight = 0
         self.limit = 0
         self.max_queued_tokens: int | None = None
         self.rows: tuple[int, ...] = ()
-        self.keys = KeyLedger(counts=self.counts)
+        self.keys = KeyLedger()
         """Use of the API keys' own limits."""
-        self._shares = PermitShares(dict, self.counts)
+        self._shares = PermitShares(dict)
         self._wanted = max_in_flight
         self._clock = clock
         self._held_s: float | None = None
         self._since: dict[Permit, float] = {}
         self._refused = _Recent(_REFUSED_OVER_S)
-
-    @property
-    def in_flight(self) -> int:
-        """Sum of the weights of all permits but those of the tier flex."""
-        return self.counts.total(CountField.PERMITS)
-
-    @property
-    def flex_in_flight(self) -> int:
-        """Sum of the weights of the permits of the tier flex."""
-        return self.counts.total(CountField.FLEX_PERMITS)
 
     def open(self, capacity: Capacity) -> None:
         """Start issuing permits for an engine of this capacity."""
@@ -90,7 +72,7 @@ class Admission:
 
     def divide(self, weights: Callable[[], Mapping[str, float]]) -> None:
         """Divide the permits between API keys by their `weights` (by owner)."""
-        self._shares = PermitShares(weights, self.counts)
+        self._shares = PermitShares(weights)
 
     def check(self, owner: str = "") -> None:
         """Raise `OverloadedError` if no permit is free for `owner`; cheaper than `acquire`."""
@@ -98,9 +80,8 @@ class Admission:
 
     def acquire(self, owner: str = "") -> Permit:
         """Return a permit for one answer to the owner of a key. Raises `OverloadedError`."""
-        with self.counts.locked():
-            self.check(owner)
-            self._shares.add(owner, 1)
+        self.check(owner)
+        self._count(owner, 1)
         permit = Permit(self, owner)
         self._since[permit] = self._clock()
         return permit
@@ -111,25 +92,23 @@ class Admission:
         A request for more answers than the limit counts as the limit: it is served alone.
         """
         weight = min(weight, self.limit)
-        with self.counts.locked():
-            # It needs all permits, so those that are kept for other keys are not kept from it.
-            if weight < self.limit or self.in_flight > held:
-                self._check(owner, weight - held, weight)
-            self._shares.add(owner, weight - held)
+        # It needs all permits, so those that are kept for other keys are not kept from it.
+        if weight < self.limit or self.in_flight > held:
+            self._check(owner, weight - held, weight)
+        self._count(owner, weight - held)
         return weight
 
     def step_back(self, permit: Permit) -> None:
         """Count a permit among those of flex. Raises `OverloadedError`."""
-        with self.counts.locked():
-            if self.flex_in_flight + permit.weight > self.limit:
-                raise self._refusal(permit.weight, self.flex_in_flight, " of the tier flex")
-            self._shares.add(permit.owner, -permit.weight)
-            self.counts.add(CountField.FLEX_PERMITS, permit.weight)
+        if self.flex_in_flight + permit.weight > self.limit:
+            raise self._refusal(permit.weight, self.flex_in_flight, " of the tier flex")
+        self._count(permit.owner, -permit.weight)
+        self.flex_in_flight += permit.weight
         del self._since[permit]
 
     def give_back(self, permit: Permit) -> None:
         """Free the weight of a permit that has not stepped back."""
-        self._shares.add(permit.owner, -permit.weight)
+        self._count(permit.owner, -permit.weight)
         held_s = self._clock() - self._since.pop(permit)
         if self._held_s is None:
             self._held_s = held_s
@@ -147,9 +126,7 @@ class Admission:
         held_s = self._held_s
         if held_s is None:
             held_s = now - next(iter(self._since.values()), now)
-        # Other processes have refused about as many.
-        refused = self._refused.count(now) * self.counts.processes
-        seconds = refused * held_s / max(self.limit, 1)
+        seconds = self._refused.count(now) * held_s / max(self.limit, 1)
         # Spread, so that those who were refused together do not come back together.
         return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S / _SPREAD) * random.uniform(1, _SPREAD)
 
@@ -159,6 +136,10 @@ class Admission:
             raise self._refusal(weight)
         if not self._shares.fits(owner, more, self.limit):
             raise self._refusal(weight, kept="; the free permits are kept for other API keys")
+
+    def _count(self, owner: str, more: int) -> None:
+        self.in_flight += more
+        self._shares.add(owner, more)
 
     def _refusal(
         self, weight: int, taken: int | None = None, of: str = "", kept: str = ""
@@ -198,7 +179,7 @@ class Permit:
     def release(self) -> None:
         """Release the permit."""
         if self._is_flex:
-            self._admission.counts.add(CountField.FLEX_PERMITS, -self.weight)
+            self._admission.flex_in_flight -= self.weight
             self.weight = 0
         if self.weight:
             self._admission.give_back(self)

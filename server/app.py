@@ -104,21 +104,6 @@ def create_app(
     _add_operation(app, settings, lifecycle, frontend)
     response_store = ResponseStore(frontend, storage.responses)
     add_inference_routes(app, frontend, response_store, settings, admission)
-    add_layers(app, settings, lifecycle, admission, metrics, access, frontend)
-    app.state.owner_salt = storage.owner_salt
-    return app
-
-
-def add_layers(
-    app: FastAPI,
-    settings: ServerSettings,
-    lifecycle: Lifecycle,
-    admission: Admission,
-    metrics: ServerMetrics,
-    access: Access,
-    frontend: Callable[[], Frontend],
-) -> None:
-    """Add what is around the routes: errors as envelopes, access, admission, records and CORS."""
     app.add_exception_handler(HTTPException, _raise_ours)
     app.add_exception_handler(ClientGoneError, _end_aborted)
     # The last one added is the first to see a request.
@@ -130,6 +115,7 @@ def add_layers(
         metrics=metrics,
         tracing=lambda: frontend().tracing if lifecycle.started else None,
     )
+    return app
 
 
 def _add_stored_work(app: FastAPI, storage: StorageServices, settings: ServerSettings) -> None:

@@ -7,10 +7,9 @@ frame if it is known by then.
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -236,22 +235,3 @@ class LaunchError(Exception):
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-class EngineClients(Protocol):
-    """Starts engines that several HTTP processes are clients of."""
-
-    def start_engines(self, make: Callable[..., Any], config: Any, *, log_stats: bool) -> Any:
-        """Return the client that `make` makes of the engines of vLLM's `config`.
-
-        Blocks until the engines are ready.
-        """
-        ...
-
-    async def begin(self, engine: Any, args: Namespace, client_options: Mapping[str, Any]) -> None:
-        """Have the other processes connect to the engines of the client `engine`.
-
-        `args` are vLLM's flags, `client_options` the arguments of `make` that all clients share.
-        Raises `LaunchError`.
-        """
-        ...

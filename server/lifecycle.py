@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, NotRequired, Protocol
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -22,7 +22,6 @@ from server.errors import DrainingError, EngineFailedError, NotReadyError, Serve
 
 _DEFAULT_RETRY_S = 5
 _MAX_RETRY_S = 120
-_POLL_S = 0.05
 
 
 class ServicePhase(enum.IntEnum):
@@ -71,48 +70,14 @@ class ServiceStatus(TypedDict):
     ready_after_s: NotRequired[float]
 
 
-class Standing(NamedTuple):
-    """The phase of a service, its reason, and whether it ends and has cut answers off."""
-
-    phase: ServicePhase
-    reason: str | None
-    ending: bool
-    is_cut: bool
-
-
-class RequestsElsewhere(Protocol):
-    """Requests in flight in the service's other processes."""
-
-    def count(self) -> int:
-        """Return their number."""
-        ...
-
-    def changed(self, own: int) -> None:
-        """Publish the number of this process."""
-        ...
-
-
-def _ignore() -> None:
-    pass
-
-
 class Lifecycle:
     """State of the service. Used from the event loop only."""
 
-    def __init__(
-        self,
-        started_at: float,
-        expected_s: float | None = None,
-        elsewhere: RequestsElsewhere | None = None,
-    ) -> None:
+    def __init__(self, started_at: float, expected_s: float | None = None) -> None:
         """`started_at` is the process start on `time.monotonic`'s clock, in seconds.
 
         `expected_s` is the expected time to ready, until the engine's process reports its own.
-        `elsewhere` counts requests in flight in other processes.
         """
-        self.on_change: Callable[[], None] = _ignore
-        """Called when the service drains, accepts again or is dead."""
-        self._elsewhere = elsewhere
         self.phase = ServicePhase.INIT
         self.reason: str | None = None
         self.ready_after_s: float | None = None
@@ -128,20 +93,7 @@ class Lifecycle:
     @property
     def in_flight(self) -> int:
         """Number of requests in flight."""
-        return len(self._tracked) + (0 if self._elsewhere is None else self._elsewhere.count())
-
-    @property
-    def standing(self) -> Standing:
-        """The phase as another process of the service follows it."""
-        return Standing(self.phase, self.reason, self._ending, self._cut is not None)
-
-    def follow(self, standing: Standing) -> None:
-        """Have the phase of the service's main process."""
-        self.phase, self.reason, self._ending, is_cut = standing
-        if is_cut and self._cut is None:
-            self.cut_off()
-        if self.phase is ServicePhase.READY and self.ready_after_s is None:
-            self.ready_after_s = self.uptime_s
+        return len(self._tracked)
 
     @property
     def started(self) -> bool:
@@ -195,13 +147,11 @@ class Lifecycle:
         if self.starting:
             self.phase = ServicePhase.READY
             self.ready_after_s = self.uptime_s
-            self.on_change()
 
     def begin_drain(self, reason: str) -> None:
         """Stop accepting requests for good; the probes show `reason`."""
         if self.phase <= ServicePhase.DRAINING and not self._ending:
             self.phase, self.reason, self._ending = ServicePhase.DRAINING, reason, True
-            self.on_change()
 
     def ask_for_drain(self, reason: str) -> None:
         """Stop accepting requests until `take_drain_back`; no-op if the service drains already.
@@ -213,13 +163,11 @@ class Lifecycle:
         if (refusal := self.refusal()) is not None:
             raise refusal
         self.phase, self.reason = ServicePhase.DRAINING, reason
-        self.on_change()
 
     def take_drain_back(self) -> None:
         """Accept requests again. Raises the `ServerError` of a service that cannot."""
         if self.phase is ServicePhase.DRAINING and not self._ending:
             self.phase, self.reason = ServicePhase.READY, None
-            self.on_change()
         if (refusal := self.refusal()) is not None:
             raise refusal
 
@@ -227,7 +175,6 @@ class Lifecycle:
         """Enter `dead` after the engine failed; the probes show `reason`."""
         if self.phase < ServicePhase.DEAD:
             self.phase, self.reason = ServicePhase.DEAD, reason
-            self.on_change()
 
     def refusal(self) -> ServerError | None:
         """Return the error of a new request, None if the service accepts it."""
@@ -281,7 +228,7 @@ class Lifecycle:
         task = asyncio.current_task()
         assert task is not None
         self._tracked.add(task)
-        self._note_tracked()
+        self._idle.clear()
         try:
             yield
         except asyncio.CancelledError:
@@ -291,15 +238,8 @@ class Lifecycle:
             raise self._cut() from None
         finally:
             self._tracked.discard(task)
-            self._note_tracked()
-
-    def _note_tracked(self) -> None:
-        if self._tracked:
-            self._idle.clear()
-        else:
-            self._idle.set()
-        if self._elsewhere is not None:
-            self._elsewhere.changed(len(self._tracked))
+            if not self._tracked:
+                self._idle.set()
 
     def cut_off(self) -> None:
         """End every request in flight; only for a service that drains or is dead."""
@@ -312,16 +252,12 @@ class Lifecycle:
         )
         for task in self._tracked:
             task.cancel()
-        self.on_change()
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is in flight; return False on a timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-                # No event comes from other processes.
-                while self.in_flight:  # noqa: ASYNC110
-                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return False
         return True

@@ -14,9 +14,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Protocol
-
-from fastapi import FastAPI
+from typing import Any
 
 from rbln_backend.api.reports import ProgressReader
 from server import bounds
@@ -26,8 +24,7 @@ from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
 from server.http.connections import Connections
 from server.http.listener import HttpServer, http_config, serve_http
 from server.http.tls import Tls
-from server.key_limits.counts import LimitCounts
-from server.lifecycle import Lifecycle, RequestsElsewhere
+from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings
 
@@ -249,45 +246,19 @@ def _stop_signals() -> list[signal.Signals]:
     return [name for name in signals if signal.getsignal(name) is not signal.SIG_IGN]
 
 
-class MainOfProcesses(Protocol):
-    """The other HTTP processes, as the main process uses them."""
-
-    counts: LimitCounts
-    in_flight: RequestsElsewhere
-
-    def attach(self, app: FastAPI, lifecycle: Lifecycle, server: HttpServer) -> None:
-        """Answer the processes by `app`, and pass changes of `lifecycle` on to them.
-
-        `server` stops accepting connections once the service is ready.
-        """
-        ...
-
-    async def count(self) -> None:
-        """Have the processes write what they count."""
-        ...
-
-    async def stop(self) -> None:
-        """End the processes."""
-        ...
-
-
 async def serve(
     settings: ServerSettings,
     launcher: EngineLauncher,
     listener: socket.socket,
     run_dir: Path,
     started_at: float,
-    processes: MainOfProcesses | None = None,
 ) -> int:
     """Serve on a bound socket until the end and return the exit code.
 
-    `started_at` is the process start on `time.monotonic`'s clock. With `processes` this process
-    answers clients until the service is ready, and then what the HTTP processes pass on.
+    `started_at` is the process start on `time.monotonic`'s clock.
     """
-    elsewhere = None if processes is None else processes.in_flight
-    lifecycle = Lifecycle(started_at, launcher.expected_s(), elsewhere)
-    counts = None if processes is None else processes.counts
-    admission = Admission(settings.max_in_flight, counts=counts)
+    lifecycle = Lifecycle(started_at, launcher.expected_s())
+    admission = Admission(settings.max_in_flight)
     metrics = ServerMetrics(run_dir)
     metrics.set_versions(launcher.versions())
     url = _publish_url(settings, listener, run_dir)
@@ -306,14 +277,9 @@ async def serve(
     for name in _stop_signals():
         loop.add_signal_handler(name, service.stop, name.name)
     tls = Tls(settings) if settings.ssl_certfile else None
-    connections = Connections(settings, metrics, admission.counts)
-    server = HttpServer(
-        http_config(app, settings, tls), settings, connections, shares=processes is not None
-    )
+    connections = Connections(settings, metrics)
+    server = HttpServer(http_config(app, settings, tls), settings, connections)
     http = asyncio.create_task(serve_http(server, listener, tls))
-    if processes is not None:
-        metrics.before_page = processes.count
-        processes.attach(app, lifecycle, server)
     _warn_if_open(settings)
     eta_s = lifecycle.eta_s
     logger.info(
@@ -325,7 +291,5 @@ async def serve(
     # The HTTP side ends first only when it could not start.
     await asyncio.wait({end, http}, return_when=asyncio.FIRST_COMPLETED)
     server.stop()
-    if processes is not None:
-        await processes.stop()
     await http
     return end.result() if end.done() else 1

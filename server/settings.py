@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -99,11 +98,6 @@ def export_log_level(settings: ServerSettings) -> None:
     os.environ.setdefault(_VLLM_LOG_LEVEL, _LEVELS_OF_VLLM[settings.log_level])
 
 
-def export_metrics_folder(folder: Path) -> None:
-    """Set the directory of prometheus_client's files of this process."""
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-
-
 def reported_variables() -> dict[str, str]:
     """Return the variables that change what is served, for `collect-env`.
 
@@ -134,21 +128,9 @@ def _check_together(settings: ServerSettings) -> None:
         )
     if settings.enable_ssl_refresh and settings.ssl_certfile is None:
         raise SettingsError("--enable-ssl-refresh needs --ssl-certfile")
-    if settings.api_server_count > 1:
-        _check_processes(settings)
     if settings.allow_credentials and "*" in settings.allowed_origins:
         raise SettingsError(
             "--allow-credentials cannot be used with --allowed-origins '*': name the origins"
-        )
-
-
-def _check_processes(settings: ServerSettings) -> None:
-    """Raise `SettingsError` for what works with one HTTP process only."""
-    given = {"--headless": settings.headless}
-    for flag in (flag for flag, is_given in given.items() if is_given):
-        raise SettingsError(
-            f"{flag} cannot be used with --api-server-count {settings.api_server_count}: it needs "
-            "one HTTP process"
         )
 
 

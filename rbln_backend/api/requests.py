@@ -8,7 +8,6 @@ from rbln_backend.config import (
     PROGRESS_ARGS,
     PROMPT_PROGRESS,
     QUEUE_TIMEOUT,
-    REQUESTS_OF,
 )
 from rbln_backend.lora.adapter_files import TensorName, check_config, check_tensors
 from rbln_backend.lora.target import Target

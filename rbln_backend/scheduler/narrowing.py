@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rbln_backend.config import REQUESTS_OF
 from rbln_backend.scheduler.background import background_last
 from rbln_backend.scheduler.constraints import is_prefill
-from rbln_backend.vllm_compat.surface import Request, RequestStatus, Scheduler
+from rbln_backend.vllm_compat.surface import Request, Scheduler
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,22 +35,6 @@ class NarrowedScheduler(Scheduler):
 
     _decode_prefill = False
     _left_out: Set[str] = frozenset()
-
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
-        if request_ids is not None and not isinstance(request_ids, str):
-            request_ids = list(self._with_clients(request_ids))
-        return super().finish_requests(request_ids, finished_status)
-
-    def _with_clients(self, request_ids: Iterable[str]) -> Iterator[str]:
-        """Yield the ids, with all requests of a client in place of its id for them all."""
-        for name in request_ids:
-            if name.startswith(REQUESTS_OF):
-                client = int(name.removeprefix(REQUESTS_OF))
-                yield from [i for i, r in self.requests.items() if r.client_index == client]
-            else:
-                yield name
 
     @contextmanager
     def _narrowed(self, view: StepView) -> Iterator[None]:

@@ -36,7 +36,6 @@ from rbln_backend.scheduler.prefill_order import PrefillOrder
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.scheduler.prompts import PromptScheduler, Turn, chunk_plan
 from rbln_backend.scheduler.reports.prompt_reports import PromptReports
-from rbln_backend.scheduler.reports.step_gauges import StepGauges
 from rbln_backend.scheduler.sharing import will_compute_prefix_of
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
@@ -99,7 +98,6 @@ class RblnScheduler(PromptScheduler):
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
         self._prompt_reports = PromptReports(board)
-        self._gauges = StepGauges()
         groups = len(self.kv_cache_config.kv_cache_groups)
         self._drafts = DraftCapacity(sizes.verify, self.block_size, groups, self.max_model_len)
         self._most_partial = configured(vllm_config).max_num_partial_prefills
@@ -152,7 +150,6 @@ class RblnScheduler(PromptScheduler):
         self._reuse.report()
         self._prompt_reports.report(scheduler_output, outputs)
         report_expired(self._expired, outputs)
-        self._gauges.report(outputs)
         return outputs
 
     def _end_late_requests(self) -> None:

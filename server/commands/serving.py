@@ -19,7 +19,6 @@ from server.settings import ServerSettings, SettingsError, export_log_level, exp
 if TYPE_CHECKING:
     from server.engine.launch import VllmLauncher
     from server.headless.launch import HeadlessLauncher
-    from server.http_processes.supervisor import HttpProcesses
 
 _BACKLOG = 2048
 _SWITCH_S = 0.001
@@ -92,21 +91,13 @@ def run_server(
 
             from server.service import serve
 
-        processes = None
-        if settings.api_server_count > 1 and joined is None:
-            from server.http_processes.supervisor import HttpProcesses
-            from server.observability.process_metrics import count_in_files
-
-            processes = HttpProcesses(settings, settings.api_server_count, listener, run_dir)
-            count_in_files(run_dir, only_vllm=True)
-        launcher = _launcher(settings, engine_argv, run_dir, processes)
+        launcher = _launcher(settings, engine_argv, run_dir)
         # Conversations are rendered in threads, which yield to the event loop after 1 ms.
         sys.setswitchinterval(_SWITCH_S)
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             try:
                 service: Coroutine[Any, Any, int]
-                started_at = _process_start()
-                service = serve(settings, launcher, listener, run_dir, started_at, processes)
+                service = serve(settings, launcher, listener, run_dir, _process_start())
                 if joined is not None:
                     service = joined(service, f"http://127.0.0.1:{listener.getsockname()[1]}")
                 code = runner.run(service)
@@ -123,10 +114,7 @@ def run_server(
 
 
 def _launcher(
-    settings: ServerSettings,
-    engine_argv: list[str],
-    run_dir: Path,
-    processes: HttpProcesses | None,
+    settings: ServerSettings, engine_argv: list[str], run_dir: Path
 ) -> VllmLauncher | HeadlessLauncher:
     if settings.headless:
         from server.headless.launch import HeadlessLauncher
@@ -134,7 +122,7 @@ def _launcher(
         return HeadlessLauncher(engine_argv, settings, run_dir)
     from server.engine.launch import VllmLauncher
 
-    return VllmLauncher(engine_argv, settings, run_dir, processes)
+    return VllmLauncher(engine_argv, settings, run_dir)
 
 
 def _listen_or_exit(settings: ServerSettings) -> socket.socket:

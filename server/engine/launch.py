@@ -40,7 +40,6 @@ from server.engine.socket import EngineSocket, receive_directly, watch_others
 from server.engine.start_parts import StartParts
 from server.engine.watch import HangWatch, IdleWatch
 from server.engine.weight_files import read_ahead, refuse_damaged_weights
-from server.frontend import EngineClients
 from server.host.importing import without_garbage_collection
 from server.host.tasks import in_daemon_thread, in_thread
 from server.observability.vllm_log import bound_vllm_log
@@ -127,15 +126,7 @@ class VllmEngine:
 class Launcher:
     """Reads vLLM's command line and makes the engine's configuration; a subclass starts it."""
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        settings: ServerSettings,
-        run_dir: Path,
-        processes: EngineClients | None = None,
-    ) -> None:
-        """`processes` are further HTTP processes for the same engines."""
-        self._processes = processes
+    def __init__(self, argv: Sequence[str], settings: ServerSettings, run_dir: Path) -> None:
         self._argv = list(argv)
         self._settings = settings
         self._run_dir = run_dir
@@ -143,7 +134,6 @@ class Launcher:
         self._last_start = _last_start()
         self._built: Future[Any] | None = None
         self._parts = StartParts()
-        self._client_options: dict[str, Any] = {}
 
     @property
     def building(self) -> bool:
@@ -208,9 +198,6 @@ class VllmLauncher(Launcher):
                 self._parts.end("front end")
                 await self_test(engine, tasks)
                 self._parts.end("self-test")
-                if self._processes is not None:
-                    await self._processes.begin(engine, args, self._client_options)
-                    self._parts.end("HTTP processes")
                 logger.info("start-up: %s", self._parts.line({_ENGINE: self._engine_phases()}))
                 bound_vllm_log()
                 limit_s = self._settings.step_timeout_s
@@ -220,7 +207,7 @@ class VllmLauncher(Launcher):
                     HangWatch(limit_s, lambda: socket.num_messages, engine.is_sleeping),
                     IdleWatch(
                         limit_s,
-                        engine.unfinished_requests,
+                        engine.get_num_unfinished_requests,
                         partial(computed_rows, self._run_dir, engines),
                     ),
                 )
@@ -241,19 +228,14 @@ class VllmLauncher(Launcher):
         self._parts.end("configuration")
         # The engine process loads the model while this one imports vLLM's serving modules.
         serving = in_daemon_thread(import_serving)
-        self._client_options = {
-            "usage_context": UsageContext.OPENAI_API_SERVER,
-            "enable_log_requests": engine_args.enable_log_requests,
-            "aggregate_engine_logging": engine_args.aggregate_engine_logging,
-            "disable_log_stats": engine_args.disable_log_stats,
-        }
-        make = partial(EngineClient.from_vllm_config, vllm_config, **self._client_options)
-        log_stats = not engine_args.disable_log_stats
-        if self._processes is None:
-            with engine_first(vllm_config, log_stats=log_stats):
-                engine = make()
-        else:
-            engine = self._processes.start_engines(make, vllm_config, log_stats=log_stats)
+        with engine_first(vllm_config, log_stats=not engine_args.disable_log_stats):
+            engine = EngineClient.from_vllm_config(
+                vllm_config,
+                usage_context=UsageContext.OPENAI_API_SERVER,
+                enable_log_requests=engine_args.enable_log_requests,
+                aggregate_engine_logging=engine_args.aggregate_engine_logging,
+                disable_log_stats=engine_args.disable_log_stats,
+            )
         assert isinstance(engine, EngineClient)
         defer_stats(engine)
         socket = receive_directly(engine)

@@ -89,9 +89,6 @@ class QueueAwareOutputs(TracedOutputs):
                 self._show_progress(report)
         done = super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
         done.reqs_to_abort.extend(late)
-        if self.admission_stats is not None:
-            # Prompts that were read to their end do not wait any more.
-            self._update_admission_stats()
         return done
 
     def _show_progress(self, report: EngineCoreOutput) -> None:

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 StartMethod = Literal["forkserver", "spawn"]
 
-_SERVER = multiprocessing.forkserver._forkserver  # no public name
-HTTP_PROCESS = "HTTP process "
-"""Begin of the names of the children that serve HTTP."""
 _GRACE_S = 0.7
 
 
@@ -35,22 +32,6 @@ def start_forkserver() -> None:
     """Start the fork server, which imports in the background; call it before any thread exists."""
     multiprocessing.set_forkserver_preload(["server.engine.preload"])
     multiprocessing.forkserver.ensure_running()
-
-
-def forkserver_address() -> str | None:
-    """Return the address of this process's fork server, None without one."""
-    address: str | None = getattr(_SERVER, "_forkserver_address", None)
-    return address
-
-
-def use_forkserver(address: str | None) -> None:
-    """Start children from the fork server of another process, which outlives this one.
-
-    Otherwise multiprocessing would start a second one, without the preloaded modules.
-    """
-    if address is not None:
-        _SERVER._forkserver_address = address  # type: ignore[attr-defined]
-        _SERVER.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
 def choose_start_method(method: StartMethod) -> None:
@@ -141,8 +122,7 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
 
 def engine_processes() -> list[multiprocessing.process.BaseProcess]:
     """Return this process's children that were started as engine processes."""
-    children = multiprocessing.active_children()
-    return [child for child in children if not child.name.startswith(HTTP_PROCESS)]
+    return list(multiprocessing.active_children())
 
 
 def end_engine_processes() -> None:

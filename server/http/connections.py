@@ -9,8 +9,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from server.errors import ClientConnectionsError, ServerError, TooManyConnectionsError
-from server.host.shared_table import CountField
-from server.key_limits.counts import LimitCounts, LocalCounts
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings
 
@@ -26,34 +24,26 @@ _RETRY_S = 1.0
 class Connections:
     """Counts connections and refuses those above a limit. Used from the event loop only."""
 
-    def __init__(
-        self, settings: ServerSettings, metrics: ServerMetrics, counts: LimitCounts | None = None
-    ) -> None:
-        """Raise the process's limit of open files as far as needed and permitted.
-
-        Processes that share `counts` have `--max-connections` connections together; the limit of a
-        client is each process's own.
-        """
-        self._counts = counts or LocalCounts()
+    def __init__(self, settings: ServerSettings, metrics: ServerMetrics) -> None:
+        """Raise the process's limit of open files as far as needed and permitted."""
         self.limit = _connection_limit(settings.max_connections)
         self.limit_of_client = settings.max_connections_per_client or max(1, self.limit * 3 // 4)
         self._metrics = metrics
+        self._open = 0
         self._refused = 0
         self._of_client: Counter[str] = Counter()
 
     def enter(self, address: tuple[str, int] | None) -> ConnectionSlot:
         """Count a connection from `address`; its slot holds the error if it is refused."""
         client = client_of(address[0]) if address is not None else ""
-        with self._counts.locked():
-            error = self._too_many(client)
-            if error is None:
-                self._counts.add(CountField.CONNECTIONS, 1)
+        error = self._too_many(client)
         if error is not None:
             self._metrics.observe_connection_end(error.code)
             self._refused += 1
             return ConnectionSlot(self, client, error, reports=self._refused <= _MAX_REPORTED)
+        self._open += 1
         self._of_client[client] += 1
-        self._metrics.observe_open_connections(self.number)
+        self._metrics.observe_open_connections(self._open)
         return ConnectionSlot(self, client)
 
     def leave(self, slot: ConnectionSlot) -> None:
@@ -61,23 +51,18 @@ class Connections:
         if slot.refusal is not None:
             self._refused -= 1
             return
-        self._counts.add(CountField.CONNECTIONS, -1)
+        self._open -= 1
         self._of_client[slot.client] -= 1
         if not self._of_client[slot.client]:
             del self._of_client[slot.client]
-        self._metrics.observe_open_connections(self.number)
-
-    @property
-    def number(self) -> int:
-        """Open connections of all processes."""
-        return self._counts.total(CountField.CONNECTIONS)
+        self._metrics.observe_open_connections(self._open)
 
     def count(self, reason: str) -> None:
         """Count a connection that a limit has ended."""
         self._metrics.observe_connection_end(reason)
 
     def _too_many(self, client: str) -> ServerError | None:
-        if self.number >= self.limit:
+        if self._open >= self.limit:
             return TooManyConnectionsError(
                 f"The server has {self.limit} open connections, its limit (--max-connections).",
                 retry_after_s=_RETRY_S,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
-from collections.abc import Callable, Generator
-from typing import Any
+from collections.abc import Generator
 
 import uvicorn
 
@@ -17,12 +15,6 @@ from server.http.connections import Connections
 from server.http.tls import Tls
 from server.settings import ServerSettings
 
-logger = logging.getLogger(__name__)
-
-_PAUSE_S = 1.0
-"""Seconds without accepting after an error such as too many open files."""
-
-
 _TICK_S = 1.0
 
 
@@ -30,18 +22,11 @@ class HttpServer(uvicorn.Server):
     """Uvicorn without signal handlers: the service decides when to stop."""
 
     def __init__(
-        self,
-        config: uvicorn.Config,
-        settings: ServerSettings,
-        connections: Connections,
-        *,
-        shares: bool = False,
+        self, config: uvicorn.Config, settings: ServerSettings, connections: Connections
     ) -> None:
-        """With `shares`, other processes accept from the same sockets."""
         super().__init__(config)
         self._settings = settings
         self._connections = connections
-        self._shares = shares
         self._stopped = asyncio.Event()
 
     def stop(self) -> None:
@@ -65,94 +50,21 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=[])
         loop = asyncio.get_running_loop()
         tls = self.config.ssl
-        options: dict[str, Any] = {
-            "ssl": tls,
-            "ssl_handshake_timeout": None if tls is None else bounds.HEADER_TIMEOUT_S,
-            "ssl_shutdown_timeout": None if tls is None else bounds.LINGER_S,
-        }
         for listener in sockets or ():
-            if self._shares:
-                self.servers.append(SharedListener(listener, self._connection, options))  # type: ignore[arg-type]
-                continue
-            backlog = self.config.backlog
             server = await loop.create_server(
-                self._connection, sock=listener, backlog=backlog, **options
+                self._connection,
+                sock=listener,
+                backlog=self.config.backlog,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else bounds.HEADER_TIMEOUT_S,
+                ssl_shutdown_timeout=None if tls is None else bounds.LINGER_S,
             )
             self.servers.append(server)
-
-    def stop_accepting(self) -> None:
-        """Close the listening sockets of this process; connections stay."""
-        for server in self.servers:
-            server.close()
 
     def _connection(self) -> Connection:
         return Connection(
             self.config, self.server_state, self.lifespan.state, self._settings, self._connections
         )
-
-
-class SharedListener:
-    """Accepts connections of a socket that other processes accept from, too.
-
-    It accepts one connection in a turn of the event loop, so that of many at once the processes
-    with little to do get most; an event loop's own server would accept all that wait.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        connection: Callable[[], asyncio.Protocol],
-        options: dict[str, Any],
-    ) -> None:
-        """Start accepting; `options` are those of `loop.connect_accepted_socket`."""
-        self._loop = asyncio.get_running_loop()
-        self._listener = listener
-        self._connection = connection
-        self._options = options
-        self._opening: set[asyncio.Task[None]] = set()
-        listener.setblocking(False)
-        self._loop.add_reader(listener.fileno(), self._accept)
-
-    def close(self) -> None:
-        """Stop accepting in this process."""
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener.fileno())
-            self._listener.close()
-
-    async def wait_closed(self) -> None:
-        """Wait for handshakes that have begun."""
-        if self._opening:
-            await asyncio.wait(self._opening)
-
-    def _accept(self) -> None:
-        try:
-            client, _ = self._listener.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            # Another process was first, or the client has gone.
-            return
-        except OSError as error:
-            logger.error("no connections for %g s: %s", _PAUSE_S, error)
-            self._loop.remove_reader(self._listener.fileno())
-            self._loop.call_later(_PAUSE_S, self._resume)
-            return
-        if client.family != socket.AF_UNIX:
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        client.setblocking(False)
-        opening = self._loop.create_task(self._open(client))
-        self._opening.add(opening)
-        opening.add_done_callback(self._opening.discard)
-
-    def _resume(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
-
-    async def _open(self, client: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(self._connection, client, **self._options)
-        except (OSError, asyncio.CancelledError) as error:
-            # As the event loop's own servers: a failed handshake closes the connection.
-            logger.debug("a connection failed: %s", error)
-            client.close()
 
 
 async def serve_http(server: HttpServer, listener: socket.socket, tls: Tls | None) -> None:

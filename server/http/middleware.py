@@ -34,8 +34,8 @@ from server.observability.metrics import ServerMetrics
 from server.request.body import CLIENT_GONE
 from server.request.record import INTERNAL, Caller, RequestRecord, record_of, record_var
 from server.request.request_id import ANTHROPIC_HEADER, HEADER, request_id_of, with_request_id
-from server.request.route_table import Route, is_anthropic, route_of, route_path
 from server.request.route_table import Scope as KeyScope
+from server.request.route_table import is_anthropic, route_of, route_path
 
 if TYPE_CHECKING:
     from server.observability.tracing import Tracing
@@ -46,26 +46,6 @@ _REFUSALS = (OverloadedError, RateLimitError)
 """Errors of requests that do not count in the rate of their key."""
 # Polled routes, logged at debug level.
 _QUIET = (KeyScope.PROBE, KeyScope.PAGE, KeyScope.METRICS)
-
-
-def begin_record(scope: Scope, route: Route) -> RequestRecord:
-    """Give the request of `scope` its id, and return its record, which the scope's state keeps.
-
-    The task that calls it serves this request alone.
-    """
-    request_id = request_id_of(scope["headers"])
-    scope["headers"] = with_request_id(scope["headers"], request_id)
-    state = scope.setdefault("state", {})
-    record = state["record"] = RequestRecord(
-        route,
-        scope["method"],
-        time.perf_counter(),
-        request_id,
-        is_anthropic(route, scope),
-        state.get(INTERNAL),
-    )
-    request_id_var.set(request_id)
-    return record
 
 
 class RequestMiddleware:
@@ -88,11 +68,24 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = begin_record(scope, route_of(route_path(scope)))
+        request_id = request_id_of(scope["headers"])
+        scope["headers"] = with_request_id(scope["headers"], request_id)
+        state = scope.setdefault("state", {})
+        route = route_of(route_path(scope))
+        record = state["record"] = RequestRecord(
+            route,
+            scope["method"],
+            time.perf_counter(),
+            request_id,
+            is_anthropic(route, scope),
+            state.get(INTERNAL),
+        )
+        # The task serves this request alone.
+        request_id_var.set(request_id)
         record_var.set(record)
         tracing = self._tracing() if record.route.gated else None
         if tracing is not None:
-            begin_span(tracing, scope, record, record.request_id)
+            begin_span(tracing, scope, record, request_id)
         try:
             await self._app(scope, receive, self._with_headers(send, record))
         finally:

@@ -7,10 +7,8 @@ with one key has all of them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-
-from server.host.shared_table import CountField
-from server.key_limits.counts import LimitCounts, LocalCounts, owner_row
 
 _KEPT = 4
 """One of so many permits is kept."""
@@ -19,19 +17,17 @@ _KEPT = 4
 class PermitShares:
     """Counts the permits of each owner. Invariant: the counts are positive."""
 
-    def __init__(
-        self, weights: Callable[[], Mapping[str, float]], counts: LimitCounts | None = None
-    ) -> None:
+    def __init__(self, weights: Callable[[], Mapping[str, float]]) -> None:
         """`weights` returns the current weights of the keys by owner."""
         self._weights = weights
-        self._counts = counts or LocalCounts()
+        self._held: Counter[str] = Counter()
 
     def fits(self, owner: str, more: int, limit: int) -> bool:
         """Return whether `owner` may take `more` permits of `limit`; less than 1 always fits.
 
         The permits that are free in total are not checked.
         """
-        total = self._counts.total(CountField.PERMITS) + more
+        total = self._held.total() + more
         if more <= 0 or total <= limit - limit // _KEPT:
             return True
         weights = self._weights()
@@ -39,13 +35,12 @@ class PermitShares:
             return True
         total_weight = sum(weights.values())
         kept = {key: int(limit * w / total_weight / _KEPT) for key, w in weights.items()}
-        held = {**self._counts.by_owner(CountField.PERMITS)}
-        held[owner] = held.get(owner, 0) + more
+        held = {**self._held, owner: self._held[owner] + more}
         beyond = sum(max(0, number - kept.get(key, 0)) for key, number in held.items())
         return held[owner] <= kept.get(owner, 0) or beyond <= limit - sum(kept.values())
 
     def add(self, owner: str, more: int) -> None:
         """Count `more` permits of `owner`; negative ones are released."""
-        with self._counts.locked():
-            self._counts.add(CountField.PERMITS, more)
-            self._counts.add(CountField.PERMITS, more, owner_row(owner))
+        self._held[owner] += more
+        if not self._held[owner]:
+            del self._held[owner]

@@ -1,4 +1,4 @@
-"""Token buckets: a rate per minute with a burst of one minute."""
+"""A token bucket: a rate per minute with a burst of one minute."""
 
 from __future__ import annotations
 
@@ -12,21 +12,17 @@ class TokenBucket:
     Times are in seconds of one monotonic clock.
     """
 
-    __slots__ = ("_state",)
+    __slots__ = ("_at", "_level", "limit")
 
     def __init__(self, limit: int, now: float) -> None:
-        # Limit, units at hand, and when they were.
-        self._state: list[float] | memoryview[float] = [float(limit), float(limit), now]
-
-    @property
-    def limit(self) -> int:
-        """Units per minute, and the most that it holds."""
-        return int(self._state[0])
+        self.limit = limit
+        self._level = float(limit)
+        self._at = now
 
     def level(self, now: float) -> float:
         """Return the units at hand."""
-        limit, level, at = self._state
-        return min(level + (now - at) * limit / _MINUTE_S, limit)
+        gained = (now - self._at) * self.limit / _MINUTE_S
+        return min(self._level + gained, self.limit)
 
     def wait_s(self, units: float, now: float) -> float:
         """Return in how many seconds `units` are at hand, 0 if they are.
@@ -38,23 +34,11 @@ class TokenBucket:
 
     def take(self, units: float, now: float) -> None:
         """Remove `units`; negative ones are returned to the bucket."""
-        self._set(self.limit, min(self.level(now) - units, self.limit), now)
+        self._level = min(self.level(now) - units, self.limit)
+        self._at = now
 
     def resize(self, limit: int, now: float) -> None:
         """Change the limit; what was taken from the bucket stays taken."""
-        self._set(limit, self.level(now) + limit - self.limit, now)
-
-    def _set(self, limit: int, level: float, now: float) -> None:
-        self._state[0], self._state[1], self._state[2] = float(limit), level, now
-
-
-class SharedBucket(TokenBucket):
-    """A bucket in three cells that several processes share; use it under their lock."""
-
-    __slots__ = ()
-
-    def __init__(self, cells: memoryview[float], limit: int, now: float) -> None:
-        """Use the bucket in `cells`; cells of 0 become a full one."""
-        self._state = cells
-        if not cells[0]:
-            self._set(limit, float(limit), now)
+        self._level = self.level(now) + limit - self.limit
+        self._at = now
+        self.limit = limit

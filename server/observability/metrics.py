@@ -8,7 +8,7 @@ engine processes under `<run_dir>/metrics`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
-    Metric,
     generate_latest,
 )
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -28,7 +27,6 @@ from rbln_backend.api.reports import MetricDecl
 from server.admission import Admission
 from server.errors import REJECTIONS
 from server.host.job_counts import JobCounts
-from server.host.shared_table import CountField
 from server.lifecycle import Lifecycle, ServicePhase
 from server.lora.adapter import State
 from server.observability.declarations import (
@@ -39,7 +37,6 @@ from server.observability.declarations import (
     OUTCOMES,
     SERVER_METRICS,
 )
-from server.observability.process_metrics import add_samples, families_in_files, is_of_vllm
 from server.settings import ServerSettings
 from server.structured_outputs.request_constraints import GUIDES
 
@@ -65,10 +62,7 @@ class ServerMetrics:
 
     def __init__(self, run_dir: Path) -> None:
         self._registry = CollectorRegistry()
-        self._run_dir = run_dir
         self._board_dir = run_dir / "metrics"
-        self.before_page: Callable[[], Awaitable[None]] = _nothing
-        """Has other HTTP processes write what they count."""
         made = {decl.name: self._make(decl) for decl in SERVER_METRICS}
         self._gauges = {k: v for k, v in made.items() if isinstance(v, Gauge)}
         self._counters = {k: v for k, v in made.items() if isinstance(v, Counter)}
@@ -140,7 +134,6 @@ class ServerMetrics:
             ("max_request_seconds", settings.max_request_s),
         ):
             self._gauges[f"rbln_admission_{name}"].set(value)
-        self.observe_open_connections(admission.counts.total(CountField.CONNECTIONS))
         for key, number in admission.keys.in_flight.items():
             self._gauges["rbln_key_in_flight"].labels(key).set(number)
 
@@ -248,25 +241,8 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""
-        others = families_in_files(self._run_dir)
-        if not others:
-            page = generate_latest(self._registry) + generate_latest(REGISTRY)
-        else:
-            page = generate_latest(_Families(self._with_processes(others)))
+        page = generate_latest(self._registry) + generate_latest(REGISTRY)
         return page + generate_latest(self._boards())
-
-    def _with_processes(self, others: Iterable[Metric]) -> Iterator[Metric]:
-        """Yield the metrics of this process and of the other HTTP processes, summed.
-
-        Gauges of our own are this process's, which sets them for the whole service.
-        """
-        theirs = {family.name: family for family in others}
-        for family in self._registry.collect():
-            if family.type != "gauge" and family.name in theirs:
-                add_samples(family, theirs[family.name].samples)
-            yield family
-        yield from (family for family in REGISTRY.collect() if not is_of_vllm(family))
-        yield from (family for family in theirs.values() if is_of_vllm(family))
 
     def decode_times(self) -> dict[int, tuple[int, float]]:
         """Return the decode steps of all engines so far and their seconds, by bucket."""
@@ -284,18 +260,3 @@ class ServerMetrics:
         if self._board_dir.is_dir():
             MultiProcessCollector(boards, path=str(self._board_dir))  # type: ignore[no-untyped-call]
         return boards
-
-
-async def _nothing() -> None:
-    pass
-
-
-class _Families:
-    """Collected metrics in the form that prometheus_client writes."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the metrics."""
-        return self._families

@@ -50,7 +50,6 @@ def metrics_router(
             if storage.responses is not None:
                 metrics.observe_responses(storage.responses.statuses)
             metrics.observe_advice(latest)
-            await metrics.before_page()
             # Takes many milliseconds, so it runs in a thread.
             text = await asyncio.to_thread(metrics.render)
         return Response(text, media_type=CONTENT_TYPE)

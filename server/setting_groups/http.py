@@ -35,13 +35,6 @@ class ListenSettings(BaseModel):
         description="Unix socket to listen on instead of --host and --port; only this user may "
         "connect.",
     )
-    api_server_count: int = Field(
-        1,
-        ge=1,
-        le=16,
-        description="HTTP processes for the engines, which share the port and all limits; above 1 "
-        "a main process stays beside them for everything but inference.",
-    )
     root_path: str = Field(
         "",
         pattern=r"^(/[^/?#\s]+)*$",

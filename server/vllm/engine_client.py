@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import GenerationError, MaxQueuedTokensError
 from vllm.outputs import RequestOutput
@@ -43,14 +43,6 @@ if TYPE_CHECKING:
     from server.structured_outputs.gate import GrammarGate
 
 
-class OthersQueued(Protocol):
-    """Returns waiting prompt tokens of the tier flex, or of all other requests."""
-
-    def __call__(self, *, flex: bool) -> int:
-        """Return the tokens."""
-        ...
-
-
 _TAGGED_SCHEMA = '"json_schema": '
 """Text before each schema in a structural tag."""
 _LONG_PROMPT = 128
@@ -64,8 +56,6 @@ class EngineClient(AsyncLLM):
     """AsyncLLM that checks, schedules and meters the engine's requests of each HTTP request."""
 
     grammars: GrammarGate | None = None
-    others_queued: OthersQueued | None = None
-    """Waiting prompt tokens of the other HTTP processes, None for a server with one."""
     rewrites_tools = False
     """True if no grammar of tools may have a schema that is not rewritten."""
 
@@ -130,23 +120,12 @@ class EngineClient(AsyncLLM):
 
     def get_num_queued_tokens(self) -> int:
         """Return the waiting prompt tokens of the request's class: flex, or all others."""
-        tokens, flex_tokens = self.own_queued_tokens()
-        record = record_var.get()
-        is_flex = record is not None and record.tier is Tier.FLEX
-        others = 0 if self.others_queued is None else self.others_queued(flex=is_flex)
-        return others + (flex_tokens if is_flex else tokens)
-
-    def unfinished_requests(self) -> int:
-        """Return the number of requests of all HTTP processes that are not finished."""
-        if self.admission_stats is not None:
-            return self.admission_stats.get_num_requests()
-        return self.get_num_unfinished_requests()
-
-    def own_queued_tokens(self) -> tuple[int, int]:
-        """Return the waiting prompt tokens of this process: all but flex, and flex."""
         self._flex = [state for state in self._flex if state.is_prefilling]
         flex_tokens = sum(state.prompt_len for state in self._flex)
-        return super().get_num_queued_tokens() - flex_tokens, flex_tokens
+        record = record_var.get()
+        if record is not None and record.tier is Tier.FLEX:
+            return flex_tokens
+        return super().get_num_queued_tokens() - flex_tokens
 
     def _check_length(self, prompt: Any) -> None:
         tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None

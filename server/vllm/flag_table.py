@@ -229,6 +229,7 @@ CHECKED_FLAGS: Mapping[str, str] = {
         ("data_parallel_backend", "data_parallel_hybrid_lb", "data_parallel_external_lb"),
         "`mp`, one API for all engines; else use one server per host behind a load balancer",
     ),
+    "api_server_count": "1; use replicas behind a load balancer for more",
     **dict.fromkeys(
         ("decode_context_parallel_size", "prefill_context_parallel_size"),
         "1; use `--tensor-parallel-size`",

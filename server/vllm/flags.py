@@ -76,6 +76,12 @@ def parse_arguments(
         if given != parser.get_default(name):
             flag = "--" + name.replace("_", "-")
             raise LaunchError(f"{flag} cannot be used: {reason}", exit_code=2)
+    if args.api_server_count not in (None, 1):
+        raise LaunchError(
+            f"--api-server-count {args.api_server_count} cannot be used: a server has one HTTP "
+            "process; run replicas behind a load balancer for more",
+            exit_code=2,
+        )
     _refuse_abbreviations(args, parser, settings)
     if args.otlp_traces_endpoint is not None and find_spec("opentelemetry.sdk") is None:
         raise LaunchError(

@@ -165,7 +165,7 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
         *("host", "port", "root_path", "api_key", "enable_ssl_refresh"),
         *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
         *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
-        *("uds", "headless", "api_server_count"),
+        *("uds", "headless"),
     }
 
 
@@ -174,6 +174,7 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     [
         (["m", "--h11-max-header-count", "9"], "cannot be used: --max-header-bytes bounds"),
         (["m", "--enable-prompt-embeds"], "--enable-prompt-embeds cannot be used: prompts are"),
+        (["m", "--api-server-count", "2"], "cannot be used: a server has one HTTP process; run"),
         (["m", "--no-such-flag"], "command line is wrong"),
         # The server's own parser takes it in full alone; vLLM's would take it and check nothing.
         (["m", "--api-k", "sk-secret"], "--api-key must be written in full"),
@@ -202,7 +203,7 @@ def test_flags_of_manifests_for_vllm_are_honoured(
 
     level = logging.getLogger("uvicorn").level
     requests = logging.getLogger(REQUEST_LOGGER)
-    words = "--uvicorn-log-level error --enable-server-load-tracking"
+    words = "--uvicorn-log-level error --enable-server-load-tracking --api-server-count 1"
     some = ("--disable-access-log-for-endpoints", "/health, /tokenize")
 
     def logged(route: str) -> bool:

@@ -1,1 +1,0 @@
-"""Several HTTP processes for one engine: `--api-server-count`."""
