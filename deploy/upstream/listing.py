@@ -1,4 +1,4 @@
-"""The list of used names of vLLM, `names.txt`, and its differences to the installed release."""
+"""The list of used names of vLLM, and the differences between two releases."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 from deploy.upstream.shapes import AbsentError, readers, shape, short, signature
 from deploy.upstream.uses import Uses
-
-FILE = Path(__file__).with_name("names.txt")
 
 
 @dataclass(frozen=True)
@@ -47,17 +45,15 @@ def look_up(uses: Uses) -> Found:
     return Found(shapes, tuple(absent), tuple(_refused(uses)))
 
 
-def read_list(path: Path = FILE) -> dict[str, str]:
-    """Return the recorded shapes."""
+def read_list(path: Path) -> dict[str, str]:
+    """Return the shapes that `write_list` wrote."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return dict(line.split(" ", 1) for line in lines if not line.startswith("#"))
+    return dict(line.split(" ", 1) for line in lines)
 
 
-def write_list(shapes: Mapping[str, str], version: str, path: Path = FILE) -> None:
-    """Record `shapes` as those of vLLM `version`."""
-    header = f"# Used names of vLLM {version} and their shapes; written by `make names`."
-    lines = [header, *(f"{name} {shapes[name]}" for name in sorted(shapes))]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def write_list(shapes: Mapping[str, str], path: Path) -> None:
+    """Write one line for each name, with its shape."""
+    path.write_text("".join(f"{name} {shapes[name]}\n" for name in sorted(shapes)), "utf-8")
 
 
 def breaks(recorded: Mapping[str, str], found: Found) -> Iterator[tuple[str, list[str]]]:
@@ -74,7 +70,10 @@ def breaks(recorded: Mapping[str, str], found: Found) -> Iterator[tuple[str, lis
         [f"{name}: {_difference(recorded[name], shapes[name])}" for name in changed],
     )
     yield "overrides that do not accept vLLM's arguments", list(found.refused)
-    yield "not in the list", [f"{n} {shapes[n]}" for n in sorted(shapes.keys() - recorded.keys())]
+    yield (
+        "only in this release",
+        [f"{n} {shapes[n]}" for n in sorted(shapes.keys() - recorded.keys())],
+    )
 
 
 def _difference(was: str, now: str) -> str:

@@ -113,7 +113,7 @@ def settle_draft_model(config: VllmConfig) -> str | None:
     For a layer the last block of a prefix hit is kept, which vLLM drops: one slot in it may be of
     another next token. This can make a draft wrong, and no token.
     """
-    # With its type, by which `make names` finds the attribute below.
+    # With its type, by which `make upstream` finds the attribute below.
     speculation: SpeculativeConfig | None = draft_model_of(config)
     if speculation is None:
         return None

@@ -1,8 +1,8 @@
 """vLLM's names that every engine uses, imported here once.
 
-The other modules of this package hold names that only some engines need. deploy/upstream/names.txt
-lists all names of vLLM that this project uses; `make upstream VLLM=…` reports those that another
-release would break. Names replaced at run time are in the ledger, ``patches``.
+The other modules of this package hold names that only some engines need. `make upstream VLLM=…`
+reports those of all used names that another release would break. Names replaced at run time are in
+the ledger, ``patches``.
 """
 
 from __future__ import annotations

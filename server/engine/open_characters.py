@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from tokenizers.decoders import DecodeStream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
     from vllm.v1.engine.output_processor import RequestState
 
 _REPLACEMENT = "\ufffd"
@@ -66,7 +67,8 @@ class _StreamBehindOpenCharacter:
 
 def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
     """Replace the decode stream of a new request if its prompt's text ends in U+FFFD."""
-    detokenizer: Any = state.detokenizer
+    # With its type, by which `make upstream` finds what is replaced below.
+    detokenizer: FastIncrementalDetokenizer = cast("FastIncrementalDetokenizer", state.detokenizer)
     prompt, tokenizer = state.prompt_token_ids, getattr(detokenizer, "tokenizer", None)
     if not prompt or not hasattr(detokenizer, "stream") or tokenizer is None:
         return
@@ -75,7 +77,7 @@ def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
     if not tokenizer.decode(tail, skip_special_tokens=skip).endswith(_REPLACEMENT):
         return
     tokens, chars = _open_tokens([token_bytes.of(token) for token in tail])
-    detokenizer.stream = _StreamBehindOpenCharacter(
+    detokenizer.stream = _StreamBehindOpenCharacter(  # type: ignore[assignment]
         tokenizer, tail[len(tail) - tokens :], chars, skip
     )
 

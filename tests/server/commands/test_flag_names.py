@@ -17,7 +17,7 @@ KNOWN = {"--max-num-seqs", "--max-num-batched-tokens", "--hf-overrides", "--no-a
 def test_the_list_is_that_of_the_installed_vllm() -> None:
     from server.vllm.flags import serve_parser
 
-    assert vllm_flags() == set(serve_parser()._option_string_actions), "run `make names`"
+    assert vllm_flags() == set(serve_parser()._option_string_actions), "run `make flags`"
 
 
 @pytest.mark.parametrize(
