@@ -2,9 +2,8 @@
 
     python -m benchmarks schemas FILE [--side NAME ...] [--first N] [--texts N] [--save]
 
-FILE has a schema with its instances in each line, or is a folder of the JSON-Schema-Test-Suite,
-such as tests/draft2020-12. All sides run one after the other, each in a process of its own with one
-core. `--texts` generates texts of our grammars and validates them with
+FILE has a schema with its instances in each line. All sides run one after the other, each in a
+process of its own with one core. `--texts` generates texts of our grammars and validates them with
 jsonschema and jsonschema_rs (100000 for a whole run).
 """
 
@@ -12,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,9 @@ from benchmarks.runner.command import Command, RunHeader, begin, heading, positi
 from benchmarks.schemas.judging import Judgement, cases_of, judgements
 from benchmarks.schemas.sides import SIDES
 from benchmarks.schemas.soundness import Soundness, soundness_of
-from server.structured_outputs.constraint import Undeclared
 
 _SHOWN = 20
+_QUOTED = re.compile(r"['\"](\$?[A-Za-z]+)['\"]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,9 @@ def measure(args: argparse.Namespace, command: str) -> SchemaRun:
         sides[side] = list(judgements(side, cases))
     found: list[Soundness] = []
     if args.texts:
-        say(f"texts: {args.texts} for each of {', '.join(Undeclared)}")
+        say(f"texts: {args.texts} for each rule")
         # Each rule in a process of its own.
-        jobs = [(cases, undeclared, args.texts) for undeclared in Undeclared]
+        jobs = [(cases, closed, args.texts) for closed in (True, False)]
         with multiprocessing.get_context("spawn").Pool(len(jobs)) as pool:
             found = pool.starmap(soundness_of, jobs)
     return SchemaRun(**head, schemas=len(cases), sides=sides, soundness=found)
@@ -58,26 +59,28 @@ def markdown(run: SchemaRun) -> str:
         *heading("JSON schemas", run),
         "",
         f"{run.schemas} schemas. *Passing*: compiled, and all instances judged as they should be. "
-        "*For undeclared properties*: accepted without the properties that no schema names. "
         "Times are processor times; compile times those of compiled schemas, and ours contain the "
-        "checks and the rewriting.",
+        "checks and the normalising.",
         "",
-        "| side | passing | refused | valid instance refused "
-        "| of it for undeclared properties | invalid instance accepted "
+        "| side | passing | refused | valid instance refused | invalid instance accepted "
         "| compile p50 / p99, ms | mask mean / worst |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
         *(_row(side, found) for side, found in run.sides.items()),
     ]
     for side, found in run.sides.items():
+        reasons = Counter(_keyword(item.refused) for item in found if item.refused is not None)
+        if reasons:
+            listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
+            lines += ["", f"{side} refuses: {listed}."]
         wrong = [item.name for item in found if item.invalid_accepted]
         if wrong:
             lines += ["", f"{side} accepts an invalid instance of: {', '.join(wrong[:_SHOWN])}."]
     for one in run.soundness:
         lines += [
             "",
-            f"With `{one.undeclared}`, {len(one.faults)} of {one.texts} generated texts are "
-            f"invalid for jsonschema or jsonschema_rs ({one.cut} texts were cut, {one.refused} "
-            "schemas are refused).",
+            f"With `{'omit' if one.closed else 'allow'}`, {len(one.faults)} of {one.texts} "
+            f"generated texts are invalid for jsonschema or jsonschema_rs ({one.cut} texts were "
+            f"cut, {one.refused} schemas are refused).",
             "",
             *(f"- {name}: `{text[:120]}`: {why}" for name, text, why in one.faults[:_SHOWN]),
         ]
@@ -93,12 +96,17 @@ def _row(side: str, found: Sequence[Judgement]) -> str:
         _share(sum(item.passes for item in found), len(found)),
         _share(sum(item.refused is not None for item in found), len(found)),
         _share(sum(item.valid_refused > 0 for item in found), len(found)),
-        _share(sum(item.only_undeclared for item in found), len(found)),
         f"{sum(item.invalid_accepted > 0 for item in found)} schemas",
         f"{_at(compiled, 0.5) * 1e3:.1f} / {_at(compiled, 0.99) * 1e3:.1f}",
         f"{mean * 1e6:.0f} µs / {worst * 1e3:.1f} ms",
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _keyword(reason: str) -> str:
+    """Return the keyword that a reason names first, or the beginning of its first line."""
+    found = _QUOTED.search(reason)
+    return f"`{found[1]}`" if found else reason.splitlines()[0][:60]
 
 
 def _share(count: int, total: int) -> str:
@@ -113,7 +121,7 @@ def _at(values: Sequence[float], share: float) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks schemas", description=__doc__)
-    parser.add_argument("file", type=Path, help="lines of JSON, or a folder of the suite")
+    parser.add_argument("file", type=Path, help="lines of JSON")
     parser.add_argument("--side", nargs="+", choices=SIDES, help="default: all")
     parser.add_argument("--first", type=positive, help="only the first N schemas")
     parser.add_argument("--texts", type=positive, help="generate N texts for each of our rules")

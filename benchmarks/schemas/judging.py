@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.schemas.sides import SIDES, RefusedSchemaError, end_token, tokenizer, warm_up
-from benchmarks.schemas.suite import suite_cases
-from benchmarks.schemas.undeclared import without_undeclared
 
 COMPILE_LIMIT_S = 30.0
 """Seconds for a schema and its instances; one that takes longer counts as refused."""
@@ -31,16 +29,11 @@ class SchemaCase:
 
 @dataclass(slots=True)
 class Judgement:
-    """Result of one side on one schema; processor times in seconds, `refused` is the reason.
-
-    `undeclared_refused` of the `valid_refused` instances are accepted without their undeclared
-    properties.
-    """
+    """Result of one side on one schema; processor times in seconds, `refused` is the reason."""
 
     name: str
     refused: str | None = None
     valid_refused: int = 0
-    undeclared_refused: int = 0
     invalid_accepted: int = 0
     compile_s: float = 0.0
     masks: int = 0
@@ -54,23 +47,13 @@ class Judgement:
         self.worst_mask_s = max(self.worst_mask_s, seconds)
 
     @property
-    def only_undeclared(self) -> bool:
-        """True if instances are refused for their undeclared properties only."""
-        return 0 < self.valid_refused == self.undeclared_refused
-
-    @property
     def passes(self) -> bool:
         """True if the schema compiles and every instance is judged as it should be."""
         return self.refused is None and not self.valid_refused and not self.invalid_accepted
 
 
 def cases_of(path: Path, most: int | None = None) -> list[SchemaCase]:
-    """Read lines of JSON with `name`, `schema` and `tests` (`data`, `valid`), the first `most`.
-
-    Or a folder of the JSON-Schema-Test-Suite; see `suite_cases`.
-    """
-    if path.is_dir():
-        return [SchemaCase(*case) for case in suite_cases(path)][:most]
+    """Read lines of JSON with `name`, `schema` and `tests` (`data`, `valid`), the first `most`."""
     lines = path.read_text(encoding="utf-8").splitlines()[:most]
     return [SchemaCase(**json.loads(line)) for line in lines]
 
@@ -91,10 +74,6 @@ def judge(side: str, case: SchemaCase) -> Judgement:
         accepted = _walked(first, _tokens(test["data"]), found.add_mask)
         if test["valid"] and not accepted:
             found.valid_refused += 1
-            less = without_undeclared(case.schema, test["data"])
-            if less != test["data"]:
-                walk = compile_(case.schema)
-                found.undeclared_refused += _walked(walk, _tokens(less), lambda _: None)
         elif accepted and not test["valid"]:
             found.invalid_accepted += 1
     return found

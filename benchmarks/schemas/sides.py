@@ -11,18 +11,13 @@ import llguidance
 import llguidance.hf
 import numpy as np
 import torch
-import xgrammar
 from transformers import AutoTokenizer
 
 from default_model.paths import CHECKPOINT
 from rbln_backend.grammar.lark import LarkCompiler, LarkGrammar
 from server.settings import ServerSettings
-from server.structured_outputs.constraint import (
-    Constraint,
-    ConstraintKind,
-    SchemaLimits,
-    Undeclared,
-)
+from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
+from server.structured_outputs.grammars import SchemaRules
 from server.structured_outputs.trial_job import do_job, job_bytes
 
 
@@ -88,11 +83,11 @@ def _limits() -> SchemaLimits:
     return SchemaLimits.of(ServerSettings())
 
 
-def grammar_of(schema: Any, undeclared: Undeclared) -> LarkGrammar:
+def grammar_of(schema: Any, *, closed: bool) -> LarkGrammar:
     """Return our grammar of a schema, by the server's checks and the engine's limits."""
     constraint = Constraint(ConstraintKind.JSON, json.dumps(schema), "schema")
-    job = job_bytes([constraint], _limits())
-    verdict = do_job(job, lambda _kind, _text: [], compact=False, undeclared=undeclared)
+    rules = SchemaRules(compact=False, closed=closed)
+    verdict = do_job(job_bytes([constraint], _limits()), lambda _kind, _text: [], rules)
     if verdict.grammar is None:
         raise RefusedSchemaError(verdict.reason)
     try:
@@ -102,13 +97,13 @@ def grammar_of(schema: Any, undeclared: Undeclared) -> LarkGrammar:
 
 
 def compile_omitting(schema: Any) -> SchemaWalk:
-    """Return our grammar with `undeclared_properties: "omit"`."""
-    return _BitmaskWalk(grammar_of(schema, Undeclared.OMIT))
+    """Return our grammar with `--undeclared-properties omit`."""
+    return _BitmaskWalk(grammar_of(schema, closed=True))
 
 
 def compile_allowing(schema: Any) -> SchemaWalk:
-    """Return our grammar with `undeclared_properties: "allow"`."""
-    return _BitmaskWalk(grammar_of(schema, Undeclared.ALLOW))
+    """Return our grammar with `--undeclared-properties allow`."""
+    return _BitmaskWalk(grammar_of(schema, closed=False))
 
 
 @cache
@@ -147,46 +142,10 @@ def compile_by_llguidance(schema: Any) -> SchemaWalk:
     return _LlguidanceWalk(matcher)
 
 
-@cache
-def _xgrammar_compiler() -> xgrammar.GrammarCompiler:
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=len(tokenizer()))
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
-
-class _XgrammarWalk:
-    """A walk of an xgrammar matcher."""
-
-    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
-        self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=[end_token()])
-        self._bits = xgrammar.allocate_token_bitmask(1, len(tokenizer()))
-
-    def mask(self) -> None:
-        # xgrammar leaves a row as it is where all tokens are allowed.
-        self._bits.fill_(-1)
-        self._matcher.fill_next_token_bitmask(self._bits, 0)
-
-    def allows(self, token: int) -> bool:
-        return bool(self._bits[0].numpy().view(np.uint32)[token >> 5] >> (token & 31) & 1)
-
-    def take(self, token: int) -> None:
-        self._matcher.accept_token(token)
-
-
-def compile_by_xgrammar(schema: Any) -> SchemaWalk:
-    """Return xgrammar's own grammar of a schema, in its strict mode."""
-    try:
-        return _XgrammarWalk(
-            _xgrammar_compiler().compile_json_schema(json.dumps(schema), strict_mode=True)
-        )
-    except (RuntimeError, ValueError) as error:
-        raise RefusedSchemaError(str(error)) from None
-
-
 SIDES: dict[str, Compile] = {
     "ours, omit": compile_omitting,
     "ours, allow": compile_allowing,
     "llguidance": compile_by_llguidance,
-    "xgrammar, strict": compile_by_xgrammar,
 }
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import jsonschema_rs
 import torch
+from jsonschema import FormatChecker
 from jsonschema.validators import Draft202012Validator, validator_for
 
 from benchmarks.schemas.judging import SchemaCase
 from benchmarks.schemas.samples import SampleWalker
 from benchmarks.schemas.sides import RefusedSchemaError, end_token, grammar_of, tokenizer
 from rbln_backend.grammar.lark import Vocabulary
-from server.structured_outputs.constraint import Undeclared
+from server.structured_outputs.normaliser import FORMATS
 from server.structured_outputs.schema_walk import every_schema
 
 _MOST_TOKENS = 400
@@ -31,7 +32,7 @@ class Soundness:
     A `cut` text did not end within its limits, and is not judged.
     """
 
-    undeclared: str
+    closed: bool
     texts: int = 0
     cut: int = 0
     refused: int = 0
@@ -47,14 +48,14 @@ class Generator:
         self._walker = SampleWalker(Vocabulary(tokenizer(), size), {end_token()}, mask)
 
     def soundness(
-        self, cases: Sequence[SchemaCase], undeclared: Undeclared, texts: int, seed: int = 0
+        self, cases: Sequence[SchemaCase], *, closed: bool, texts: int, seed: int = 0
     ) -> Soundness:
         """Return the counts for about `texts` texts, as many of each schema."""
-        found = Soundness(undeclared.value)
+        found = Soundness(closed)
         each = max(1, texts // max(1, len(cases)))
         for case in cases:
             try:
-                grammar = grammar_of(case.schema, undeclared)
+                grammar = grammar_of(case.schema, closed=closed)
             except RefusedSchemaError:
                 found.refused += 1
                 continue
@@ -73,9 +74,9 @@ class Generator:
         return found
 
 
-def soundness_of(cases: Sequence[SchemaCase], undeclared: Undeclared, texts: int) -> Soundness:
+def soundness_of(cases: Sequence[SchemaCase], closed: bool, texts: int) -> Soundness:
     """Return the counts of a new generator."""
-    return Generator().soundness(cases, undeclared, texts)
+    return Generator().soundness(cases, closed=closed, texts=texts)
 
 
 def _property_names(root: Any) -> list[str]:
@@ -93,18 +94,25 @@ def _property_names(root: Any) -> list[str]:
 def _validators(schema: Any) -> Iterator[Any]:
     """Yield names, functions that read a text, and functions that raise for an invalid value.
 
-    Formats are asserted.
+    The formats that llguidance follows are asserted.
     """
     exact = _exact(json.dumps(schema))
     kind = validator_for(exact, default=Draft202012Validator)
-    yield "jsonschema", _exact, kind(exact, format_checker=kind.FORMAT_CHECKER).validate
+    yield "jsonschema", _exact, kind(exact, format_checker=_formats_of(kind)).validate
     # It reads drafts by `$schema`, too.
     try:
-        judge = jsonschema_rs.validator_for(schema, validate_formats=True)
+        judge = jsonschema_rs.validator_for(schema, validate_formats=False)
     except ValueError:
         # It knows no meta-schema but those of the drafts.
         return
     yield "jsonschema_rs", json.loads, judge.validate
+
+
+def _formats_of(kind: Any) -> FormatChecker:
+    known = kind.FORMAT_CHECKER.checkers
+    found = FormatChecker(())
+    found.checkers = {name: known[name] for name in FORMATS if name in known}
+    return found
 
 
 def _exact(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Grammar backend: xgrammar, and llguidance for rewritten schemas, compiled at low priority.
+"""Grammar backend: xgrammar, and llguidance for schemas, compiled at low priority.
 
 The engine and the HTTP server's trial processes use the same class, so that a grammar that passed
 its trial compiles to the same grammar in the engine.
@@ -59,7 +59,7 @@ class PinnedXgrammar(XgrammarBackend):
 
     The compiler is made at the first compile, in the compiling thread. Each compile uses one
     thread of low priority. Choices and Lark grammars are accepted with or without the rewriting by
-    vLLM's validation. Grammars in llguidance's dialect, such as rewritten JSON schemas, go to
+    vLLM's validation. Grammars in llguidance's dialect, such as those of JSON schemas, go to
     llguidance.
     """
 

@@ -39,8 +39,8 @@ _MAX_BYTES = 64 << 20
 """
 _WALKS = 3
 """Walks of a grammar that seems slow: the processor time of one on a busy machine varies."""
-_PATTERN = re.compile(r"^TEXT_\d+: (.+)$", re.MULTILINE)
-"""Terminal of strings with a pattern; see `Rules.text_terminal` of the server."""
+_PATTERN = re.compile(r'"pattern": ("(?:[^"\\]|\\.)*")')
+"""A pattern in a schema of a grammar."""
 
 
 class GrammarTrial:
@@ -118,7 +118,7 @@ class GrammarTrial:
         for pattern in patterns:
             if (steps, pattern) in self._walked:
                 continue
-            part = f"{MARK} {{}}\nstart: TEXT\nTEXT: {pattern}\n"
+            part = f'{MARK} {{}}\nstart: %json {{"type": "string", "pattern": {pattern}}}\n'
             option = StructuredOutputOptions.GRAMMAR
             self._walk(self._backend.compile_grammar(option, part, self._stop), steps)
             if len(self._walked) < _KNOWN_WALKS:

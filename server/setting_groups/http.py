@@ -206,8 +206,8 @@ class SchemaSettings(BaseModel):
 
     undeclared_properties: Literal["omit", "allow"] = Field(
         "omit",
-        description="Rule of schemas: `omit`: objects have the properties that their schema lists, "
-        "in its order; `allow`: other properties may follow, in any order.",
+        description="Rule of schemas: `omit`: objects of which properties are listed have no "
+        "others, unless the schema has `additionalProperties`; `allow`: others may follow.",
     )
     schema_max_bytes: int = Field(
         64 * 1024, ge=256, description="Maximum size of a schema, regex or grammar in bytes."

@@ -11,7 +11,7 @@ from server import bounds
 from server.settings import ServerSettings
 
 BACKEND = "xgrammar"
-"""vLLM's grammar backend, set by `rbln_backend.platform`; rewritten schemas go to llguidance."""
+"""vLLM's grammar backend, set by `rbln_backend.platform`; schemas go to llguidance."""
 
 
 class ConstraintKind(enum.Enum):
@@ -24,27 +24,14 @@ class ConstraintKind(enum.Enum):
     STRUCTURAL_TAG = "structural_tag"
 
 
-class Undeclared(enum.StrEnum):
-    """Rule of a grammar for parts that its schema does not declare.
-
-    With `OMIT`, objects have the listed properties in their order, arrays the listed first items,
-    and keywords imply the type that they constrain. `ALLOW` is JSON Schema's rule: other
-    properties and items may follow, properties may come in any order, and a schema without `type`
-    takes every type.
-    """
-
-    OMIT = "omit"
-    ALLOW = "allow"
-
-
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """One constraint; `param` is its place in the request.
 
     `text` is JSON for a schema, a choice or a structural tag. Without `exact`, keywords that the
     grammar cannot express are ignored. A `derived` one was made by vLLM from parts that were
-    inspected already. The schema of a `tagged` one is not rewritten, because it becomes part of a
-    structural tag that has no rewriting. `shares` is the number of its schemas,
+    inspected already. The schema of a `tagged` one goes to xgrammar unchanged, as part of a
+    structural tag. `shares` is the number of its schemas,
     each of which adds the processor time of one.
     """
 

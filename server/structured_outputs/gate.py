@@ -31,8 +31,8 @@ from server.host.job_pool import (
     WorkerStartError,
 )
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits, job_key
+from server.structured_outputs.grammars import SchemaRules, schema_grammar
 from server.structured_outputs.request_constraints import ANY_OBJECT, kind_of
-from server.structured_outputs.rewriting.rewriting import rewrite
 from server.structured_outputs.trial_job import TrialVerdict, job_bytes, shares_of
 
 _RETRY_S = 60.0
@@ -66,15 +66,13 @@ class GrammarGate:
         cache_entries: int,
         cpu_s: float,
         *,
-        compact: bool = False,
+        rules: SchemaRules,
     ) -> None:
-        """`cpu_s` is the processor time of a trial; `compact`: JSON has no whitespace."""
+        """`cpu_s` is the processor time of a trial."""
         self._limits = limits
         self._pool = pool
         self._cpu_s = cpu_s
-        self._any_object = TrialVerdict(
-            grammar=rewrite(json.loads(ANY_OBJECT), compact=compact).grammar
-        )
+        self._any_object = TrialVerdict(grammar=schema_grammar(json.loads(ANY_OBJECT), rules).text)
         self._counts = JobCounts()
         # With the time at which the verdict expires.
         self._verdicts: LRUCache[bytes, tuple[TrialVerdict, float]] = LRUCache(cache_entries)

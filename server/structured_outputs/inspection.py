@@ -17,15 +17,13 @@ from server.structured_outputs.constraint import (
     SchemaLimits,
     UnusableError,
 )
-from server.structured_outputs.form.meta_schema import check_form
+from server.structured_outputs.normaliser import normalised
 from server.structured_outputs.schema_exactness import check_exact
 from server.structured_outputs.schema_limits import check_pattern_length, check_size
-from server.structured_outputs.schema_refs import check_refs
-from server.structured_outputs.schema_resources import localized
 
 
 def inspect(constraint: Constraint, limits: SchemaLimits) -> Any:
-    """Return the value of a schema, with `localized` references, or of a tag; else None.
+    """Return the value of a schema or of a tag; None for other constraints.
 
     Raises `UnusableError` if the constraint is too large, malformed or not supported.
     """
@@ -39,26 +37,32 @@ def inspect(constraint: Constraint, limits: SchemaLimits) -> Any:
         _check_choice(json.loads(text), limits)
     elif constraint.kind is ConstraintKind.JSON:
         schema = parsed(text)
-        found = _checked_schema(schema, limits)
-        if not constraint.tagged:
-            check_form(schema)
-        return found
+        _check_schema(schema, limits)
+        return schema
     else:
         tag = parsed(text)
         check_size(tag, limits)
         for schema in _schemas_of_tag(tag):
-            _checked_schema(schema, limits)
-            check_form(schema)
+            _check_schema(schema, limits)
         return tag
     return None
 
 
 def check_unrewritten(constraint: Constraint) -> None:
-    """Raise `UnusableError` for a schema that xgrammar would not follow exactly."""
+    """Raise `UnusableError` for a schema that xgrammar does not take.
+
+    What an exact constraint has must be followed.
+    """
     if constraint.kind is ConstraintKind.JSON:
-        check_exact(parsed(constraint.text))
+        schemas = [parsed(constraint.text)]
     elif constraint.kind is ConstraintKind.STRUCTURAL_TAG:
-        for schema in _schemas_of_tag(parsed(constraint.text)):
+        schemas = list(_schemas_of_tag(parsed(constraint.text)))
+    else:
+        return
+    for schema in schemas:
+        # Refuses malformed schemas, and those that refer to themselves.
+        normalised(schema, closed=False)
+        if constraint.exact:
             check_exact(schema)
 
 
@@ -100,14 +104,10 @@ def _check_choice(choices: list[str], limits: SchemaLimits) -> None:
         )
 
 
-def _checked_schema(schema: Any, limits: SchemaLimits) -> Any:
-    """Return the schema with `localized` references. Raises `UnusableError`."""
+def _check_schema(schema: Any, limits: SchemaLimits) -> None:
     if not isinstance(schema, dict | bool):
         raise UnusableError(f"it must be an object, got {type(schema).__name__}")
     check_size(schema, limits)
-    found = localized(schema)
-    check_refs(found)
-    return found
 
 
 def _schemas_of_tag(tag: Any) -> Iterator[Any]:

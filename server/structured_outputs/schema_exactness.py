@@ -1,6 +1,6 @@
 """Checks for schemas that xgrammar would not follow exactly, found by experiment.
 
-Used for schemas of structural tags; other schemas are rewritten. A schema that passes, and of which
+Used for schemas of structural tags that go to xgrammar. A schema that passes, and of which
 the compiler does not warn, is followed exactly. Check it again with every new xgrammar.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.form.meta_schema import check_form
 from server.structured_outputs.schema_walk import Schema, every_schema, resolve
 
 _ABSENT = (
@@ -43,7 +42,6 @@ def check_exact(root: Any) -> None:
     """Raise `UnusableError` for the first part of a schema that the grammar would not follow."""
     if isinstance(root, bool):
         return
-    check_form(root)
     for path, schema in every_schema(root):
         for rule in _RULES:
             if (reason := rule(root, path, schema)) is not None:

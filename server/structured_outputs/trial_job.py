@@ -14,13 +14,12 @@ from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,
     SchemaLimits,
-    Undeclared,
     UnusableError,
 )
+from server.structured_outputs.grammars import Grammar, SchemaRules, schema_grammar, tag_grammar
 from server.structured_outputs.inspection import check_unrewritten, inspect, parsed
-from server.structured_outputs.rewriting.rewriting import Rewriting, rewrite_localized
-from server.structured_outputs.rewriting.tags import rewrite_tag
-from server.structured_outputs.schema_resources import localized
+
+_HOLDING_SCHEMAS = (ConstraintKind.JSON, ConstraintKind.STRUCTURAL_TAG)
 
 Trial = Callable[[str, str], list[str]]
 """Tries one grammar of a kind and returns warnings.
@@ -76,17 +75,15 @@ def shares_of(constraints: Sequence[Constraint]) -> int:
 def do_job(
     data: bytes,
     trial: Trial,
+    rules: SchemaRules,
     *,
-    compact: bool,
-    undeclared: Undeclared = Undeclared.OMIT,
     specials: Mapping[str, int] | None = None,
     on_shares: Callable[[int], None] | None = None,
 ) -> TrialVerdict:
     """Inspect and try the constraints of a job, up to the first that cannot be used.
 
-    `compact`: JSON has no whitespace. `undeclared` applies to all schemas. `specials` are the
-    tokenizer's special tokens (see `rewrite_tag`). `on_shares` is called with the job's
-    shares first.
+    `specials` are the tokenizer's special tokens (see `tag_grammar`). `on_shares` is called with
+    the job's shares first.
     """
     job = json.loads(data)
     if on_shares is not None:
@@ -98,12 +95,10 @@ def do_job(
         constraint = constraint_of(given)
         try:
             value = _value_of(constraint, limits)
-            found = _rewriting(
-                constraint, value, specials or {}, compact=compact, undeclared=undeclared
-            )
+            found = _grammar(constraint, value, specials or {}, rules)
             grammar = None if found is None else _followed(constraint, found)
             if grammar is None:
-                if constraint.exact and not constraint.derived:
+                if not constraint.derived:
                     check_unrewritten(constraint)
                 _try(constraint, constraint.kind.value, constraint.text, trial)
             else:
@@ -116,45 +111,30 @@ def do_job(
 
 
 def _value_of(constraint: Constraint, limits: SchemaLimits) -> Any:
-    """Return the value of a schema or tag that is rewritten; None for other constraints."""
-    value = None if constraint.derived else inspect(constraint, limits)
-    is_schema = constraint.kind is ConstraintKind.JSON and not constraint.tagged
-    if not is_schema and constraint.kind is not ConstraintKind.STRUCTURAL_TAG:
-        return None
-    if not constraint.derived:
-        return value
-    return localized(parsed(constraint.text)) if is_schema else parsed(constraint.text)
+    """Return the value of a schema or tag that llguidance may follow; None for others."""
+    if constraint.derived:
+        value = parsed(constraint.text) if constraint.kind in _HOLDING_SCHEMAS else None
+    else:
+        value = inspect(constraint, limits)
+    return None if constraint.tagged else value
 
 
-def _rewriting(
-    constraint: Constraint,
-    value: Any,
-    specials: Mapping[str, int],
-    *,
-    compact: bool,
-    undeclared: Undeclared,
-) -> Rewriting | None:
-    """Return the rewriting of a schema or tag; None if the constraint is tried as it is."""
+def _grammar(
+    constraint: Constraint, value: Any, specials: Mapping[str, int], rules: SchemaRules
+) -> Grammar | None:
+    """Return the grammar of a schema or tag; None if the constraint is tried as it is."""
     if value is None:
         return None
-    try:
-        if constraint.kind is ConstraintKind.JSON:
-            found = rewrite_localized(value, compact=compact, undeclared=undeclared)
-        else:
-            tag = rewrite_tag(value, specials, compact=compact, undeclared=undeclared)
-            if tag is None:
-                return None
-            found = tag
-    except RecursionError:
-        raise UnusableError("it is nested too deeply to be rewritten") from None
-    return found
+    if constraint.kind is ConstraintKind.JSON:
+        return schema_grammar(value, rules)
+    return tag_grammar(value, specials, rules)
 
 
-def _followed(constraint: Constraint, found: Rewriting) -> str:
-    """Return the grammar of a rewriting. Raises `UnusableError` for a part that it leaves out."""
+def _followed(constraint: Constraint, found: Grammar) -> str:
+    """Return the text of a grammar. Raises `UnusableError` for a part that it leaves out."""
     if found.left_out and constraint.exact:
         raise UnusableError(found.left_out[0])
-    return found.grammar
+    return found.text
 
 
 def _try(constraint: Constraint, kind: str, text: str, trial: Trial) -> None:
@@ -173,11 +153,15 @@ def _try(constraint: Constraint, kind: str, text: str, trial: Trial) -> None:
 _HARMLESS = re.compile(r"matching the character literally|The character itself will be matched")
 _PLACE = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h):\d+: ")
 _CHECK = re.compile(r"^Check failed: \(.*\) is false: ")
+_COMPILING = re.compile(r"failed to compile JSON schema: ([^\n]*)")
+"""llguidance's message has the whole grammar after this line."""
 _MAX_REASON = 300
 
 
 def _plain(message: str) -> str:
-    """Return a native message without its source location."""
+    """Return a native message without its place in source code or grammar."""
+    if found := _COMPILING.search(message):
+        message = found[1]
     text = _PLACE.sub("", " ".join(message.split())).removeprefix("Warning: ").rstrip(". ")
     text = _CHECK.sub("", text)
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON - 3]}..."

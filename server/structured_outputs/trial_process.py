@@ -19,7 +19,7 @@ from server.host.job_pool import (
     limit_processor_time,
     uncounted_processor_time,
 )
-from server.structured_outputs.constraint import Undeclared
+from server.structured_outputs.grammars import SchemaRules
 from server.structured_outputs.trial_job import do_job
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _NICENESS = 5
 
 
 def serve_trials(
-    pipe: Connection, vllm_config: VllmConfig, cpu_s: float, undeclared: Undeclared
+    pipe: Connection, vllm_config: VllmConfig, cpu_s: float, rules: SchemaRules
 ) -> None:
     """Answer jobs until the pipe closes; the first message is `ready`.
 
@@ -42,7 +42,6 @@ def serve_trials(
     trial = api.grammar_trial(vllm_config, uncounted_processor_time)
     limit_growth()
     specials = trial.special_tokens()
-    compact = vllm_config.structured_outputs_config.disable_any_whitespace
     # Collections of cycles, which take a tenth of a job, wait until its answer is sent.
     gc.freeze()
     gc.disable()
@@ -54,8 +53,7 @@ def serve_trials(
             verdict = do_job(
                 job,
                 trial,
-                compact=compact,
-                undeclared=undeclared,
+                rules,
                 specials=specials,
                 on_shares=lambda shares: limit_processor_time(cpu_s * shares),
             )

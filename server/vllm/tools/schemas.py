@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from server.structured_outputs.grammars import SchemaRules, tag_grammar
 from server.structured_outputs.request_constraints import object_schema
-from server.structured_outputs.rewriting.tags import rewrite_tag
+
+_RULES = SchemaRules(compact=True, closed=True)
 
 
 def rewrites_arguments(parser: str | None) -> bool:
@@ -26,7 +28,7 @@ def rewrites_arguments(parser: str | None) -> bool:
     if calls.structural_tag_model is None:
         return bool(calls.supports_required_and_named)
     return all(
-        rewrite_tag(tag, {}, compact=True) is not None
+        tag_grammar(tag, {}, _RULES) is not None
         for tag in _example_tags(calls.structural_tag_model)
     )
 

@@ -29,6 +29,7 @@ from server.host.job_pool import (
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits, job_key
 from server.structured_outputs.gate import GrammarGate
+from server.structured_outputs.grammars import SchemaRules
 from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of
 from server.structured_outputs.trial_job import TrialVerdict, do_job, job_bytes
 from server.wire.endpoint import Endpoint
@@ -37,6 +38,7 @@ from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLaun
 LIMITS = SchemaLimits.of(ServerSettings())
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TEXT = json.dumps(SCHEMA)
+RULES = SchemaRules(compact=False, closed=True)
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
 
 
@@ -174,7 +176,7 @@ def judge(kind: ConstraintKind, text: str, **options: Any) -> str | None:
     trial = options.pop("trial", take_all)
     limits = options.pop("limits", LIMITS)
     job = job_bytes([Constraint(kind, text, "", **options)], limits)
-    return do_job(job, trial, compact=False).reason
+    return do_job(job, trial, RULES).reason
 
 
 SMALL = SchemaLimits(max_bytes=2000, max_depth=5, max_nodes=20, max_enum=3, max_pattern=16)
@@ -201,7 +203,8 @@ SMALL = SchemaLimits(max_bytes=2000, max_depth=5, max_nodes=20, max_enum=3, max_
         (ConstraintKind.STRUCTURAL_TAG,
          json.dumps({"type": "json_schema", "json_schema": {"$ref": "#"}}), "refers to itself"),
         (ConstraintKind.STRUCTURAL_TAG,
-         json.dumps({"structures": [{"begin": "a", "schema": {"not": {}}, "end": "b"}]}), "'not'"),
+         json.dumps({"format": {"type": "json_schema", "json_schema": {"not": {"const": 1}},
+                                "style": "qwen_xml"}}), "'not'"),
     ],
 )  # fmt: skip
 def test_limits_and_form(kind: ConstraintKind, text: str, words: str) -> None:
@@ -267,7 +270,7 @@ def jobs_of(body: dict[str, Any]) -> list[list[Constraint]]:
 
 
 def gate_over(pool: ScriptedPool, entries: int = 8) -> GrammarGate:
-    return GrammarGate(LIMITS, pool, entries, cpu_s=5.0)
+    return GrammarGate(LIMITS, pool, entries, cpu_s=5.0, rules=RULES)
 
 
 async def test_verdicts_are_remembered_and_forgotten_in_turn() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,11 +19,13 @@ from server.host.job_pool import JobPool, limit_processor_time
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
 from server.structured_outputs.gate import GrammarGate
+from server.structured_outputs.grammars import SchemaRules
 from server.structured_outputs.trial_job import do_job
 
 CPU_S = 2.0
-FOLDER = Path(__file__).parent / "schemas"
-SCHEMAS = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.json"))}
+LINES = (Path(__file__).parent / "schemas.jsonl").read_text().splitlines()
+SCHEMAS = {line["name"]: json.dumps(line["schema"]) for line in map(json.loads, LINES)}
+RULES = SchemaRules(compact=False, closed=True)
 LIMITS = SchemaLimits.of(ServerSettings())
 
 
@@ -48,7 +51,7 @@ def serve(pipe: Connection) -> None:
     while True:
         job = pipe.recv_bytes()
         limit_processor_time(CPU_S)
-        verdict = do_job(job, try_grammar, compact=False)
+        verdict = do_job(job, try_grammar, RULES)
         limit_processor_time(0)
         pipe.send_bytes(verdict.to_bytes())
 
@@ -71,7 +74,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def gate_with(wall_s: float) -> GrammarGate:
-    return GrammarGate(LIMITS, JobPool("trials", start, 1, wall_s), 1024, CPU_S)
+    return GrammarGate(LIMITS, JobPool("trials", start, 1, wall_s), 1024, CPU_S, rules=RULES)
 
 
 async def reasons(gate: GrammarGate) -> dict[str, str | None]:
@@ -88,7 +91,7 @@ async def test_the_verdict_is_the_same_under_load() -> None:
     with busy(4):
         loaded = await reasons(gate_with(wall_s=120))
     assert loaded == quiet
-    assert 0 < sum(reason is not None for reason in quiet.values()) < 10
+    assert 0 < sum(reason is not None for reason in quiet.values()) <= 10
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""Patterns as regular languages, judged by Python's `re` over all short texts."""
+"""Patterns for llguidance: they match what ECMA-262 and Python's `re` both match."""
 
 from __future__ import annotations
 
@@ -6,57 +6,83 @@ import itertools
 import json
 import re
 
-import llguidance
 import pytest
 
-from server.structured_outputs.rewriting.scalars.languages import Language
-from server.structured_outputs.rewriting.scalars.patterns import matching
-from server.structured_outputs.rewriting.scalars.texts import in_quotes
+from server.structured_outputs.patterns import PatternError, prefix_of, translated, without
+from tests.server.structured_outputs.walks import accepts, grammar_of
 
-PATTERNS = (
-    *("^abc$", "b", "a$b", "^a|b$", "(^|,)a($|,)", "(^$)|(^ab$)", "a*^b", "(a|^)b", "^a{2,}$"),
-    *("(?=a)b", "(?=.*a)(?=.*b)", r"^(?=.*\d)(?=.*[a-z]).{2,4}$", "^(?!ab).*$", "^(?!.*b).+$"),
-    *("^(?!.*(ab|,)).*$", "^(a(?=b)b|c)$", "(?:a(?!b)){1,3}$", "^a(?!$)", "(?<=a)b", "(?<!a)b"),
-    *("x?(?<!a)b", "^(?:(?!ab).)*$", "^((?!a).)*$", r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"),
-    *(r"\bab\b", r"^\bab\b", r"a\b", r"\Bb", r"\s*\bab", "^[^a]$", r"^\w+$", r"^\d{2}$"),
-    *(r'^"\\$', r"^[\s\S]*$", r"^[^\n]+$", "^.$", r"^[\x00-\x1f]$", r"^[^\w ]$", r"[^\D2]"),
+TEXTS = ("", "a", "ab", "b1", "_", "é", "é1", "1", "-", "\n", "\r", " ", "[", "&", "x-y", "\u2028")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(r"^\w+$", r"^[^\w]$", r"^\W$", r"^[\W]$", r"^\d", r"^\D*$", r"^[^\d\s]+$", r"^\s$"),
+        *("^.$", "^[[]$", "^[+--]$", "^[&&a]$", r"^[\-x]-", "^a|b", "^(?<n>a)(?:b)?$", r"^a{1,2}$"),
+        *(r"^\u0061", r"^[\x00-\x1f]$", r"\/|\.|\_", "^x{a}|}$", "^(?:)$", "^[^-]$", "a*?b"),
+    ],
 )
-TEXTS = (
-    *("".join(text) for n in range(5) for text in itertools.product("ab,1 ", repeat=n)),
-    *('"\\', "\n", "a\n", "\t", "é", "٣", "ab\n", "\x7f", "c", "ac", "\x00", "ab,ab"),
-    *("\r", "b\x00", "22", "-", "+0.5", "\u2028x"),
+def test_a_match_is_one_for_python(pattern: str) -> None:
+    grammar = grammar_of({"type": "string", "pattern": pattern})
+    plain = re.compile(pattern.replace("(?<n>", "(?P<n>"))
+    found = [accepts(grammar, json.dumps(text, ensure_ascii=False)) for text in TEXTS]
+    ours = [text for text, fits in zip(TEXTS, found, strict=True) if fits]
+    theirs = [text for text in TEXTS if plain.search(text)]
+    assert set(ours) <= set(theirs)
+    # They differ where ECMA-262 and Python do.
+    assert all(re.search(r"[é\r\n\u2028]", text) for text in set(theirs) - set(ours))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("(?=a)", "look-ahead"),
+        ("(?<!a)b", "look-behind"),
+        ("(?i)a", "flags"),
+        (r"(a)\1", "back reference"),
+        (r"a\b", "word boundary"),
+        (r"\Aa", "escape"),
+        ("[]a]", "read differently"),
+        ("[a", "no end"),
+        (r"[a-\d]", "range"),
+        (r"\ud800", "surrogate"),
+        ("a**", "no regular expression"),
+        ("a{,3}", "no regular expression"),
+    ],
 )
+def test_what_has_no_translation_is_named(pattern: str, words: str) -> None:
+    with pytest.raises(PatternError, match=words):
+        translated(pattern)
 
 
-def of_language(language: Language) -> set[str]:
-    grammar = f"%llguidance {{}}\nstart: TEXT\nTEXT: {in_quotes(language)}\n"
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return {text for text in TEXTS if _takes(matcher, text)}
+DECIMALS = (
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,1}0*$",
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,0}0*$",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,1}|(?=[\d.]{1,3}0*$)\d{0,1}\.\d{0,1}0*$)",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,0}|(?=[\d.]{1,3}0*$)\d{0,0}\.\d{0,5}0*$)",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,2}|(?=[\d.]{1,3}0*$)\d*\.\d*0*$)",
+)
+"""pydantic's patterns of `Decimal`, without and with limits of digits and places."""
 
 
-def _takes(matcher: llguidance.LLMatcher, text: str) -> bool:
-    spelled = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f").encode()
-    matcher.reset()
-    if matcher.validate_tokens(list(spelled)) < len(spelled):
-        return False
-    return matcher.consume_tokens(list(spelled)) and matcher.is_accepting()
+@pytest.mark.parametrize("pattern", DECIMALS)
+def test_decimals_of_pydantic_are_exact(pattern: str) -> None:
+    # With both limits, pydantic's first case has no end, by which any text may follow.
+    meant = re.compile(re.sub(r"\(\?:(\\d\{0,\d\})\|", r"(?:\1$|", pattern))
+    ours = re.compile(translated(pattern))
+    texts = ("".join(some) for n in range(6) for some in itertools.product("-.01", repeat=n))
+    assert [text for text in texts if bool(meant.search(text)) != bool(ours.search(text))] == []
 
 
-def by_python(pattern: str) -> set[str]:
-    return {text for text in TEXTS if re.search(pattern, text)}
+def test_other_texts_are_all_but_some() -> None:
+    pattern = re.compile(without(["", "a", "ab", "c-"], ["x-"]))
+    texts = ["".join(some) for n in range(4) for some in itertools.product("abc-x", repeat=n)]
+    left = [text for text in texts if not pattern.search(text)]
+    assert left == [t for t in texts if t in ("", "a", "ab", "c-") or t.startswith("x-")]
 
 
-def by_ecma(pattern: str) -> set[str]:
-    """Return the texts that match by ECMA-262: ASCII classes, `$` at the end alone."""
-    return {text for text in TEXTS if re.search(pattern.replace("$", r"\Z"), text, re.ASCII)}
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_language_has_the_texts_of_both_readings(pattern: str) -> None:
-    both, one = by_python(pattern) & by_ecma(pattern), by_python(pattern) | by_ecma(pattern)
-    found = of_language(matching(pattern))
-    assert found - both == set()
-    # Only line ends and letters beyond ASCII may be left out.
-    assert {text for text in both - found if text.isascii() and not {*text} & {*"\r\n"}} == set()
-    assert one - of_language(matching(pattern, wide=True)) == set()
+def test_only_a_plain_beginning_is_a_prefix() -> None:
+    found = [prefix_of(pattern) for pattern in ("^x-", r"^a\.", "^", "x-", "^x-$", "^[a]", "^a+")]
+    assert found == ["x-", "a.", "", None, None, None, None]

@@ -1,4 +1,4 @@
-"""Structural tags: their rewriting follows every schema that a response format may have."""
+"""Structural tags: their grammar follows every schema that a response format may have."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag
 
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
-from server.structured_outputs.rewriting.tags import rewrite_tag
+from server.structured_outputs.grammars import SchemaRules, tag_grammar
 from server.structured_outputs.trial_job import TrialVerdict, do_job, job_bytes
 from server.vllm.tools.schemas import rewrites_arguments
 from tests.schema_corpus import BAD, BAD_IN_TAGS, GOOD
-from tests.server.structured_outputs.walks import documents, faults, vocabulary
+from tests.server.structured_outputs.walks import documents, faults, try_grammar, vocabulary
 
 LIMITS = SchemaLimits.of(ServerSettings())
 SPECIALS = vocabulary()[0].special_tokens()
+RULES = SchemaRules(compact=False, closed=True)
 ARGUMENTS: dict[str, Any] = {
     "type": "object",
     "properties": {"x": {"enum": [1, 2]}, "y": {"type": "string", "not": {"const": "no"}}},
@@ -52,9 +53,9 @@ def grammar_of(model: str, choice: str) -> str:
     ]
     tag = get_model_structural_tag(model, tools, choice, reasoning=False)
     assert tag is not None
-    found = rewrite_tag(tag.model_dump(), SPECIALS, compact=False)
+    found = tag_grammar(tag.model_dump(), SPECIALS, RULES)
     assert found is not None and found.left_out == ()
-    return found.grammar
+    return found.text
 
 
 def accepts(grammar: str, text: str, *, as_text: bool) -> bool:
@@ -102,7 +103,7 @@ def test_every_walk_is_a_valid_call(model: str) -> None:
 
 def verdict(kind: ConstraintKind, value: Any) -> TrialVerdict:
     job = job_bytes([Constraint(kind, json.dumps(value), "")], LIMITS)
-    return do_job(job, lambda _kind, _text: [], compact=False, specials=SPECIALS)
+    return do_job(job, try_grammar, RULES, specials=SPECIALS)
 
 
 def tag_of(schema: Any, **options: Any) -> dict[str, Any]:
@@ -140,7 +141,7 @@ def test_a_tag_takes_what_a_response_format_takes() -> None:
     ids=str,
 )
 def test_other_formats_are_left_to_xgrammar(item: dict[str, Any]) -> None:
-    assert rewrite_tag({"format": item}, SPECIALS, compact=False) is None
+    assert tag_grammar({"format": item}, SPECIALS, RULES) is None
 
 
 def test_schemas_that_xgrammar_takes_are_checked_by_its_rules() -> None:

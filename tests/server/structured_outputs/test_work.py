@@ -9,8 +9,7 @@ import torch
 
 from rbln_backend.grammar import lark
 from rbln_backend.grammar.lark import LarkGrammar
-from server.structured_outputs.rewriting.rewriting import rewrite
-from tests.server.structured_outputs.walks import vocabulary
+from tests.server.structured_outputs.walks import grammar_of, vocabulary
 
 PATTERN = "^[a-z ]*[a-m].{3,40}[a-z]$"
 TEXT = '"the quick brown fox jumps over the lazy dog and then away"'
@@ -22,7 +21,7 @@ def grammar(monkeypatch: pytest.MonkeyPatch) -> LarkGrammar:
     limits = llguidance.LLParserLimits(step_lexer_fuel=10_000, verbose_errors=False)
     monkeypatch.setattr(lark, "_ENGINE_LIMITS", limits)
     compiler, tokenizer, _ = vocabulary()
-    text = rewrite({"type": "string", "pattern": PATTERN}, compact=False).grammar
+    text = grammar_of({"type": "string", "pattern": PATTERN})
     return compiler.compile(text, {int(tokenizer.eos_token_id)}, in_trial=False)
 
 

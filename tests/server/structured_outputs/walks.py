@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import random
@@ -10,7 +9,6 @@ import re
 from decimal import Decimal
 from typing import Any
 
-import jsonschema_rs
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,10 +18,12 @@ from transformers import AutoTokenizer
 
 from default_model.paths import CHECKPOINT
 from rbln_backend.grammar.lark import LarkCompiler, LarkGrammar
+from server.structured_outputs.grammars import MARK, SchemaRules, schema_grammar
+from server.structured_outputs.normaliser import FORMATS
 
 _TOKENS = 1000
 _TOKENS_IF_ENDLESS = 200
-_CLOSING = ("}", "]", ",", ":", '"', "0", "1", "n", "t", "f")
+_CLOSING = ("}", "]", ",", ":", '"', "n", "t", "f")
 """Tokens that bring a document to its end, the best first; inside of a string, its quote."""
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
@@ -118,28 +118,30 @@ def _characters() -> list[int]:
     return [token for token, text in enumerate(vocabulary()[2]) if len(text) == 1]
 
 
-def faults(schema: Any, text: str, *, formats: bool = True) -> list[str]:
-    """Return what jsonschema finds wrong; decimals are exact, and `formats` are judged."""
+def grammar_of(schema: Any, *, closed: bool = True) -> str:
+    """Return the grammar of a schema that is followed exactly."""
+    found = schema_grammar(schema, SchemaRules(compact=False, closed=closed))
+    assert found.left_out == ()
+    return found.text
+
+
+def try_grammar(_kind: str, text: str) -> list[str]:
+    """Compile a grammar for llguidance as a trial does; others are not tried."""
+    if text.startswith(MARK):
+        vocabulary()[0].compile(text, None, in_trial=True)
+    return []
+
+
+def faults(schema: Any, text: str) -> list[str]:
+    """Return what jsonschema finds wrong; decimals are exact, and formats as far as followed."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     judge = validator_for(exact, Draft202012Validator)
+    checker = FormatChecker(())
+    known = judge.FORMAT_CHECKER.checkers
+    checker.checkers = {name: known[name] for name in FORMATS if name in known}
     value = json.loads(text, parse_float=Decimal)
-    checker = _format_checker(judge) if formats else None
     found = judge(exact, format_checker=checker).iter_errors(value)
     return [f"{error.json_path}: {error.message}" for error in found]
-
-
-def _format_checker(judge: Any) -> FormatChecker:
-    """Return the checker of `judge`; jsonschema_rs judges the formats that it does not know."""
-    checker: FormatChecker = copy.copy(judge.FORMAT_CHECKER)
-    added = {name: (functools.partial(_has_format, name), ()) for name in ("iri", "iri-reference")}
-    checker.checkers = {**checker.checkers, **added}
-    return checker
-
-
-def _has_format(name: str, value: Any) -> bool:
-    schema = {"type": "string", "format": name}
-    is_text = isinstance(value, str)
-    return not is_text or jsonschema_rs.is_valid(schema, value, validate_formats=True)
 
 
 def empty_mask() -> torch.Tensor:

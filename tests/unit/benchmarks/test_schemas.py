@@ -12,8 +12,6 @@ from benchmarks.schemas import command, soundness
 from benchmarks.schemas.judging import SchemaCase, cases_of, judge, judgements
 from benchmarks.schemas.sides import SIDES
 from benchmarks.schemas.soundness import Generator
-from benchmarks.schemas.undeclared import without_undeclared
-from server.structured_outputs.constraint import Undeclared
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -31,28 +29,16 @@ UNIQUE = SchemaCase("unique", {"type": "array", "uniqueItems": True, "items": {}
 
 @pytest.mark.parametrize(
     ("side", "valid_refused"),
-    [("ours, omit", 1), ("ours, allow", 0), ("llguidance", 0), ("xgrammar, strict", 1)],
+    [("ours, omit", 1), ("ours, allow", 0), ("llguidance", 0)],
 )
 def test_instances_are_judged(side: str, valid_refused: int) -> None:
     found = judge(side, PERSONS)
     assert found.refused is None
     assert (found.valid_refused, found.invalid_accepted) == (valid_refused, 0)
     assert found.passes is (valid_refused == 0)
-    assert found.only_undeclared is (valid_refused > 0)
     assert found.compile_s > 0
     assert found.masks > 10
     assert 0 < found.masks_s / found.masks <= found.worst_mask_s
-
-
-def test_undeclared_properties_are_dropped_from_instances() -> None:
-    schema = {
-        "properties": {"a": {"$ref": "#/$defs/a"}, "free": {"type": "object"}},
-        "patternProperties": {"^x": {"items": {"properties": {"b": True}}}},
-        "$defs": {"a": {"allOf": [{"properties": {"b": True}}]}},
-    }
-    given = {"a": {"b": 1, "c": 2}, "free": {"c": 3}, "xs": [{"b": 4, "c": 5}], "y": 6}
-    left = {"a": {"b": 1}, "free": {"c": 3}, "xs": [{"b": 4}]}
-    assert without_undeclared(schema, given) == left
 
 
 def test_a_refused_schema_has_a_reason() -> None:
@@ -73,22 +59,23 @@ def test_a_file_makes_a_report(tmp_path: Path) -> None:
     found = list(judgements(side, cases_of(file)))
     assert [item.refused is None for item in found] == [True, False]
     generator = Generator()
-    sound = [generator.soundness(cases_of(file), rule, 12) for rule in Undeclared]
+    sound = [generator.soundness(cases_of(file), closed=rule, texts=12) for rule in (True, False)]
     run = command.SchemaRun(**command.begin("x"), schemas=2, sides={side: found}, soundness=sound)
     report = command.markdown(run)
-    assert "| ours, omit | 0.0% | 50.0% | 50.0% | 50.0% | 0 schemas |" in report
+    assert "| ours, omit | 0.0% | 50.0% | 50.0% | 0 schemas |" in report
+    assert "ours, omit refuses: `uniqueItems` (1)." in report
     assert f"With `allow`, 0 of {sound[1].texts} generated texts are invalid" in report
 
 
 def test_an_invalid_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar of another schema stands for one with a mistake."""
     generator = Generator()
-    sound = generator.soundness([PERSONS], Undeclared.ALLOW, 20)
+    sound = generator.soundness([PERSONS], closed=False, texts=20)
     assert sound.texts >= 10
     assert sound.faults == []
-    wrong = soundness.grammar_of({"enum": [1, {"name": "a"}]}, Undeclared.OMIT)
-    monkeypatch.setattr(soundness, "grammar_of", lambda *_: wrong)
-    found = generator.soundness([PERSONS], Undeclared.ALLOW, 20)
+    wrong = soundness.grammar_of({"enum": [1, {"name": "a"}]}, closed=True)
+    monkeypatch.setattr(soundness, "grammar_of", lambda *_, **__: wrong)
+    found = generator.soundness([PERSONS], closed=False, texts=20)
     assert 0 < len(found.faults) < found.texts
     name, text, reason = found.faults[0]
     assert (name, text) == ("person", "1")

@@ -1,4 +1,4 @@
-"""Rewriting of structural tags: text and tool calls around rewritten schemas.
+"""Grammars in llguidance's dialect of Lark: of a schema, and of a structural tag with schemas.
 
 llguidance matches a special token of the tokenizer only if the grammar names it. A marker such as
 `<tool_call>` is therefore written both as its token and as text.
@@ -7,56 +7,98 @@ llguidance matches a special token of the tokenizer only if the grammar names it
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from server.structured_outputs.constraint import Undeclared
-from server.structured_outputs.rewriting.rewriting import Rewriting, add_schema
-from server.structured_outputs.rewriting.rules import Rules, quoted
-from server.structured_outputs.rewriting.scalars.characters import escaped
-from server.structured_outputs.schema_resources import localized
+from server.structured_outputs.normaliser import normalised
 
 Format = dict[str, Any]
 
+MARK = "%llguidance {}\n"
+"""First line of a grammar for llguidance."""
 _CALL_NUMBER = r"\d+"
 """The only pattern in vLLM's tags for tools."""
 _LIMITS = ("max_tokens", "max_chars", "max_whitespace_cnt", "any_order")
+_SPACED = json.JSONEncoder(ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaRules:
+    """How schemas are followed.
+
+    `compact`: JSON has no white space. `closed`: objects that list properties have no others.
+    """
+
+    compact: bool
+    closed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar for llguidance; `left_out` has a line for each part that it does not follow."""
+
+    text: str
+    left_out: tuple[str, ...]
 
 
 class UnsupportedTagError(ValueError):
-    """A format of a structural tag has no rewriting."""
+    """A format of a structural tag has no grammar here."""
 
 
-def rewrite_tag(
-    tag: Any,
-    specials: Mapping[str, int],
-    *,
-    compact: bool,
-    undeclared: Undeclared = Undeclared.OMIT,
-) -> Rewriting | None:
-    """Return the grammar of a structural tag; None if one of its formats has no rewriting.
+def schema_grammar(schema: Any, rules: SchemaRules) -> Grammar:
+    """Return the grammar of a schema. Raises `UnusableError` as `normalised` does."""
+    found = normalised(schema, closed=rules.closed)
+    return Grammar(f"{MARK}start: {_json_rule(found.schema, rules)}\n", found.left_out)
+
+
+def tag_grammar(tag: Any, specials: Mapping[str, int], rules: SchemaRules) -> Grammar | None:
+    """Return the grammar of a structural tag; None if one of its formats has none.
 
     `specials` are the ids of the tokenizer's special tokens by text, without those that end an
-    answer. Raises `UnusableError` as `rewrite` does.
+    answer. Raises `UnusableError` as `normalised` does.
     """
-    writer = _TagWriter(Rules(compact=compact), specials, undeclared)
+    writer = _TagWriter(specials, rules)
     try:
         start = writer.last(_format(tag))
     except (UnsupportedTagError, KeyError, TypeError, AttributeError):
         # The backend reports the reason for a malformed tag.
         return None
-    return Rewriting(writer.rules.text(start), tuple(writer.left_out))
+    return Grammar("\n".join([f"{MARK}start: {start}", *writer.lines, ""]), tuple(writer.left_out))
+
+
+def _json_rule(schema: Any, rules: SchemaRules) -> str:
+    """Return a normalised schema as a rule.
+
+    White space is a blank after a comma or a colon: without a bound, a model could fill its context
+    with it, and llguidance repeats what may stand elsewhere.
+    """
+    blank = "" if rules.compact else " ?"
+    options = {
+        "whitespace_flexible": False,
+        "item_separator": f",{blank}",
+        "key_separator": f":{blank}",
+    }
+    whole = {} if schema is True else schema
+    return f"%json {json.dumps({**whole, 'x-guidance': options})}"
 
 
 class _TagWriter:
     """Writes the rules of one structural tag; each method returns the options of a format."""
 
-    def __init__(self, rules: Rules, specials: Mapping[str, int], undeclared: Undeclared) -> None:
-        self.rules = rules
+    def __init__(self, specials: Mapping[str, int], rules: SchemaRules) -> None:
         self.specials = specials
+        self.lines: list[str] = []
         self.left_out: list[str] = []
-        self._undeclared = undeclared
+        self._rules = rules
         self._schemas: dict[str, str] = {}
+
+    def add(self, stem: str, *options: str) -> str:
+        """Add a rule of these options and return its name."""
+        name = f"{stem}_{len(self.lines)}"
+        self.lines.append(f"{name}: " + "\n  | ".join(option or '""' for option in options))
+        return name
 
     def last(self, item: Format) -> str:
         """Return the rule of a format that nothing follows: free text may end it."""
@@ -70,17 +112,16 @@ class _TagWriter:
         options = options or _FORMATS.get(item["type"])
         if options is None or any(item.get(name) not in (None, False) for name in _LIMITS):
             raise UnsupportedTagError
-        return self.rules.add("tag", *options(self, item))
+        return self.add("tag", *options(self, item))
 
     def schema(self, item: Format) -> list[str]:
         if item.get("style", "json") != "json" or item.get("excludes"):
             raise UnsupportedTagError
         text = json.dumps(item["json_schema"])
         if text not in self._schemas:
-            self._schemas[text], left_out = add_schema(
-                self.rules, localized(item["json_schema"]), self._undeclared
-            )
-            self.left_out += left_out
+            found = normalised(item["json_schema"], closed=self._rules.closed)
+            self._schemas[text] = self.add("json", _json_rule(found.schema, self._rules))
+            self.left_out += found.left_out
         return [self._schemas[text]]
 
     def constant(self, item: Format) -> list[str]:
@@ -128,7 +169,7 @@ class _TagWriter:
             rest = self._any_of(self.tag(tag, tag["begin"].removeprefix(trigger)) for tag in begun)
             calls.append(f"{text.until(trigger)} {rest}")
         once = item.get("stop_after_first")
-        call = self.rules.add("call", *calls)
+        call = self.add("call", *calls)
         if not item.get("at_least_one"):
             return [text.free, call] if once else [f"{call}* {text.free}"]
         first = self._any_of(self.tag(tag) for tag in item["tags"])
@@ -138,16 +179,16 @@ class _TagWriter:
         found = [option for some in options for option in some]
         if not found:
             raise UnsupportedTagError
-        return self.rules.add("tag", *found)
+        return self.add("tag", *found)
 
     def _literal(self, text: str) -> str:
         """Return a text, each special token of which may be a token or text."""
         found = [(text.index(name), -len(name), name) for name in self.specials if name in text]
         if not found:
-            return quoted(text)
+            return _quoted(text)
         start, _, name = min(found)
         head, tail = text[:start], text[start + len(name) :]
-        return f"{quoted(head)} ({self.token(name)} | {quoted(name)}) {self._literal(tail)}"
+        return f"{_quoted(head)} ({self.token(name)} | {_quoted(name)}) {self._literal(tail)}"
 
     def token(self, name: str) -> str:
         """Return a special token."""
@@ -172,8 +213,8 @@ class _Text:
         self._writer = writer
         pattern = "/(?s:.+)/"
         if markers:
-            pattern += f" & ~/(?s:.*)(?:{'|'.join(map(escaped, markers))})(?s:.*)/"
-        add = writer.rules.add
+            pattern += f" & ~/(?s:.*)(?:{'|'.join(map(_escaped, markers))})(?s:.*)/"
+        add = writer.add
         self._text = add("TEXT", pattern)
         tokens = [
             str(token)
@@ -187,10 +228,10 @@ class _Text:
 
     def until(self, stop: str) -> str:
         """Return the rule of the text up to its first `stop`, which it includes."""
-        options = [self._writer.rules.add("UNTIL", f"{self._text}? {quoted(stop)}")]
+        options = [self._writer.add("UNTIL", f"{self._text}? {_quoted(stop)}")]
         if stop in self._writer.specials:
             options.append(f"{self._text}? {self._writer.token(stop)}")
-        return f"{self._pieces} {self._writer.rules.add('until', *options)}"
+        return f"{self._pieces} {self._writer.add('until', *options)}"
 
 
 def _format(tag: Any) -> Format:
@@ -203,6 +244,16 @@ def _format(tag: Any) -> Format:
         for item in tag["structures"]
     ]
     return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+
+
+def _quoted(text: str) -> str:
+    """Return a literal of the grammar."""
+    return _SPACED.encode(text)
+
+
+def _escaped(text: str) -> str:
+    """Return a regular expression of this text, in which nothing ends the expression."""
+    return re.sub(r"[^0-9A-Za-z]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
 
 
 def _texts(value: Any) -> list[str]:

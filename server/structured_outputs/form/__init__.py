@@ -1,1 +1,0 @@
-"""Checks that a schema has the form of its draft."""

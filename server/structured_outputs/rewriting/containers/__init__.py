@@ -1,1 +1,0 @@
-"""Arrays and objects: their shapes, counts and rules."""

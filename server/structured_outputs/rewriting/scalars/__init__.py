@@ -1,1 +1,0 @@
-"""Strings and numbers that satisfy a schema."""
