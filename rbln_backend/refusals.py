@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rbln_backend.bucketing.engine_buckets import MTP, WHOLE_MODEL
+from rbln_backend.bucketing.engine_buckets import MTP
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.fp8 import FP8_DTYPES
@@ -143,9 +143,8 @@ def _check_draft_stages(speculation: SpeculativeConfig, parallel: ParallelConfig
         raise SPECULATION_STAGES.refusal(f"{found}, --distributed-executor-backend {executor}")
     # vLLM's class of ERNIE 4.5 with tied embeddings has no stages, with drafts or without.
     own = speculation.draft_model_config.architecture if speculation.method == MTP else None
-    if speculation.method == WHOLE_MODEL or own == "ErnieMTPModel":
-        named = f"method {speculation.method!r}" + (f" of {own}" if own else "")
-        raise SPECULATION_STAGES.refusal(f"{found}, {named}")
+    if own == "ErnieMTPModel":
+        raise SPECULATION_STAGES.refusal(f"{found}, method {speculation.method!r} of {own}")
 
 
 def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:

@@ -230,15 +230,14 @@ LORA_DTYPE = Feature(
 )
 SPECULATION_METHOD = Feature(
     "speculative decoding with this method",
-    "--speculative-config with ngram_gpu, dflash and others",
-    "whose drafts come from known texts, Medusa's heads, layers of EAGLE, an MTP layer or a whole "
-    "draft model",
+    "--speculative-config with draft_model, ngram_gpu, dflash and others",
+    "whose drafts come from known texts, Medusa's heads, layers of EAGLE or an MTP layer",
     'use {"method": "ngram"}, {"method": "suffix"} or {"method": "medusa"}',
 )
 DRAFT_MODEL = Feature(
     "a draft model in this engine",
-    "methods with a draft model with adapters or KV tiers; medusa, eagle, eagle3 and draft_model "
-    "with latent attention (MLA)",
+    "methods with a draft model with adapters or KV tiers; medusa, eagle and eagle3 with latent "
+    "attention (MLA)",
     "with which it has not been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
 )
@@ -258,14 +257,6 @@ MTP_MODEL = Feature(
     "float-quantized, on an NPU other than fp8 in blocks",
     "which runs one MTP layer, of families that have been shown to give the same tokens",
     'use {"method": "ngram"} or {"method": "suffix"}',
-)
-WHOLE_DRAFT_MODEL = Feature(
-    "this whole draft model",
-    "method draft_model with draft models of other architectures than LlamaForCausalLM, "
-    "Qwen2ForCausalLM and Qwen3ForCausalLM, or of fewer positions than --max-model-len",
-    "which has run these architectures, within the context of both models",
-    "name a draft model of these architectures, lower --max-model-len, or use "
-    '{"method": "ngram"} or {"method": "suffix"}',
 )
 DRAFT_MODEL_OPTION = Feature(
     "this option of a draft model",
@@ -289,10 +280,8 @@ SPECULATION_RANKS = Feature(
 )
 SPECULATION_STAGES = Feature(
     "speculative decoding of this kind with pipeline stages",
-    "--speculative-config with --pipeline-parallel-size and method draft_model or mtp of "
-    "ERNIE 4.5, or with Ray",
-    "whose drafts come with the results of its own executor, and whose last stage runs heads and "
-    "single layers",
+    "--speculative-config with --pipeline-parallel-size and method mtp of ERNIE 4.5, or with Ray",
+    "whose drafts come with the results of its own executor",
     "use another method there, or --tensor-parallel-size",
 )
 SPECULATION_KERNELS = Feature(

@@ -29,8 +29,6 @@ EAGLE3 = "eagle3"
 MTP = "mtp"
 DRAFT_LAYERS = (EAGLE, EAGLE3, MTP)
 """vLLM's names of the methods whose draft model is a layer with a KV cache."""
-WHOLE_MODEL = "draft_model"
-"""vLLM's name of the method whose draft model is a second model with a KV cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +89,7 @@ class EngineBuckets:
         verify = VerifyTable(buckets.decode, lengths, tokens)
         if draft_model is None or buckets.decode is None:
             return replace(buckets, verify=verify)
-        has_cache = draft_model in (*DRAFT_LAYERS, WHOLE_MODEL)
-        length = drafts + 1 if has_cache else None
+        length = drafts + 1 if draft_model in DRAFT_LAYERS else None
         return replace(buckets, verify=verify, drafted=DraftSizes(buckets.decode, chunks, length))
 
 

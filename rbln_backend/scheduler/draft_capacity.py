@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any
 
 from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
 from rbln_backend.scheduler.background import Rows
@@ -15,22 +13,7 @@ from rbln_backend.vllm_compat.surface import (
     ModelRunnerOutput,
     Request,
     RequestStatus,
-    VllmConfig,
 )
-
-
-def with_draft_slots(config: VllmConfig) -> Any:
-    """Return the scheduler's configuration, with a token of each request for a draft model.
-
-    vLLM's own draft model reads a token more of each request than the served one does, and its
-    scheduler leaves place for it in ``max_num_batched_tokens``. Ours reads in graphs of its own.
-    """
-    speculation, own = config.speculative_config, config.scheduler_config
-    each = 0 if speculation is None else speculation.max_num_new_slots_for_drafting
-    if each:
-        own = copy.copy(own)
-        own.max_num_batched_tokens += each * own.max_num_seqs
-    return own
 
 
 def rows_of_other_steps(rows: Rows, most: int) -> tuple[set[str], bool]:

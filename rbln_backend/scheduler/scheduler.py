@@ -26,7 +26,6 @@ from rbln_backend.scheduler.draft_capacity import (
     DraftCapacity,
     drafts_to_check,
     rows_of_other_steps,
-    with_draft_slots,
 )
 from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
 from rbln_backend.scheduler.narrowing import StepView
@@ -78,7 +77,6 @@ class RblnScheduler(PromptScheduler):
         apply_patches()
         settle_prefix_caching(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **options)
-        self.scheduler_config = with_draft_slots(vllm_config)
         if vllm_config.model_config.runner_type == "pooling":
             # Upstream keeps a slot of the context for a sampled token; a prompt that fills the
             # context would wait for it forever (vllm-project/vllm#47971).

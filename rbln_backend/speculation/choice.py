@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DRAFT_METHODS = ("ngram", "suffix")
 """vLLM's names of the methods that need no draft model."""
-DRAFT_MODELS = ("medusa", "eagle", "eagle3", "mtp", "draft_model")
+DRAFT_MODELS = ("medusa", "eagle", "eagle3", "mtp")
 """vLLM's names of the methods with a draft model."""
 
 

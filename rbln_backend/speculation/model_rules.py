@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP, WHOLE_MODEL
+from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP
 from rbln_backend.config import RblnConfig
 from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.unsupported import (
@@ -13,7 +13,6 @@ from rbln_backend.unsupported import (
     DRAFT_MODEL_OPTION,
     EAGLE_MODEL,
     MTP_MODEL,
-    WHOLE_DRAFT_MODEL,
     Feature,
 )
 
@@ -72,9 +71,6 @@ _BLOCKS = "fp8 in blocks"
 _QUANTIZED_MTP = (_BLOCKS, "fp8", "compressed-tensors float-quantized")
 """Formats of checkpoints whose MTP layers may be quantised."""
 
-WHOLE_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""vLLM's architectures of whole draft models."""
-
 
 def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> None:
     """Raise for the first setting of the engine that does not go with its draft model."""
@@ -92,8 +88,6 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> 
         _check_eagle(config)
     if speculation.method == MTP:
         _check_mtp(config, on_npu=on_npu)
-    if speculation.method == WHOLE_MODEL:
-        _check_whole(config)
     _check_options(speculation, model.quantization if speculation.method == MTP else None)
 
 
@@ -132,7 +126,10 @@ def _check_eagle(config: VllmConfig) -> None:
     ):
         if model.architecture not in known:
             raise EAGLE_MODEL.refusal(f"{role} model {model.architecture}")
-    _check_context(config, EAGLE_MODEL)
+    if own.max_model_len < served.max_model_len:
+        raise EAGLE_MODEL.refusal(
+            f"draft model of {own.max_model_len} tokens, --max-model-len {served.max_model_len}"
+        )
     if _cache_of(own) != _cache_of(served):
         raise EAGLE_MODEL.refusal(
             f"draft model with {_cache_of(own)}, served model with {_cache_of(served)}"
@@ -155,27 +152,6 @@ def _check_mtp(config: VllmConfig, *, on_npu: bool) -> None:
     if layers != 1:
         raise MTP_MODEL.refusal(f"num_nextn_predict_layers {layers}")
     _check_format(served, MTP_MODEL, (_BLOCKS,) if on_npu else _QUANTIZED_MTP)
-
-
-def _check_whole(config: VllmConfig) -> None:
-    """Raise unless the draft model is of an architecture that has been run."""
-    speculation = config.speculative_config
-    assert speculation is not None
-    own = speculation.draft_model_config
-    if own.architecture not in WHOLE_MODELS:
-        raise WHOLE_DRAFT_MODEL.refusal(f"draft model {own.architecture}")
-    _check_context(config, WHOLE_DRAFT_MODEL)
-
-
-def _check_context(config: VllmConfig, feature: Feature) -> None:
-    """Raise if the draft model has fewer positions than the context."""
-    speculation, served = config.speculative_config, config.model_config
-    assert speculation is not None
-    own = speculation.draft_model_config
-    if own.max_model_len < served.max_model_len:
-        raise feature.refusal(
-            f"draft model of {own.max_model_len} tokens, --max-model-len {served.max_model_len}"
-        )
 
 
 def _check_format(served: ModelConfig, feature: Feature, formats: Sequence[str] = ()) -> None:

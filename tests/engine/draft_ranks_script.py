@@ -119,8 +119,7 @@ def _remembered(worker: Any) -> list[int]:
     model = drafting._model
     if model is None:
         return [len(drafting._begun), len(drafting._drafter._going)]
-    kept = ("_unread", "_filled")
-    return [len(model._drafts), *(len(getattr(model._source, name, ())) for name in kept)]
+    return [len(model._drafts), len(getattr(model._source, "_unread", ()))]
 
 
 def main(

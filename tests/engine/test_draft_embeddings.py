@@ -18,7 +18,6 @@ from tests.engine.conftest import DEFAULTS, Engine, Engines
 from tests.engine.oracle import MOST, AnyLength
 from tests.engine.test_draft_models import (
     REFERENCES,
-    WRONG,
     Drafted,
     record_drafts,
     speculation_of,
@@ -27,6 +26,7 @@ from tests.engine.test_draft_models import (
 from tests.engine.test_eagle3_families import FEWER
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_speculation import greedy
+from tests.fitted_drafts import RANDOM
 from tests.kernel_cache import share_kernels
 
 pytestmark = pytest.mark.engine
@@ -69,7 +69,7 @@ def test_only_layers_that_share_the_embedding_share_graphs(
     engines: Engines, tmp_path: Path, method: str
 ) -> None:
     served = engines.checkpoints("llama")
-    table, layer = embedding_of(served), WRONG[method](tmp_path / "layer", served)
+    table, layer = embedding_of(served), RANDOM[method](tmp_path / "layer", served)
     others = torch.randn(table.shape, generator=torch.Generator().manual_seed(8))
     own = with_embedding(layer, tmp_path / "own", others)
     same = with_embedding(layer, tmp_path / "same", table.clone())
@@ -89,7 +89,7 @@ def test_only_layers_that_share_the_embedding_share_graphs(
 def test_compile_and_check_read_the_checkpoint(engines: Engines, tmp_path: Path) -> None:
     """They load no weights; the layer is in a file of torch, as EAGLE's are often published."""
     served = engines.checkpoints("llama")
-    layer, table = WRONG["eagle"](tmp_path / "layer", served), embedding_of(served)
+    layer, table = RANDOM["eagle"](tmp_path / "layer", served), embedding_of(served)
     own = with_embedding(layer, tmp_path / "own", table.flip(0).contiguous())
     stored = with_embedding(layer, tmp_path / "stored", table.flip(0).contiguous(), archive=True)
     root = tmp_path / "cache"

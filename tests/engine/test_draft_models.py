@@ -17,7 +17,7 @@ from tests.checkpoint_tokenizer import VOCAB_SIZE
 from tests.draft_checkpoints import random_medusa
 from tests.eagle3_checkpoints import NARROW, Eagle3Reference
 from tests.eagle_reference import EagleReference
-from tests.engine.conftest import DEFAULTS, Engine, Engines
+from tests.engine.conftest import Engine, Engines
 from tests.engine.oracle import MOST, AnyLength
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_speculation import (
@@ -31,7 +31,6 @@ from tests.engine.test_speculation import (
     seeded,
 )
 from tests.fitted_drafts import FITTED, RANDOM
-from tests.whole_draft_checkpoints import WholeReference, random_model, same_model
 
 pytestmark = pytest.mark.engine
 
@@ -72,11 +71,7 @@ class Drafted:
 
     def remembered(self) -> list[int]:
         """Return how many requests have drafts, and what the draft model's graphs need of them."""
-        kept = ("_unread", "_filled")
-        return [
-            len(self.model._drafts),
-            *(len(getattr(self.model._source, name, ())) for name in kept),
-        ]
+        return [len(self.model._drafts), len(getattr(self.model._source, "_unread", ()))]
 
     def assert_fewer_steps(self, least_share: float) -> None:
         """Assert equal greedy answers, in fewer steps, with more than that share accepted."""
@@ -144,16 +139,10 @@ def texts(engines: Engines) -> list[list[int]]:
     return [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
 
 
-RIGHT = FITTED | {"draft_model": same_model}
-WRONG = RANDOM | {"draft_model": random_model}
-REFERENCES: dict[str, Any] = {
-    "eagle": EagleReference,
-    "eagle3": Eagle3Reference,
-    "draft_model": WholeReference,
-}
+REFERENCES: dict[str, Any] = {"eagle": EagleReference, "eagle3": Eagle3Reference}
 
 
-@pytest.fixture(scope="module", params=list(RIGHT))
+@pytest.fixture(scope="module", params=list(FITTED))
 def drafted(
     engines: Engines,
     texts: list[list[int]],
@@ -161,7 +150,7 @@ def drafted(
     request: pytest.FixtureRequest,
 ) -> Drafted:
     plain, method = engines("llama"), request.param
-    own = RIGHT[method](tmp_path_factory.mktemp(method), plain.checkpoint, texts, last=41)
+    own = FITTED[method](tmp_path_factory.mktemp(method), plain.checkpoint, texts, last=41)
     return Drafted(plain, start(engines, own, method), method)
 
 
@@ -179,8 +168,7 @@ def start(
 
 
 def test_greedy_answers_are_the_same_in_fewer_steps(drafted: Drafted) -> None:
-    # The whole draft model is the served model itself.
-    drafted.assert_fewer_steps(0.999 if drafted.method == "draft_model" else 0.6)
+    drafted.assert_fewer_steps(0.6)
 
 
 def test_every_way_of_sampling_gives_the_same(drafted: Drafted) -> None:
@@ -213,14 +201,6 @@ def test_requests_that_come_and_are_aborted(drafted: Drafted, seed: int) -> None
     drafted.assert_same_with_aborts(random.Random(seed))
 
 
-def test_a_chunk_has_as_many_tokens_as_without(drafted: Drafted) -> None:
-    """vLLM leaves a token of each chunk to a whole draft model."""
-    (prompt,) = make_prompts([2 * DEFAULTS["max_num_batched_tokens"]], seed=49)
-    before = drafted.own.total("rbln_bucket_steps_total", phase="prefill")
-    drafted.run([prompt], [greedy(max_tokens=3)])
-    assert drafted.own.total("rbln_bucket_steps_total", phase="prefill") - before == 2
-
-
 def test_the_description_names_the_draft_model(drafted: Drafted) -> None:
     described = json.loads((drafted.own.run_dir / "describe-0.json").read_text())
     own = described["draft_model"]
@@ -247,7 +227,7 @@ def test_counts_of_vllm_agree(drafted: Drafted) -> None:
 def test_wrong_drafts_cost_steps_no_tokens(
     engines: Engines, drafted: Drafted, tmp_path: Path
 ) -> None:
-    own = WRONG[drafted.method](tmp_path, drafted.plain.checkpoint)
+    own = RANDOM[drafted.method](tmp_path, drafted.plain.checkpoint)
     wrong = Drafted(drafted.plain, start(engines, own, drafted.method))
     wrong.check(AnyLength(MOST + 1))
     wrong.run(PROMPTS, [*GREEDY[:3], seeded(1), *GREEDY[4:]])
@@ -263,18 +243,15 @@ def test_wrong_drafts_cost_steps_no_tokens(
         ("eagle3", {}),
         ("eagle3", {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}),
         ("eagle3", NARROW),
-        ("draft_model", {"arch": "llama"}),
-        pytest.param("draft_model", {"arch": "qwen2"}, marks=pytest.mark.wide),
-        ("draft_model", {"arch": "qwen3"}),
     ],
-    ids=["eagle", "eagle3", "eagle3-norms", "eagle3-narrow", "llama", "qwen2", "qwen3"],
+    ids=["eagle", "eagle3", "eagle3-norms", "eagle3-narrow"],
 )
 def test_drafts_are_those_of_the_whole_text(
     engines: Engines, tmp_path: Path, method: str, fields: dict[str, Any]
 ) -> None:
     """With a strong attention: after chunks, after drafts that were wrong, and after hits."""
     plain = engines("llama")
-    own = WRONG[method](tmp_path, plain.checkpoint, **fields)
+    own = RANDOM[method](tmp_path, plain.checkpoint, **fields)
     drafted = Drafted(plain, start(engines, own, method))
     drafted.check(AnyLength())
     reference = REFERENCES[method](plain.checkpoint, own)

@@ -12,10 +12,11 @@ from tests.engine.conftest import Engine, Engines
 from tests.engine.oracle import MOST
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.script import run_script
-from tests.engine.test_draft_models import GREEDY, PROMPTS, REFERENCES, RIGHT, speculation_of
+from tests.engine.test_draft_models import GREEDY, PROMPTS, REFERENCES, speculation_of
 from tests.engine.test_mtp import MTP
 from tests.engine.test_mtp_quantized import BLOCKS, CHANNELS, SIZES, TENSORS
 from tests.engine.test_speculation import FEW, results
+from tests.fitted_drafts import FITTED
 from tests.graph_cache import graph_cache
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
 from tests.quantized_checkpoints import Recipe
@@ -59,11 +60,11 @@ def assert_same_tokens(
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(name, marks=[pytest.mark.wide] * (name != OFTEN)) for name in RIGHT],
+    [pytest.param(name, marks=[pytest.mark.wide] * (name != OFTEN)) for name in FITTED],
 )
 def test_two_tensor_parallel_ranks(engines: Engines, tmp_path: Path, method: str) -> None:
     plain = engines("llama")
-    own = RIGHT[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    own = FITTED[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
     served, speculation = plain.checkpoint, speculation_of(method, own)
     assert_same_tokens(served, served, speculation, tmp_path, least_share=0.6)
 
@@ -107,12 +108,9 @@ def test_two_tensor_parallel_ranks_with_quantized_mtp(
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("method", [OFTEN, "draft_model"])
-def test_each_of_two_engines_has_a_draft_model(
-    engines: Engines, tmp_path: Path, method: str
-) -> None:
+def test_each_of_two_engines_has_a_draft_model(engines: Engines, tmp_path: Path) -> None:
     plain = engines("llama")
-    own = RIGHT[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    own = FITTED[OFTEN](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
     (run_dir := tmp_path / "run").mkdir()
     answers = run_ranks(
         plain.checkpoint,
@@ -120,7 +118,7 @@ def test_each_of_two_engines_has_a_draft_model(
         PROMPTS,
         checks_all_drafts=True,
         data_parallel_size=2,
-        speculative_config=speculation_of(method, own),
+        speculative_config=speculation_of(OFTEN, own),
         additional_config={"rbln": FEW | {"num_threads": 1, "run_dir": str(run_dir)}},
     )
     assert_as_one_rank(plain, PROMPTS, answers, 0.0)

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Engines
-from tests.engine.test_draft_models import RIGHT, speculation_of
+from tests.engine.test_draft_models import speculation_of
 from tests.engine.test_draft_ranks import TENSOR, assert_same_tokens, texts_of
 from tests.engine.test_mtp import MTP
 from tests.engine.test_speculation import NGRAM
+from tests.fitted_drafts import FITTED
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -30,7 +31,7 @@ SELDOM = [("medusa", "llama"), ("eagle", "llama"), *(("eagle3", arch) for arch i
 )
 def test_two_stages(engines: Engines, tmp_path: Path, method: str, arch: str) -> None:
     plain = engines(arch)
-    own = RIGHT[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    own = FITTED[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
     served, speculation = plain.checkpoint, speculation_of(method, own)
     assert_same_tokens(served, served, speculation, tmp_path, STAGES, least_share=0.6)
 
@@ -39,7 +40,7 @@ def test_two_stages(engines: Engines, tmp_path: Path, method: str, arch: str) ->
 def test_two_stages_of_two_ranks(engines: Engines, tmp_path: Path) -> None:
     """Each rank of the last stage gets its part of the embedding from the first stage."""
     plain = engines("llama")
-    own = RIGHT["eagle3"](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    own = FITTED["eagle3"](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
     served, speculation = plain.checkpoint, speculation_of("eagle3", own)
     ranks = STAGES | TENSOR
     assert_same_tokens(served, served, speculation, tmp_path, ranks, least_share=0.6)

@@ -25,8 +25,8 @@ class DraftShape(NamedTuple):
     """The sizes of a draft model with a KV cache, and of its engine."""
 
     sizes: DraftSizes
-    hidden_size: int | None
-    """Of the hidden states that it reads and returns; None for a model that reads tokens alone."""
+    hidden_size: int
+    """Of the hidden states that it reads and returns."""
     dtype: torch.dtype
     """Of hidden states."""
     token_offsets: Tensor | None
@@ -45,8 +45,8 @@ class DraftPiece(NamedTuple):
     start: int
     """The first slot that they fill."""
     tokens: list[int]
-    hidden: Tensor | None = None
-    """[n, H]: one hidden state for each token, if the draft model reads them."""
+    hidden: Tensor
+    """[n, H]: one hidden state for each token."""
 
     @property
     def end(self) -> int:
@@ -61,7 +61,7 @@ class FirstDraft(NamedTuple):
     """Slots of the draft model's cache that are filled."""
     token: int
     """The first draft."""
-    hidden: Tensor | None
+    hidden: Tensor
     """[H]: the hidden state of which it was taken, as in ``DraftPiece``."""
 
 
@@ -71,25 +71,22 @@ class _Buffers(NamedTuple):
     step: StepInputs
     last_rows: Tensor
     """[R] int64: the row of each request of which a token is drafted."""
-    hidden: Tensor | None
+    hidden: Tensor
     """[tokens, H]."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Every input by name."""
-        own = {} if self.hidden is None else {"hidden": self.hidden}
-        return {**self.step.tensors, **own, "last_rows": self.last_rows}
+        return {**self.step.tensors, "hidden": self.hidden, "last_rows": self.last_rows}
 
     def fill_rows(self, pieces: Sequence[DraftPiece], firsts: Sequence[int]) -> None:
         """Draft from the last token of each piece, which begins at its row in ``firsts``."""
-        if self.hidden is not None:
-            self.hidden.zero_()
+        self.hidden.zero_()
         self.last_rows.zero_()
         for place, (first, piece) in enumerate(zip(firsts, pieces, strict=True)):
             end = first + len(piece.tokens)
             self.last_rows[place] = end - 1
-            if self.hidden is not None and piece.hidden is not None:
-                self.hidden[first:end] = piece.hidden
+            self.hidden[first:end] = piece.hidden
 
 
 class DraftRuns:
@@ -177,14 +174,12 @@ class DraftRuns:
         buffers = self._buffers[spec]
         buffers.step.fill_mask([count])
         tokens = torch.tensor([own.token for own in ordered])
-        states = [own.hidden for own in ordered if own.hidden is not None]
-        hidden = torch.stack(states) if states else None
+        hidden = torch.stack([own.hidden for own in ordered])
         drafted = [tokens]
         for _ in range(self.length - 2):
             buffers.step.fill_decode(tokens.numpy(), places, blocks)
-            if buffers.hidden is not None and hidden is not None:
-                buffers.hidden[:count] = hidden
-                buffers.hidden[count:] = 0
+            buffers.hidden[:count] = hidden
+            buffers.hidden[count:] = 0
             tokens, hidden = self._run(spec, count)
             drafted.append(tokens)
             places = places + 1
@@ -197,17 +192,15 @@ class DraftRuns:
         self._buffers[spec].fill_rows(pieces, firsts)
         tokens, hidden = self._run(spec, len(pieces))
         return [
-            FirstDraft(own.state, own.end, int(tokens[n]), None if hidden is None else hidden[n])
+            FirstDraft(own.state, own.end, int(tokens[n]), hidden[n])
             for n, own in enumerate(pieces)
         ]
 
-    def _run(self, spec: GraphSpec, count: int) -> tuple[Tensor, Tensor | None]:
+    def _run(self, spec: GraphSpec, count: int) -> tuple[Tensor, Tensor]:
         """Return the drafts [n] and the hidden states [n, H]; the next run leaves them."""
-        outputs = [own.cpu()[:count].clone() for own in self._dispatch.get(spec).run()]
-        tokens, offsets = outputs[0], self._shape.token_offsets
-        if offsets is not None:
-            tokens = tokens + offsets[tokens]
-        return tokens, None if self._shape.hidden_size is None else outputs[1]
+        tokens, hidden = (own.cpu()[:count].clone() for own in self._dispatch.get(spec).run())
+        offsets = self._shape.token_offsets
+        return tokens if offsets is None else tokens + offsets[tokens], hidden
 
     def _fits(self, pieces: Sequence[DraftPiece]) -> bool:
         size = self._shape.sizes.chunks.largest
@@ -224,8 +217,8 @@ class DraftRuns:
 def _allocate(
     spec: GraphSpec, shape: DraftShape, make_inputs: Callable[[GraphSpec], StepInputs]
 ) -> _Buffers:
-    tokens, width = spec.batch_size * spec.query_len, shape.hidden_size
-    hidden = None if width is None else torch.zeros(tokens, width, dtype=shape.dtype)
+    tokens = spec.batch_size * spec.query_len
+    hidden = torch.zeros(tokens, shape.hidden_size, dtype=shape.dtype)
     return _Buffers(make_inputs(spec), torch.arange(spec.requests), hidden)
 
 
@@ -236,7 +229,7 @@ def _split(piece: DraftPiece, most: int) -> list[DraftPiece]:
             piece.state,
             piece.start + first,
             piece.tokens[first : first + most],
-            None if piece.hidden is None else piece.hidden[first : first + most],
+            piece.hidden[first : first + most],
         )
         for first in range(0, len(piece.tokens), most)
     ]

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from rbln_backend.bucketing.engine_buckets import WHOLE_MODEL
 from rbln_backend.core import GraphSpec
 from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.vllm_compat.surface import VllmConfig, compiled_sizes, configured
 from rbln_backend.worker.drafts.draft_layer import DraftLayer
 from rbln_backend.worker.drafts.draft_runs import DraftRuns, DraftShape
 from rbln_backend.worker.drafts.model_drafter import DraftHeads, DraftSource
-from rbln_backend.worker.drafts.whole_model import WholeDraftModel
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.draft_model import draft_model
 from rbln_backend.worker.graphs.eagle3 import reads_layers
@@ -42,18 +40,13 @@ def make_source(
         return DraftHeads(hidden_size, dtype, sizes.requests, dispatch)
     own, speculation = draft_model(served), draft_model_of(config)
     assert speculation is not None
-    is_whole = speculation.method == WHOLE_MODEL
-    width = speculation.draft_model_config.get_hidden_size()
     shape = DraftShape(
         sizes=sizes,
-        hidden_size=None if is_whole else width,
+        hidden_size=speculation.draft_model_config.get_hidden_size(),
         token_offsets=getattr(own, "draft_id_to_target_id", None),
         dtype=dtype,
         prompts=configured(config).chunk_prompts,
         widths=[group.width for group in groups],
         max_model_len=model.max_model_len,
     )
-    runs = DraftRuns(shape, make_inputs, dispatch)
-    if is_whole:
-        return WholeDraftModel(runs)
-    return DraftLayer(runs, reads_layers=reads_layers(own))
+    return DraftLayer(DraftRuns(shape, make_inputs, dispatch), reads_layers=reads_layers(own))

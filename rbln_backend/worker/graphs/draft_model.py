@@ -1,4 +1,4 @@
-"""The draft model of an engine: Medusa's heads, a layer or a model, a part of the served model.
+"""The draft model of an engine: Medusa's heads or a layer, a part of the served model.
 
 As a part of it its weights are named, packed, counted and moved to huge pages as the others are.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE3, WHOLE_MODEL
+from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE3
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.parallel import stage_loan
 from rbln_backend.speculation.choice import draft_model_of
@@ -32,14 +32,14 @@ GraphFunction = Callable[..., Any]
 def add_draft_model(
     model: nn.Module,
     config: VllmConfig,
-    make: Callable[[VllmConfig, ModelConfig, str], nn.Module],
+    make: Callable[[VllmConfig, ModelConfig], nn.Module],
     has_embedding: bool,
 ) -> None:
     """Add the draft model to ``model``, if ``config`` names one; of pipeline stages to the last.
 
     The other stages carry what it reads. ``make`` returns it from its engine's and its own
-    configuration and the prefix of its layers. ``has_embedding``: a layer has another embedding
-    than ``model``, see ``has_own_embedding``.
+    configuration. ``has_embedding``: a layer has another embedding than ``model``, see
+    ``has_own_embedding``.
 
     Raises ``UnsupportedModelError`` for one of another size, and for a checkpoint that lacks
     weights or has others.
@@ -48,18 +48,12 @@ def add_draft_model(
     if speculation is None:
         return
     own = speculation.draft_model_config
-    is_whole = speculation.method == WHOLE_MODEL
-    if not is_whole:
-        _check_sizes(own, config.model_config, reads_layers=speculation.method == EAGLE3)
+    _check_sizes(own, config.model_config, reads_layers=speculation.method == EAGLE3)
     if not get_pp_group().is_last_rank:
         _add_carried(model, config, own, str(speculation.method))
         return
     try:
-        made = (
-            make(_engine_of(own, config), own, PART)
-            if is_whole
-            else make(_of_one_stage(config), own, "")
-        )
+        made = make(_of_one_stage(config), own)
     except ValueError as error:
         # vLLM's message names the weights that a checkpoint lacks, but not the checkpoint.
         number = speculation.num_speculative_tokens
@@ -102,13 +96,6 @@ def _of_one_stage(config: VllmConfig) -> VllmConfig:
     alone = copy.copy(config)
     alone.parallel_config = copy.copy(config.parallel_config)
     alone.parallel_config.pipeline_parallel_size = 1
-    return alone
-
-
-def _engine_of(own: ModelConfig, config: VllmConfig) -> VllmConfig:
-    """Return ``config`` for a whole draft model, whose layers vLLM adds to the same engine."""
-    alone = copy.copy(config)
-    alone.model_config, alone.quant_config = own, None
     return alone
 
 
@@ -166,19 +153,16 @@ def draft_model(model: nn.Module) -> Any:
 
 
 def draft_function(
-    model: nn.Module, *, by_sdk: bool, reads_hidden: bool, keeps_axes: bool
+    model: nn.Module, *, by_sdk: bool, keeps_axes: bool
 ) -> tuple[GraphFunction, tuple[str, ...]]:
     """Return the function of a draft model's graphs and the names of its inputs.
 
     Hidden [B, H] to drafts int32 [B, heads]; or last_rows [R], input_ids and positions [B, L] and
-    hidden [B * L, H] to drafts int32 [R] and hidden states [R, H], both without hidden states
-    unless ``reads_hidden``. ``by_sdk``: the graphs end in the SDK's argmax. ``keeps_axes``: layers
-    take [B, L, H], else rows.
+    hidden [B * L, H] to drafts int32 [R] and hidden states [R, H]. ``by_sdk``: the graphs end in
+    the SDK's argmax. ``keeps_axes``: layers take [B, L, H], else rows.
     """
     own = draft_model(model)
     pick = _picked_by_sdk if by_sdk else _picked_here
-    if not reads_hidden:
-        return _whole(own, pick, keeps_axes), ("last_rows", "input_ids", "positions")
     if hasattr(own, "lm_heads"):
         return _heads(own, pick), ("hidden",)
     return _layer(own, pick, keeps_axes), ("last_rows", "input_ids", "positions", "hidden")
@@ -209,23 +193,13 @@ def _layer(own: Any, pick: Callable[[Tensor], Tensor], keeps_axes: bool) -> Grap
     return draft
 
 
-def _whole(own: Any, pick: Callable[[Tensor], Tensor], keeps_axes: bool) -> GraphFunction:
-    def draft(last_rows: Tensor, input_ids: Tensor, positions: Tensor) -> tuple[Tensor]:
-        """[R], [B, L], [B, L] -> drafts int32 [R]."""
-        states = _computed(own, keeps_axes, input_ids, positions)
-        return (pick(own.compute_logits(states.index_select(0, last_rows))),)
-
-    return draft
-
-
 def _computed(
-    own: Any, keeps_axes: bool, input_ids: Tensor, positions: Tensor, *hidden: Tensor
+    own: Any, keeps_axes: bool, input_ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> Any:
     """input_ids and positions [B, L], hidden [B * L, H] to what a draft model returns, in rows."""
     if not keeps_axes:
-        return own(input_ids.view(-1), positions.view(-1), *hidden)
-    shape = input_ids.shape
-    return in_rows(own(input_ids, positions, *(x.view(*shape, -1) for x in hidden)))
+        return own(input_ids.view(-1), positions.view(-1), hidden)
+    return in_rows(own(input_ids, positions, hidden.view(*input_ids.shape, -1)))
 
 
 def _picked_by_sdk(logits: Tensor) -> Tensor:

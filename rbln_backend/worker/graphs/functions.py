@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.bucketing.engine_buckets import WHOLE_MODEL
 from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.programs.sdk_schemas import check_ops
 from rbln_backend.core import Phase
@@ -69,13 +68,13 @@ WHOLE = ModelPart()
 
 def whole_part(capabilities: Capabilities, config: VllmConfig) -> ModelPart:
     """Return the part of a sole stage; raises where the installed SDK lacks ``argmax``."""
-    has_model, speculation = compiled_sizes(config).drafted is not None, draft_model_of(config)
+    has_model = compiled_sizes(config).drafted is not None
     picks = config.model_config.runner_type == "generate" and configured(config).sampler
     if capabilities.picks_tokens and (picks or has_model):
         check_ops("argmax")
     return ModelPart(
         picks_tokens=picks and capabilities.picks_tokens,
-        keeps_hidden=speculation is not None and speculation.method != WHOLE_MODEL,
+        keeps_hidden=draft_model_of(config) is not None,
         has_sdk_argmax=capabilities.picks_tokens,
         keeps_axes=capabilities.keeps_axes,
     )
@@ -91,7 +90,6 @@ def graph_function(
         return draft_function(
             model,
             by_sdk=part.has_sdk_argmax,
-            reads_hidden=part.keeps_hidden,
             keeps_axes=part.keeps_axes,
         )
     forward, names = _forward(model, part), ("input_ids", "positions", *part.received)

@@ -65,9 +65,7 @@ class Skeleton:
             model: nn.Module = initialize_model(vllm_config=self._config)
             add_draft_model(
                 *(model, self._config),
-                lambda config, own, prefix: initialize_model(
-                    vllm_config=config, model_config=own, prefix=prefix
-                ),
+                lambda config, own: initialize_model(vllm_config=config, model_config=own),
                 self._has_embedding,
             )
         except Exception as error:
