@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import GenerationError, MaxQueuedTokensError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
@@ -32,6 +33,7 @@ from server.structured_outputs.gate import refusal
 from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
 from server.vllm.errors import BacklogError
 from server.vllm.sampling import (
+    bad_word_ids,
     check_exclusions,
     check_logprobs,
     predicted_tokens,
@@ -98,6 +100,13 @@ class EngineClient(AsyncLLM):
         collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
         self._add_counts(record, self._states(request_id, collector), predicted)
         return collector
+
+    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
+        params = request.sampling_params
+        if params is not None and params.bad_words:
+            tokenizer = self.renderer.tokenizer
+            params._bad_words_token_ids = bad_word_ids(params.bad_words, tokenizer)
+        await super()._add_request(request, *args)
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         """Generate as AsyncLLM does; raises `GenerationError` for an output that is an error.

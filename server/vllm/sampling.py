@@ -6,6 +6,7 @@ Where constraints forbid every token, vLLM's sampler returns token 0 as if it we
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
@@ -29,6 +30,27 @@ _ORDINARY = 20
 """OpenAI's limit for each token and vLLM's default. Within it, the context bounds the total."""
 
 
+_BEFORE = "\n"
+"""A text before a word that no tokenizer joins with it: a word's tokens depend on its place."""
+
+
+def bad_word_ids(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of `bad_words` at the start of a text, in a line and behind a space.
+
+    A word that begins with white space is meant as it is. vLLM leaves out the form with a space if
+    it has another number of tokens, and strips a word's own white space.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    before = tokenizer.encode(_BEFORE, add_special_tokens=False)
+    for word in words:
+        for text in (word,) if word[:1].isspace() else (word, f" {word}"):
+            found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+            behind = tokenizer.encode(_BEFORE + text, add_special_tokens=False)
+            if behind[: len(before)] == before:
+                found[tuple(behind[len(before) :])] = None
+    return [list(ids) for ids in found if ids]
+
+
 def check_exclusions(params: SamplingParams, tokenizer: Any) -> None:
     """Raise `InvalidValueError` where `allowed_token_ids` has no token that may be sampled."""
     if not params.allowed_token_ids:
@@ -36,8 +58,8 @@ def check_exclusions(params: SamplingParams, tokenizer: Any) -> None:
     forbidden = set[int]()
     names = []
     if params.bad_words:
-        params.update_from_tokenizer(tokenizer)
-        forbidden |= {ids[0] for ids in params.bad_words_token_ids or () if len(ids) == 1}
+        found = bad_word_ids(params.bad_words, tokenizer)
+        forbidden |= {ids[0] for ids in found if len(ids) == 1}
         names.append("bad_words")
     if params.min_tokens:
         forbidden |= {tokenizer.eos_token_id, *(params.stop_token_ids or ())}

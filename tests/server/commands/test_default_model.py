@@ -75,6 +75,14 @@ def test_greedy_answers_and_the_adapter_s(client: openai.OpenAI) -> None:
             assert _ask(client, "pirate", pinned.messages).content == pinned.adapted
 
 
+@pytest.mark.parametrize("words", [["Paris"], ["Paris", " Paris"], [" Paris"]])
+def test_banned_words_do_not_appear(client: openai.OpenAI, words: list[str]) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    assert "Paris" in _ask(client, "default-model", question).content
+    banned = _ask(client, "default-model", question, extra_body={"bad_words": words}).content
+    assert not any(word in banned for word in words)
+
+
 def test_a_schema_gets_plausible_values(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     given = _ask(client, "default-model", EXTRACTION.messages, response_format=form).content
