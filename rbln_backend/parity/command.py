@@ -1,4 +1,4 @@
-"""`rbln-parity`: runs, prints and writes the reports; the status is the verdict."""
+"""`rbln-parity`: runs, prints and writes the report; the status is the verdict."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     # After the flags, so that a misspelt one is reported at once.
     from rbln_backend.host.child_process import ChildError
-    from rbln_backend.parity.report.html import html_report
-    from rbln_backend.parity.report.machine import json_report, junit_report
+    from rbln_backend.parity.report.json_lines import json_lines
     from rbln_backend.parity.report.text import text_report
     from rbln_backend.parity.run import run_parity
 
@@ -32,14 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"rbln-parity: {error}\n")
         return SIDE_FAILED
     sys.stdout.write("\n" + text_report(outcome))
-    for path, make in (
-        (options.json, json_report),
-        (options.junit, junit_report),
-        (options.html, html_report),
-    ):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(make(outcome), encoding="utf-8")
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json_lines(outcome), encoding="utf-8")
     return 0 if outcome.passed else OUT_OF_LIMITS
 
 

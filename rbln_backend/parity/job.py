@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,8 +37,11 @@ class Job:
     """Number of the model's first layers to run; None for all."""
     profile_dir: str | None = None
 
+    def encoded(self) -> bytes:
+        return msgspec.json.encode(self)
+
     def write(self, path: Path) -> None:
-        path.write_bytes(msgspec.json.encode(self))
+        path.write_bytes(self.encoded())
 
     @classmethod
     def read(cls, path: Path) -> Job:
@@ -108,14 +110,6 @@ class SideResult:
 
     @classmethod
     def read(cls, path: Path) -> SideResult:
-        """Read a result; raises ``ValueError`` or ``OSError`` for a damaged file."""
-        try:
-            return cls._read(path)
-        except zipfile.BadZipFile as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-
-    @classmethod
-    def _read(cls, path: Path) -> SideResult:
         with np.load(path, allow_pickle=False) as file:
             words = json.loads(bytes(file["words"]))
             answers = tuple(

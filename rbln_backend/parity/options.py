@@ -65,7 +65,6 @@ class Options:
     block_size_cpu: int
     block_size_rbln: int
     use_cache: bool
-    cache_dir: Path
     profile: bool
     color: bool
     snippet: bool
@@ -79,8 +78,6 @@ class Options:
     rbln_args: dict[str, Any]
     limits: Limits
     json: Path | None
-    junit: Path | None
-    html: Path | None
     timeout: float
 
 
@@ -200,8 +197,7 @@ def _comparison_arguments(parser: argparse.ArgumentParser) -> None:
     add("--min-pearson", type=float, default=0.99)
     add("--max-mean-delta", type=float, default=0.1)
     add("--max-outlier-share", type=float, default=0.01)
-    add("--use-cache", action="store_true", help="reuse the references' results")
-    add("--cache-dir", type=Path, default=Path("cache"))
+    add("--use-cache", action="store_true", help="keep the references' results in ./cache")
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -211,8 +207,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-color", dest="color", action="store_false")
     add("--no-snippet", dest="snippet", action="store_false")
     add("--snippet-elems", type=int, default=6)
-    for kind in ("json", "junit", "html"):
-        add(f"--{kind}", type=Path, metavar="FILE", help=f"write a {kind} report")
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON lines")
 
 
 def _positive(text: str) -> int:

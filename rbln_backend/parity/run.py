@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rbln_backend.host.child_process import ChildJob
 from rbln_backend.parity.bisect import Departure, LayerDelta, first_departure, layer_deltas
@@ -11,12 +13,13 @@ from rbln_backend.parity.job import Job, Side, SideResult
 from rbln_backend.parity.jobs import Jobs, environ_of
 from rbln_backend.parity.options import Options
 from rbln_backend.parity.positions import PromptDelta, Summary, compare, summarize
-from rbln_backend.parity.result_cache import ResultCache, result_key
 from rbln_backend.parity.verdict import Failure, judge
 
 # Tokens that a probe decodes one by one: at least two, so that a step reads the cache of another.
 _MIN_DECODED = 2
 _MAX_DECODED = 16
+# Of `--use-cache`, as documented.
+_CACHE = Path("cache")
 # Variables that distinguish the sides.
 _VARIABLES: Mapping[Side, tuple[str, ...]] = {
     "cpu": ("VLLM_PLUGINS",),
@@ -145,16 +148,16 @@ class _Sides:
         return child.run(job.write, SideResult.read)
 
     def reference(self, job: Job) -> SideResult:
-        """Return the result of a reference, with ``--use-cache`` from the cache if present."""
+        """Return the result of a reference, with ``--use-cache`` that of an equal job if kept."""
         if not self._options.use_cache:
             return self.run(job)
-        cache, key = ResultCache(self._options.cache_dir), result_key(job, environ_of(job.side))
-        result = cache.load(key)
-        if result is None:
-            result = self.run(job)
-            cache.store(key, result)
-        else:
-            self._log(f"\n[main] {job.side.upper()} results are the cached ones, {cache.path(key)}")
+        path = _CACHE / f"reference-{hashlib.sha256(job.encoded()).hexdigest()[:32]}.npz"
+        if path.is_file():
+            self._log(f"\n[main] {job.side.upper()} results are the cached ones, {path}")
+            return SideResult.read(path)
+        result = self.run(job)
+        _CACHE.mkdir(exist_ok=True)
+        result.write(path)
         return result
 
 

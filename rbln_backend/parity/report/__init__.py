@@ -1,1 +1,1 @@
-"""The outcome of a parity run as text, JSON, JUnit and HTML."""
+"""The outcome of a parity run as text and JSON lines."""

@@ -1,4 +1,4 @@
-"""Checkpoint weights for transformers: dequantized, with an adapter merged."""
+"""Checkpoint weights for transformers, with an adapter merged."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from rbln_backend.parity.checkpoint_folder import downloaded_folder
-from rbln_backend.parity.runners.plain_formats import Tensors, unpacked
+
+Tensors = dict[str, Tensor]
 
 _ADAPTED = "base_model.model."
 # Fields of adapter_config.json with another sum than scale * B A.
@@ -21,23 +23,23 @@ _OTHER_SUMS = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "
 
 @contextmanager
 def plain_checkpoint(model: str, lora: str | None) -> Iterator[str]:
-    """Yield `model`, or a temporary folder with a plain copy of it.
+    """Yield `model`, or with an adapter a temporary folder with a copy that it is added to.
 
-    A copy is written for packed weights or an adapter. `model` and `lora` are folders or hub names.
+    `model` and `lora` are folders or hub names. Raises `ValueError` for an adapter of quantised
+    weights.
     """
-    folder = downloaded_folder(model)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    quantization = config.pop("quantization_config", None)
-    if quantization is None and lora is None:
+    if lora is None:
         yield model
         return
-    weights = unpacked(read_weights(folder), quantization or {})
-    if lora is not None:
-        add_adapter(weights, downloaded_folder(lora))
+    folder = downloaded_folder(model)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "quantization_config" in config:
+        raise ValueError(f"{model} is quantised: the transformers side adds no adapter to it")
+    weights = read_weights(folder)
+    add_adapter(weights, downloaded_folder(lora))
     with TemporaryDirectory() as copy:
-        for code in folder.glob("*.py"):
-            shutil.copy(code, copy)
-        (Path(copy) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        for file in (folder / "config.json", *folder.glob("*.py")):
+            shutil.copy(file, copy)
         save_file(weights, Path(copy) / "model.safetensors", {"format": "pt"})
         yield copy
 

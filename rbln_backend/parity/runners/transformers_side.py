@@ -45,7 +45,7 @@ def run(job: Job, report: Report) -> SideResult:
 
 
 def _load(job: Job, trust: bool) -> Any:
-    """Return the model in float32, dequantized and with the adapter merged."""
+    """Return the model in float32, with the adapter merged."""
     from transformers import AutoModelForCausalLM
 
     # transformers' own functions are not typed throughout.

@@ -10,7 +10,7 @@ import numpy as np
 from rbln_backend.parity.job import Answer, SideResult
 from rbln_backend.parity.options import parse
 from rbln_backend.parity.positions import compare
-from rbln_backend.parity.report.machine import json_report
+from rbln_backend.parity.report.json_lines import json_lines
 from rbln_backend.parity.report.text import text_report
 from rbln_backend.parity.run import Comparison, Outcome, heading, launch
 
@@ -68,9 +68,14 @@ def test_each_side_is_ranked_by_itself() -> None:
     ]
 
 
-def test_programs_get_the_same_lines() -> None:
-    report = json.loads(json_report(_outcome()))
-    assert report["clamped"] == ["--topk is 2"]
-    assert report["sides"]["cpu"]["rankings"] == [[[7, -0.5], [8, -1.0]]]
-    assert report["sides"]["rbln"]["rankings"] == [[[7, -0.5], [9, -1.0]]]
-    assert report["sides"]["rbln"]["about"]["vocab_size"] == 4321
+def test_programs_get_a_json_object_a_line() -> None:
+    lines = [json.loads(line) for line in json_lines(_outcome()).splitlines()]
+    kinds = [line["kind"] for line in lines]
+    assert kinds == ["run", "side", "answer", "side", "answer", "prompt", "pair", "verdict"]
+    run, cpu, cpu_answer, _, rbln_answer, prompt, pair, verdict = lines
+    assert run["clamped"] == ["--topk is 2"]
+    assert cpu["about"]["vocab_size"] == 4321
+    assert cpu_answer["ranking"] == [[7, -0.5], [8, -1.0]]
+    assert rbln_answer["ranking"] == [[7, -0.5], [9, -1.0]]
+    assert prompt["positions"][0]["max_delta"] == pair["max_delta"] == 0.25
+    assert verdict == {"kind": "verdict", "passed": True, "failures": [], "departure": None}
