@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rbln_backend.parity.runners.probe_worker import ProbeWorker
 from rbln_backend.vllm_compat.surface import KVCacheConfig
+from rbln_backend.worker.startup.skeleton import attention_layers
 
 BROKEN_LAYER = "model.layers.1"
 
@@ -13,4 +14,5 @@ class BrokenWorker(ProbeWorker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
-        self._attention_layers()[f"{BROKEN_LAYER}.self_attn.attn"].impl.scale_tensor.mul_(1.5)
+        layer = attention_layers(self.vllm_config)[f"{BROKEN_LAYER}.self_attn.attn"]
+        layer.impl.scale_tensor.mul_(1.5)
