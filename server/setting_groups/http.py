@@ -92,7 +92,10 @@ class ConnectionSettings(BaseModel):
         description="Maximum size of request line and headers in bytes; above: 431.",
     )
     keep_alive_s: int = Field(
-        75, ge=1, description="Seconds for which an idle client connection stays open."
+        120,
+        ge=1,
+        description="Seconds for which an idle client connection stays open: longer than clients "
+        "keep one that they use again (Go's and llm-d's sidecar 90 s), else they get a reset.",
     )
 
 

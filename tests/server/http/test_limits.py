@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from server.http.connections import client_of
+from server.settings import ServerSettings
 from tests.server.certificates import make_authority
 from tests.server.http.wire import CHAT, connected, get, post
 from tests.server.scripted import Running, running
@@ -339,3 +340,8 @@ def test_the_limit_of_open_files_is_raised_and_kept_to() -> None:
         assert _connection_limit(hard) == hard - 256
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_idle_connection_outlives_that_of_gos_clients() -> None:
+    """Go's transport and llm-d's sidecar use a connection again for 90 s."""
+    assert ServerSettings().keep_alive_s > 90
