@@ -1,7 +1,7 @@
 """Ray Serve application whose replicas each run one rbln-serve process and forward HTTP to it.
 
-`serve run examples.ray_serve:build arguments="MODEL --served-model-name NAME"`, or a RayService of
-KubeRay (deploy/kubernetes/presets/rayservice.yaml). Needs `pip install "ray[serve]"`.
+`serve run examples.ray_serve:build arguments="MODEL --served-model-name NAME"`. Needs
+`pip install "ray[serve]"`.
 """
 
 from __future__ import annotations

@@ -30,10 +30,7 @@ OWNED = (
     *("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs"),
     *("ssl_ciphers", "enable_ssl_refresh"),
 )
-_KINDS = (
-    *("Deployment", "StatefulSet", "RayCluster", "LeaderWorkerSet"),
-    "LLMInferenceServiceConfig",
-)
+_KINDS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 _PULL = one_of("Always", "IfNotPresent", "Never")
 _SECRET = closed(secretName=NAME, key=TEXT)
 _RESOURCES = closed(
@@ -119,14 +116,12 @@ def _workload() -> dict[str, Schema]:
             readOnly=FLAG,
             modules={"type": "object", "additionalProperties": ABSOLUTE},
         ),
-        "kserve": closed(tls=FLAG),
         "prefillDecode": closed(
             role=one_of("both", "prefill", "decode"),
             sideChannelPort=PORT,
-            sidecar=closed(image=TEXT, args=many(TEXT), resources=_RESOURCES),
         ),
         "headless": closed(enginesPerPod=whole(), rpcPort=PORT),
-        "ray": closed(version=TEXT, workers=whole(1), workerResources=_RESOURCES),
+        "ray": closed(workers=whole(1), workerResources=_RESOURCES),
     }
 
 
@@ -238,12 +233,6 @@ def _autoscaling() -> Schema:
             pollingInterval=whole(1),
             authenticationRef=NAME,
             fallbackReplicas=whole(),
-            scaleToZero=closed(
-                enabled=FLAG,
-                cooldownSeconds=whole(),
-                queueMetric={"type": "string", "pattern": "^[a-zA-Z_:][a-zA-Z0-9_:]*$"},
-                queueSelector=TEXT,
-            ),
         ),
     )
 

@@ -1,4 +1,4 @@
-"""The Ray Serve application in a real Ray, where that is installed, and its RayService manifest."""
+"""The Ray Serve application in a real Ray, where that is installed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
 from tests.kernel_cache import share_kernels
-from tests.kubernetes.api_schemas import NEWEST, problems
 from tests.kubernetes.nginx_process import free_ports
 from tests.server.real_server import FLAGS
 
-MANIFEST = ROOT / "deploy" / "kubernetes" / "presets" / "rayservice.yaml"
 _RUN = """
 import sys
 import ray
@@ -32,29 +29,6 @@ print("RUNNING", flush=True)
 sys.stdin.read()
 serve.shutdown()
 """
-
-
-def test_the_manifest_carries_the_application() -> None:
-    source, service = yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8"))
-    assert [x for doc in (source, service) for x in problems(doc, NEWEST)] == []
-    # Else run `make chart`.
-    assert source["data"]["ray_serve.py"] == (ROOT / "examples" / "ray_serve.py").read_text()
-    config = yaml.safe_load(service["spec"]["serveConfigV2"])
-    (application,) = config["applications"]
-    assert application["import_path"] == "ray_serve:build"
-    (deployment,) = application["deployments"]
-    # Each replica takes the NPUs of one pod.
-    (group,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-    assert group["replicas"] == deployment["num_replicas"]
-    assert deployment["ray_actor_options"]["resources"] == {"replica": 1}
-    assert group["rayStartParams"]["resources"] == "'{\"replica\": 1}'"
-    for spec in (service["spec"]["rayClusterConfig"]["headGroupSpec"], group):
-        pod = spec["template"]["spec"]
-        (volume,) = [v for v in pod["volumes"] if "configMap" in v]
-        assert volume["configMap"]["name"] == source["metadata"]["name"]
-        env = {one["name"]: one["value"] for one in pod["containers"][0]["env"]}
-        mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
-        assert env["PYTHONPATH"] == mounts[volume["name"]]
 
 
 @pytest.mark.engine

@@ -2,8 +2,8 @@
 
 Those of Kubernetes come with `kubernetes-validate` (made from the API's own description, closed
 to unknown fields). Those of operators are below: the fields that the chart may set, by the CRDs of
-prometheus-operator 0.8x, KEDA 2.1x, Gateway API 1, its inference extension 1, KubeRay 1,
-LeaderWorkerSet 0.7 and KServe 0.16.
+prometheus-operator 0.8x, KEDA 2.1x, Gateway API 1, its inference extension 1 and
+LeaderWorkerSet 0.7.
 """
 
 from __future__ import annotations
@@ -70,12 +70,8 @@ def _rule() -> Schema:
     }
 
 
-def _ray_group(**more: Schema) -> Schema:
-    return required(closed(rayStartParams=LABELS, template=_POD_TEMPLATE, **more), "template")
-
-
 def _specs() -> dict[tuple[str, str], Schema]:
-    return {**_monitoring(), **_scaling(), **_routing(), **_ray(), **_groups(), **_kserve()}
+    return {**_monitoring(), **_scaling(), **_routing(), **_groups()}
 
 
 def _monitoring() -> dict[tuple[str, str], Schema]:
@@ -113,9 +109,6 @@ def _scaling() -> dict[tuple[str, str], Schema]:
             closed(
                 scaleTargetRef=target,
                 minReplicaCount=whole(),
-                # KEDA accepts no other number.
-                idleReplicaCount={"const": 0},
-                cooldownPeriod=whole(),
                 maxReplicaCount=whole(1),
                 pollingInterval=whole(1),
                 fallback=closed(failureThreshold=whole(), replicas=whole()),
@@ -160,20 +153,6 @@ def _routing() -> dict[tuple[str, str], Schema]:
     }
 
 
-def _ray() -> dict[tuple[str, str], Schema]:
-    workers = _ray_group(
-        groupName=TEXT, replicas=whole(), minReplicas=whole(), maxReplicas=whole(1)
-    )
-    cluster = required(
-        closed(rayVersion=TEXT, headGroupSpec=_ray_group(), workerGroupSpecs=many(workers)),
-        "headGroupSpec",
-    )
-    service = closed(
-        serveConfigV2=TEXT, serviceUnhealthySecondThreshold=whole(), rayClusterConfig=cluster
-    )
-    return {("ray.io/v1", "RayCluster"): cluster, ("ray.io/v1", "RayService"): service}
-
-
 def _groups() -> dict[tuple[str, str], Schema]:
     group = closed(
         size=whole(1),
@@ -197,18 +176,6 @@ def _groups() -> dict[tuple[str, str], Schema]:
             ),
             "leaderWorkerTemplate",
         ),
-    }
-
-
-def _kserve() -> dict[tuple[str, str], Schema]:
-    reference = required(closed(name=TEXT), "name")
-    router = closed(route=closed(), gateway=closed(), scheduler=closed())
-    model = required(closed(uri=TEXT, name=TEXT), "uri")
-    service = closed(model=model, replicas=whole(), baseRefs=many(reference), router=router)
-    api = "serving.kserve.io/v1alpha1"
-    return {
-        (api, "LLMInferenceServiceConfig"): closed(template={"$ref": "podspec-v1.json"}),
-        (api, "LLMInferenceService"): required(service, "model"),
     }
 
 

@@ -70,7 +70,7 @@ def of_kind(documents: list[Document], kind: str) -> Document:
 
 
 def pod_templates(documents: list[Document]) -> dict[str, Document]:
-    """Every pod template by the kind (and the Ray group) that it belongs to."""
+    """Every pod template by the kind, or the place in a group, that it belongs to."""
     found = {}
     for doc in documents:
         if doc["kind"] in ("Deployment", "StatefulSet", "Job"):
@@ -78,11 +78,6 @@ def pod_templates(documents: list[Document]) -> dict[str, Document]:
         if doc["kind"] == "LeaderWorkerSet":
             group = doc["spec"]["leaderWorkerTemplate"]
             found["leader"], found["members"] = group["leaderTemplate"], group["workerTemplate"]
-        if doc["kind"] == "LLMInferenceServiceConfig":
-            found["preset"] = {"spec": doc["spec"]["template"]}
-        if doc["kind"] == "RayCluster":
-            found["head"] = doc["spec"]["headGroupSpec"]["template"]
-            found["workers"] = doc["spec"]["workerGroupSpecs"][0]["template"]
     return found
 
 

@@ -19,7 +19,6 @@ from tests.kubernetes.value_sets import (
     KEYS,
     NAMED_NPU,
     PLUGIN,
-    RAY,
     STATEFUL,
     VALUE_SETS,
 )
@@ -251,25 +250,6 @@ def test_replicas_of_a_stateful_set_keep_their_caches() -> None:
     assert args[-3:] == ["--enable-lora", "--lora-modules", "formal=/adapters/formal"]
 
 
-def test_ray_spans_machines_with_the_same_pods() -> None:
-    documents = render(RAY)
-    groups = {name: t["spec"] for name, t in pod_templates(documents).items()}
-    head, worker = groups["head"]["containers"][0], groups["workers"]["containers"][0]
-    assert "--distributed-executor-backend" in head["args"]
-    assert head["command"][2].endswith('exec rbln-serve serve "$@"')
-    assert "KUBERAY_GEN_RAY_START_CMD" in worker["command"][2]
-    assert "livenessProbe" not in worker
-    assert worker["resources"]["limits"] == {"memory": "8Gi", "rebellions.ai/REBEL": "1"}
-    # The Service finds the head alone.
-    selector = of_kind(documents, "Service")["spec"]["selector"]
-    templates = pod_templates(documents)
-    matches = {
-        name: selector.items() <= template["metadata"]["labels"].items()
-        for name, template in templates.items()
-    }
-    assert matches == {"head": True, "workers": False}
-
-
 def test_selectors_find_servers_and_no_jobs() -> None:
     documents = render(ALL_ON)
     templates = pod_templates(documents)
@@ -283,6 +263,5 @@ def test_selectors_find_servers_and_no_jobs() -> None:
 
 def test_a_budget_needs_more_than_one_replica() -> None:
     assert all(doc["kind"] != "PodDisruptionBudget" for doc in render())
-    assert all(doc["kind"] != "PodDisruptionBudget" for doc in render(RAY))
     assert of_kind(render({"workload": {"replicas": 2}}), "PodDisruptionBudget")
     assert math.isclose(1, of_kind(render(ALL_ON), "PodDisruptionBudget")["spec"]["maxUnavailable"])

@@ -1,4 +1,4 @@
-"""Presets of other projects: KServe, llm-d, LeaderWorkerSet."""
+"""LeaderWorkerSet, and the values for llm-d with one role and with two."""
 
 from __future__ import annotations
 
@@ -10,54 +10,10 @@ import yaml
 
 from deploy.kubernetes.generate import CHART
 from tests.kubernetes.api_schemas import NEWEST, problems
-from tests.kubernetes.chart import of_kind, pod_templates, refusal, render, server
-from tests.kubernetes.value_sets import GROUPS, KSERVE
+from tests.kubernetes.chart import of_kind, pod_templates, refusal, render
+from tests.kubernetes.value_sets import GROUPS
 
 LLM_D: dict[str, Any] = yaml.safe_load((CHART.parent / "presets" / "llm-d.yaml").read_text())
-
-
-def test_kserve_gets_the_servers_pod_under_its_own_names() -> None:
-    documents = render(KSERVE)
-    kinds = {doc["kind"] for doc in documents}
-    assert kinds == {"LLMInferenceServiceConfig", "PersistentVolumeClaim"}
-    pod = of_kind(documents, "LLMInferenceServiceConfig")["spec"]["template"]
-    # KServe's service account has the credentials of the model's storage.
-    assert "serviceAccountName" not in pod
-    main = pod["containers"][0]
-    assert main["name"] == "main"
-    assert main["args"][:3] == ["/mnt/models", "--served-model-name", "{{ .Spec.Model.Name }}"]
-    assert main["ports"] == [{"name": "http", "containerPort": 8000, "protocol": "TCP"}]
-    plain = server({**KSERVE, "workload": {"kind": "Deployment"}})
-    assert main["resources"] == plain.container["resources"]
-    assert pod["terminationGracePeriodSeconds"] == plain.pod["terminationGracePeriodSeconds"]
-    assert main["startupProbe"]["failureThreshold"] * main["startupProbe"]["periodSeconds"] == 7200
-
-
-def test_the_service_of_the_example_names_the_preset() -> None:
-    service = yaml.safe_load((CHART.parent / "presets" / "kserve-service.yaml").read_text())
-    assert problems(service, NEWEST) == []
-    config = of_kind(render(KSERVE, "rbln"), "LLMInferenceServiceConfig")
-    assert service["spec"]["baseRefs"] == [{"name": config["metadata"]["name"]}]
-
-
-@pytest.mark.parametrize(("tls", "scheme"), [(True, "HTTPS"), (False, "HTTP")])
-def test_kserves_certificate_is_the_servers(tls: bool, scheme: str) -> None:
-    documents = render({**KSERVE, "kserve": {"tls": tls}})
-    pod = of_kind(documents, "LLMInferenceServiceConfig")["spec"]["template"]
-    assert pod["containers"][0]["readinessProbe"]["httpGet"]["scheme"] == scheme
-    secrets = [v["secret"]["secretName"] for v in pod["volumes"] if "secret" in v]
-    name = "{{ ChildName .ObjectMeta.Name `-kserve-self-signed-certs` }}"
-    assert secrets == ([name] if tls else [])
-
-
-def test_what_kserve_makes_itself_is_refused() -> None:
-    for values in (
-        {"model": {"volume": {"hostPath": {"path": "/m"}}}},
-        {"gateway": {"inferencePool": {"enabled": True, "endpointPicker": {"name": "a"}}}},
-        {"metrics": {"podMonitor": {"enabled": True}}},
-        {"autoscaling": {"kind": "hpa"}},
-    ):
-        assert "has no effect with workload.kind LLMInference" in refusal({**KSERVE, **values})
 
 
 def test_a_group_is_one_model_over_several_pods() -> None:
@@ -134,12 +90,11 @@ def test_llm_d_finds_what_it_routes_by() -> None:
     assert "kv_role" not in str(documents)
 
 
-def role_values(role: str, **more: Any) -> dict[str, Any]:
+def role_values(role: str) -> dict[str, Any]:
     """Return the values of two files, as Helm merges them."""
     own = yaml.safe_load((CHART.parent / "presets" / f"llm-d-{role}.yaml").read_text())
     merged = {**LLM_D, **own, "podLabels": {**LLM_D["podLabels"], **own["podLabels"]}}
     merged["device"] = {**LLM_D["device"], **own["device"]}
-    merged["prefillDecode"] = {**own["prefillDecode"], **more}
     return merged
 
 
@@ -147,8 +102,7 @@ def role_values(role: str, **more: Any) -> dict[str, Any]:
     ("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")]
 )
 def test_llm_ds_roles_exchange_kv(role: str, kv_role: str) -> None:
-    sidecar = {"sidecar": {"image": "ghcr.io/llm-d/llm-d-routing-sidecar:v0"}}
-    documents = render(role_values(role, **(sidecar if role == "decode" else {})), role)
+    documents = render(role_values(role), role)
     assert [x for doc in documents for x in problems(doc, NEWEST)] == []
     template = of_kind(documents, "Deployment")["spec"]["template"]
     assert template["metadata"]["labels"]["llm-d.ai/role"] == role
@@ -166,19 +120,8 @@ def test_llm_ds_roles_exchange_kv(role: str, kv_role: str) -> None:
     peers = [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "rbln-serve"}}}]
     assert {"from": peers} in policy["ingress"]
     assert {"to": peers} in policy["egress"]
-    entry = of_kind(documents, "Service")["spec"]["ports"][0]["targetPort"]
-    if role == "prefill":
-        assert (ports["http"], entry) == (8000, "http")
-        return
-    (proxy,) = (x for x in template["spec"]["initContainers"] if x["name"] == "routing-proxy")
-    assert proxy["restartPolicy"] == "Always"
-    assert proxy["args"][:2] == ["--port=8000", f"--vllm-port={ports['http']}"]
-    assert proxy["ports"][0] == {"name": entry, "containerPort": 8000, "protocol": "TCP"}
-    assert policy["ingress"][0]["ports"][0]["port"] == entry
 
 
 def test_a_role_that_cannot_work_is_refused() -> None:
     group = {**GROUPS, "prefillDecode": {"role": "prefill"}}
     assert "needs workload.kind Deployment or StatefulSet" in refusal(group)
-    wrong = {"prefillDecode": {"role": "prefill", "sidecar": {"image": "a"}}}
-    assert "has no effect with prefillDecode.role prefill" in refusal(wrong)

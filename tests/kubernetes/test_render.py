@@ -16,8 +16,8 @@ from deploy.kubernetes.generate import render as render_schema
 from deploy.kubernetes.values_schema import OWNED
 from server.settings import ServerSettings
 from tests.kubernetes.api_schemas import NEWEST, problems
-from tests.kubernetes.chart import helm, notes, of_kind, refusal, render
-from tests.kubernetes.value_sets import ALL_ON, DATA, EXTRAS, KSERVE, PLUGIN, RAY, VALUE_SETS
+from tests.kubernetes.chart import helm, notes, of_kind, pod_templates, refusal, render
+from tests.kubernetes.value_sets import ALL_ON, DATA, EXTRAS, GROUPS, PLUGIN, VALUE_SETS
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)
@@ -76,8 +76,8 @@ def test_what_users_add_is_there_once_and_beside_the_charts_own() -> None:
     with_cache = {**EXTRAS, "cache": ALL_ON["cache"]}
     names = of_kind(render(with_cache), "Deployment")["spec"]["template"]["spec"]["initContainers"]
     assert [one["name"] for one in names] == ["download", "import-cache", "wait-for-cache"]
-    head = of_kind(render({**RAY, "extraContainers": EXTRAS["extraContainers"]}), "RayCluster")
-    pod = head["spec"]["headGroupSpec"]["template"]["spec"]
+    group = render({**GROUPS, "extraContainers": EXTRAS["extraContainers"]})
+    pod = pod_templates(group)["leader"]["spec"]
     assert [one["name"] for one in pod["containers"]] == ["server", "syncer"]
 
 
@@ -91,9 +91,10 @@ def test_the_check_itself_finds_what_is_wrong() -> None:
         assert problems(document, NEWEST) == []
         spoil(document["spec"])
         assert problems(document, NEWEST) != []
-    head = copy.deepcopy(of_kind(render(RAY), "RayCluster"))
-    head["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["ports"] = "8000"
-    assert problems(head, NEWEST) != []
+    group = copy.deepcopy(of_kind(render(GROUPS), "LeaderWorkerSet"))
+    leader = group["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+    leader["spec"]["containers"][0]["ports"] = "8000"
+    assert problems(group, NEWEST) != []
 
 
 @pytest.mark.parametrize(
@@ -135,22 +136,7 @@ _KEYED = {"apiKeys": {"secretName": "keys"}}
     [
         ({"metrics": {**_SCRAPED, "podMonitor": {"enabled": True}}}, "enable one"),
         ({"metrics": _SCRAPED, "auth": _KEYED}, "metrics.bearerSecret.name"),
-        ({"workload": {"kind": "RayCluster"}}, "ray.version is needed"),
-        ({**RAY, "autoscaling": {"kind": "hpa"}}, "a RayCluster is one replica"),
         ({"autoscaling": {"kind": "keda"}}, "prometheusAddress is needed"),
-        (
-            {"autoscaling": {"keda": {"scaleToZero": {"enabled": True}}}},
-            "scaleToZero needs autoscaling.kind keda",
-        ),
-        (
-            {
-                "autoscaling": {
-                    "kind": "keda",
-                    "keda": {"prometheusAddress": "http://p", "scaleToZero": {"enabled": True}},
-                }
-            },
-            "without a pod only the endpoint picker holds requests",
-        ),
         ({"autoscaling": {"minReplicas": 9}}, "minReplicas 9 is more than"),
         ({"cache": {"import": {"enabled": True}}}, "cache.import needs file"),
         ({"cache": {"prebuild": {"enabled": True}}}, "set cache.persistence.enabled"),
@@ -166,7 +152,7 @@ _KEYED = {"apiKeys": {"secretName": "keys"}}
             "cache.prebuild.npuName has no effect",
         ),
         (
-            {**RAY, "cache": {"persistence": {"enabled": True}, "prebuild": {"enabled": True}}},
+            {**GROUPS, "cache": {"persistence": {"enabled": True}, "prebuild": {"enabled": True}}},
             "ranks of several pods compile with Ray",
         ),
         ({"model": {"download": {"repository": "a/b"}}}, "needs a rule in networkPolicy.egress"),
@@ -225,7 +211,7 @@ def test_the_examples_of_the_page_can_be_installed() -> None:
         r"^```yaml\n(.+?)^```", page.replace("…", "0" * 64), re.MULTILINE | re.DOTALL
     )
     examples = [block for text in blocks if "rules" not in (block := yaml.safe_load(text))]
-    assert len(examples) == 8
+    assert len(examples) == 6
     for values in examples:
         assert [x for doc in render(values) for x in problems(doc, NEWEST)] == []
     # Those of the shell: what they name exists.
@@ -246,5 +232,3 @@ def test_the_notes_say_how_to_ask() -> None:
     assert "WARNING" not in notes(ALL_ON)
     assert "Start-up may take 1800 s" in notes()
     assert "Start-up may take 7200 s" in notes(PLUGIN)
-    assert "baseRefs: [{name: llm-rbln-serve}]" in notes(KSERVE)
-    assert "port-forward" not in notes(KSERVE)

@@ -18,7 +18,7 @@ import yaml
 from server.observability.metrics import ServerMetrics
 from tests.debian_tools import debian_tool
 from tests.kubernetes.chart import of_kind, render, server
-from tests.kubernetes.value_sets import ALL_ON, GATEWAY, HPA, IDLE, KEDA, POD_MONITOR
+from tests.kubernetes.value_sets import ALL_ON, GATEWAY, HPA, KEDA, POD_MONITOR
 from tests.operators.prometheus_process import FOLDER
 from tests.operators.promql_names import names_of
 
@@ -124,29 +124,6 @@ def test_scaling_asks_for_metrics_that_exist(tmp_path: Path) -> None:
     hpa = of_kind(render(HPA), "HorizontalPodAutoscaler")["spec"]
     assert hpa["scaleTargetRef"]["name"] == "llm-rbln-serve"
     assert hpa["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 600
-
-
-def test_no_replica_is_left_when_nothing_waits() -> None:
-    documents = render(IDLE)
-    scaled = of_kind(documents, "ScaledObject")["spec"]
-    assert (scaled["idleReplicaCount"], scaled["minReplicaCount"]) == (0, 1)
-    assert scaled["cooldownPeriod"] == 900
-    queue = 'sum(llm_d_epp_flow_control_queue_size{namespace="serving",service="llm-epp"})'
-    assert [t["metadata"]["query"] for t in scaled["triggers"]][2:] == [queue]
-    # Of what is left without a pod: the alert waits for a request, and for as long as a start.
-    groups = of_kind(documents, "PrometheusRule")["spec"]["groups"]
-    (alert,) = [r for g in groups for r in g["rules"] if r.get("alert") == "RblnNoTargets"]
-    assert alert["expr"].endswith(f"and on () {queue} > 0")
-    # Image, import, start.
-    assert alert["for"] == f"{600 + 300 + 1800}s"
-    other: dict[str, Any] = copy.deepcopy(IDLE)
-    other["autoscaling"]["keda"]["scaleToZero"] = {
-        "enabled": True,
-        "queueMetric": "inference_extension_flow_control_queue_size",
-        "queueSelector": 'model_name="llama"',
-    }
-    found = of_kind(render(other), "ScaledObject")["spec"]["triggers"][2]["metadata"]["query"]
-    assert found.endswith('queue_size{namespace="serving",model_name="llama"})')
 
 
 def test_the_helm_test_asks_the_service(tmp_path: Path) -> None:

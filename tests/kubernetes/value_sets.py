@@ -157,45 +157,12 @@ KEDA: Values = {
         },
     },
 }
-IDLE: Values = {
-    "autoscaling": {
-        "kind": "keda",
-        "keda": {
-            "prometheusAddress": "http://prometheus.monitoring:9090",
-            "scaleToZero": {"enabled": True, "cooldownSeconds": 900},
-        },
-    },
-    "gateway": {
-        "httpRoute": {"enabled": True, "backend": "InferencePool", "parentRefs": [{"name": "g"}]},
-        "inferencePool": {"enabled": True, "endpointPicker": {"name": "llm-epp"}},
-    },
-    "cache": {
-        "import": {
-            "enabled": True,
-            "file": "llama.bundle",
-            "volume": {"image": {"reference": "registry.example/llama-cache:1"}},
-        }
-    },
-    "metrics": {"podMonitor": {"enabled": True}, "rules": {"enabled": True}},
-}
 HPA: Values = {"autoscaling": {"kind": "hpa", "maxReplicas": 6}}
-RAY: Values = {
-    "workload": {"kind": "RayCluster"},
-    "ray": {"version": "2.49.0", "workers": 3, "workerResources": {"limits": {"memory": "8Gi"}}},
-    "engine": {"args": ["--tensor-parallel-size", "4"]},
-    "device": {"kind": "plugin", "resource": "rebellions.ai/REBEL"},
-}
 GROUPS: Values = {
     "workload": {"kind": "LeaderWorkerSet", "replicas": 2, "maxSurge": 0, "maxUnavailable": 1},
     "ray": {"workers": 1},
     "engine": {"args": ["--tensor-parallel-size", "8"]},
     "device": {"kind": "plugin", "count": 4},
-}
-KSERVE: Values = {
-    "workload": {"kind": "LLMInferenceServiceConfig"},
-    "engine": {"args": ["--max-num-seqs", "16", "--block-size", "4096"]},
-    "device": {"kind": "plugin", "count": 4, "products": ["RBLN-CR13"]},
-    "cache": {"persistence": {"enabled": True}},
 }
 GATEWAY: Values = {
     "gateway": {
@@ -276,11 +243,8 @@ VALUE_SETS: dict[str, tuple[Values, str]] = {
     "data": (DATA, "1.30"),
     "extras": (EXTRAS, "1.30"),
     "keda": (KEDA, "1.30"),
-    "scale-to-zero": (IDLE, "1.33"),
     "hpa": (HPA, "1.30"),
-    "ray": (RAY, "1.30"),
     "groups": (GROUPS, "1.30"),
-    "kserve": (KSERVE, "1.30"),
     "gateway": (GATEWAY, "1.30"),
     "all-on": (ALL_ON, "1.30"),
     "pod-monitor": (POD_MONITOR, "1.30"),

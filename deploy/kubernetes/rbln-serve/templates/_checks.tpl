@@ -8,43 +8,17 @@
 {{- if and $scraped $v.auth.apiKeys.secretName (not $v.metrics.bearerSecret.name) (not $v.settings.open_metrics) -}}
 {{- fail "auth.apiKeys closes /metrics: set metrics.bearerSecret.name, or settings.open_metrics to true" -}}
 {{- end -}}
-{{- if and (eq $v.workload.kind "RayCluster") (ne $v.autoscaling.kind "none") -}}
-{{- fail "autoscaling.kind: a RayCluster is one replica of one model; use none" -}}
-{{- end -}}
 {{- if and (eq $v.workload.kind "LeaderWorkerSet") (ne $v.autoscaling.kind "none") -}}
 {{- fail "autoscaling.kind: replicas of a LeaderWorkerSet are groups of pods; use none and workload.replicas" -}}
 {{- end -}}
-{{- if include "rbln-serve.isPreset" . -}}
-{{- range $name, $value := dict "autoscaling.kind" (ne $v.autoscaling.kind "none") "cache.prebuild" $v.cache.prebuild.enabled "model.volume" $v.model.volume "model.download" $v.model.download.repository "tls.secretName" $v.tls.secretName "ingress" $v.ingress.enabled "gateway.httpRoute" $v.gateway.httpRoute.enabled "gateway.inferencePool" $v.gateway.inferencePool.enabled "metrics.serviceMonitor" $v.metrics.serviceMonitor.enabled "metrics.podMonitor" $v.metrics.podMonitor.enabled "metrics.rules" $v.metrics.rules.enabled -}}
-{{- if $value -}}
-{{- fail (printf "%s has no effect with workload.kind LLMInferenceServiceConfig: KServe mounts the model and makes what stands around the pods" $name) -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- if and (include "rbln-serve.hasRole" .) (has $v.workload.kind (list "RayCluster" "LeaderWorkerSet" "LLMInferenceServiceConfig")) -}}
+{{- if and (include "rbln-serve.hasRole" .) (eq $v.workload.kind "LeaderWorkerSet") -}}
 {{- fail (printf "prefillDecode.role %s needs workload.kind Deployment or StatefulSet: NixlConnector sends KV of ranks in one pod" $v.prefillDecode.role) -}}
-{{- end -}}
-{{- if and $v.prefillDecode.sidecar.image (ne $v.prefillDecode.role "decode") -}}
-{{- fail (printf "prefillDecode.sidecar.image has no effect with prefillDecode.role %s: the sidecar stands before a decode server" $v.prefillDecode.role) -}}
-{{- end -}}
-{{- if and (include "rbln-serve.hasSidecar" .) $v.tls.secretName -}}
-{{- fail "prefillDecode.sidecar.image: the sidecar connects to the server without TLS; clear tls.secretName" -}}
 {{- end -}}
 {{- if and (gt (int $v.headless.enginesPerPod) 0) (ne $v.workload.kind "LeaderWorkerSet") -}}
 {{- fail "headless.enginesPerPod needs workload.kind LeaderWorkerSet; elsewhere set --data-parallel-size in engine.args" -}}
 {{- end -}}
-{{- if and (eq $v.workload.kind "RayCluster") (not $v.ray.version) -}}
-{{- fail "ray.version is needed with workload.kind RayCluster: that of the image" -}}
-{{- end -}}
 {{- if and (eq $v.autoscaling.kind "keda") (not $v.autoscaling.keda.prometheusAddress) -}}
 {{- fail "autoscaling.keda.prometheusAddress is needed with autoscaling.kind keda" -}}
-{{- end -}}
-{{- $zero := $v.autoscaling.keda.scaleToZero -}}
-{{- if and $zero.enabled (ne $v.autoscaling.kind "keda") -}}
-{{- fail "autoscaling.keda.scaleToZero needs autoscaling.kind keda" -}}
-{{- end -}}
-{{- if and $zero.enabled (not $zero.queueSelector) (not $v.gateway.inferencePool.endpointPicker.name) -}}
-{{- fail "autoscaling.keda.scaleToZero needs gateway.inferencePool.endpointPicker.name or queueSelector: without a pod only the endpoint picker holds requests" -}}
 {{- end -}}
 {{- if gt (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas) -}}
 {{- fail (printf "autoscaling.minReplicas %d is more than autoscaling.maxReplicas %d" (int $v.autoscaling.minReplicas) (int $v.autoscaling.maxReplicas)) -}}

@@ -68,12 +68,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 
 {{/* "true" if ranks of one model run in several pods, placed by Ray. */}}
 {{- define "rbln-serve.usesRay" -}}
-{{- if and (include "rbln-serve.spansPods" .) (not (include "rbln-serve.isHeadless" .)) -}}true{{- end -}}
-{{- end -}}
-
-{{/* "true" if one model runs in several pods. */}}
-{{- define "rbln-serve.spansPods" -}}
-{{- if has .Values.workload.kind (list "RayCluster" "LeaderWorkerSet") -}}true{{- end -}}
+{{- if and (eq .Values.workload.kind "LeaderWorkerSet") (not (include "rbln-serve.isHeadless" .)) -}}true{{- end -}}
 {{- end -}}
 
 {{/* "true" if the workers of a group are servers without an API, which run engines for the leader. */}}
@@ -86,29 +81,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if ne .Values.prefillDecode.role "both" -}}true{{- end -}}
 {{- end -}}
 
-{{/* "true" if llm-d's routing sidecar has the pod's port and the server is behind it. */}}
-{{- define "rbln-serve.hasSidecar" -}}
-{{- if and (eq .Values.prefillDecode.role "decode") .Values.prefillDecode.sidecar.image -}}true{{- end -}}
-{{- end -}}
-
-{{- define "rbln-serve.serverPort" -}}
-{{- ternary 8200 8000 (eq (include "rbln-serve.hasSidecar" .) "true") -}}
-{{- end -}}
-
-{{/* "true" if the chart makes no pods: KServe makes them, and what stands around them. */}}
-{{- define "rbln-serve.isPreset" -}}
-{{- if eq .Values.workload.kind "LLMInferenceServiceConfig" -}}true{{- end -}}
-{{- end -}}
-
 {{/* "true" if more than one replica can run. */}}
 {{- define "rbln-serve.scaled" -}}
-{{- if and (not (has .Values.workload.kind (list "RayCluster" "LLMInferenceServiceConfig"))) (or (ne .Values.autoscaling.kind "none") (gt (int .Values.workload.replicas) 1)) -}}true{{- end -}}
-{{- end -}}
-
-{{/* Requests that the endpoint picker holds; the series exists without any pod of ours. */}}
-{{- define "rbln-serve.pickerQueue" -}}
-{{- $zero := .Values.autoscaling.keda.scaleToZero -}}
-{{- $picker := .Values.gateway.inferencePool.endpointPicker.name -}}
-{{- $selector := default (ternary (printf "service=\"%s\"" $picker) "" (ne $picker "")) $zero.queueSelector -}}
-{{- printf "sum(%s{namespace=\"%s\",%s})" $zero.queueMetric .Release.Namespace $selector -}}
+{{- if or (ne .Values.autoscaling.kind "none") (gt (int .Values.workload.replicas) 1) -}}true{{- end -}}
 {{- end -}}

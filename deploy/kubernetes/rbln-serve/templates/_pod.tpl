@@ -90,7 +90,7 @@ resourceClaims:
 {{- end }}
 {{- end -}}
 
-{{/* The server's container. Only RayCluster passes `command`; else the image's applies. */}}
+{{/* The server's container. Only a LeaderWorkerSet adds a `command`; else the image's applies. */}}
 {{- define "rbln-serve.serverContainer" -}}
 name: server
 image: {{ include "rbln-serve.image" . }}
@@ -105,7 +105,7 @@ envFrom:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 ports:
-  - {name: http, containerPort: {{ include "rbln-serve.serverPort" . }}, protocol: TCP}
+  - {name: http, containerPort: 8000, protocol: TCP}
   {{- if include "rbln-serve.hasRole" . }}
   - {name: nixl, containerPort: {{ .Values.prefillDecode.sideChannelPort }}, protocol: TCP}
   {{- end }}
@@ -127,29 +127,6 @@ volumeMounts:
   {{- with .Values.extraVolumeMounts }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- end -}}
-
-{{/* llm-d's sidecar: an init container that keeps running, so that it ends after the server. */}}
-{{- define "rbln-serve.sidecar" -}}
-{{- if include "rbln-serve.hasSidecar" . }}
-- name: routing-proxy
-  image: {{ .Values.prefillDecode.sidecar.image | quote }}
-  imagePullPolicy: {{ .Values.image.pullPolicy }}
-  restartPolicy: Always
-  {{- include "rbln-serve.containerSecurity" . | nindent 2 }}
-  args:
-    - --port=8000
-    - --vllm-port={{ include "rbln-serve.serverPort" . }}
-    {{- range .Values.prefillDecode.sidecar.args }}
-    - {{ . | quote }}
-    {{- end }}
-  ports:
-    - {name: sidecar, containerPort: 8000, protocol: TCP}
-  {{- with .Values.prefillDecode.sidecar.resources }}
-  resources:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-{{- end }}
 {{- end -}}
 
 {{- define "rbln-serve.podMetadata" -}}
@@ -181,7 +158,7 @@ topologySpreadConstraints:
     matchLabelKeys: [pod-template-hash]
     {{- end }}
 {{- end }}
-{{- with concat .Values.extraInitContainers (include "rbln-serve.initContainers" . | fromYamlArray) (include "rbln-serve.sidecar" . | fromYamlArray) }}
+{{- with concat .Values.extraInitContainers (include "rbln-serve.initContainers" . | fromYamlArray) }}
 initContainers:
   {{- toYaml . | nindent 2 }}
 {{- end }}

@@ -70,7 +70,7 @@
 {{- if .Values.cache.readOnly }}
 - {name: VLLM_RBLN_CACHE_READ_ONLY, value: "true"}
 {{- end }}
-- {name: RBLN_SERVE_PORT, value: {{ include "rbln-serve.serverPort" . | quote }}}
+- {name: RBLN_SERVE_PORT, value: "8000"}
 {{- if include "rbln-serve.hasRole" . }}
 - name: VLLM_NIXL_SIDE_CHANNEL_HOST
   valueFrom: {fieldRef: {fieldPath: status.podIP}}

@@ -27,14 +27,9 @@
 {{- add $download $import (ternary (include "rbln-serve.prebuildSeconds" . | int) 0 $cache.prebuild.enabled) -}}
 {{- end -}}
 
-{{/* Maximum start of a pod. */}}
-{{- define "rbln-serve.startLimit" -}}
-{{- add (int .Values.workload.pullSeconds) (include "rbln-serve.initSeconds" . | int) (include "rbln-serve.startSeconds" . | int) -}}
-{{- end -}}
-
 {{/* A rollout without progress for longer than a pod's maximum start has failed. */}}
 {{- define "rbln-serve.progressDeadline" -}}
-{{- add (include "rbln-serve.startLimit" . | int) (int .Values.workload.minReadySeconds) -}}
+{{- add (int .Values.workload.pullSeconds) (include "rbln-serve.initSeconds" . | int) (include "rbln-serve.startSeconds" . | int) (int .Values.workload.minReadySeconds) -}}
 {{- end -}}
 
 {{- define "rbln-serve.probes" -}}
