@@ -16,8 +16,8 @@ WORKDIR /src
 COPY deploy/scripts/install_packages.sh deploy/scripts/
 RUN ["deploy/scripts/install_packages.sh", "g++"]
 COPY deploy/scripts/make_venv.sh deploy/scripts/create_venv.sh deploy/scripts/find_python.sh \
-    deploy/scripts/fetch_pip.py deploy/scripts/install_locked.sh deploy/scripts/
-COPY requirements/torch.txt requirements/cpu.lock requirements/pip.txt requirements/
+    deploy/scripts/install_locked.sh deploy/scripts/
+COPY requirements/torch.txt requirements/cpu.lock requirements/
 RUN ["deploy/scripts/make_venv.sh", "/opt/venv", "/opt/rbln-serve", "requirements/torch.txt", "requirements/cpu.lock"]
 
 FROM packages AS kernels
@@ -83,25 +83,11 @@ COPY deploy/scripts/install_sdk.sh deploy/scripts/
 RUN --mount=type=secret,id=pip.conf,target=/run/secrets/pip.conf,required=true \
     deploy/scripts/install_sdk.sh /opt/venv /run/secrets/pip.conf
 
-# Bills of materials, including Debian's packages of the base stage.
-FROM packages-emulated AS sbom-emulated
-COPY deploy/scripts/write_sbom.sh deploy/scripts/write_sbom.py deploy/scripts/
-COPY --from=project /opt/rbln-serve /opt/rbln-serve
-COPY --from=runtime /var/lib/dpkg/status /src/dpkg-status
-RUN ["deploy/scripts/write_sbom.sh", "/opt/venv", "/opt/sbom.cdx.json", "/src/dpkg-status"]
-
-FROM packages-npu AS sbom-npu
-COPY deploy/scripts/write_sbom.sh deploy/scripts/write_sbom.py deploy/scripts/
-COPY --from=project /opt/rbln-serve /opt/rbln-serve
-COPY --from=runtime /var/lib/dpkg/status /src/dpkg-status
-RUN ["deploy/scripts/write_sbom.sh", "/opt/venv", "/opt/sbom.cdx.json", "/src/dpkg-status"]
-
 FROM runtime AS npu
 COPY --from=packages-npu /opt/venv /opt/venv
 COPY --from=kernels /opt/bundle /opt/bundle
 COPY --from=project /opt/default-model /opt/default-model
 COPY --from=project /opt/rbln-serve /opt/rbln-serve
-COPY --from=sbom-npu /opt/sbom.cdx.json /opt/sbom.cdx.json
 LABEL org.opencontainers.image.description="OpenAI-compatible service on RBLN NPUs"
 ARG BASE
 ARG VERSION=0.2.0
@@ -122,7 +108,6 @@ COPY --from=packages-emulated /opt/venv /opt/venv
 COPY --from=kernels /opt/bundle /opt/bundle
 COPY --from=project /opt/default-model /opt/default-model
 COPY --from=project /opt/rbln-serve /opt/rbln-serve
-COPY --from=sbom-emulated /opt/sbom.cdx.json /opt/sbom.cdx.json
 LABEL org.opencontainers.image.description="OpenAI-compatible service on the CPU emulation of RBLN NPUs"
 ARG BASE
 ARG VERSION=0.2.0

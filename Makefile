@@ -7,6 +7,7 @@ MODEL ?= build/default-model
 HOST ?= 127.0.0.1
 PORT ?= 8000
 SOURCE ?=
+IMAGE ?= rbln-serve
 ARGS ?=
 TESTS ?= tests
 
@@ -21,7 +22,7 @@ fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test test-fast test-nixl lint bench dashboards chart docs docs-site models published flags upstream lock sbom wheel image clean
+.PHONY: help install dev serve test test-fast test-nixl lint bench dashboards chart docs docs-site models published flags upstream lock wheel image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -84,14 +85,11 @@ upstream: dev ## Report what the release VLLM would break, e.g. VLLM=0.32.0; not
 lock: dev ## Resolve requirements/*.in again; ARGS=--upgrade moves versions
 	$(python) requirements/lock.py $(ARGS)
 
-sbom: install ## Write the environment's bill of materials (CycloneDX) to build/sbom.cdx.json
-	$(scripts)/write_sbom.sh $(VENV) build/sbom.cdx.json
-
 wheel: $(stamps)/locked ## Build a wheel with the kernels of all CPU levels into dist/
 	$(python) $(scripts)/build_wheel.py dist
 
-image: ## Build the image rbln-serve; SOURCE is the repository's public address, ARGS go to docker build
-	docker build --tag rbln-serve \
+image: ## Build the image IMAGE (rbln-serve); SOURCE is the repository's public address, ARGS go to docker build
+	docker build --tag $(IMAGE) \
 		--build-arg REVISION="$$(git rev-parse HEAD)$$(git diff --quiet HEAD || echo -modified)" \
 		--build-arg CREATED="$$(date -u +%Y-%m-%dT%H:%M:%SZ)" --build-arg SOURCE="$(SOURCE)" $(ARGS) .
 

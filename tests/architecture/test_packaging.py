@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
 import re
@@ -11,12 +10,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import venv
 import zipfile
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -157,45 +152,6 @@ def test_a_wrong_python_is_refused_with_advice(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "is Python 3.9" in done.stderr
     assert "Python 3.11 with its venv module is needed" in done.stderr
-
-
-def _wheels_of_pip() -> list[Path]:
-    """The wheel of pip that this Python comes with; skips the test where there is none."""
-    ensurepip = pytest.importorskip("ensurepip", reason="Python comes without ensurepip")
-    return list((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"))
-
-
-@pytest.mark.parametrize("is_genuine", [True, False])
-def test_pip_is_fetched_for_a_python_without_ensurepip_if_its_digest_is_right(
-    tmp_path: Path, is_genuine: bool
-) -> None:
-    (bundled,) = _wheels_of_pip()
-    version, wheel = bundled.name.split("-")[1], bundled.read_bytes()
-    (tmp_path / "simple" / "pip").mkdir(parents=True)
-    page = f'<a href="../../{bundled.name}#sha256=0">{bundled.name}</a>'
-    (tmp_path / "simple" / "pip" / "index.html").write_text(page, encoding="utf-8")
-    (tmp_path / bundled.name).write_bytes(wheel if is_genuine else wheel + b" ")
-    pin = tmp_path / "pip.txt"
-    pin.write_text(f"pip=={version} --hash=sha256:{hashlib.sha256(wheel).hexdigest()}\n")
-    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
-    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
-    command = [sys.executable, str(ROOT / "deploy/scripts/fetch_pip.py")]
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as index:
-        Thread(target=index.serve_forever, daemon=True).start()
-        done = subprocess.run(
-            [*command, str(tmp_path / "venv"), str(pin)],
-            env={"PIP_INDEX_URL": f"http://127.0.0.1:{index.server_port}/simple"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        index.shutdown()
-    installed = list((tmp_path / "venv").glob("lib/python*/site-packages/pip"))
-    if is_genuine:
-        assert (done.returncode, len(installed)) == (0, 1), done.stderr
-    else:
-        assert (done.returncode, installed) == (1, [])
-        assert "has the SHA-256" in done.stderr
 
 
 def test_a_wheels_platform_has_the_newest_glibc_that_a_library_needs(tmp_path: Path) -> None:
