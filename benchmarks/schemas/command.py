@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.runner.command import Command, RunHeader, begin, heading, positive, say
-from benchmarks.schemas.judging import Judgement, cases_of, judgements
+from benchmarks.schemas.judging import SideResult, cases_of, judgements
 from benchmarks.schemas.sides import SIDES
 from benchmarks.schemas.soundness import Soundness, soundness_of
 
@@ -31,7 +31,7 @@ class SchemaRun(RunHeader):
     """One run: the number of schemas, and results by side and by rule."""
 
     schemas: int
-    sides: dict[str, list[Judgement]]
+    sides: dict[str, SideResult]
     soundness: list[Soundness]
 
 
@@ -39,10 +39,10 @@ def measure(args: argparse.Namespace, command: str) -> SchemaRun:
     """Judge all schemas by every side, and generate texts of ours."""
     head = begin(command)
     cases = cases_of(args.file, args.first)
-    sides: dict[str, list[Judgement]] = {}
+    sides: dict[str, SideResult] = {}
     for side in args.side or SIDES:
         say(f"{side}: {len(cases)} schemas")
-        sides[side] = list(judgements(side, cases))
+        sides[side] = SideResult.of(list(judgements(side, cases)))
     found: list[Soundness] = []
     if args.texts:
         say(f"texts: {args.texts} for each rule")
@@ -65,14 +65,16 @@ def markdown(run: SchemaRun) -> str:
         "| side | passing | refused | valid instance refused | invalid instance accepted "
         "| compile p50 / p99, ms | mask mean / worst |",
         "|---|---|---|---|---|---|---|",
-        *(_row(side, found) for side, found in run.sides.items()),
+        *(_row(side, found, run.schemas) for side, found in run.sides.items()),
     ]
     for side, found in run.sides.items():
-        reasons = Counter(_keyword(item.refused) for item in found if item.refused is not None)
+        reasons = Counter(
+            _keyword(item.refused) for item in found.others if item.refused is not None
+        )
         if reasons:
             listed = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common())
             lines += ["", f"{side} refuses: {listed}."]
-        wrong = [item.name for item in found if item.invalid_accepted]
+        wrong = [item.name for item in found.others if item.invalid_accepted]
         if wrong:
             lines += ["", f"{side} accepts an invalid instance of: {', '.join(wrong[:_SHOWN])}."]
     for one in run.soundness:
@@ -87,18 +89,15 @@ def markdown(run: SchemaRun) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(side: str, found: Sequence[Judgement]) -> str:
-    compiled = sorted(item.compile_s for item in found if item.refused is None)
-    mean = sum(item.masks_s for item in found) / max(1, sum(item.masks for item in found))
-    worst = max((item.worst_mask_s for item in found), default=0.0)
+def _row(side: str, found: SideResult, total: int) -> str:
     cells = [
         side,
-        _share(sum(item.passes for item in found), len(found)),
-        _share(sum(item.refused is not None for item in found), len(found)),
-        _share(sum(item.valid_refused > 0 for item in found), len(found)),
-        f"{sum(item.invalid_accepted > 0 for item in found)} schemas",
-        f"{_at(compiled, 0.5) * 1e3:.1f} / {_at(compiled, 0.99) * 1e3:.1f}",
-        f"{mean * 1e6:.0f} µs / {worst * 1e3:.1f} ms",
+        _share(found.passing, total),
+        _share(found.refused, total),
+        _share(found.valid_refused, total),
+        f"{found.invalid_accepted} schemas",
+        f"{found.compile_p50_s * 1e3:.1f} / {found.compile_p99_s * 1e3:.1f}",
+        f"{found.mean_mask_s * 1e6:.0f} µs / {found.worst_mask_s * 1e3:.1f} ms",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -111,11 +110,6 @@ def _keyword(reason: str) -> str:
 
 def _share(count: int, total: int) -> str:
     return f"{count / max(1, total):.1%}"
-
-
-def _at(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of the sorted `values` is; 0 for none."""
-    return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,6 +52,46 @@ class Judgement:
         return self.refused is None and not self.valid_refused and not self.invalid_accepted
 
 
+@dataclass(frozen=True, slots=True)
+class SideResult:
+    """Results of one side: counts of schemas, processor times in seconds, and what does not pass.
+
+    A schema passes if it compiles and every instance is judged as it should be.
+    """
+
+    passing: int
+    refused: int
+    valid_refused: int
+    invalid_accepted: int
+    compile_p50_s: float
+    compile_p99_s: float
+    mean_mask_s: float
+    worst_mask_s: float
+    others: list[Judgement]
+
+    @classmethod
+    def of(cls, found: Sequence[Judgement]) -> SideResult:
+        """Return the results of some judgements."""
+        times = sorted(item.compile_s for item in found if item.refused is None)
+        return cls(
+            passing=sum(item.passes for item in found),
+            refused=sum(item.refused is not None for item in found),
+            valid_refused=sum(item.valid_refused > 0 for item in found),
+            invalid_accepted=sum(item.invalid_accepted > 0 for item in found),
+            compile_p50_s=_at(times, 0.5),
+            compile_p99_s=_at(times, 0.99),
+            mean_mask_s=sum(item.masks_s for item in found)
+            / max(1, sum(item.masks for item in found)),
+            worst_mask_s=max((item.worst_mask_s for item in found), default=0.0),
+            others=[item for item in found if not item.passes],
+        )
+
+
+def _at(values: Sequence[float], share: float) -> float:
+    """Return the value below which a share of the sorted `values` is; 0 for none."""
+    return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
+
+
 def cases_of(path: Path, most: int | None = None) -> list[SchemaCase]:
     """Read lines of JSON with `name`, `schema` and `tests` (`data`, `valid`), the first `most`."""
     lines = path.read_text(encoding="utf-8").splitlines()[:most]

@@ -36,6 +36,11 @@ from server.structured_outputs.schema_walk import Schema, Steps
 
 MOST_STEPS = 100_000
 """Work on one schema: subschemas read, compared and written."""
+_MOST = 10**15 - 1
+"""Size of numbers without bounds; others may have exponents beyond what doubles hold."""
+_BOUNDS = frozenset(
+    ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const")
+)
 FORMATS = frozenset(
     (
         *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6"),
@@ -267,6 +272,8 @@ class _Normaliser:
         schema = node.schema
         found: Schema = {key: schema[key] for key in _COPIED if key in schema}
         found |= {key: int(schema[key]) for key in _COUNTS if key in schema}
+        if "number" in _names_of(schema) and "type" in schema and _BOUNDS.isdisjoint(schema):
+            found |= {"minimum": -_MOST, "maximum": _MOST}
         more: list[Any] = []
         for keyword in schema:
             if keyword in ("anyOf", "oneOf"):

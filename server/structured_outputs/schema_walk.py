@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,22 +13,19 @@ Schema = dict[str, Any]
 Steps = tuple[str | int, ...]
 """Keys from a schema to a part of it."""
 
-_HERE, _BELOW, _ASIDE = 0, 1, 2
-# Keywords by the value to which their schemas apply: the same one, a part of it, or none.
-_ONE = {
-    **dict.fromkeys(("not", "if", "then", "else"), _HERE),
-    **dict.fromkeys(("additionalProperties", "unevaluatedProperties", "propertyNames"), _BELOW),
-    **dict.fromkeys(("items", "additionalItems", "unevaluatedItems", "contains"), _BELOW),
-}
-_MANY = {
-    **dict.fromkeys(("allOf", "anyOf", "oneOf"), _HERE),
-    **dict.fromkeys(("prefixItems", "items"), _BELOW),
-}
-_NAMED = {
-    **dict.fromkeys(("dependentSchemas", "dependencies"), _HERE),
-    **dict.fromkeys(("properties", "patternProperties"), _BELOW),
-    **dict.fromkeys(("$defs", "definitions"), _ASIDE),
-}
+_ONE = frozenset(
+    (
+        *("not", "if", "then", "else", "additionalProperties", "unevaluatedProperties"),
+        *("propertyNames", "items", "additionalItems", "unevaluatedItems", "contains"),
+    )
+)
+_MANY = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
+_NAMED = frozenset(
+    (
+        *("dependentSchemas", "dependencies", "properties", "patternProperties"),
+        *("$defs", "definitions"),
+    )
+)
 
 
 def names_within(root: Any) -> set[str]:
@@ -45,13 +42,6 @@ def names_within(root: Any) -> set[str]:
     return names
 
 
-def applied_here(schema: Schema, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas that apply to the same value as `schema`, without references."""
-    for where, steps, item in _parts(schema):
-        if where == _HERE:
-            yield _joined(path, steps), item
-
-
 def every_schema(root: Any) -> Iterator[tuple[str, Schema]]:
     """Yield the path and the schema of each schema object in the document, once."""
     stack: list[tuple[str, Any]] = [("$", root)]
@@ -64,26 +54,16 @@ def every_schema(root: Any) -> Iterator[tuple[str, Schema]]:
 
 def children(schema: Schema) -> Iterator[tuple[Steps, Schema]]:
     """Yield the schemas directly in a schema that are objects, each with its keys."""
-    for _, steps, item in _parts(schema):
-        if isinstance(item, dict):
-            yield steps, item
-
-
-def _parts(schema: Schema) -> Iterator[tuple[int, Steps, Any]]:
-    """Yield the schemas directly in a schema: the value that each is of, its keys, and itself."""
     for key, value in schema.items():
+        parts: Iterable[tuple[Steps, Any]] = ()
         if isinstance(value, dict):
-            if (where := _NAMED.get(key)) is not None:
-                for name, item in value.items():
-                    yield where, (key, name), item
-            elif (where := _ONE.get(key)) is not None:
-                yield where, (key,), value
-        elif isinstance(value, list):
-            if (where := _MANY.get(key)) is not None:
-                for index, item in enumerate(value):
-                    yield where, (key, index), item
-        elif isinstance(value, bool) and (where := _ONE.get(key)) is not None:
-            yield where, (key,), value
+            if key in _NAMED:
+                parts = (((key, name), item) for name, item in value.items())
+            elif key in _ONE:
+                parts = [((key,), value)]
+        elif isinstance(value, list) and key in _MANY:
+            parts = (((key, index), item) for index, item in enumerate(value))
+        yield from ((steps, item) for steps, item in parts if isinstance(item, dict))
 
 
 def _joined(path: str, steps: Steps) -> str:
@@ -124,19 +104,3 @@ def resolve(root: Any, ref: object, path: str) -> Any:
     if not isinstance(here, dict | bool):
         raise UnusableError(f"{path}: $ref {ref!r} leads to something that is no schema")
     return here
-
-
-def rebuilt(schema: Any, change: Callable[[Schema], Schema]) -> Any:
-    """Return the schema with `change` applied to every schema in it, innermost first."""
-    if not isinstance(schema, dict):
-        return schema
-    copy = dict(schema)
-    for key, value in schema.items():
-        if isinstance(value, dict):
-            if key in _NAMED:
-                copy[key] = {name: rebuilt(item, change) for name, item in value.items()}
-            elif key in _ONE:
-                copy[key] = rebuilt(value, change)
-        elif isinstance(value, list) and key in _MANY:
-            copy[key] = [rebuilt(item, change) for item in value]
-    return change(copy)

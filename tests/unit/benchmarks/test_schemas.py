@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.schemas import command, soundness
-from benchmarks.schemas.judging import SchemaCase, cases_of, judge, judgements
+from benchmarks.schemas.judging import SchemaCase, SideResult, cases_of, judge, judgements
 from benchmarks.schemas.sides import SIDES
 from benchmarks.schemas.soundness import Generator
 
@@ -60,7 +60,9 @@ def test_a_file_makes_a_report(tmp_path: Path) -> None:
     assert [item.refused is None for item in found] == [True, False]
     generator = Generator()
     sound = [generator.soundness(cases_of(file), closed=rule, texts=12) for rule in (True, False)]
-    run = command.SchemaRun(**command.begin("x"), schemas=2, sides={side: found}, soundness=sound)
+    run = command.SchemaRun(
+        **command.begin("x"), schemas=2, sides={side: SideResult.of(found)}, soundness=sound
+    )
     report = command.markdown(run)
     assert "| ours, omit | 0.0% | 50.0% | 50.0% | 0 schemas |" in report
     assert "ours, omit refuses: `uniqueItems` (1)." in report
