@@ -31,9 +31,6 @@ _PURPOSES: dict[str, tuple[str, ...]] = {
     "[pooling models](pooling.md)": (*_POOLING, "/rerank", "/v1/rerank", "/v2/rerank"),
     "[stored responses](responses.md), with `--data-dir`": ("/v1/responses/{",),
     "[batches](batches.md), with `--data-dir`": ("/v1/files", "/v1/batches"),
-    "[Anthropic's batches](batches.md#anthropics-batches), with `--data-dir`": (
-        "/v1/messages/batches",
-    ),
     "the model and its adapters": ("/v1/models",),
     "checks a grammar without generating": ("/v1/structured_outputs",),
     "[adapters](lora.md#routes)": (

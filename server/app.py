@@ -44,7 +44,6 @@ from server.routes.files import files_router
 from server.routes.health import health_router
 from server.routes.inference import add_inference_routes
 from server.routes.lora import lora_router
-from server.routes.message_batches import message_batches_router
 from server.routes.metrics import metrics_router
 from server.routes.models import models_router
 from server.routes.openapi import openapi_router
@@ -120,7 +119,7 @@ def create_app(
 
 def _add_stored_work(app: FastAPI, storage: StorageServices, settings: ServerSettings) -> None:
     """Add the routes of files, batches and stored responses."""
-    for router in (files_router, batches_router, message_batches_router):
+    for router in (files_router, batches_router):
         app.include_router(router(storage.require_batches, settings))
     app.include_router(responses_router(storage.require_responses))
 

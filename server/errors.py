@@ -112,14 +112,13 @@ class ServerError(Exception):
         """Return the JSON body in OpenAI's form."""
         return json.dumps(self.envelope()).encode()
 
-    def anthropic_body(self, request_id: str | None = None) -> bytes:
+    def anthropic_body(self, request_id: str) -> bytes:
         """Return the JSON body in the form of Anthropic's API, with its own `type`."""
         error: dict[str, object] = {**self.envelope()["error"]}
         error["type"] = _ANTHROPIC_TYPES.get(self.status, error["type"])
         if self.anthropic_code is not None:
             error["details"] = {"error_code": self.anthropic_code}
-        identity = {} if request_id is None else {"request_id": request_id}
-        return json.dumps({"type": "error", "error": error, **identity}).encode()
+        return json.dumps({"type": "error", "error": error, "request_id": request_id}).encode()
 
     def response_event(self, number: int) -> dict[str, object]:
         """Return the error as an event of the Responses API with the sequence number `number`.

@@ -74,7 +74,6 @@ _MODELS = ("/v1/models", "/v1/models/{model}")
 _ANTHROPIC_VERSION = b"anthropic-version"
 """The header that every client of Anthropic's API sends."""
 _RESPONSES = "/v1/responses/"
-_MESSAGES = "/v1/messages/batches/"
 
 ROUTES: tuple[Route, ...] = (
     *(Route(p, Scope.PROBE, False) for p in ("/livez", "/readyz", "/startupz", "/health", "/ping")),
@@ -91,10 +90,6 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/batches", Scope.API, gated=False),
     Route("/v1/batches/{batch_id}/cancel", Scope.API, False, "/v1/batches/", suffix="/cancel"),
     Route("/v1/batches/{batch_id}", Scope.API, False, "/v1/batches/"),
-    Route("/v1/messages/batches", Scope.API, gated=False),
-    Route(f"{_MESSAGES}{{batch_id}}/results", Scope.API, False, _MESSAGES, suffix="/results"),
-    Route(f"{_MESSAGES}{{batch_id}}/cancel", Scope.API, False, _MESSAGES, suffix="/cancel"),
-    Route(f"{_MESSAGES}{{batch_id}}", Scope.API, False, _MESSAGES),
     Route("/v1/responses/{response_id}/cancel", Scope.API, False, _RESPONSES, suffix="/cancel"),
     Route(
         "/v1/responses/{response_id}/input_items",

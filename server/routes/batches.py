@@ -19,7 +19,6 @@ from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
 from server.routes.files import listed, owner_of, page_of
 from server.settings import ServerSettings
-from server.storage.batches.batch import Api
 from server.storage.batches.bodies import CreateBatchBody, batch_request
 from server.storage.batches.service import BatchService
 from server.wire.endpoint import JsonObject
@@ -58,18 +57,18 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         """List the batches of the caller's API key, the newest first."""
         service = store()
         page = page_of(limit, _MAX_LIMIT, after, "desc")
-        found, more = await service.list_batches(owner_of(request), page, Api.OPENAI)
+        found, more = await service.list_batches(owner_of(request), page)
         return JSONResponse(listed([batch.shown() for batch in found], has_more=more))
 
     @router.get("/v1/batches/{batch_id}", response_model=JsonObject, responses=_KNOWN)
     async def show(batch_id: str, request: Request) -> JSONResponse:
         """Return one batch."""
-        return JSONResponse((await store().get(owner_of(request), batch_id, Api.OPENAI)).shown())
+        return JSONResponse((await store().get(owner_of(request), batch_id)).shown())
 
     @router.post("/v1/batches/{batch_id}/cancel", response_model=JsonObject, responses=_CHANGED)
     async def cancel(batch_id: str, request: Request) -> JSONResponse:
         """Cancel a batch; lines that have been answered keep their results."""
-        batch = await store().cancel(owner_of(request), batch_id, Api.OPENAI)
+        batch = await store().cancel(owner_of(request), batch_id)
         return JSONResponse(batch.shown())
 
     return router

@@ -13,7 +13,7 @@ class StorageSettings(BaseModel):
     data_dir: OptionalPath = Field(
         None,
         description="Directory for files, batches and responses, used by one server only. Unset: "
-        "/v1/files, /v1/batches and /v1/messages/batches return 501, and responses are not stored.",
+        "/v1/files and /v1/batches return 501, and responses are not stored.",
     )
     max_file_bytes: int = Field(
         200 * 1024 * 1024, ge=1024, description="Maximum size of an uploaded file in bytes."

@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from server.settings import SettingsError
 from server.storage.disk_errors import disk_errors
-from server.storage.schema import MIGRATIONS, VERSION
+from server.storage.schema import TABLES, VERSION
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -31,7 +31,7 @@ class Database:
     """Runs writes in the order of submission, and reads concurrently."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises `SettingsError` if it is damaged or of a later version."""
+        """Open the file. Raises `SettingsError` if it is damaged or of another version."""
         self._path = path
         self._thread = ThreadPoolExecutor(1, "store")
         self._readers = ThreadPoolExecutor(_READERS, "store-read")
@@ -106,16 +106,17 @@ def _open(path: Path) -> sqlite3.Connection:
         (check,) = connection.execute("PRAGMA quick_check").fetchone()
         if check != "ok":
             raise SettingsError(f"it is damaged: {check}")
-        _migrate(connection)
+        _make_tables(connection)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _migrate(connection: sqlite3.Connection) -> None:
+def _make_tables(connection: sqlite3.Connection) -> None:
+    """Make the tables of a new database. Raises `SettingsError` for one of another version."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version > VERSION:
-        raise SettingsError(f"it has version {version}; this server supports up to {VERSION}")
-    for number, step in enumerate(MIGRATIONS[version:], version + 1):
-        connection.executescript(f"BEGIN; {step} PRAGMA user_version = {number}; COMMIT;")
+    if version == 0:
+        connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+    elif version != VERSION:
+        raise SettingsError(f"it has version {version}; this server supports version {VERSION}")

@@ -12,8 +12,6 @@ import sqlite3
 
 NO_KEY = ""
 DIGEST_PREFIX = "key:"
-POSITION_PREFIX = "position:"
-"""Prefix for data that earlier versions stored by the position of an unnamed key."""
 
 
 def owner_of_digest(salt: bytes, digest: bytes) -> str:

@@ -30,7 +30,6 @@ _TYPES = {
     "n": "null",
 }
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `([^`]*)`)?", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(.*?)`(?: - at `([^`]*)`)?", re.DOTALL)
 _WRONG = re.compile(r"(Expected .*?)(?: - at `([^`]*)`)?", re.DOTALL)
 
 
@@ -52,10 +51,6 @@ class ShapeError(ValueError):
 
 class UnknownNameError(ShapeError):
     """An object has a field that its type does not define."""
-
-
-class MissingNameError(ShapeError):
-    """An object lacks a field."""
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
@@ -158,8 +153,6 @@ def _object_with(names: tuple[str, ...]) -> type[msgspec.Struct]:
 def _shape_error(message: str) -> ShapeError:
     if found := _UNKNOWN.fullmatch(message):
         return UnknownNameError(message, _path(found[2]), found[1])
-    if found := _MISSING.fullmatch(message):
-        return MissingNameError(message, _path(found[2]), found[1])
     found = _WRONG.fullmatch(message)
     return ShapeError(message, "") if found is None else ShapeError(found[1], _path(found[2]))
 

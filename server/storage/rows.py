@@ -37,12 +37,10 @@ def find_row(
     param: str,
     *,
     columns: str = "*",
-    conditions: Conditions = (),
 ) -> sqlite3.Row:
     """Return columns of an owner's row. Raises `NotFoundError` for the parameter `param`."""
-    where, values = _where(owner, [("id", row_id), *conditions])
     row: sqlite3.Row | None = db.execute(
-        f"SELECT {columns} FROM {table} WHERE {where}", values
+        f"SELECT {columns} FROM {table} WHERE owner = ? AND id = ?", (owner, row_id)
     ).fetchone()
     if row is None:
         raise NotFoundError(f"There is no {_NOUNS[table]} {describe(row_id)}.", param=param)

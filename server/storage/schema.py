@@ -1,13 +1,10 @@
-"""Tables of the database, as migrations from each version to the next.
-
-A released migration never changes.
-"""
+"""Tables of the database."""
 
 from __future__ import annotations
 
-from server.storage.owners import POSITION_PREFIX
-
-_FILES_AND_BATCHES = """
+VERSION = 9
+"""Version of the tables, in the database's `user_version`; change it with the tables."""
+_OBJECTS = """
 CREATE TABLE files (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, purpose TEXT NOT NULL, name TEXT NOT NULL,
     bytes INTEGER NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER
@@ -24,42 +21,35 @@ CREATE TABLE batches (
 ) WITHOUT ROWID;
 CREATE INDEX batches_by_owner ON batches (owner, created_at, id);
 CREATE UNIQUE INDEX batches_once ON batches (owner, idempotency) WHERE idempotency IS NOT NULL;
+CREATE INDEX batches_open ON batches (created_at, id)
+    WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling');
 CREATE TABLE lines (
     batch TEXT NOT NULL, number INTEGER NOT NULL, custom_id TEXT NOT NULL, place INTEGER NOT NULL,
     bytes INTEGER NOT NULL, shared TEXT NOT NULL, done INTEGER NOT NULL,
     PRIMARY KEY (batch, number)
 ) WITHOUT ROWID;
-CREATE UNIQUE INDEX lines_by_name ON lines (batch, custom_id);
 CREATE INDEX lines_to_do ON lines (batch, shared, number) WHERE NOT done;
-"""
-_RESPONSES = """
+-- Outputs have a column: conversations join them as bytes, and their length needs no decoding.
 CREATE TABLE responses (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, previous TEXT, status TEXT NOT NULL,
     created_at INTEGER NOT NULL, expires_at INTEGER,
     background INTEGER NOT NULL, streams INTEGER NOT NULL, tier TEXT NOT NULL,
     tries INTEGER NOT NULL, request BLOB, input BLOB NOT NULL, answer BLOB NOT NULL,
-    bytes INTEGER NOT NULL
+    bytes INTEGER NOT NULL, output BLOB NOT NULL
 );
 CREATE INDEX responses_by_owner ON responses (owner);
 CREATE INDEX responses_by_size ON responses (bytes);
 CREATE INDEX responses_by_previous ON responses (previous) WHERE previous IS NOT NULL;
 CREATE INDEX responses_by_status ON responses (status, created_at);
 CREATE INDEX responses_by_end ON responses (expires_at) WHERE expires_at IS NOT NULL;
+CREATE INDEX responses_open ON responses (owner, created_at)
+    WHERE status IN ('queued', 'in_progress');
 CREATE TABLE response_events (
     response TEXT NOT NULL, number INTEGER NOT NULL, frame TEXT NOT NULL,
     PRIMARY KEY (response, number)
 ) WITHOUT ROWID;
-"""
-_LINES_NEVER_RUN = "ALTER TABLE batches ADD COLUMN never_run INTEGER NOT NULL DEFAULT 0;"
-_POSITION = "owner GLOB '{0}-[1-9]*' AND owner NOT GLOB '{0}-*[^0-9]*'"
-_IS_POSITION = " OR ".join(_POSITION.format(kind) for kind in ("api", "admin"))
-# Earlier versions used the position of an unnamed key among the flags as its owner.
-_OWNERS_BY_DIGEST = f"""
 CREATE TABLE owner_salt (salt BLOB NOT NULL);
 INSERT INTO owner_salt VALUES (randomblob(32));
-UPDATE files SET owner = '{POSITION_PREFIX}' || owner WHERE {_IS_POSITION};
-UPDATE batches SET owner = '{POSITION_PREFIX}' || owner WHERE {_IS_POSITION};
-UPDATE responses SET owner = '{POSITION_PREFIX}' || owner WHERE {_IS_POSITION};
 """
 # Triggers maintain the sums, because quotas are checked for each chunk of an upload.
 _USAGE = """
@@ -67,15 +57,8 @@ CREATE TABLE usage (
     owner TEXT NOT NULL, kind TEXT NOT NULL, objects INTEGER NOT NULL, bytes INTEGER NOT NULL,
     PRIMARY KEY (owner, kind)
 ) WITHOUT ROWID;
-CREATE INDEX batches_open ON batches (created_at, id)
-    WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling');
-CREATE INDEX responses_open ON responses (owner, created_at)
-    WHERE status IN ('queued', 'in_progress');
-UPDATE responses SET bytes = bytes + coalesce((SELECT sum(length(CAST(frame AS BLOB)))
-    FROM response_events WHERE response = responses.id), 0);
 """ + "".join(
     f"""
-INSERT INTO usage SELECT owner, '{table}', count(*), sum(bytes) FROM {table} GROUP BY owner;
 CREATE TRIGGER {table}_added AFTER INSERT ON {table} BEGIN
     INSERT INTO usage SELECT NEW.owner, '{table}', 0, 0 WHERE NOT EXISTS
         (SELECT 1 FROM usage WHERE owner = NEW.owner AND kind = '{table}');
@@ -90,36 +73,8 @@ CREATE TRIGGER {table}_grown AFTER UPDATE OF bytes ON {table} BEGIN
     UPDATE usage SET bytes = bytes + NEW.bytes - OLD.bytes
         WHERE owner = NEW.owner AND kind = '{table}';
 END;
-CREATE TRIGGER {table}_moved AFTER UPDATE OF owner ON {table} BEGIN
-    UPDATE usage SET objects = objects - 1, bytes = bytes - OLD.bytes
-        WHERE owner = OLD.owner AND kind = '{table}';
-    INSERT INTO usage SELECT NEW.owner, '{table}', 0, 0 WHERE NOT EXISTS
-        (SELECT 1 FROM usage WHERE owner = NEW.owner AND kind = '{table}');
-    UPDATE usage SET objects = objects + 1, bytes = bytes + NEW.bytes
-        WHERE owner = NEW.owner AND kind = '{table}';
-END;
 """
     for table in ("files", "responses")
 )
-# Outputs have a column: conversations join them as bytes, and their length needs no decoding.
-_OUTPUT = """
-ALTER TABLE responses ADD COLUMN output BLOB NOT NULL DEFAULT x'5b5d';
-UPDATE responses SET
-    output = CAST(coalesce(json_extract(CAST(answer AS TEXT), '$.output'), '[]') AS BLOB),
-    answer = CAST(json_remove(CAST(answer AS TEXT), '$.output', '$.status') AS BLOB);
-"""
-# Names of a large batch are in no order, so that each line would read and write a page of its own.
-_NAMES_WITHOUT_INDEX = "DROP INDEX lines_by_name;"
-# Unused since 0.3. The version stays 8, so that a server that was rolled back opens the file.
-_DEVICE_TIME = """
-CREATE TABLE device_time (
-    hour INTEGER NOT NULL, kind TEXT NOT NULL, key TEXT NOT NULL, model TEXT NOT NULL,
-    seconds REAL NOT NULL, PRIMARY KEY (hour, kind, key, model)
-) WITHOUT ROWID;
-"""
-MIGRATIONS = (
-    *(_FILES_AND_BATCHES, _RESPONSES, _LINES_NEVER_RUN, _OWNERS_BY_DIGEST, _USAGE),
-    *(_OUTPUT, _NAMES_WITHOUT_INDEX, _DEVICE_TIME),
-)
-"""Statements that migrate a database from each version to the next."""
-VERSION = len(MIGRATIONS)
+TABLES = _OBJECTS + _USAGE
+"""Statements that make the tables of an empty database."""

@@ -1,1 +1,1 @@
-"""OpenAI's and Anthropic's batches, whose requests run in padding rows."""
+"""OpenAI's batches, whose requests run in padding rows."""

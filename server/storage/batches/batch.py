@@ -7,7 +7,6 @@ validating -> in_progress -> finalizing -> completed | expired | cancelled
 
 from __future__ import annotations
 
-import enum
 import json
 import sqlite3
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,6 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from server.storage.jobs import BATCHES
-from server.wire.endpoint import Endpoint
 
 _MOMENTS = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),
@@ -33,13 +31,6 @@ Status = Literal[
     "cancelling",
     "cancelled",
 ]
-
-
-class Api(enum.Enum):
-    """API that created a batch and shows it; the value is the prefix of its ids."""
-
-    OPENAI = "batch_"
-    ANTHROPIC = "msgbatch_"
 
 
 class LineError(TypedDict):
@@ -70,11 +61,6 @@ class BatchRequest:
     keep_s: int
     metadata: dict[str, str] = field(default_factory=dict)
     idempotency: str | None = None
-
-    @property
-    def api(self) -> Api:
-        """API of the request: only Anthropic's batches use its endpoint."""
-        return Api.ANTHROPIC if self.endpoint == Endpoint.MESSAGES.value else Api.OPENAI
 
     @property
     def fingerprint(self) -> str:
@@ -113,8 +99,6 @@ class Batch:
     input_tokens: int
     cached_tokens: int
     output_tokens: int
-    never_run: int
-    """Lines in `failed` that had not run when the batch expired or was cancelled."""
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Batch:
@@ -133,11 +117,6 @@ class Batch:
     def unfinished(self) -> int:
         """Number of lines without a result."""
         return self.total - self.completed - self.failed
-
-    @property
-    def result_files(self) -> list[str]:
-        """Ids of its result files."""
-        return [file for file in (self.output_file, self.error_file) if file is not None]
 
     @property
     def result_bytes(self) -> dict[str, int]:

@@ -28,7 +28,7 @@ from server.storage.raw_json import (
     string_of,
 )
 
-MAX_ID_CHARS = 512
+_MAX_ID_CHARS = 512
 _SHARED_BYTES = 2000
 """Bytes of the first message that group lines with a common prefix."""
 _KNOWN_PREFIXES = 1 << 16
@@ -154,12 +154,12 @@ def _read(
     except (JsonSyntaxError, ShapeError) as error:
         return _error("invalid_json_line", number, f"The line is not a JSON object: {error}.")
     custom_id = string_of(bytes(line.custom_id))
-    if custom_id is None or not 0 < len(custom_id) <= MAX_ID_CHARS:
+    if custom_id is None or not 0 < len(custom_id) <= _MAX_ID_CHARS:
         return _error(
             "invalid_custom_id",
             number,
             "'custom_id' must be a string of 1 to "
-            f"{MAX_ID_CHARS} characters, got {_described(line.custom_id)}.",
+            f"{_MAX_ID_CHARS} characters, got {_described(line.custom_id)}.",
             "custom_id",
         )
     if string_of(bytes(line.method)) != "POST":

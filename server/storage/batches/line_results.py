@@ -40,7 +40,6 @@ class LineResult:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    ran: bool = True
 
     @property
     def kind(self) -> str:
@@ -68,7 +67,7 @@ def never_run(line: Line, why: str) -> LineResult:
     """Return the result of a line that did not run: its batch was `expired` or `cancelled`."""
     code, message = _NEVER_RUN[why]
     text = _text(line, response=None, error={"code": code, "message": message})
-    return LineResult(line, False, text, ran=False)
+    return LineResult(line, False, text)
 
 
 def _text(line: Line, *, response: Any, error: Any) -> bytes:
@@ -80,11 +79,8 @@ def _text(line: Line, *, response: Any, error: Any) -> bytes:
 def _tokens(usage: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the numbers of prompt tokens, cached prompt tokens and completion tokens."""
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    # Anthropic counts cached prompt tokens apart from `input_tokens`, OpenAI within them.
-    read = int(usage.get("cache_read_input_tokens") or 0)
-    apart = read + int(usage.get("cache_creation_input_tokens") or 0)
     return (
-        int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0) + apart,
-        int(details.get("cached_tokens") or 0) + read,
+        int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
+        int(details.get("cached_tokens") or 0),
         int(usage.get("completion_tokens") or usage.get("output_tokens") or 0),
     )

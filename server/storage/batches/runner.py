@@ -29,7 +29,6 @@ from server.storage.files import FileStore
 from server.storage.jobs import JobLoop
 from server.storage.loopback import RETRIED_STATUSES, LoopbackResponse, post
 from server.storage.store import Store
-from server.wire.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -222,11 +221,7 @@ class BatchRunner:
         try:
             body = await asyncio.to_thread(_read_body, path, line)
         except RequestError as error:
-            return LoopbackResponse(
-                error.status,
-                "",
-                error.anthropic_body() if Endpoint(batch.endpoint).anthropic else error.body(),
-            )
+            return LoopbackResponse(error.status, "", error.body())
         return await post(
             self._app, batch.endpoint, body, InternalRequest(batch.owner, (Tier.FLEX,))
         )

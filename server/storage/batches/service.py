@@ -5,32 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp
 
 from server import bounds
 from server.admission import Admission
-from server.errors import InvalidValueError, NotFoundError, StorageFullError, describe
+from server.errors import StorageFullError
 from server.host.tasks import background_task
 from server.lifecycle import Lifecycle
 from server.settings import ServerSettings
 from server.storage.batches import table
-from server.storage.batches.batch import Api, Batch, BatchRequest
-from server.storage.batches.bodies import WINDOW_S
-from server.storage.batches.input_lines import InputLine, LineRules, read_lines
-from server.storage.batches.message_requests import WrittenInput, body_error
+from server.storage.batches.batch import Batch, BatchRequest
+from server.storage.batches.input_lines import LineRules
 from server.storage.batches.results import ResultFiles
 from server.storage.batches.runner import BatchRunner, LineCounts
 from server.storage.batches.spare_rows import DecodeTimes, SpareRows
-from server.storage.files import INPUT, FileStore
+from server.storage.files import FileStore
 from server.storage.jobs import BATCHES
 from server.storage.rows import Page
 from server.storage.store import Store
-from server.wire.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +38,7 @@ _GAUGES = (
 
 
 class BatchService:
-    """Everything behind /v1/files, /v1/batches and /v1/messages/batches."""
+    """Everything behind /v1/files and /v1/batches."""
 
     def __init__(
         self,
@@ -62,7 +57,6 @@ class BatchService:
         )
         self._results = ResultFiles(self._database, self._folder, settings.file_retention_s)
         rules = LineRules("", settings.max_batch_lines, settings.max_body_bytes)
-        self._message_rules = replace(rules, endpoint=Endpoint.MESSAGES.value)
         self._spare, self._decode_times = SpareRows(lifecycle, admission), decode_times
         self._clock = store.clock
         self._runner = BatchRunner(store, self.files, self._results, rules, self._spare)
@@ -98,58 +92,19 @@ class BatchService:
         self._runner.wake()
         return batch
 
-    async def create_messages(self, owner: str, lines: Sequence[bytes]) -> Batch:
-        """Create a batch for /v1/messages and its input file.
-
-        Raises `InvalidValueError` for the first invalid line, `BodyTooLargeError`,
-        `StorageFullError`.
-        """
-        file = await self.files.create(owner, WrittenInput(lines), lambda _: (INPUT, None))
-        request = BatchRequest(owner, Endpoint.MESSAGES.value, file.id, WINDOW_S, keep_s=0)
-        try:
-            valid = await asyncio.to_thread(self._read_messages, self.files.content_path(file.id))
-            batch = await self._database.run(self._begin, request, valid)
-        except Exception:
-            await self.files.delete(owner, file.id)
-            raise
-        self._runner.wake()
-        return batch
-
-    async def get(self, owner: str, batch_id: str, api: Api) -> Batch:
+    async def get(self, owner: str, batch_id: str) -> Batch:
         """Return a batch. Raises `NotFoundError`."""
-        return await self._database.read(table.get, owner, batch_id, api)
+        return await self._database.read(table.get, owner, batch_id)
 
-    async def list_batches(self, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
+    async def list_batches(self, owner: str, page: Page) -> tuple[list[Batch], bool]:
         """Return a page of the owner's batches, and whether more follow."""
-        return await self._database.read(table.list_page, owner, page, api)
+        return await self._database.read(table.list_page, owner, page)
 
-    async def cancel(self, owner: str, batch_id: str, api: Api) -> Batch:
+    async def cancel(self, owner: str, batch_id: str) -> Batch:
         """Start the cancellation of a batch. Raises `NotFoundError`, `InvalidValueError`."""
-        batch = await self._database.run(table.cancel, owner, batch_id, api)
+        batch = await self._database.run(table.cancel, owner, batch_id)
         self._runner.wake()
         return batch
-
-    async def delete(self, owner: str, batch_id: str, api: Api) -> None:
-        """Delete an ended batch and its files. Raises the errors of `cancel`."""
-        batch = await self._database.run(table.delete, owner, batch_id, api)
-        for file_id in (batch.input_file, *batch.result_files):
-            # The client may have deleted the file.
-            with suppress(NotFoundError):
-                await self.files.delete(owner, file_id)
-
-    async def result_paths(self, owner: str, batch_id: str, api: Api) -> list[Path]:
-        """Return the paths of the result files of a batch. Raises the errors of `cancel`."""
-        batch = await self.get(owner, batch_id, api)
-        if batch.is_open:
-            raise InvalidValueError(
-                f"The batch {batch.id} has no results: it has not ended.", param="batch_id"
-            )
-        paths = [self.files.content_path(file_id) for file_id in batch.result_files]
-        if not all(path.is_file() for path in paths):
-            raise NotFoundError(
-                f"The results of {describe(batch_id)} were deleted.", param="batch_id"
-            )
-        return paths
 
     def _create(self, db: sqlite3.Connection, request: BatchRequest) -> Batch:
         batch = table.create(db, request)
@@ -160,26 +115,6 @@ class BatchService:
                 "are allowed."
             )
         return batch
-
-    def _begin(
-        self, db: sqlite3.Connection, request: BatchRequest, lines: Sequence[InputLine]
-    ) -> Batch:
-        """Create a batch with validated lines, whose ids may still be duplicates."""
-        batch = self._create(db, request)
-        table.add_lines(db, batch.id, lines)
-        if errors := table.duplicates(db, batch.id, 1):
-            raise body_error(errors[0])
-        models = {line.model for line in lines}
-        table.begin(db, batch.id, models.pop() if len(models) == 1 else None)
-        return table.reload(db, batch.id)
-
-    def _read_messages(self, path: Path) -> list[InputLine]:
-        lines = []
-        for line in read_lines(path, self._message_rules):
-            if not isinstance(line, InputLine):
-                raise body_error(line)
-            lines.append(line)
-        return lines
 
     async def refresh(self) -> None:
         """Refresh the gauges; every `_EXPIRE_EVERY` calls, delete expired data first."""

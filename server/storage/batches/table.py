@@ -8,15 +8,12 @@ import time
 from collections.abc import Iterable, Sequence
 
 from server.errors import InvalidValueError, describe
-from server.storage.batches.batch import Api, Batch, BatchRequest, LineError, Status
+from server.storage.batches.batch import Batch, BatchRequest, LineError, Status
 from server.storage.batches.input_lines import InputLine, duplicate_id
 from server.storage.batches.line_results import Line, LineResult
 from server.storage.files import INPUT, StoredFile, find, insert
 from server.storage.jobs import BATCHES
 from server.storage.rows import Page, find_row, new_id, page_of_rows
-
-_API = "substr(id, 1, instr(id, '_'))"
-"""SQL expression for the prefix of an id, a value of `Api`."""
 
 
 def create(db: sqlite3.Connection, request: BatchRequest) -> Batch:
@@ -38,10 +35,10 @@ def create(db: sqlite3.Connection, request: BatchRequest) -> Batch:
             f"'input_file_id' names a file of purpose {describe(file.purpose)}, not 'batch'.",
             param="input_file_id",
         )
-    now, batch_id = int(time.time()), new_id(request.api.value)
+    now, batch_id = int(time.time()), new_id("batch_")
     db.execute(
         "INSERT INTO batches VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, ?, '{}', '[]', NULL, NULL, "
-        "NULL, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0, 0)",
+        "NULL, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0)",
         (
             *(batch_id, request.owner, request.endpoint, request.input_file, now),
             *(now + request.window_s, request.keep_s, json.dumps(request.metadata)),
@@ -60,15 +57,14 @@ def _require_same(batch: Batch, request: BatchRequest) -> Batch:
     return batch
 
 
-def get(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
-    """Return a batch of an owner and an API. Raises `NotFoundError`."""
-    conditions = [(_API, api.value)]
-    return Batch.of(find_row(db, "batches", owner, batch_id, "batch_id", conditions=conditions))
+def get(db: sqlite3.Connection, owner: str, batch_id: str) -> Batch:
+    """Return a batch of an owner. Raises `NotFoundError`."""
+    return Batch.of(find_row(db, "batches", owner, batch_id, "batch_id"))
 
 
-def list_page(db: sqlite3.Connection, owner: str, page: Page, api: Api) -> tuple[list[Batch], bool]:
+def list_page(db: sqlite3.Connection, owner: str, page: Page) -> tuple[list[Batch], bool]:
     """Return a page of an owner's batches, and whether more follow. Raises `NotFoundError`."""
-    rows, more = page_of_rows(db, "batches", owner, page, [(_API, api.value)])
+    rows, more = page_of_rows(db, "batches", owner, page)
     return [Batch.of(row) for row in rows], more
 
 
@@ -137,9 +133,9 @@ def move(db: sqlite3.Connection, batch_id: str, status: Status) -> None:
     )
 
 
-def cancel(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
+def cancel(db: sqlite3.Connection, owner: str, batch_id: str) -> Batch:
     """Start the cancellation of a batch. Raises `NotFoundError`, `InvalidValueError` if ended."""
-    batch = get(db, owner, batch_id, api)
+    batch = get(db, owner, batch_id)
     if not batch.is_open:
         raise InvalidValueError(
             f"The batch {batch.id} is {batch.status} and cannot be cancelled.", param="batch_id"
@@ -171,11 +167,11 @@ def count_results(db: sqlite3.Connection, results: Sequence[LineResult]) -> None
             "UPDATE lines SET done = 1 WHERE batch = ? AND number = ?", (line.batch, line.number)
         )
         db.execute(
-            f"UPDATE batches SET {kind} = {kind} + ?, {count} = {count} + 1, never_run = "
-            "never_run + ?, input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, "
+            f"UPDATE batches SET {kind} = {kind} + ?, {count} = {count} + 1, "
+            "input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, "
             "output_tokens = output_tokens + ? WHERE id = ?",
             (
-                *(len(result.text), not result.ran, result.input_tokens, result.cached_tokens),
+                *(len(result.text), result.input_tokens, result.cached_tokens),
                 *(result.output_tokens, line.batch),
             ),
         )
@@ -189,17 +185,6 @@ def end(db: sqlite3.Connection, batch: Batch, status: Status, files: Sequence[St
         db.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (file.id, batch.id))
     delete_lines(db, batch.id)
     move(db, batch.id, status)
-
-
-def delete(db: sqlite3.Connection, owner: str, batch_id: str, api: Api) -> Batch:
-    """Delete a batch. Raises `NotFoundError`, `InvalidValueError` if it has not ended."""
-    batch = get(db, owner, batch_id, api)
-    if batch.is_open:
-        raise InvalidValueError(
-            f"The batch {batch.id} has not ended; cancel it first.", param="batch_id"
-        )
-    db.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
-    return batch
 
 
 def input_files_in_use(db: sqlite3.Connection) -> list[str]:

@@ -23,16 +23,12 @@ async def leave_everything(service: Running, key: str) -> dict[str, str]:
     file_id = await upload(client, text_of([line(1, "wait")]), **headers)
     wish = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
     batch = await client.post("/v1/batches", json=wish, headers=headers)
-    params = {"model": "scripted", "max_tokens": 1, "messages": [], "do": "wait"}
-    body = {"requests": [{"custom_id": "a", "params": params}]}
-    messages = await client.post("/v1/messages/batches", json=body, headers=headers)
     response = await client.post("/v1/responses", json={"input": "x"}, headers=headers)
     body = {"input": "x", "user": "wait", "background": True}
     background = await client.post("/v1/responses", json=body, headers=headers)
     return {
         "file": f"/v1/files/{file_id}",
         "batch": f"/v1/batches/{batch.json()['id']}",
-        "messages": f"/v1/messages/batches/{messages.json()['id']}",
         "response": f"/v1/responses/{response.json()['id']}",
         "background": f"/v1/responses/{background.json()['id']}",
     }
@@ -85,7 +81,7 @@ def test_a_stored_owner_does_not_reveal_its_key(tmp_path: Path) -> None:
     assert all(digest.hex()[:8] not in owner for owner in owners)
 
 
-LISTS = ("/v1/files", "/v1/batches", "/v1/messages/batches")
+LISTS = ("/v1/files", "/v1/batches")
 
 
 async def test_an_unnamed_key_keeps_its_data_at_any_position(tmp_path: Path) -> None:

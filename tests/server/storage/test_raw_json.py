@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from server.storage.batches.input_lines import InputLine, LineRules, body_of, read_lines
 from server.storage.batches.line_results import Line, result_of
-from server.storage.batches.message_batch import results
-from server.storage.batches.message_requests import lines_of
 from server.storage.loopback import LoopbackResponse
 from server.storage.raw_json import (
     JsonSyntaxError,
@@ -113,17 +111,6 @@ def input_line(folder: Path) -> Any:
     return lambda: list(read_lines(folder / "in", LineRules(CHAT, 10, 1 << 24)))
 
 
-def stored_results(folder: Path) -> Any:
-    answer = result_of(Line("batch_a", 1, "c", 0, 9), LoopbackResponse(200, "", BODY))
-    (folder / "out").write_bytes(answer.text)
-    return lambda: list(results([folder / "out"]))
-
-
-def message_body(folder: Path) -> Any:
-    body = b'{"requests":[{"custom_id":"a","params":' + BODY + b"}]}"
-    return lambda: lines_of(body, 10, warn=False)
-
-
 def one_line(folder: Path) -> Any:
     return lambda: body_of(line_of(BODY))
 
@@ -132,7 +119,7 @@ def one_answer(folder: Path) -> Any:
     return lambda: result_of(Line("batch_a", 1, "c", 0, 9), LoopbackResponse(200, "", BODY))
 
 
-@pytest.mark.parametrize("make", [input_line, one_line, one_answer, stored_results, message_body])
+@pytest.mark.parametrize("make", [input_line, one_line, one_answer])
 def test_client_sized_values_are_not_built(
     tmp_path: Path, make: Callable[[Path], Callable[[], Any]]
 ) -> None:

@@ -100,7 +100,7 @@ def test_an_unusable_folder_is_reported(tmp_path: Path) -> None:
         opened(place / "data")
 
 
-@pytest.mark.parametrize("damage", ["garbage", "later"])
+@pytest.mark.parametrize("damage", ["garbage", "earlier", "later"])
 async def test_a_damaged_database_is_reported(tmp_path: Path, damage: str) -> None:
     data = tmp_path / "data"
     async with running(tmp_path, data_dir=data) as service:
@@ -110,7 +110,7 @@ async def test_a_damaged_database_is_reported(tmp_path: Path, damage: str) -> No
         (data / "store.sqlite-wal").unlink(missing_ok=True)
     else:
         with sqlite3.connect(data / "store.sqlite") as connection:
-            connection.execute("PRAGMA user_version = 99")
+            connection.execute(f"PRAGMA user_version = {8 if damage == 'earlier' else 99}")
     with pytest.raises(SettingsError, match=r"store\.sqlite cannot be used"):
         opened(data)
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -18,8 +17,6 @@ from tests.server.real_server import RealServer
 pytestmark = pytest.mark.engine
 
 LINES = 30
-COLD = {"temperature": 0}
-"""Of what the `anthropic` client has no parameter for."""
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +45,6 @@ def body(number: int) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
     }
-
-
-def message(text: str) -> dict[str, Any]:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
-    return {**body, "max_tokens": 12}
 
 
 def submit(client: openai.OpenAI, folder: Path, **fields: Any) -> Any:
@@ -100,36 +92,6 @@ def test_lines_say_what_requests_say(
     assert server.metric("rbln_recompiles_after_warmup_total") == 0
     assert next(one.id for one in client.batches.list(limit=1)) == batch.id
     assert {one.purpose for one in client.files.list()} == {"batch", "batch_output"}
-
-
-def test_messages_of_a_batch_say_what_messages_say(server: RealServer) -> None:
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-        batches = client.messages.batches
-        requests: list[Any] = [
-            {
-                "custom_id": f"m{n}",
-                "params": message("abc"[n]) | COLD | ({"max_tokens": -1} if n == 2 else {}),
-            }
-            for n in range(3)
-        ]
-        batch = batches.create(requests=requests)
-        deadline = time.monotonic() + 120
-        while batch.processing_status != "ended":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-            batch = batches.retrieve(batch.id)
-        assert (batch.request_counts.succeeded, batch.request_counts.errored) == (2, 1)
-        found = {one.custom_id: one.result for one in batches.results(batch.id)}
-        for number, one in ((0, found["m0"]), (1, found["m1"])):
-            assert one.type == "succeeded"
-            online = client.messages.create(**message("abc"[number]), extra_body=COLD)
-            assert one.message.content == online.content
-            assert one.message.usage.output_tokens == online.usage.output_tokens
-            assert one.message.usage.service_tier == "batch"
-        bad: Any = found["m2"]
-        assert (bad.type, bad.error.error.type) == ("errored", "invalid_request_error")
-        assert bad.error.error.param == "max_tokens"
-        assert next(iter(batches.list(limit=1))).id == batch.id
 
 
 def test_streams_beside_a_batch_share_their_buckets(

@@ -12,7 +12,6 @@ import pytest_asyncio
 from tests.server.scripted import Running, running
 from tests.server.storage.batches.clients import CHAT, create, line, text_of, until_ended, upload
 from tests.server.storage.batches.test_files import ANCHOR, FILE, FORM, PURPOSE, SECONDS, form
-from tests.server.storage.batches.test_message_batches import PATH, request
 
 # The service handles signals by its event loop, so that no other loop may run in this module.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -151,31 +150,3 @@ async def test_wrong_body_makes_no_batch(
     assert answer.status_code in (400, 404)
     error = answer.json()["error"]
     assert (error["code"], error["param"]) == (code, param)
-
-
-@pytest.mark.parametrize(
-    ("requests", "code", "param"),
-    [
-        ([], "invalid_value", "requests"),
-        ([request(n) for n in range(11)], "invalid_value", "requests"),
-        ([request(1), 5], "invalid_type", "requests[1]"),
-        ("requests", "invalid_type", "requests"),
-        ([request(1), {"custom_id": "a"}], "missing_field", "requests[1].params"),
-        ([request(1) | {"custom_id": 5}], "invalid_type", "requests[0].custom_id"),
-        ([request(1) | {"method": "POST"}], "unknown_field", "requests[0].method"),
-        ([request(1) | {"params": []}], "invalid_type", "requests[0].params"),
-        ([request(1) | {"custom_id": ""}], "invalid_value", "requests[0].custom_id"),
-        ([request(1), request(2), request(1)], "invalid_value", "requests[2].custom_id"),
-        ([request(1, model=5)], "invalid_value", "requests[0].params.model"),
-    ],
-)
-async def test_wrong_requests_make_no_batch(
-    service: Running, requests: list[Any], code: str, param: str
-) -> None:
-    before = (await service.client.get("/v1/files")).json()["data"]
-    answer = await service.client.post(PATH, json={"requests": requests})
-    assert (answer.status_code, answer.json()["type"]) == (400, "error")
-    error = answer.json()["error"]
-    assert (error["code"], error["param"]) == (code, param)
-    assert (await service.client.get(PATH)).json()["data"] == []
-    assert (await service.client.get("/v1/files")).json()["data"] == before

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sqlite3
 import threading
 import tracemalloc
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from server.storage.quotas import Reservation
 from server.storage.responses import conversations, table
 from server.storage.responses.response import Response, finished_response, queued_response
 from server.storage.responses.storage_options import StorageOptions
-from server.storage.schema import MIGRATIONS
 from server.storage.store import Store
 from tests.server.scripted import running
 from tests.server.storage.responses.test_stored_responses import PATH, create, shown, text
@@ -181,27 +178,3 @@ def test_answers_and_requests_are_not_built() -> None:
     assert json.loads(response.shown()) == json.loads(whole + b"}")
     request = json.loads(waiting.request or b"")
     assert (request["background"], request["store"], request["model"]) == (False, False, "m")
-
-
-async def test_responses_of_earlier_versions_are_shown_as_before(tmp_path: Path) -> None:
-    answer = {"id": "resp_a", "status": "completed", "output": [{"type": "é\n"}], "top_p": 0.1}
-    open_one = {"id": "resp_b", "output": []}
-    with closing(sqlite3.connect(tmp_path / "store.sqlite")) as old:
-        old.executescript("".join(MIGRATIONS[:5]) + "PRAGMA user_version = 5;")
-        for whole, status in ((answer, "completed"), (open_one, "queued")):
-            old.execute(
-                "INSERT INTO responses VALUES (?, '', NULL, ?, 1, NULL, 1, 0, 'default', 0, NULL, "
-                "CAST('[1, 2]' AS BLOB), ?, 4)",
-                (whole["id"], status, json.dumps(whole).encode()),
-            )
-        old.commit()
-    store = Store(ServerSettings(data_dir=tmp_path))
-    found = {}
-    for name in ("resp_a", "resp_b"):
-        get = partial(table.get, owner="", response_id=name)
-        found[name] = json.loads((await store.database.read(get)).shown())
-    assert found == {"resp_a": answer, "resp_b": {**open_one, "status": "queued"}}
-    conversation = conversations.Conversation(["resp_a"], 0)
-    items = partial(conversations.items_of, owner="", conversation=conversation)
-    assert json.loads(await store.database.read(items)) == [1, 2, {"type": "é\n"}]
-    store.close()
