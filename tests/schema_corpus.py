@@ -144,6 +144,7 @@ BAD: tuple[tuple[Schema, str], ...] = (
     ({"type": "string", "pattern": "(a"}, "regex"),
     ({"type": "string", "pattern": "^.*\\bword"}, "word boundary"),
     ({"type": "number", "multipleOf": 1e-12}, "'multipleOf'"),
+    ({"type": "integer", "multipleOf": 3, "maximum": -6}, "negative"),
     ({"oneOf": [{"type": "string"}] * 2}, "Unsatisfiable"),
     ({"oneOf": [{"pattern": "^a"}, {"pattern": "b$"}]}, "use 'anyOf'"),
     ({"oneOf": [True, True, True]}, "no value"),

@@ -48,7 +48,7 @@ FORMATS = frozenset(
     )
 )
 """Formats that are followed; all others are annotations."""
-_COPIED = (*("type", "enum", "const", "minimum", "maximum", "exclusiveMaximum", "multipleOf"),)
+_COPIED = ("type", "enum", "const", "minimum", "maximum", "exclusiveMaximum")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 _HERE = frozenset(
     ("allOf", "anyOf", "oneOf", "dependentSchemas", "$ref", "if", "not", "then", "else")
@@ -389,6 +389,12 @@ class _Normaliser:
     def _above(self, _node: Node, schema: Schema) -> Any:
         return above(schema["exclusiveMinimum"])
 
+    def _multiple(self, node: Node, schema: Schema) -> Any:
+        # llguidance writes no negative multiples.
+        if schema.get("maximum", 0) < 0 or schema.get("exclusiveMaximum", 1) <= 0:
+            return self._leave_out(node, "multipleOf", "of negative numbers cannot be followed")
+        return {"multipleOf": schema["multipleOf"]}
+
     def _pattern(self, node: Node, schema: Schema) -> Any:
         try:
             return {"pattern": translated(schema["pattern"])}
@@ -531,6 +537,7 @@ _HANDLERS: dict[str, Callable[[_Normaliser, Node, Schema], Any]] = {
     "not": _Normaliser._not,
     "if": _Normaliser._if,
     "exclusiveMinimum": _Normaliser._above,
+    "multipleOf": _Normaliser._multiple,
     "pattern": _Normaliser._pattern,
     "format": _Normaliser._format,
     "items": _Normaliser._items,
