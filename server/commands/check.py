@@ -107,7 +107,7 @@ def _check_tokenizer(
         return None
     from vllm.tokenizers import cached_tokenizer_from_config
 
-    from server.vllm.tools.templates import settle_tools, template_tokenizer
+    from server.vllm.tools.templates import check_parsers, settle_tools, template_tokenizer
 
     try:
         tokenizer = cached_tokenizer_from_config(model_config)
@@ -117,5 +117,7 @@ def _check_tokenizer(
         raise LaunchError(" ".join(text.split())) from error
     if model_config.runner_type != "generate":
         return None
-    tokenizer = template_tokenizer(model_config, tokenizer)
-    return settle_tools(args, tokenizer, model_config, settings)
+    by_template = template_tokenizer(model_config, tokenizer)
+    tools = settle_tools(args, by_template, model_config, settings)
+    check_parsers(args, tokenizer, model_config)
+    return tools

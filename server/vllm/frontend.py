@@ -64,7 +64,7 @@ from server.vllm.streams.spans import (
     name_model,
 )
 from server.vllm.streams.stamps import stamped_frames
-from server.vllm.tools.templates import settle_tools, template_tokenizer
+from server.vllm.tools.templates import check_parsers, settle_tools, template_tokenizer
 from server.wire.endpoint import Endpoint, JsonObject
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ async def build_frontend(
         tokenizer = template_tokenizer(model_config, engine.renderer.tokenizer)
         skip_processor(model_config, tokenizer)
         tools = settle_tools(args, tokenizer, model_config, settings)
+        check_parsers(args, engine.renderer.tokenizer, model_config)
         logger.info("tools are %s", tools)
     await init_app_state(engine, state, args, tasks)
     state.adapters = await open_adapters(engine, state.openai_serving_models, static, settings)

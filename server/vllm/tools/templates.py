@@ -6,6 +6,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+from server.frontend import LaunchError
 from server.settings import ServerSettings
 from server.tools.support import ToolSupport
 from server.vllm.tools.default_prompt import with_tool_prompt
@@ -93,6 +94,39 @@ def settle_tools(
     )
     _settle_parser(args, _HERMES)
     return ToolSupport("default", args.tool_call_parser, "the chat template shows no tools")
+
+
+def check_parsers(args: Namespace, tokenizer: Any, model_config: ModelConfig) -> None:
+    """Raise `LaunchError` where a parser does not fit the tokenizer: each answer makes its own."""
+    from vllm.parser.parser_manager import ParserManager
+
+    names = {
+        "--tool-call-parser": args.tool_call_parser if args.enable_auto_tool_choice else None,
+        "--reasoning-parser": args.reasoning_parser
+        or args.structured_outputs_config.reasoning_parser
+        or None,
+    }
+    harmony = model_config.hf_config.model_type == _HARMONY_MODEL
+    for flag, name in names.items():
+        if name is None:
+            continue
+        of_tools = flag == "--tool-call-parser"
+        try:
+            parser = ParserManager.get_parser(
+                tool_parser_name=name if of_tools else None,
+                reasoning_parser_name=None if of_tools else name,
+                enable_auto_tools=of_tools,
+                model_name=model_config.model,
+                is_harmony=harmony,
+            )
+            if parser is not None:
+                parser(tokenizer, None, chat_template_kwargs={}, model_config=model_config)
+        except Exception as error:
+            # Each parser looks for its tokens in its own way.
+            raise LaunchError(
+                f"{flag} {name} does not fit the tokenizer of {model_config.model}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
 
 def _settle_parser(args: Namespace, name: str | None) -> None:

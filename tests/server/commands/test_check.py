@@ -144,6 +144,27 @@ def test_a_start_without_weights_fails_by_name(
         assert name in body["reason"]
 
 
+def test_a_parser_that_does_not_fit_the_tokenizer_cannot_run(
+    verdict: Verdict, checkpoints: CheckpointCache
+) -> None:
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "llama3_json")
+    found = verdict(checkpoints("llama"), *FLAGS, *flags)
+    assert "--tool-call-parser llama3_json does not fit the tokenizer" in found["reason"]
+    assert "<|python_tag|>" in found["reason"]
+
+
+def test_a_start_with_a_parser_that_does_not_fit_fails(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "llama3_json")
+    with RealServer(checkpoints("llama"), tmp_path, *flags) as server:
+        while (body := server.client.get("/readyz").json())["status"] == "starting":
+            assert time.monotonic() - server.started < READY_TIMEOUT_S
+            time.sleep(0.1)
+        assert body["status"] == "dead"
+        assert "llama3_json does not fit the tokenizer" in body["reason"]
+
+
 def test_a_draft_model_is_named_and_counted(
     check: Check, checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
