@@ -8,10 +8,11 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from server.commands.command_line.flag_names import vllm_flags
 from server.commands.command_line.server_flags import PROG
 from server.commands.command_line.setting_flags import flag_of
 from server.settings import ServerSettings, SettingsError, export_log_level, export_service_name
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _BACKLOG = 2048
 _SWITCH_S = 0.001
+_VLLM_SECRET = "--hf-token"
+"""The flag of vLLM that is a secret and no setting of this server."""
 
 
 def check_secrets(parser: argparse.ArgumentParser, settings: ServerSettings) -> None:
@@ -49,20 +52,24 @@ def hide_secrets(argv: Sequence[str]) -> None:
 def hidden_secrets(argv: Sequence[str]) -> list[str]:
     """Return the command line with asterisks in place of secrets."""
     words = list(argv)
-    secret = {
-        flag_of(name)
-        for name, field in ServerSettings.model_fields.items()
-        if "Secret" in str(field.annotation)
-    }
+    ours = {flag_of(name): field.annotation for name, field in ServerSettings.model_fields.items()}
+    secret = {_VLLM_SECRET} | {flag for flag, kind in ours.items() if "Secret" in str(kind)}
+    known = vllm_flags() | ours.keys()
     for index, word in enumerate(words):
         flag, equals, _ = word.partition("=")
-        if flag.replace("_", "-") not in secret:
+        name = flag.replace("_", "-")
+        # Parsers accept the beginning of a flag's name as well.
+        if name not in secret and (name in known or not _begins_one(name, secret)):
             continue
         if equals:
             words[index] = f"{flag}=***"
-        elif index + 1 < len(words):
+        elif index + 1 < len(words) and not words[index + 1].startswith("--"):
             words[index + 1] = "***"
     return words
+
+
+def _begins_one(name: str, flags: Iterable[str]) -> bool:
+    return len(name) > len("--") and any(flag.startswith(name) for flag in flags)
 
 
 def run_server(

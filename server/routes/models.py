@@ -154,10 +154,9 @@ def _model_page(
     """
     models = [_model_info(card) for card in cards]
     size = _size(limit)
-    if after_id is not None:
-        models = models[_place(models, after_id, "after_id") + 1 :]
-    if before_id is not None:
-        models = models[: _place(models, before_id, "before_id")]
+    first = 0 if after_id is None else _place(models, after_id, "after_id") + 1
+    end = None if before_id is None else _place(models, before_id, "before_id")
+    models = models[first:end]
     # The page before a model ends with its neighbour.
     page = models[-size:] if before_id is not None else models[:size]
     return {

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Message, Scope
 from server.request.body import JSON_TYPE
 from server.request.record import INTERNAL, InternalRequest
 
-RETRIED_STATUSES = (429, 503)
-"""Statuses of a busy or starting server, after which the request is sent again."""
+_RETRIED_STATUSES = (429, 503)
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,24 @@ class LoopbackResponse:
     status: int
     request_id: str
     body: bytes
+    retry_after_s: float = 0.0
+
+
+async def post_until_taken(
+    app: ASGIApp,
+    path: str,
+    body: bytes,
+    internal: InternalRequest,
+    take: Callable[[bytes], None] | None = None,
+) -> LoopbackResponse:
+    """As `post`, again after growing pauses while the server is busy or starts."""
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        response = await post(app, path, body, internal, take)
+        if response.status not in _RETRIED_STATUSES:
+            return response
+        await asyncio.sleep(max(pause_s, response.retry_after_s))
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
 async def post(
@@ -39,7 +57,7 @@ async def post(
     `take` is called with each chunk of the response body.
     """
     is_sent = False
-    status, request_id, chunks = 0, "", list[bytes]()
+    status, headers, chunks = 0, dict[bytes, bytes](), list[bytes]()
 
     async def receive() -> Message:
         nonlocal is_sent
@@ -50,17 +68,19 @@ async def post(
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Message) -> None:
-        nonlocal status, request_id
+        nonlocal status, headers
         if message["type"] == "http.response.start":
             status = message["status"]
-            request_id = dict(message["headers"]).get(b"x-request-id", b"").decode()
+            headers = dict(message["headers"])
         else:
             chunks.append(message.get("body", b""))
             if take is not None:
                 take(chunks[-1])
 
     await app(_scope(path, len(body), internal), receive, send)
-    return LoopbackResponse(status, request_id, b"".join(chunks))
+    request_id = headers.get(b"x-request-id", b"").decode()
+    retry_after_s = int(headers.get(b"retry-after-ms", 0)) / 1000
+    return LoopbackResponse(status, request_id, b"".join(chunks), retry_after_s)
 
 
 def _scope(path: str, size: int, internal: InternalRequest) -> Scope:

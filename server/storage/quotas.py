@@ -40,7 +40,8 @@ class StorageQuotas:
             "files": bounds.MAX_FILES_PER_KEY,
             "responses": bounds.MAX_RESPONSES_PER_KEY,
         }
-        # `release` runs in the event loop, the other methods in the thread of the database.
+        # `release` runs in the event loop, the other methods in threads of the database. Whoever
+        # holds the lock does not wait for the disk: values that were checked can only fall.
         self._lock = threading.Lock()
         self._objects: Counter[tuple[str, Kind]] = Counter()
         self._bytes = 0
@@ -52,19 +53,19 @@ class StorageQuotas:
 
         Does nothing for a reservation that was released before its transaction began.
         """
+        if reservation.ended:
+            return
+        self._check_objects(connection, reservation.owner, reservation.kind)
+        self._check_bytes(connection, size, _ADVICE[reservation.kind])
         with self._lock:
-            if reservation.ended:
-                return
-            self._check_objects(connection, reservation.owner, reservation.kind)
-            self._check_bytes(connection, size, _ADVICE[reservation.kind])
-            self._objects[reservation.owner, reservation.kind] += 1
-            self._bytes += size
-            reservation.size, reservation.held = size, True
+            if not reservation.ended:
+                self._objects[reservation.owner, reservation.kind] += 1
+                self._bytes += size
+                reservation.size, reservation.held = size, True
 
     def has_room(self, connection: sqlite3.Connection) -> bool:
         """Return whether at least one more byte may be stored."""
-        with self._lock:
-            return stored_bytes(connection) + self._bytes < self._max_bytes
+        return stored_bytes(connection) + self._bytes < self._max_bytes
 
     def extend(
         self, connection: sqlite3.Connection, reservation: Reservation, least: int, most: int
@@ -73,43 +74,43 @@ class StorageQuotas:
 
         Raises `StorageFullError`.
         """
+        if not reservation.held:
+            return
+        self._check_bytes(connection, least, _ADVICE[reservation.kind])
+        available = self._max_bytes - stored_bytes(connection) - self._bytes
+        size = max(least, min(most, available))
         with self._lock:
-            if not reservation.held:
-                return
-            self._check_bytes(connection, least, _ADVICE[reservation.kind])
-            available = self._max_bytes - stored_bytes(connection) - self._bytes
-            size = max(least, min(most, available))
-            reservation.size += size
-            self._bytes += size
+            if reservation.held:
+                reservation.size += size
+                self._bytes += size
 
     def settle(self, connection: sqlite3.Connection, reservation: Reservation, size: int) -> None:
         """End a reservation in the transaction that inserts its object of `size` bytes.
 
         Raises `StorageFullError` if the object exceeds its reservation and does not fit.
         """
-        with self._lock:
-            if not self._end(reservation):
-                # The reservation was released, so the quota may be used up by now.
-                self._check_objects(connection, reservation.owner, reservation.kind)
-            self._check_bytes(connection, size, _ADVICE[reservation.kind])
+        if not self._end(reservation):
+            # The reservation was released, so the quota may be used up by now.
+            self._check_objects(connection, reservation.owner, reservation.kind)
+        self._check_bytes(connection, size, _ADVICE[reservation.kind])
 
     def release(self, reservation: Reservation) -> None:
         """End a reservation without storing its object. A repeated call does nothing."""
-        with self._lock:
-            self._end(reservation)
+        self._end(reservation)
 
     def _end(self, reservation: Reservation) -> bool:
         """End a reservation; return whether it was held."""
-        reservation.ended = True
-        if not reservation.held:
-            return False
-        reservation.held = False
-        place = reservation.owner, reservation.kind
-        self._objects[place] -= 1
-        if not self._objects[place]:
-            del self._objects[place]
-        self._bytes -= reservation.size
-        return True
+        with self._lock:
+            reservation.ended = True
+            if not reservation.held:
+                return False
+            reservation.held = False
+            place = reservation.owner, reservation.kind
+            self._objects[place] -= 1
+            if not self._objects[place]:
+                del self._objects[place]
+            self._bytes -= reservation.size
+            return True
 
     def _check_objects(self, connection: sqlite3.Connection, owner: str, kind: Kind) -> None:
         most, reserved = self._max_objects[kind], self._objects[owner, kind]

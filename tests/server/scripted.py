@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from server import bounds
 from server.admission import Capacity
-from server.errors import ContextLengthError, InternalError
+from server.errors import ContextLengthError, InternalError, OverloadedError
 from server.frontend import LaunchError, ParsedRequest, WireSchemas
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
@@ -132,6 +132,9 @@ class ScriptedFrontend:
             await self._wait("answer")
         if body["do"] == "refuse":
             raise ContextLengthError("too long", param="messages")
+        if body["do"] == "busy":
+            self.ended.append("busy")
+            raise OverloadedError("full", retry_after_s=body["after"])
         if body["do"] == "break":
             raise RuntimeError("secret detail")
         return b'{"ok":true}'

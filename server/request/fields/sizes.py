@@ -102,7 +102,7 @@ def _check_token_lists(name: str, prompts: list[object], most: int) -> list[obje
 
 
 def _are_tokens(items: list[object]) -> bool:
-    return bool(items) and isinstance(items[0], int)
+    return set(map(type, items)) == {int}
 
 
 def _check_length(path: str, tokens: list[object], most: int) -> None:

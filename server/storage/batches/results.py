@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from server.storage.batches import table
@@ -45,19 +45,15 @@ class ResultFiles:
             for batch in batches
             for kind, size in batch.result_bytes.items()
         }
-        for part in self._folder.parts.iterdir():
-            if part.name not in known:
-                part.unlink(missing_ok=True)
-            elif part.stat().st_size > known[part.name]:
-                os.truncate(part, known[part.name])
+        await asyncio.to_thread(self._truncate_parts, known)
 
     async def add(self, results: Sequence[LineResult]) -> None:
         """Write and count results; retries every 5 s while the disk is full or fails."""
         while True:
             try:
-                self._folder.require(sum(len(result.text) for result in results))
-                await self._truncate_uncounted(results)
-                await asyncio.to_thread(self._append, results)
+                ids = {result.line.batch for result in results}
+                batches = [await self._database.read(table.reload, id_) for id_ in ids]
+                await asyncio.to_thread(self._append, results, batches)
                 await self._database.run(table.count_results, results)
                 break
             except Exception as error:  # noqa: BLE001 (disk errors have many types)
@@ -80,7 +76,16 @@ class ResultFiles:
     def _part(self, batch_id: str, kind: str) -> Path:
         return self._folder.parts / f"{batch_id}.{kind}"
 
-    def _append(self, results: Sequence[LineResult]) -> None:
+    def _truncate_parts(self, known: Mapping[str, int]) -> None:
+        for part in self._folder.parts.iterdir():
+            if part.name not in known:
+                part.unlink(missing_ok=True)
+            elif part.stat().st_size > known[part.name]:
+                os.truncate(part, known[part.name])
+
+    def _append(self, results: Sequence[LineResult], batches: Sequence[Batch]) -> None:
+        self._folder.require(sum(len(result.text) for result in results))
+        self._truncate_uncounted(batches)
         parts: dict[Path, list[bytes]] = defaultdict(list)
         for result in results:
             path = self._part(result.line.batch, result.kind)
@@ -91,12 +96,11 @@ class ResultFiles:
                 file.flush()
                 os.fsync(file.fileno())
 
-    async def _truncate_uncounted(self, results: Sequence[LineResult]) -> None:
+    def _truncate_uncounted(self, batches: Sequence[Batch]) -> None:
         """Truncate uncounted bytes of an earlier attempt."""
-        for batch_id in {result.line.batch for result in results}:
-            batch = await self._database.read(table.reload, batch_id)
+        for batch in batches:
             for kind, size in batch.result_bytes.items():
-                path = self._part(batch_id, kind)
+                path = self._part(batch.id, kind)
                 if path.exists():
                     os.truncate(path, size)
 

@@ -27,17 +27,19 @@ from server.storage.batches.results import ResultFiles
 from server.storage.batches.spare_rows import SpareRows
 from server.storage.files import FileStore
 from server.storage.jobs import JobLoop
-from server.storage.loopback import RETRIED_STATUSES, LoopbackResponse, post
+from server.storage.loopback import LoopbackResponse, post_until_taken
 from server.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _SLICE = 1000
+_MAX_READERS = 4
 _SHOWN_ERRORS = 100
 _MAX_FAULTS = 3
 """Attempts of a line whose response is a server error."""
 _FAULT = 500
+_FAULT_PAUSE_S = 0.5
 
 
 @dataclass(slots=True)
@@ -80,7 +82,8 @@ class BatchRunner:
         self._app: ASGIApp | None = None
         self._running: dict[tuple[str, int], _RunningLine] = {}
         self._unwritten: list[LineResult] = []
-        self._faults: Counter[tuple[str, int]] = Counter()
+        # Read the input of batches, by id; other batches run meanwhile.
+        self._readers: dict[str, asyncio.Task[None]] = {}
         self._loop = JobLoop("batches", self._turn)
         self._counts = LineCounts()
         self.wake = self._loop.wake
@@ -103,8 +106,13 @@ class BatchRunner:
         finally:
             for running in self._running.values():
                 running.task.cancel()
+            for reader in self._readers.values():
+                reader.cancel()
 
     async def _turn(self) -> float | None:
+        # Before the batches are read, which then have the status that a reader left.
+        for name in [name for name, reader in self._readers.items() if reader.done()]:
+            await self._readers.pop(name)
         batches = await self._database.read(table.unfinished)
         # Lines are started before results are written, because writing takes longer.
         for batch in batches:
@@ -130,8 +138,12 @@ class BatchRunner:
         self.wake()
 
     async def _advance(self, batch: Batch) -> None:
+        if batch.id in self._readers:
+            return
         if batch.status == "validating":
-            await self._read_input(batch)
+            if len(self._readers) < _MAX_READERS:
+                self._readers[batch.id] = reader = asyncio.create_task(self._read_input(batch))
+                reader.add_done_callback(lambda _: self.wake())
         elif batch.status == "finalizing":
             await self._results.end(batch, "completed")
         elif batch.status == "cancelling":
@@ -158,7 +170,6 @@ class BatchRunner:
             await self._fail(batch, errors)
             return
         await self._database.run(table.begin, batch.id, model)
-        self.wake()
 
     async def _insert_lines(
         self, batch: Batch, path: Path, rules: LineRules
@@ -205,12 +216,6 @@ class BatchRunner:
             logger.exception("batches: line %d of %s could not be sent", line.number, batch.id)
             self._running.pop(key, None)
             return
-        is_retried = response.status in RETRIED_STATUSES
-        self._faults[key] += response.status >= _FAULT and not is_retried
-        if is_retried or 0 < self._faults[key] < _MAX_FAULTS:
-            self._running.pop(key, None)
-            return
-        del self._faults[key]
         self._running[key].is_answered = True
         self._unwritten.append(result_of(line, response))
         self.wake()
@@ -222,9 +227,14 @@ class BatchRunner:
             body = await asyncio.to_thread(_read_body, path, line)
         except RequestError as error:
             return LoopbackResponse(error.status, "", error.body())
-        return await post(
-            self._app, batch.endpoint, body, InternalRequest(batch.owner, (Tier.FLEX,))
-        )
+        internal = InternalRequest(batch.owner, (Tier.FLEX,))
+        response = await post_until_taken(self._app, batch.endpoint, body, internal)
+        for _ in range(1, _MAX_FAULTS):
+            if response.status < _FAULT:
+                break
+            await asyncio.sleep(_FAULT_PAUSE_S)
+            response = await post_until_taken(self._app, batch.endpoint, body, internal)
+        return response
 
     async def _cut(self, batch: Batch, status: Status) -> None:
         """End a batch early: cancel its running lines and write a result for the others."""

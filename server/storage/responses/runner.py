@@ -26,7 +26,7 @@ from server.request.options.tier import Tier
 from server.request.record import InternalRequest
 from server.storage.database import Database, P, T, Work
 from server.storage.jobs import JobLoop
-from server.storage.loopback import RETRIED_STATUSES, LoopbackResponse, post
+from server.storage.loopback import LoopbackResponse, post_until_taken
 from server.storage.raw_json import all_fields_of, fields_of, object_of
 from server.storage.responses import table
 from server.storage.responses.events import END_EVENTS, EventLog
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _FLUSH_S = 0.25
-_RETRY_S = 0.5
 _DISK_PAUSE_S = 5.0
 _OK = 200
 _EVENTS = ("event: response.", "event: error\n")
@@ -163,13 +162,9 @@ class ResponseRunner:
                 if frame.startswith(_EVENTS):
                     log.add(frame + _FRAME_END)
 
-        while True:
-            answer = await post(
-                self._app, Endpoint.RESPONSES.value, response.request, internal, take
-            )
-            if answer.status not in RETRIED_STATUSES:
-                return answer
-            await asyncio.sleep(_RETRY_S)
+        return await post_until_taken(
+            self._app, Endpoint.RESPONSES.value, response.request, internal, take
+        )
 
     async def _flushing(self, response_id: str, log: EventLog) -> None:
         while True:

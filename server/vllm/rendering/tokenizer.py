@@ -18,15 +18,18 @@ from jinja2 import TemplateError
 from server.errors import ContextLengthError
 from server.vllm.rendering.job import Rendered, Rendering
 
-SMALL_BYTES = 32 * 1024
 SMALL_MESSAGES = 160
-"""Fewer messages, of fewer bytes in all, are rendered within milliseconds."""
+"""Fewer messages, of a small body, are rendered within milliseconds."""
 
 Send = Callable[[bytes], Coroutine[Any, Any, Rendered]]
 """Sends a job to another process."""
 
 large_var: ContextVar[bool] = ContextVar("large", default=False)
 """True if the body of the current request was too large for parsing on the event loop."""
+
+
+_thread = threading.local()
+"""Its `is_large` is true in threads that render conversations of large bodies."""
 
 
 class RemoteTemplates:
@@ -44,12 +47,13 @@ class RemoteTemplates:
         self, here: Callable[..., Any], tokens: dict[str, str], conversation: Any, **arguments: Any
     ) -> Any:
         """Return the prompt. Raises `TemplateError`, `ContextLengthError` or what `send` raises."""
-        job = Rendering(conversation, arguments, tokens).as_job()
         served = arguments.get("chat_template") in self._served
-        small = served and len(conversation) <= SMALL_MESSAGES and len(job) <= SMALL_BYTES
+        is_large = getattr(_thread, "is_large", False)
+        small = served and not is_large and len(conversation) <= SMALL_MESSAGES
         # The loop's own thread must not wait for the loop; it renders the warm-up alone.
         if small or arguments.get("tokenize", True) or threading.get_ident() == self._loop_thread:
             return self._bounded(here(conversation, **arguments))
+        job = Rendering(conversation, arguments, tokens).as_job()
         done = asyncio.run_coroutine_threadsafe(self._send(job), self._loop).result()
         if done.reason is not None:
             raise TemplateError(done.reason)
@@ -76,7 +80,9 @@ def render_elsewhere(renderer: Any, templates: RemoteTemplates, workers: int) ->
     if not isinstance(renderer, HfRenderer) or not _has_plain_templates(tokenizer):
         return
     small = renderer._apply_chat_template_async
-    threads = ThreadPoolExecutor(workers, thread_name_prefix="large-templates")
+    threads = ThreadPoolExecutor(
+        workers, "large-templates", lambda: setattr(_thread, "is_large", True)
+    )
     large = make_async(safe_apply_chat_template, executor=threads)
 
     async def apply(*args: Any, **kwargs: Any) -> Any:

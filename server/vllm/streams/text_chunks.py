@@ -8,6 +8,7 @@ still becomes vLLM's own. Frames are the same to the byte (tests/server/vllm/tes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -36,9 +37,13 @@ def install_chat() -> None:
             serving.ChatCompletionResponseStreamChoice,
             serving.ChatCompletionStreamResponse,
         )
-        serving.DeltaMessage = makers.delta
-        serving.ChatCompletionResponseStreamChoice = makers.choice
-        serving.ChatCompletionStreamResponse = makers.chunk
+        serving.DeltaMessage = _in_place_of(serving.DeltaMessage, TextDelta, makers.delta)
+        serving.ChatCompletionResponseStreamChoice = _in_place_of(
+            serving.ChatCompletionResponseStreamChoice, TextChoice, makers.choice
+        )
+        serving.ChatCompletionStreamResponse = _in_place_of(
+            serving.ChatCompletionStreamResponse, TextChunk, makers.chunk
+        )
 
 
 def install_completion() -> None:
@@ -50,8 +55,28 @@ def install_completion() -> None:
         makers = CompletionMakers(
             serving.CompletionResponseStreamChoice, serving.CompletionStreamResponse
         )
-        serving.CompletionResponseStreamChoice = makers.choice
-        serving.CompletionStreamResponse = makers.chunk
+        serving.CompletionResponseStreamChoice = _in_place_of(
+            serving.CompletionResponseStreamChoice, TextChoice, makers.choice
+        )
+        serving.CompletionStreamResponse = _in_place_of(
+            serving.CompletionStreamResponse, TextChunk, makers.chunk
+        )
+
+
+def _in_place_of(model: Any, made: type, make: Callable[..., Any]) -> object:
+    """Return an object that is called like `model` and stands for its class in `isinstance`."""
+
+    class Maker:
+        # A bound method: the call costs no frame of its own.
+        __call__ = make
+
+        def __instancecheck__(self, given: object) -> bool:
+            return isinstance(given, (model, made))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+    return Maker()
 
 
 @dataclass(slots=True)

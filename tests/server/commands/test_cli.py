@@ -168,6 +168,28 @@ def test_secrets_are_taken_off_the_process_title() -> None:
     assert "sk-" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["--hf-token", "hf_x"], ["--hf-token", "***"]),
+        (["--hf_token=hf_x"], ["--hf_token=***"]),
+        (["--hf-tok", "hf_x", "-tp", "2"], ["--hf-tok", "***", "-tp", "2"]),
+        (["--hf-tok=hf_x"], ["--hf-tok=***"]),
+        (["--api-k", "sk-x"], ["--api-k", "***"]),
+        # The token's value is optional.
+        (["--hf-token", "--port", "1"], ["--hf-token", "--port", "1"]),
+        (["m", "--hf-overrides", "{}", "--", "x"], ["m", "--hf-overrides", "{}", "--", "x"]),
+        (["--api-server-count", "1", "-h", "x"], ["--api-server-count", "1", "-h", "x"]),
+    ],
+)
+def test_secrets_of_vllms_flags_and_of_shortened_ones_are_hidden(
+    given: list[str], shown: list[str]
+) -> None:
+    from server.commands.serving import hidden_secrets
+
+    assert hidden_secrets(given) == shown
+
+
 def test_parity_is_the_command_of_its_own() -> None:
     done = rbln_serve("parity", "--help")
     assert done.returncode == 0

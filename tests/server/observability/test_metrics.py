@@ -45,6 +45,21 @@ def recorded(run_dir: Path, sizes: dict[int, int]) -> UsageFile:
     return file
 
 
+def test_a_label_value_that_nobody_declared_ends_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = ServerMetrics(tmp_path)
+    metrics.observe_request(
+        route="/", method="GET", code=200, outcome="new", stream=False, seconds=0.1
+    )
+    metrics.observe_guided("new", "ok")
+    metrics.observe_rejection("new")
+    metrics.observe_key_rejection("key", "new")
+    metrics.observe_connection_end("new")
+    assert values(metrics, "rbln_admission_rejections_total")["new",] == 1
+    assert len(caplog.records) == 5
+
+
 @pytest.mark.parametrize(
     ("fields", "kind"),
     [

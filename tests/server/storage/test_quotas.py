@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
@@ -16,6 +18,7 @@ import pytest
 from server import bounds
 from server.errors import StorageFullError
 from server.settings import ServerSettings
+from server.storage.database import Work
 from server.storage.quotas import Reservation, stored_bytes, usage_of
 from server.storage.store import Store
 from tests.server.scripted import Running, running
@@ -176,6 +179,45 @@ async def test_a_reservation_that_ended_holds_nothing(
         await store.database.run(partial(settle, reservation=first, size=1))
     with pytest.raises(StorageFullError, match="max-stored-bytes"):
         await store.database.run(partial(settle, reservation=second, size=1025))
+    store.close()
+
+
+async def test_a_slow_disk_delays_no_release(tmp_path: Path) -> None:
+    """`release` runs on the event loop, where it must not wait for a transaction's queries."""
+    store = Store(ServerSettings(data_dir=tmp_path))
+    quotas = store.quotas
+    held, slow = Reservation(quotas, "me", "files"), Reservation(quotas, "me", "files")
+    await store.database.run(quotas.reserve, held, 10)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def wait(_: str) -> None:
+        reading.set()
+        go_on.wait(10)
+
+    for work in (
+        partial(quotas.reserve, reservation=slow, size=1),
+        quotas.has_room,
+        partial(quotas.extend, reservation=slow, least=1, most=2),
+        partial(quotas.settle, reservation=slow, size=1),
+    ):
+        reading.clear()
+        go_on.clear()
+
+        def on_a_slow_disk(db: sqlite3.Connection, work: Work[object] = work) -> None:
+            db.set_trace_callback(wait)
+            try:
+                work(db)
+            finally:
+                db.set_trace_callback(None)
+
+        writing = asyncio.ensure_future(store.database.run(on_a_slow_disk))
+        assert await asyncio.to_thread(reading.wait, 10)
+        started = time.monotonic()
+        held.release()
+        took_s = time.monotonic() - started
+        go_on.set()
+        await writing
+        assert took_s < 5
     store.close()
 
 

@@ -107,6 +107,14 @@ def test_the_makers_take_the_models_places_once(monkeypatch: pytest.MonkeyPatch)
     install_chat()
     assert serving.DeltaMessage == first
     assert isinstance(serving.DeltaMessage(role="assistant"), MODELS["DeltaMessage"])
+    # What vLLM may ask of a model besides making it.
+    delta = serving.DeltaMessage(content="x")
+    choice = serving.ChatCompletionResponseStreamChoice(index=0, delta=delta, **PLAIN)
+    assert isinstance(delta, serving.DeltaMessage)
+    assert isinstance(serving.DeltaMessage(role="assistant"), serving.DeltaMessage)
+    assert isinstance(choice, serving.ChatCompletionResponseStreamChoice)
+    assert not isinstance(choice, serving.DeltaMessage)
+    assert "content" in serving.DeltaMessage.model_fields
 
 
 COMPLETION = (completion.CompletionResponseStreamChoice, completion.CompletionStreamResponse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,45 @@ async def test_a_line_that_meets_a_fault_is_tried_three_times(tmp_path: Path) ->
         assert batch["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
         (bad,) = (await results(service.client, batch["error_file_id"])).values()
         assert bad["response"]["status_code"] == 500
+
+
+@pytest.mark.parametrize(("after_s", "most"), [(0.001, 6), (5, 1)])
+async def test_a_refused_line_is_tried_after_growing_pauses(
+    tmp_path: Path, after_s: float, most: int
+) -> None:
+    """Not before `retry-after`; in the background the same holds for a response."""
+    busy = line(1, "busy")
+    busy["body"]["after"] = after_s
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        batch = await create(service.client, [busy])
+        await asyncio.sleep(2.5)
+        assert 1 <= len(service.frontend.ended) <= most
+        await service.client.post(f"/v1/batches/{batch['id']}/cancel")
+        assert (await until_ended(service.client, batch))["status"] == "cancelled"
+        service.frontend.ended.clear()
+        body = {"input": "x", "background": True, "do": "busy", "after": after_s}
+        assert (await service.client.post("/v1/responses", json=body)).status_code == 200
+        await asyncio.sleep(2.5)
+        assert 1 <= len(service.frontend.ended) <= most
+
+
+async def test_a_batch_that_is_validated_stops_no_other(tmp_path: Path) -> None:
+    async with running(tmp_path, data_dir=tmp_path / "data") as service:
+        # Opening a pipe to read waits for its writer.
+        slow_id = await upload(service.client, text_of([line(1)]))
+        pipe = tmp_path / "data" / "files" / slow_id
+        pipe.unlink()
+        os.mkfifo(pipe)
+        wish = {"input_file_id": slow_id, "endpoint": CHAT, "completion_window": "24h"}
+        slow = (await service.client.post("/v1/batches", json=wish)).json()
+        other = await create(service.client, [line(1)])
+        try:
+            async with asyncio.timeout(10):
+                assert (await until_ended(service.client, other))["status"] == "completed"
+            assert (await shown(service.client, slow))["status"] == "validating"
+        finally:
+            await asyncio.to_thread(pipe.write_bytes, b"")
+        assert (await until_ended(service.client, slow))["status"] == "failed"
 
 
 async def test_lines_take_the_rows_that_clients_leave(tmp_path: Path) -> None:
