@@ -90,7 +90,7 @@ COPY --from=project /opt/default-model /opt/default-model
 COPY --from=project /opt/rbln-serve /opt/rbln-serve
 LABEL org.opencontainers.image.description="OpenAI-compatible service on RBLN NPUs"
 ARG BASE
-ARG VERSION=0.2.0
+ARG VERSION=0.3.0
 # Set by the builder (`make image` sets the first two); empty by default.
 ARG REVISION=
 ARG CREATED=
@@ -110,7 +110,7 @@ COPY --from=project /opt/default-model /opt/default-model
 COPY --from=project /opt/rbln-serve /opt/rbln-serve
 LABEL org.opencontainers.image.description="OpenAI-compatible service on the CPU emulation of RBLN NPUs"
 ARG BASE
-ARG VERSION=0.2.0
+ARG VERSION=0.3.0
 ARG REVISION=
 ARG CREATED=
 ARG SOURCE=

@@ -56,9 +56,9 @@ def test_npus_need_the_image_with_the_sdk() -> None:
     def image(**values: Any) -> str:
         return str(server(values).container["image"])
 
-    assert image() == "rbln-serve:0.2.0"
-    assert image(device={"kind": "plugin"}) == "rbln-serve:0.2.0-npu"
-    assert image(device={"kind": "dra"}) == "rbln-serve:0.2.0-npu"
+    assert image() == "rbln-serve:0.3.0"
+    assert image(device={"kind": "plugin"}) == "rbln-serve:0.3.0-npu"
+    assert image(device={"kind": "dra"}) == "rbln-serve:0.3.0-npu"
     assert image(device={"kind": "plugin"}, image={"tag": "1"}) == "rbln-serve:1"
 
 
