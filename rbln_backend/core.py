@@ -221,5 +221,3 @@ class StepResult(NamedTuple):
     """Logits [bucket, V], or [bucket, length, V] in VERIFY; then hidden states in prefill, and in
     every step where a draft model reads them; last the tokens int32 [bucket] that a device picked.
     """
-    seconds: float
-    """Duration of filling the inputs and running the graph."""

@@ -6,7 +6,6 @@ the maximum, so that the largest bucket always holds a full batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rbln_backend.bucketing.table import BucketTable
@@ -41,11 +40,6 @@ class DraftSizes:
     """Tokens of a prefill chunk, for a draft model with a KV cache."""
     length: int | None
     """Tokens of each request that a step can add to that cache; None: there is no cache."""
-
-    @property
-    def runs(self) -> Mapping[int, int]:
-        """Runs of graphs after a decode step, by their tokens of each request."""
-        return {1: 1} if self.length is None else {self.length: 1, 1: self.length - 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,20 +13,20 @@ class FirstRank:
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
-        self._flag = torch.zeros(1, dtype=torch.uint8)
+        self._byte = torch.zeros(1, dtype=torch.uint8)
 
     @classmethod
     def of_this_rank(cls) -> FirstRank:
         """Return the first of the tensor-parallel ranks of this stage."""
         return cls(groups().get("tp"))
 
-    def decide(self, own: bool) -> bool:
-        """Return ``own`` of the first rank; every rank calls it.
+    def decide(self, own: int) -> int:
+        """Return ``own`` of the first rank, 0 to 255; every rank calls it.
 
         Raises ``RuntimeError`` when the first rank has exited.
         """
         if self._group is None:
             return own
-        self._flag[0] = own
-        dist.broadcast(self._flag, src=self._group.ranks[0], group=self._group.host_group)
-        return bool(self._flag[0])
+        self._byte[0] = own
+        dist.broadcast(self._byte, src=self._group.ranks[0], group=self._group.host_group)
+        return int(self._byte[0])

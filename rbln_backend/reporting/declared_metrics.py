@@ -160,13 +160,6 @@ METRICS: tuple[MetricDecl, ...] = (
         ("bucket",),
     ),
     MetricDecl(
-        "rbln_draft_expected_gain_total",
-        "counter",
-        "Sum over steps with drafts of their expected tokens per second relative to a step "
-        "without, by bucket.",
-        ("bucket",),
-    ),
-    MetricDecl(
         "rbln_draft_gain_total",
         "counter",
         "Sum over steps with drafts of their measured tokens per second relative to a step "

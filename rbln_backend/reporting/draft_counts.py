@@ -10,7 +10,6 @@ from rbln_backend.reporting.stats import MetricsBoard
 _NAMES = (
     "rbln_draft_tokens_total",
     "rbln_draft_accepted_tokens_total",
-    "rbln_draft_expected_gain_total",
     "rbln_draft_gain_total",
 )
 
@@ -31,13 +30,10 @@ class DraftCounts:
         *,
         checked: int,
         accepted: int,
-        expected_gain: float,
         gain: float,
     ) -> None:
-        """Count one step; gains are ratios of tokens per second with and without drafts."""
-        for cell, amount in zip(
-            self._cells[size], (checked, accepted, expected_gain, gain), strict=True
-        ):
+        """Count one step; ``gain`` is the ratio of tokens per second with and without drafts."""
+        for cell, amount in zip(self._cells[size], (checked, accepted, gain), strict=True):
             cell.inc(amount)
 
 

@@ -47,20 +47,6 @@ class DraftedRequest:
     """See ``DraftSettings.key``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Tokens that may come next."""
-
-    tokens: list[int]
-    match_length: int
-    """Tokens before the first that equal those before it in the text that the draft is from."""
-    is_computed: bool = False
-    """By a draft model, which takes time."""
-
-
-NO_DRAFT = Draft([], 0)
-
-
 class Drafter(Protocol):
     """Proposes drafts from texts it has seen; deterministic: equal calls give equal drafts.
 
@@ -75,7 +61,7 @@ class Drafter(Protocol):
         """Append sampled tokens, drafted or not."""
         ...
 
-    def propose(self, request_id: str, limit: int) -> Draft:
+    def propose(self, request_id: str, limit: int) -> list[int]:
         """Return at most ``limit`` tokens that may come next; none without a match."""
         ...
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest
+from rbln_backend.speculation.drafter import DraftedRequest
 from rbln_backend.speculation.text_index import MAX_TEXT_TOKENS, TextIndex
 
 _CANDIDATES = 16
 """Most earlier positions compared: bounds the cost of a text that repeats one token."""
-_TAIL = 16
-"""Longest match length reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +44,21 @@ class NgramDrafter:
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         """See ``Drafter``."""
-        most = max(self._limits.largest, _TAIL)
+        most = self._limits.largest
         self._texts[request_id].extend(tokens)
         self._tails[request_id] = [*self._tails[request_id], *tokens[-most:]][-most:]
 
-    def propose(self, request_id: str, limit: int) -> Draft:
+    def propose(self, request_id: str, limit: int) -> list[int]:
         """See ``Drafter``."""
         text, tail = self._texts[request_id], self._tails[request_id]
-        longest, best, compared = 0, None, tail[-self._limits.largest :]
+        longest, best = 0, None
         for position in text.positions(text.key, _CANDIDATES):
-            length = text.match(position, compared)
+            length = text.match(position, tail)
             if length > longest:
                 longest, best = length, position
-            if length == len(compared):
+            if length == len(tail):
                 break
-        if best is None:
-            return NO_DRAFT
-        return Draft(text.continuation(best, limit), text.match(best, tail))
+        return [] if best is None else text.continuation(best, limit)
 
     def end(self, request_id: str, finished: bool) -> None:  # noqa: ARG002 (nothing outlives it)
         """See ``Drafter``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest, Drafter
+from rbln_backend.speculation.drafter import DraftedRequest, Drafter
 
 _NEAR = 64
 """Tokens after an edit within which a match of two resynchronises the cursor; elsewhere three."""
@@ -33,7 +33,6 @@ class Prediction:
             self._ends.setdefault((predicted[end - 2], predicted[end - 1]), []).append(end)
         self._cursor: int | None = 0
         self._last_match = 0
-        self._match_length = 0
         self._tail: tuple[int, ...] = ()
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -41,21 +40,19 @@ class Prediction:
         for token in tokens:
             self._take(token)
 
-    def propose(self, limit: int) -> Draft:
+    def propose(self, limit: int) -> list[int]:
         """Return at most `limit` tokens of the prediction from the cursor on."""
         if self._cursor is None:
-            return NO_DRAFT
-        return Draft(self._predicted[self._cursor : self._cursor + limit], self._match_length)
+            return []
+        return self._predicted[self._cursor : self._cursor + limit]
 
     def _take(self, token: int) -> None:
         cursor = self._cursor
         self._tail = (*self._tail, token)[-3:]
         if cursor is not None and self._predicted[cursor : cursor + 1] == [token]:
             self.matched += 1
-            self._match_length += 1
             self._cursor = self._last_match = cursor + 1
             return
-        self._match_length = 0
         if cursor == self._last_match:
             self._cursor = self._after_leaving(token)
         else:
@@ -101,11 +98,11 @@ class PredictionFirst:
         if request_id in self._predictions:
             self._predictions[request_id].extend(tokens)
 
-    def propose(self, request_id: str, limit: int) -> Draft:
+    def propose(self, request_id: str, limit: int) -> list[int]:
         """See ``Drafter``."""
         prediction = self._predictions.get(request_id)
-        predicted = prediction.propose(limit) if prediction is not None else NO_DRAFT
-        return predicted if predicted.tokens else self._other.propose(request_id, limit)
+        predicted = prediction.propose(limit) if prediction is not None else []
+        return predicted or self._other.propose(request_id, limit)
 
     def end(self, request_id: str, finished: bool) -> None:
         """See ``Drafter``."""

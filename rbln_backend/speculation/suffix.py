@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from rbln_backend.speculation.drafter import NO_DRAFT, Draft, DraftedRequest
+from rbln_backend.speculation.drafter import DraftedRequest
 from rbln_backend.speculation.past_answers import Owner, PastAnswers
 from rbln_backend.speculation.text_index import GAP, MAX_TEXT_TOKENS, TextIndex
 
@@ -124,19 +124,19 @@ class SuffixDrafter:
         """See ``Drafter``."""
         self._requests[request_id].extend(tokens)
 
-    def propose(self, request_id: str, limit: int) -> Draft:
+    def propose(self, request_id: str, limit: int) -> list[int]:
         """See ``Drafter``."""
         request = self._requests[request_id]
         past = self._answers.of(request.owner)
         request.search([request.own] if past is None else [request.own, past])
         if not request.matches:
-            return NO_DRAFT
-        limits, match_length = self._limits, request.matches[0].length
-        longest = min(match_length, max(limits.max_tree_depth - limit, _GRAM))
+            return []
+        limits = self._limits
+        longest = min(request.matches[0].length, max(limits.max_tree_depth - limit, _GRAM))
         best = [match for match in request.matches if match.length >= longest]
         most = min(limit, limits.max_tree_depth - longest, int(limits.max_spec_factor * longest))
         drafts = [match.text.continuation(match.position, most) for match in best]
-        return Draft(_majority(drafts, limits, most), match_length)
+        return _majority(drafts, limits, most)
 
     def end(self, request_id: str, finished: bool) -> None:
         """See ``Drafter``."""

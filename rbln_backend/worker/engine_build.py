@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
-from rbln_backend.bucketing.verify import Size
 from rbln_backend.compiler.port import CompiledGraph, Compiler
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
@@ -165,8 +164,6 @@ class EngineBuild:
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
         self._draws = DeviceSampler() if rbln.sample_on_device else None
-        self._step_seconds: Mapping[Size, float] = {}
-        self._drafting_seconds: Mapping[int, float] = {}
         counts = self._generates and parts.place.counts_steps
         own = (config, parts.compiler, self._groups, tables)
         self._usage = open_usage(*own) if counts else None
@@ -223,11 +220,7 @@ class EngineBuild:
     def _warm_up_graphs(self, warm_up: WarmUp) -> None:
         graphs = warm_up.compile_all(self._requests(), self._factory)
         with torch.inference_mode():
-            self._step_seconds = warm_up.run_all(graphs, self._graphs.verify)
-            # Of pipeline stages, the last has the draft model.
-            drafted = compiled_sizes(self._parts.vllm_config).drafted
-            drafted = None if self._drafts is None else drafted
-            self._drafting_seconds = warm_up.measure_drafting(graphs, drafted)
+            warm_up.run_all(graphs)
         for graph in graphs:
             self._graphs.dispatch.add(graph)
         self._graphs.dispatch.seal()
@@ -320,10 +313,8 @@ class EngineBuild:
                 batches,
                 board,
                 table=self._graphs.verify,
-                measured=self._step_seconds,
                 replies=place.replies,
                 source=self._drafts,
-                drafting=self._drafting_seconds,
             ),
         )
 

@@ -26,7 +26,7 @@ from rbln_backend.vllm_compat.surface import (
     SamplingMetadata,
     SchedulerOutput,
 )
-from rbln_backend.worker.drafts.drafting import Drafting, StepSeconds
+from rbln_backend.worker.drafts.drafting import Drafting
 from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.sampling.device_sampler import DeviceSampler
 from rbln_backend.worker.sampling.grammar_mask import GrammarMask
@@ -45,7 +45,6 @@ class _PendingStep(NamedTuple):
     """Not read for a chunk that ends no prompt."""
     prompt_logprobs: dict[str, LogprobsTensors | None]
     started: float
-    graph_seconds: float
 
 
 class RblnModelRunner:
@@ -90,8 +89,8 @@ class RblnModelRunner:
         if result is None:
             return self._execute_in_full(scheduled, started)
         # No prompt ends in a plain step.
-        batch, outputs, seconds = result
-        self._pending = _PendingStep(scheduled, batch, outputs, {}, started, seconds)
+        batch, outputs = result
+        self._pending = _PendingStep(scheduled, batch, outputs, {}, started)
         return None
 
     @torch.inference_mode()
@@ -101,7 +100,7 @@ class RblnModelRunner:
         result = self.steps.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        batch, outputs, seconds = result
+        batch, outputs = result
         self._take_names(batch)
         self._pending = _PendingStep(
             scheduled,
@@ -109,7 +108,6 @@ class RblnModelRunner:
             outputs,
             prompt_logprobs=self._collect_prompt_logprobs(batch, outputs),
             started=started,
-            graph_seconds=seconds,
         )
         return None
 
@@ -130,8 +128,8 @@ class RblnModelRunner:
         token_ids = None if grammar is not None else self._take_picked(batch, pending.outputs)
         if token_ids is None:
             token_ids, logprobs = self._sample_logits(pending, grammar)
-        took = StepSeconds(pending.graph_seconds, time.perf_counter() - pending.started)
-        self._drafting.end_step(batch, pending.outputs, token_ids, took)
+        seconds = time.perf_counter() - pending.started
+        self._drafting.end_step(batch, pending.outputs, token_ids, seconds)
         return self._reply(token_ids, logprobs, pending)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 from vllm import SamplingParams
 
-from rbln_backend.speculation.draft_pace import DraftPace
 from tests.engine.conftest import Engines
 from tests.engine.oracle import MOST, AnyLength, Oracle
 from tests.engine.test_draft_models import REFERENCES, Drafted, record_drafts
@@ -32,7 +31,7 @@ class DraftedRanks(Drafted):
     """An engine of one rank without speculation, and one of several with a draft model."""
 
     def check(self, lengths: AnyLength) -> None:
-        """As of one rank; by the times of all ranks but the first, drafts never pay."""
+        """As of one rank; all ranks draft after the same steps."""
         self._on_ranks(_choose, lengths)
 
     def expected(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
@@ -91,7 +90,24 @@ def _drafting(worker: Any) -> Any:
 def _choose(worker: Any, lengths: AnyLength) -> None:
     drafting = _drafting(worker)
     if drafting is not None:
-        drafting._chooser = lengths if worker.worker._place.replies else AnyLength(most=1)
+        drafting._budget = lengths
+
+
+def _keep_budget(worker: Any) -> None:
+    """Keep a rank's own budget for ``_use_budget``; one that makes no drafts has none."""
+    if (budget := getattr(_drafting(worker), "_budget", None)) is not None:
+        _drafting(worker).kept_budget = budget
+
+
+def _use_budget(worker: Any) -> None:
+    """Use the rank's own budget; drafts never pay by the times of any rank but the first."""
+    budget = getattr(_drafting(worker), "kept_budget", None)
+    if budget is None:
+        return
+    _drafting(worker)._budget = budget
+    if not worker.worker._place.replies:
+        checked = budget.checked
+        budget.checked = lambda bucket, seconds, tokens: checked(bucket, 99 * seconds, tokens)
 
 
 def _guess(worker: Any, texts: dict[tuple[int, ...], list[int]]) -> None:
@@ -104,7 +120,6 @@ def _guess(worker: Any, texts: dict[tuple[int, ...], list[int]]) -> None:
 
 def _record(worker: Any) -> None:
     if (drafting := _drafting(worker)) is not None:
-        drafting._model.pace = DraftPace()
         drafting.seen = record_drafts(cast("Any", SimpleNamespace(model=drafting._model)))
 
 
@@ -141,12 +156,13 @@ def main(
         plain, method = engines.fresh(checkpoint=Path(served), **shared), speculation["method"]
         ranks = GuessingRanks if method == "ngram" else DraftedRanks
         pair = ranks(plain, own, method, logprobs=None)
+        pair._on_ranks(_keep_budget)
         pair.assert_fewer_steps(least_share)
         pair.assert_same_after_preemption_and_hits()
         pair.assert_same_with_aborts(random.Random(0))
         seen = pair.seen() if method in REFERENCES and is_staged else []
-        # Of no length do drafts pay: the ranks pause together.
-        pair.check(AnyLength(most=1))
+        # The first rank decides when the ranks draft and pause.
+        pair._on_ranks(_use_budget)
         pair.run([[7] * 20, [9] * 5], pair._ways()[:2])
     finally:
         own.core.shutdown()

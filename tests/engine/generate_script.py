@@ -51,7 +51,7 @@ def check_all_drafts(worker: Any) -> None:
 
     # A stage that makes no tokens makes no drafts.
     if (drafting := getattr(worker.worker._runner, "_drafting", None)) is not None:
-        drafting._chooser = AnyLength(MOST + 1)
+        drafting._budget = AnyLength(MOST + 1)
 
 
 async def main(

@@ -1,4 +1,4 @@
-"""A drafter that knows the texts of a test, and a chooser of random step lengths."""
+"""A drafter that knows the texts of a test, and budgets that allow steps of random lengths."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rbln_backend.speculation.chooser import StepChoice
-from rbln_backend.speculation.drafter import Draft, DraftedRequest
+from rbln_backend.speculation.drafter import DraftedRequest
 
 KNOWN_TO_ALL = 512
 """Tokens that every tiny checkpoint has."""
@@ -32,14 +31,13 @@ class Oracle:
         text, made = self._going[request_id]
         self._going[request_id] = (text, made + len(tokens))
 
-    def propose(self, request_id: str, limit: int) -> Draft:
+    def propose(self, request_id: str, limit: int) -> list[int]:
         text, made = self._going[request_id]
         drafts = text[made : made + self.rng.randint(0, limit)]
         self.proposed += len(drafts)
-        lied = [
+        return [
             self.rng.randrange(KNOWN_TO_ALL) if self.rng.random() < self.lies else t for t in drafts
         ]
-        return Draft(lied, 2)
 
     def end(self, request_id: str, finished: bool) -> None:
         del self._going[request_id]
@@ -51,13 +49,28 @@ class Oracle:
 
 @dataclass
 class AnyLength:
-    """A chooser of random lengths."""
+    """A budget that allows steps of random lengths, whatever they cost."""
 
     least: int = 1
     most: int = MOST + 1
     rng: random.Random = field(default_factory=lambda: random.Random(6))
 
-    def choose(
-        self, expected: Sequence[Sequence[float]], requests: int, drafting_s: float = 0.0
-    ) -> StepChoice:
-        return StepChoice(self.rng.randint(self.least, self.most))
+    def drafts(self, bucket: int) -> int:
+        return self.rng.randint(self.least, self.most) - 1
+
+    def plain(self, bucket: int, seconds: float) -> None:
+        pass
+
+    def checked(self, bucket: int, seconds: float, tokens: float) -> float:
+        return tokens
+
+
+@dataclass
+class Seldom(AnyLength):
+    """A budget that allows drafts after every eighth step."""
+
+    steps: int = 0
+
+    def drafts(self, bucket: int) -> int:
+        self.steps += 1
+        return 0 if self.steps % 8 else MOST

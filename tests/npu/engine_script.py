@@ -141,7 +141,7 @@ def _check_all_drafts_of_rank(worker: Any) -> None:
 
     # A stage that makes no tokens makes no drafts.
     if (drafting := getattr(worker.worker._runner, "_drafting", None)) is not None:
-        drafting._chooser = AnyLength(MOST + 1)
+        drafting._budget = AnyLength(MOST + 1)
 
 
 def _generate(

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
-from rbln_backend.parallel.first_rank import FirstRank
-from rbln_backend.speculation.draft_pace import DraftPace
-from rbln_backend.speculation.drafter import Draft, DraftedRequest
-from rbln_backend.speculation.drafting_costs import DraftingCosts
+from rbln_backend.speculation.drafter import DraftedRequest
 from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.factory import GraphRequest
@@ -111,46 +108,28 @@ class DraftHeads:
 class ModelDrafter:
     """A ``Drafter`` over a draft model: ``draft`` is called after each step.
 
-    Drafts continue the latest token, so that they are dropped where another one has come. While
-    they do not pay, few steps are followed by a run of the draft model.
+    Drafts continue the latest token, so that they are dropped where another one has come.
     """
 
-    def __init__(self, source: DraftSource, costs: DraftingCosts, first_rank: FirstRank) -> None:
-        """``first_rank`` decides by its times when the graphs run, which have collectives."""
-        self.costs, self.pace = costs, DraftPace()
-        self._first_rank = first_rank
+    def __init__(self, source: DraftSource) -> None:
         self.seconds = 0.0
-        """Of the latest call of ``draft``."""
+        """Of the drafts after the latest step. 0 for none, and after a chunk: it is read anyway."""
         self._source = source
         self._drafts: dict[str, list[int]] = {}
-        self._has_run = False
 
     def draft(self, step: EndedStep, going_on: Sequence[int] = ()) -> None:
-        """Compute drafts for the rows ``going_on`` of a step, if the pace has it; none beside."""
+        """Compute drafts for the rows ``going_on`` of a step."""
         started = time.perf_counter()
         names = step.batch.input_batch.req_ids
         rows = [row for row in going_on if step.token_ids[row] and names[row] in self._drafts]
-        had_run = self._has_run
-        if rows:
-            self._has_run = self.pace.is_due()
-        if self._has_run:
-            for row, own in zip(rows, self._source(step, rows), strict=True):
-                self._drafts[names[row]] = own
-        else:
+        self.seconds = 0.0
+        if not rows:
             self._source.follow(step)
-        self.seconds = time.perf_counter() - started
-        # After a pause a run reads the tokens of the pause as well.
-        if rows and had_run and self._has_run and not step.batch.phase.takes_chunk:
-            self.costs.record(len(rows), self.seconds)
-
-    def decide(self, pays: bool) -> bool:
-        """Return whether the drafts of the latest run pay, by the times of the first rank.
-
-        ``pays``: by those of this rank.
-        """
-        decided = self._first_rank.decide(pays)
-        self.pace.record(decided)
-        return decided
+            return
+        for row, own in zip(rows, self._source(step, rows), strict=True):
+            self._drafts[names[row]] = own
+        if not step.batch.phase.takes_chunk:
+            self.seconds = time.perf_counter() - started
 
     def begin(self, request: DraftedRequest) -> None:
         """As ``Drafter``."""
@@ -161,9 +140,9 @@ class ModelDrafter:
         if tokens:
             self._drafts[request_id] = []
 
-    def propose(self, request_id: str, limit: int) -> Draft:
+    def propose(self, request_id: str, limit: int) -> list[int]:
         """As ``Drafter``."""
-        return Draft(self._drafts[request_id][:limit], 0, is_computed=True)
+        return self._drafts[request_id][:limit]
 
     def end(self, request_id: str, finished: bool) -> None:  # noqa: ARG002
         """As ``Drafter``."""

@@ -5,22 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence, Set
-from itertools import accumulate
 
-from rbln_backend.bucketing.engine_buckets import DraftSizes
-from rbln_backend.bucketing.verify import NO_DRAFTS, Size, VerifyTable
 from rbln_backend.compiler.port import CompiledGraph
 from rbln_backend.compiler.programs.program import Program
-from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.core import GraphSpec
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, NoListener, Result
 from rbln_backend.worker.sampling.device_sampler import DeviceSampler, sampler_specs
 from rbln_backend.worker.startup.phase_timer import timed_phase
-
-_BY_TOKEN = (Phase.DECODE, Phase.VERIFY)
-_MEASURING_S = 0.8
 
 
 class WarmUp:
@@ -110,14 +104,11 @@ class WarmUp:
         """ "compiled" or "loaded" for each graph obtained so far."""
         return {str(spec): result for spec, result in self._results.items()}
 
-    def run_all(
-        self, graphs: Sequence[CompiledGraph], verify: VerifyTable = NO_DRAFTS
-    ) -> dict[Size, float]:
+    def run_all(self, graphs: Sequence[CompiledGraph]) -> None:
         """Run graphs over padding, which touches pages and starts threads.
 
         Newly compiled graphs and the smallest of each phase run. The others, loaded by every rank,
-        only ``prepare``: long chunks of a large model would take seconds here. Return seconds by
-        size of the steps among which the number of drafts is chosen.
+        only ``prepare``: long chunks of a large model would take seconds here.
         """
         self._progress.phase("warmup")
         warm = set()
@@ -128,47 +119,6 @@ class WarmUp:
                 else:
                     graph.prepare()
                 warm.add(graph.spec.phase)
-            return self._measure(graphs, verify)
-
-    def _measure(self, graphs: Sequence[CompiledGraph], verify: VerifyTable) -> dict[Size, float]:
-        """Return the shorter of two runs of each size, smallest first, within ``_MEASURING_S``."""
-        steps = {(g.spec.bucket, g.spec.length): g for g in graphs if g.spec.phase in _BY_TOKEN}
-        sizes = [s for b in verify.buckets if len(verify.sizes(b)) > 1 for s in verify.sizes(b)]
-        sizes.sort(key=lambda size: (size[0] * size[1], size))
-        if not sizes:
-            return {}
-        # Every rank must run the same sizes, whatever its own times are.
-        chosen = self._peers.union(lambda: _affordable(sizes, _seconds(steps[sizes[0]])))
-        return {
-            size: min(_seconds(steps[size]), _seconds(steps[size]))
-            for size in sizes
-            if _name(size) in chosen
-        }
-
-    def measure_drafting(
-        self, graphs: Sequence[CompiledGraph], sizes: DraftSizes | None
-    ) -> dict[int, float]:
-        """Return the seconds of a draft model's graphs after a decode step, by bucket.
-
-        Smallest first, within ``_MEASURING_S``. None without a draft model: ``sizes`` is None.
-        """
-        if sizes is None:
-            return {}
-        own = {(g.spec.bucket, g.spec.length): g for g in graphs if g.spec.phase is Phase.DRAFT}
-        measured, started = dict[int, float](), time.perf_counter()
-
-        def has_time() -> Set[str]:
-            return {"yes"} if time.perf_counter() - started <= _MEASURING_S / 2 else frozenset()
-
-        for bucket in sizes.requests:
-            # Every rank must run the same sizes, whatever its own times are.
-            if measured and not self._peers.union(has_time):
-                break
-            measured[bucket] = 0.0
-            for length, runs in sizes.runs.items():
-                graph = own[bucket, length]
-                measured[bucket] += runs * min(_seconds(graph), _seconds(graph))
-        return measured
 
     def graph_started(self, spec: GraphSpec) -> None:
         """Report that the capture or load of a graph begins."""
@@ -182,24 +132,3 @@ class WarmUp:
         made = Counter((s.phase_name, r) for s, r in self._results.items())
         self._board.gauge("rbln_graphs", **labels).set(made[spec.phase_name, result])
         self._progress.graph_done(str(spec), result, seconds)
-
-
-def _affordable(sizes: Sequence[Size], least_s: float) -> Set[str]:
-    """Return the names of the first sizes whose two runs each fit in ``_MEASURING_S``.
-
-    At least the first one, which takes `least_s`. Estimate: steps of up to eight tokens take as
-    long, larger ones in proportion to their tokens.
-    """
-    spent = (2 * least_s * max(1, size[0] * size[1] / 8) for size in sizes)
-    within = sum(total <= _MEASURING_S for total in accumulate(spent))
-    return {_name(size) for size in sizes[: max(within, 1)]}
-
-
-def _name(size: Size) -> str:
-    return f"{size[0]}x{size[1]}"
-
-
-def _seconds(graph: CompiledGraph) -> float:
-    started = time.perf_counter()
-    graph.run()
-    return time.perf_counter() - started

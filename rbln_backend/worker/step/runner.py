@@ -64,12 +64,10 @@ class StepRunner:
         if batch is None:
             self._kv_caches.store_pages(pages.stores)
             return None
-        started = time.perf_counter()
         outputs = self._run_rounds(batch)
-        seconds = time.perf_counter() - started
         self._kv_caches.store_windows(transfers)
         self._kv_caches.store_pages(pages.stores)
-        return StepResult(batch, outputs, seconds)
+        return StepResult(batch, outputs)
 
     def run_plain(self, scheduled: SchedulerOutput) -> StepResult | None:
         """Run a decode step that differs from the previous step by its tokens alone.
@@ -87,11 +85,10 @@ class StepRunner:
         if step.inputs is not filled[0] or not plain.follows(scheduled):
             return None
         batch = plain.advance(scheduled)
-        started = time.perf_counter()
         self._advance(step.inputs, plain)
         self._adapters.fill(step.inputs, batch)
         outputs = StepOutputs(self._run(step, batch), self._rows.restore)
-        return StepResult(batch, outputs, time.perf_counter() - started)
+        return StepResult(batch, outputs)
 
     def _advance(self, inputs: StepInputs, plain: PlainRows) -> None:
         inputs.advance_decode(self._rows.rearrange(plain.tokens))

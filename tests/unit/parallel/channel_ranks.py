@@ -98,8 +98,8 @@ def check_peers(group: Group) -> None:
 
 def check_first_rank() -> None:
     first, rank = FirstRank.of_this_rank(), dist.get_rank()
-    assert [first.decide(rank == number) for number in (0, 1, 0)] == [True, False, True]
-    assert [FirstRank(None).decide(own) for own in (True, False)] == [True, False]
+    assert [first.decide(rank + own) for own in (0, 7, 200)] == [0, 7, 200]
+    assert [FirstRank(None).decide(own) for own in (3, 0)] == [3, 0]
 
 
 def check_death(channel: int) -> None:

@@ -41,7 +41,6 @@ SURFACE = {
     "rbln_background_rows_total": ("counter", ("kind",)),
     "rbln_draft_tokens_total": ("counter", ("bucket",)),
     "rbln_draft_accepted_tokens_total": ("counter", ("bucket",)),
-    "rbln_draft_expected_gain_total": ("counter", ("bucket",)),
     "rbln_draft_gain_total": ("counter", ("bucket",)),
     "rbln_first_token_seconds": ("histogram", ("prompt",)),
     "rbln_prefill_overtaken_total": ("counter", ()),

@@ -19,7 +19,7 @@ def saved(drafter: Drafter, request: DraftedRequest, answer: Sequence[int], limi
     drafter.begin(request)
     done = steps = 0
     while done < len(answer):
-        draft = drafter.propose(request.request_id, limit).tokens
+        draft = drafter.propose(request.request_id, limit)
         assert len(draft) <= limit
         taken = 1
         while taken <= len(draft) and answer[done : done + taken] == draft[:taken]:

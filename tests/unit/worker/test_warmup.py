@@ -1,11 +1,9 @@
-"""The first runs measure the seconds of step sizes, of as many as the time limit allows."""
+"""Graphs that run before the first step."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -27,16 +25,13 @@ STEPS = [
 
 @dataclass
 class Graph:
-    """Takes a millisecond for each token, or as many as it is slower."""
+    """Counts its runs."""
 
     spec: GraphSpec
-    slower: float = 1.0
     runs: int = 0
     is_prepared: bool = False
 
     def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:
-        tokens = self.spec.batch_size * self.spec.query_len
-        time.sleep(tokens * 1e-3 * self.slower)
         self.runs += 1
         return ()
 
@@ -44,27 +39,10 @@ class Graph:
         self.is_prepared = True
 
 
-def warmed(tmp_path: Path, graphs: list[Graph], **options: Any) -> dict[tuple[int, int], float]:
-    warm_up = WarmUp(ProgressWriter(tmp_path, 0, None), MetricsBoard(None, 0))
-    return warm_up.run_all(graphs, **options)
-
-
-def test_every_size_is_measured_in_its_own_graph(tmp_path: Path) -> None:
+def test_the_smallest_graph_of_each_phase_runs_and_the_others_are_prepared(tmp_path: Path) -> None:
+    """All are loaded: none is new."""
     graphs = [Graph(spec) for spec in (CHUNK, *STEPS)]
-    found = warmed(tmp_path, graphs, verify=VERIFY)
-    assert set(found) == {(spec.bucket, spec.length) for spec in STEPS}
-    assert all(seconds >= size[0] * size[1] * 1e-3 for size, seconds in found.items())
-    assert found[1, 1] < found[4, 4]
-    assert graphs[0].runs == 1
-
-
-def test_a_large_model_is_measured_at_its_smallest_sizes(tmp_path: Path) -> None:
-    graphs = [Graph(spec, slower=80.0) for spec in STEPS[:1]] + [Graph(s) for s in STEPS[1:]]
-    found = set(warmed(tmp_path, graphs, verify=VERIFY))
-    assert {(1, 1)} <= found <= {(1, 1), (1, 2), (1, 4), (4, 1)}
-
-
-def test_without_drafts_nothing_is_measured(tmp_path: Path) -> None:
-    graphs = [Graph(spec) for spec in STEPS]
-    assert warmed(tmp_path, graphs) == {}
-    assert sum(graph.runs for graph in graphs) == 2
+    WarmUp(ProgressWriter(tmp_path, 0, None), MetricsBoard(None, 0)).run_all(graphs)
+    first = {CHUNK, STEPS[0], STEPS[len(BUCKETS)]}
+    assert {graph.spec for graph in graphs if graph.runs == 1} == first
+    assert {graph.spec for graph in graphs if graph.is_prepared} == {CHUNK, *STEPS} - first
