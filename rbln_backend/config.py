@@ -221,9 +221,6 @@ class RblnConfig(BaseModel):
     """Largest number of tokens of such a step over all requests, at most a chunk; larger sizes are
     not compiled. Unset: 64; on an NPU a chunk.
     """
-    share_drafts: Switch = False
-    """With the method `suffix`: drafts for one API key may come from finished answers of others.
-    """
     cache_root: Annotated[Directory, Env("VLLM_CACHE_ROOT")] = Field(
         "~/.cache/vllm", validate_default=True
     )
@@ -279,8 +276,6 @@ class RblnConfig(BaseModel):
     """Seconds between two lines of the log on how often steps of each size ran, for
     `rbln-serve tune --batchsize-log`; below 0 there is none.
     """
-    record_usage: Switch = True
-    """Keep how often each batch and chunk size ran, over restarts, for `rbln-serve tune`."""
     moe_use_opt_kernel: Annotated[Switch, GRAPH, Env("VLLM_RBLN_MOE_USE_OPT_KERNEL")] = True
     """Experts: the op that takes router logits and chooses the experts; preferred to the others."""
     moe_custom_kernel: Annotated[Switch, GRAPH, Env("VLLM_RBLN_MOE_CUSTOM_KERNEL")] = True

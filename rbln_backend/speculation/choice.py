@@ -23,18 +23,14 @@ def draft_model_of(config: VllmConfig) -> SpeculativeConfig | None:
     return speculation if speculation is not None and speculation.method in DRAFT_MODELS else None
 
 
-def make_drafter(config: SpeculativeConfig, *, shared: bool) -> Drafter:
-    """Return a drafter of one of ``DRAFT_METHODS``.
-
-    ``shared``: finished answers are drafts for every API key.
-    """
+def make_drafter(config: SpeculativeConfig) -> Drafter:
+    """Return a drafter of one of ``DRAFT_METHODS``."""
     if config.method == "suffix":
         limits = SuffixLimits(
             max_tree_depth=config.suffix_decoding_max_tree_depth,
             max_cached_requests=config.suffix_decoding_max_cached_requests,
             max_spec_factor=config.suffix_decoding_max_spec_factor,
             min_token_prob=config.suffix_decoding_min_token_prob,
-            shared=shared,
         )
         return SuffixDrafter(limits)
     smallest, largest = config.prompt_lookup_min, config.prompt_lookup_max

@@ -25,8 +25,8 @@ class SuffixLimits:
 
     ``max_tree_depth`` bounds the tokens compared and drafted together, ``max_cached_requests`` the
     finished answers of each owner. A match of n tokens drafts at most ``max_spec_factor`` times n
-    tokens, while the share of matches that agree is at least ``min_token_prob``. ``shared``:
-    answers of one API key are drafts for all. Raises ``ValueError`` for values out of range.
+    tokens, while the share of matches that agree is at least ``min_token_prob``. Raises
+    ``ValueError`` for values out of range.
     """
 
     max_tree_depth: int = 24
@@ -34,7 +34,6 @@ class SuffixLimits:
     max_spec_factor: float = 1.0
     min_token_prob: float = 0.1
     max_tokens: int = MAX_TOKENS
-    shared: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tree_depth <= _GRAM:
@@ -115,7 +114,7 @@ class SuffixDrafter:
 
     def begin(self, request: DraftedRequest) -> None:
         """See ``Drafter``."""
-        owner = Owner(request.adapter, None if self._limits.shared else request.key)
+        owner = Owner(request.adapter, request.key)
         self._requests[request.request_id] = _RequestText(
             owner, request.prompt, self._limits.max_tree_depth
         )

@@ -125,7 +125,7 @@ def run_lives(
     """Return what ``script`` prints of each life with its ``fields``, and the double's log."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"calls-{len(list(folder.glob('calls-*')))}.jsonl"
-    settings = {"cache_root": str(folder / "cache"), "record_usage": False} | (rbln or {})
+    settings = {"cache_root": str(folder / "cache")} | (rbln or {})
     request = [
         {
             "path": str(life.checkpoint),

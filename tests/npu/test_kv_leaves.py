@@ -32,7 +32,7 @@ LATENT = LONG | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 def leave(job: Job, folder: Path, *, tier: Path | None = None, **rbln: Any) -> Any:
     """Return what the script prints of ``job``, whose prompts are one batch."""
-    settings = {"cache_root": str(folder / "cache"), "record_usage": False} | rbln
+    settings = {"cache_root": str(folder / "cache")} | rbln
     request = {
         "path": str(job.checkpoint),
         "options": OPTIONS | {"additional_config": {"rbln": settings}} | job.options,

@@ -70,7 +70,7 @@ def test_ranks_answer_as_transformers(small: Small, tmp_path: Path, name: str, r
 def test_four_engines_that_share_experts_answer_as_transformers(
     small: Small, tmp_path: Path
 ) -> None:
-    rbln = {"cache_root": str(tmp_path / "cache"), "record_usage": False, "num_threads": 1}
+    rbln = {"cache_root": str(tmp_path / "cache"), "num_threads": 1}
     options = {"data_parallel_size": 4, "enable_expert_parallel": True}
     request = {
         "path": str(small.path),

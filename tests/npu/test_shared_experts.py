@@ -34,7 +34,7 @@ def test_two_engines_answer_as_transformers(
 ) -> None:
     path = checkpoints("qwen3_moe", max_position_embeddings=4096)
     expected = [reference_generate(path, prompt, NUM_TOKENS).token_ids for prompt in PROMPTS]
-    rbln = {"cache_root": str(tmp_path / "cache"), "record_usage": False, "num_threads": 1}
+    rbln = {"cache_root": str(tmp_path / "cache"), "num_threads": 1}
     request = {
         "path": str(path),
         "options": OPTIONS | {"additional_config": {"rbln": rbln}} | options,

@@ -108,10 +108,10 @@ def test_every_option_but_those_of_the_host_has_a_variable() -> None:
     reachable = {var.field for var in VARIABLES}
     without = set(RblnConfig.model_fields) - reachable
     assert without == {
-        *("run_dir", "max_queue_ms", "record_usage", "prefill_step_tokens"),
+        *("run_dir", "max_queue_ms", "prefill_step_tokens"),
         *("prefill_policy", "max_num_partial_prefills"),
         "kv_cache_pages",
-        *("verify_lengths", "verify_tokens", "share_drafts", "sample_on_device"),
+        *("verify_lengths", "verify_tokens", "sample_on_device"),
         *("kv_tier_memory_bytes", "kv_tier_folder", "kv_tier_folder_bytes"),
     }
 

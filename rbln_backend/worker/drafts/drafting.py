@@ -21,7 +21,6 @@ from rbln_backend.vllm_compat.surface import (
     SamplingParams,
     SchedulerOutput,
     VllmConfig,
-    configured,
 )
 from rbln_backend.worker.drafts.model_drafter import (
     DraftSource,
@@ -291,7 +290,7 @@ def make_drafting(
     first_rank = FirstRank(None) if source is None else FirstRank.of_this_rank()
     stages = config.parallel_config.pipeline_parallel_size
     return (HostDrafting if stages == 1 else StepDrafting)(
-        PredictionFirst(model or make_drafter(speculation, shared=configured(config).share_drafts)),
+        PredictionFirst(model or make_drafter(speculation)),
         batches,
         table,
         DraftCounts(board, table),

@@ -25,7 +25,7 @@ def open_usage(
 ) -> UsageRecorder | None:
     """Return the recorder of the engine's file, None where nothing is to be written."""
     rbln = configured(config)
-    if not rbln.record_usage or rbln.cache_read_only:
+    if rbln.cache_read_only:
         return None
     root = Path(rbln.cache_root) / "rbln" / "usage"
     threads = rbln.num_threads or len(os.sched_getaffinity(0))

@@ -84,13 +84,6 @@ def test_answers_stay_with_their_owner(mine: dict[str, str]) -> None:
     assert started(drafter, ANSWER[:3], key="bob") != []
 
 
-def test_answers_may_be_shared_among_keys_of_one_adapter() -> None:
-    drafter = SuffixDrafter(SuffixLimits(shared=True))
-    answered(drafter, "old", ANSWER, key="bob")
-    assert started(drafter, ANSWER[:3], key="alice") != []
-    assert started(drafter, ANSWER[:3], key="bob", adapter="x") == []
-
-
 ANSWERS = st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=12)
 
 
