@@ -85,12 +85,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
-    say("peers' environment")
-    try:
-        peers_python()
-    except subprocess.CalledProcessError as error:
-        # The other sides do not need it.
-        log.add(Failure(model="", part="peers", side="llama.cpp", text=str(error)))
+    if "llama.cpp" in (*args.side, *args.step_side):
+        say("peers' environment")
+        try:
+            peers_python()
+        except subprocess.CalledProcessError as error:
+            # The other sides do not need it.
+            log.add(Failure(model="", part="peers", side="llama.cpp", text=str(error)))
     stepped = {name: step_side(name) for name in dict.fromkeys(("ours", *args.step_side))}
     served = {name: server_side(name) for name in dict.fromkeys(("ours", *args.side))}
     log.add(

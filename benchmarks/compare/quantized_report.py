@@ -116,8 +116,10 @@ def _memory(log: Log, name: str) -> str:
 
 
 def _of_limit(log: Log, model: ModelRecord, record: StepRecord) -> float | None:
-    limits = log.of(LimitsRecord, round=record.round)[0].limits
-    return model.work[record.side] / limits.bytes_per_s / record.step if record.step else None
+    limits = log.limits(model.model, record.round, "steps")
+    if limits is None or not record.step:
+        return None
+    return model.work[record.side] / limits.bytes_per_s / record.step
 
 
 def _cells(steps: list[StepRecord], side: str, batch: int) -> list[StepRecord]:
