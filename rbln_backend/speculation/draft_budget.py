@@ -53,6 +53,10 @@ class DraftBudget:
         self._most, self._decide = most, decide
         self._buckets = defaultdict[int, _Bucket](_Bucket)
 
+    def is_paused(self, bucket: int) -> bool:
+        """Return whether the checks of a bucket have lost its budget, and it is not made up for."""
+        return self._buckets[bucket].pause > 0
+
     def drafts(self, bucket: int) -> int:
         """Return how many drafts of a request the next step may check: all, or none."""
         own = self._buckets[bucket]

@@ -100,9 +100,12 @@ class PredictionFirst:
 
     def propose(self, request_id: str, limit: int) -> list[int]:
         """See ``Drafter``."""
+        return self.predicted(request_id, limit) or self._other.propose(request_id, limit)
+
+    def predicted(self, request_id: str, limit: int) -> list[int]:
+        """Return at most ``limit`` tokens of the request's prediction that may come next."""
         prediction = self._predictions.get(request_id)
-        predicted = prediction.propose(limit) if prediction is not None else []
-        return predicted or self._other.propose(request_id, limit)
+        return [] if prediction is None else prediction.propose(limit)
 
     def end(self, request_id: str, finished: bool) -> None:
         """See ``Drafter``."""

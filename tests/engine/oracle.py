@@ -55,6 +55,9 @@ class AnyLength:
     most: int = MOST + 1
     rng: random.Random = field(default_factory=lambda: random.Random(6))
 
+    def is_paused(self, bucket: int) -> bool:
+        return False
+
     def drafts(self, bucket: int) -> int:
         return self.rng.randint(self.least, self.most) - 1
 

@@ -13,7 +13,7 @@ from rbln_backend.reporting.draft_counts import DraftCounts
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.speculation.choice import make_drafter
 from rbln_backend.speculation.draft_budget import DraftBudget
-from rbln_backend.speculation.drafter import DraftedRequest, Drafter, DraftSettings
+from rbln_backend.speculation.drafter import DraftedRequest, DraftSettings
 from rbln_backend.speculation.prediction import PredictionFirst
 from rbln_backend.vllm_compat.surface import (
     CachedRequestState,
@@ -100,29 +100,34 @@ class HostDrafting:
     """Drafting over a drafter on the host, on the one rank that replies.
 
     A draft model's graphs have collectives. So every rank drafts with one, from the same tokens,
-    after the same steps.
+    after the same steps. While drafts do not pay, those of clients' predictions are still tried:
+    they have a budget of their own.
     """
 
     by_step = False
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: PredictionFirst,
         batches: RequestBatches,
         table: VerifyTable,
         counts: DraftCounts,
         budget: DraftBudget,
+        predicted: DraftBudget,
         *,
         max_model_len: int,
         model: ModelDrafter | None = None,
     ) -> None:
-        """``table``: the compiled sizes.
+        """``table``: the compiled sizes. ``predicted``: the budget of predictions alone.
 
         ``drafter`` prefers a client's prediction; it has the drafts of ``model``, if there is one.
         """
         self._drafter, self._model = drafter, model
         self._requests = batches.requests
-        self._table, self._counts, self._budget = table, counts, budget
+        self._table, self._counts = table, counts
+        self._budget, self._predicted = budget, predicted
+        self._used = budget
+        """Counts the check of the next step's drafts."""
         self._max_model_len = max_model_len
         self._begun: dict[str, _Decoding] = {}
         # Requests to draft for: those of the latest decode step, and of prefill steps since.
@@ -164,7 +169,7 @@ class HostDrafting:
             begun = self._begun.get(name) or self._begin(self._requests[name])
             if begun.is_drafted:
                 self._drafter.extend(name, tokens)
-        self._most = self._most_drafts(len(self._running()))
+        self._allow(len(self._running()))
         if self._model is not None:
             going_on = [
                 row
@@ -172,7 +177,8 @@ class HostDrafting:
                 if token_ids[row] and not self._has_ended(self._begun[name].state)
             ]
             self._model.draft(
-                self._ended(batch, outputs, token_ids), going_on if self._most else ()
+                self._ended(batch, outputs, token_ids),
+                going_on if self._most and self._used is self._budget else (),
             )
 
     def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
@@ -194,13 +200,15 @@ class HostDrafting:
         begun = [self._begun[name] for name in self._decoding]
         return [request for request in begun if not self._has_ended(request.state)]
 
-    def _most_drafts(self, requests: int) -> int:
-        """Return how many drafts of a request a step of ``requests`` checks."""
+    def _allow(self, requests: int) -> None:
+        """Set how many drafts of a request the next step of ``requests`` checks, and which."""
+        self._most = 0
         sizes = self._table.sizes(requests) if requests else ()
         if len(sizes) < 2:
-            return 0
+            return
         (bucket, _), *_, (_, longest) = sizes
-        return min(self._budget.drafts(bucket), longest - 1)
+        self._used = self._predicted if self._budget.is_paused(bucket) else self._budget
+        self._most = min(self._used.drafts(bucket), longest - 1)
 
     def _ended(
         self, batch: StepBatch, outputs: StepOutputs, token_ids: Sequence[Sequence[int]]
@@ -214,8 +222,9 @@ class HostDrafting:
         drafting_s = self._model.seconds if self._model is not None else 0.0
         if batch.phase is not Phase.VERIFY and not drafting_s:
             self._budget.plain(size[0], seconds)
+            self._predicted.plain(size[0], seconds)
             return
-        gain = self._budget.checked(size[0], seconds + drafting_s, tokens / batch.num_reqs)
+        gain = self._used.checked(size[0], seconds + drafting_s, tokens / batch.num_reqs)
         if batch.phase is Phase.VERIFY:
             self._counts.record(
                 size,
@@ -226,7 +235,11 @@ class HostDrafting:
 
     def _propose(self, state: CachedRequestState) -> list[int]:
         limit = min(self._most, self._tokens_left(state) - 1)
-        return self._drafter.propose(state.req_id, limit) if limit > 0 else []
+        if limit < 1:
+            return []
+        if self._used is self._predicted:
+            return self._drafter.predicted(state.req_id, limit)
+        return self._drafter.propose(state.req_id, limit)
 
     def _tokens_left(self, state: CachedRequestState) -> int:
         """Return the tokens that may still be sampled for the request."""
@@ -288,13 +301,15 @@ def make_drafting(
     model = None if source is None else ModelDrafter(source)
     # Without a draft model this is the only rank that drafts.
     first_rank = FirstRank(None) if source is None else FirstRank.of_this_rank()
+    most = speculation.num_speculative_tokens
     stages = config.parallel_config.pipeline_parallel_size
     return (HostDrafting if stages == 1 else StepDrafting)(
         PredictionFirst(model or make_drafter(speculation)),
         batches,
         table,
         DraftCounts(board, table),
-        DraftBudget(speculation.num_speculative_tokens, first_rank.decide),
+        DraftBudget(most, first_rank.decide),
+        DraftBudget(most, first_rank.decide),
         max_model_len=config.model_config.max_model_len,
         model=model,
     )

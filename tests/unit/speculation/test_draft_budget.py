@@ -118,7 +118,7 @@ def test_another_rank_decides_by_its_times() -> None:
         budget.plain(1, PLAIN_S)
     budget.checked(1, PLAIN_S, 4.0)
     for _ in range(7):
-        assert not budget.drafts(1)
+        assert budget.is_paused(1) and not budget.drafts(1)
         budget.plain(1, PLAIN_S)
     # This rank alone would pause.
     budget.checked(1, 3 * PLAIN_S, 1.0)

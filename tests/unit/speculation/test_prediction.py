@@ -41,7 +41,8 @@ def test_without_a_prediction_the_other_drafter_is_used() -> None:
     both.begin(DraftedRequest("a", (1, 2, 3, 4, 1, 2, 3)))
     both.begin(DraftedRequest("b", (1, 2, 3, 4, 1, 2, 3), prediction=(9, 8)))
     assert both.propose("a", 2) == [4, 1]
-    assert both.propose("b", 2) == [9, 8]
+    assert both.propose("b", 2) == both.predicted("b", 2) == [9, 8]
+    assert both.predicted("a", 2) == []
     both.extend("b", [9, 8])
     assert both.propose("b", 2) == []
     both.end("a", finished=True)
