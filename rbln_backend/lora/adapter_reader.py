@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from rbln_backend.errors import AdapterError
@@ -57,6 +58,7 @@ class AdapterReader(WorkerLoRAManager):
             files = [Path(request.lora_path) / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
             read = DigestedFiles(files)
             loaded = self._load_adapter(request)
+            _check_values(loaded)
             if self.hashes_files:
                 digest = read.digest()
             images = self.layers.images(loaded)
@@ -97,3 +99,12 @@ class AdapterReader(WorkerLoRAManager):
         except ValueError:
             return None
         return TensorName(module, module, None if is_copy else is_a)
+
+
+def _check_values(adapter: Any) -> None:
+    """Raise ``AdapterError`` for a matrix with NaN or infinity, which would be in every answer."""
+    for module, weights in adapter.loras.items():
+        for side, matrix in (("A", weights.lora_a), ("B", weights.lora_b)):
+            parts = matrix if isinstance(matrix, list) else [matrix]
+            if not all(part is None or torch.isfinite(part).all() for part in parts):
+                raise AdapterError(f"lora_{side}.weight of {module!r} has NaN or infinite values")

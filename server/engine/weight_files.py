@@ -79,8 +79,16 @@ def check_weight_files(model: str, dtype: str) -> WeightFiles:
             )
         return found
     counts: Counter[str] = Counter()
+    owners: dict[str, str] = {}
     for name in names:
-        _check_file(folder / name, counts, found)
+        for tensor in _check_file(folder / name, counts, found):
+            other = owners.setdefault(tensor, name)
+            if other != name:
+                found.problems.append(
+                    f"{tensor} is in {other} and in {name}, of which one is not this checkpoint's; "
+                    "remove that file"
+                )
+                return found
     if counts:
         found.dtype = _DTYPES.get(counts.most_common(1)[0][0])
     if found.dtype is not None and found.dtype != dtype:
@@ -112,31 +120,50 @@ def _names(folder: Path, found: WeightFiles) -> list[str]:
     return [name for name in names if name not in missing]
 
 
-def _check_file(path: Path, counts: Counter[str], found: WeightFiles) -> None:
+def _check_file(path: Path, counts: Counter[str], found: WeightFiles) -> list[str]:
+    """Add the problems of a file; return the names of its tensors."""
     try:
         size, header_bytes, header = _read_header(path)
     except (OSError, ValueError, RecursionError) as error:
         found.problems.append(f"{path.name} is damaged: {error}; fetch it again")
-        return
-    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        return []
+    names = [name for name in header if name != "__metadata__"]
+    tensors = [header[name] for name in names]
     try:
         end = max((int(entry["data_offsets"][1]) for entry in tensors), default=0)
         counts.update(str(entry["dtype"]) for entry in tensors)
     except (KeyError, TypeError, IndexError, ValueError):
         found.problems.append(f"{path.name} is damaged: its header is malformed; fetch it again")
-        return
+        return []
     wanted = _LENGTH_BYTES + header_bytes + end
     if size != wanted:
         found.problems.append(
             f"{path.name} has {size:,} bytes, its header says {wanted:,}; fetch it again"
         )
-        return
+        return []
+    if hole := _hole_of(path, size):
+        found.problems.append(
+            f"{path.name} has no data from byte {hole:,} on, as a download leaves it that was cut "
+            "off in space reserved before; fetch it again"
+        )
+        return []
     try:
         # The library that loads the weights also checks dtypes and offsets.
         with safe_open(path, framework="np"):
             pass
     except (OSError, SafetensorError) as error:
         found.problems.append(f"{path.name} is damaged: {error}; fetch it again")
+    return names
+
+
+def _hole_of(path: Path, size: int) -> int | None:
+    """Return where a file's first hole begins; None where it has none, or the disk cannot say."""
+    with path.open("rb") as file:
+        try:
+            begin = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+        except OSError:
+            return None
+    return begin if begin < size else None
 
 
 def _read_header(path: Path) -> tuple[int, int, dict[str, Any]]:

@@ -308,6 +308,16 @@ LAYER = "base_model.model.model.layers.0"
             ),
             "is neither a lora_A.weight",
         ),
+        *(
+            (
+                {},
+                lambda path, value=value: _put(
+                    path, f"{LAYER}.self_attn.q_proj.lora_B.weight", torch.full((128, 8), value)
+                ),
+                "q_proj' has NaN or infinite values",
+            )
+            for value in (float("nan"), float("inf"))
+        ),
         (
             {},
             lambda path: _drop(path, f"{LAYER}.self_attn.v_proj.lora_B.weight"),

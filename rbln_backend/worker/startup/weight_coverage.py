@@ -50,6 +50,23 @@ class CompleteLoader(DefaultModelLoader):
         if missing:
             raise CheckpointError(_lacking(model_config.model, model, missing, names))
 
+    def _prepare_weights(
+        self,
+        model_name_or_path: str,
+        subfolder: str | None,
+        revision: str | None,
+        fall_back_to_pt: bool,
+        allow_patterns_overrides: list[str] | None,
+    ) -> tuple[str, list[str], bool]:
+        """As vLLM's method, but Hugging Face's files go before Mistral's beside them."""
+        folder, patterns = Path(model_name_or_path), allow_patterns_overrides
+        both = all(any(folder.glob(f"{name}*.safetensors")) for name in ("model", "consolidated"))
+        if self.load_config.load_format == "auto" and patterns is None and both:
+            patterns = ["model*.safetensors"]
+        return super()._prepare_weights(
+            model_name_or_path, subfolder, revision, fall_back_to_pt, patterns
+        )
+
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, Tensor], None, None]:
@@ -69,7 +86,7 @@ def missing_in_files(model: nn.Module, config: VllmConfig) -> str | None:
     has_files = any(Path(own.model).glob("*.safetensors"))
     if config.load_config.load_format == "dummy" or not has_files:
         return None
-    loader = DefaultModelLoader(config.load_config)
+    loader = CompleteLoader(config.load_config)
     _, files, are_safetensors = loader._prepare_weights(own.model, None, None, True, None)
     if not are_safetensors:
         return None

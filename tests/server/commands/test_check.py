@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint_tokenizer import VOCAB_SIZE
@@ -142,6 +143,15 @@ def test_a_start_without_weights_fails_by_name(
             time.sleep(0.1)
         assert body["status"] == "dead"
         assert name in body["reason"]
+
+
+def test_mistrals_file_beside_others_is_not_read(
+    verdict: Verdict, checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    """vLLM would read it alone."""
+    path = without(checkpoints("llama"), tmp_path / "model", [])
+    save_file({"norm.weight": torch.ones(1)}, path / "consolidated.safetensors")
+    assert verdict(path, *FLAGS)["ok"]
 
 
 def test_a_parser_that_does_not_fit_the_tokenizer_cannot_run(

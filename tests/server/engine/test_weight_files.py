@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,23 @@ def test_a_download_that_was_cut_off(folder: Path) -> None:
     path.write_bytes(data[:-16])
     (problem,) = found(folder).problems
     assert f"{len(data) - 16:,} bytes, its header says {len(data):,}" in problem
+
+
+def test_a_hole_of_the_right_length(folder: Path) -> None:
+    path = folder / "model-2.safetensors"
+    save_file({"layer.2": torch.ones(1 << 10, 1 << 10, dtype=torch.bfloat16)}, path)
+    size = path.stat().st_size
+    assert found(folder).problems == []
+    os.truncate(path, size // 2)
+    os.truncate(path, size)
+    (problem,) = found(folder).problems
+    assert "model-2.safetensors has no data from byte " in problem
+
+
+def test_a_tensor_in_two_files(folder: Path) -> None:
+    save_file({"layer.1": torch.zeros(8, 8)}, folder / "model-2.safetensors")
+    (problem,) = found(folder).problems
+    assert problem.startswith("layer.1 is in model-1.safetensors and in model-2.safetensors")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 4, b"\xff" * 64, b"\x02" + b"\x00" * 7 + b"[]"])
