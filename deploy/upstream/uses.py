@@ -259,7 +259,10 @@ class _Scope(ast.NodeVisitor):
 
     def _assign(self, target: ast.expr, value: ast.expr | None) -> None:
         if isinstance(target, ast.Tuple):
-            values = value.elts if isinstance(value, ast.Tuple) else [None] * len(target.elts)
+            values: list[ast.expr | None] = [None] * len(target.elts)
+            if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
+                values = [*value.elts]
+            # A tuple of another length has starred parts, whose types are not known.
             for one, given in zip(target.elts, values, strict=True):
                 self._assign(one, given)
         elif isinstance(target, ast.Name):

@@ -17,6 +17,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
@@ -101,12 +102,19 @@ class EngineClient(AsyncLLM):
         self._add_counts(record, self._states(request_id, collector), predicted)
         return collector
 
-    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
+    async def _add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: ParentRequest | None,
+        index: int,
+        queue: RequestOutputCollector,
+    ) -> None:
         params = request.sampling_params
         if params is not None and params.bad_words:
             tokenizer = self.renderer.tokenizer
             params._bad_words_token_ids = bad_word_ids(params.bad_words, tokenizer)
-        await super()._add_request(request, *args)
+        await super()._add_request(request, prompt, parent_req, index, queue)
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         """Generate as AsyncLLM does; raises `GenerationError` for an output that is an error.

@@ -260,7 +260,7 @@ def test_a_request_that_is_refused_has_its_span(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_is_the_servers_error(target: Target, stream: bool) -> None:
     traced = Traced(target)
-    headers = traced.headers | {"x-request-timeout-ms": "150"}
+    headers = traced.headers | {"x-request-timeout-ms": "60"}
     with target.http() as http:
         http.post(CHAT, json=chat(max_tokens=480, stream=stream), headers=headers)
     ours, (engine,) = traced.spans(engine=1)

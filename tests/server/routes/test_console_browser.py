@@ -253,7 +253,7 @@ def test_nothing_leaves_its_panel_on_a_narrow_screen(page: Chrome) -> None:
         root = "return document.documentElement.scrollWidth"
         until(page, lambda: page.execute_script(root) <= PHONE["width"])
         tables = page.find_elements(By.TAG_NAME, "table")
-        assert len(tables) == 8
+        assert len(tables) == 7
         for table in tables:
             holder = table.find_element(By.XPATH, "..")
             assert holder.get_attribute("tabindex") == "0", "for the keys"
