@@ -217,10 +217,14 @@ def leave(target: Target, body: dict[str, Any], headers: dict[str, str]) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_its_client_leaves_has_its_spans(target: Target, stream: bool) -> None:
-    traced = Traced(target)
-    leave(target, chat(max_tokens=480, stream=stream, n=2, temperature=1), traced.headers)
-    ours, engine = traced.spans(engine=2)
-    said = attributes(ours)
+    for _ in range(8):
+        traced = Traced(target)
+        leave(target, chat(max_tokens=480, stream=stream, n=2, temperature=1), traced.headers)
+        ours, engine = traced.spans(engine=2)
+        said = attributes(ours)
+        # A fast engine may have ended before the gauge shows it running, up to 0.1 s later.
+        if said["rbln_serve.outcome"] != "ok":
+            break
     assert (ours.name, said["rbln_serve.outcome"]) == ("chat tiny", "aborted")
     assert said["error.type"] == "aborted"
     # The client's doing, not the server's.
