@@ -80,7 +80,9 @@ class DraftBudget:
         cost = seconds / median(own.plain_s)
         own.budget = min(own.budget + max(tokens - cost, -LARGEST_LOSS), MOST)
         own.checks += 1
-        own.pause = self._decide(math.ceil(max(-own.budget, 0.0) / SHARE))
+        # The sum of another rank than the deciding one may fall without a pause.
+        lost = min(max(-own.budget, 0.0), LARGEST_LOSS)
+        own.pause = self._decide(math.ceil(lost / SHARE))
         if own.pause:
             own.budget = 0.0
         return tokens / cost

@@ -53,7 +53,11 @@ def test_answers_are_those_without_drafts(
     assert text() == streamed() == plain
     # Its drafts come before those of the heads, and all of them are right.
     before = server.metric("vllm:spec_decode_num_accepted_tokens_total")
-    assert text(prediction={"type": "content", "content": plain}) == plain
+    for _ in range(8):
+        assert text(prediction={"type": "content", "content": plain}) == plain
+        if server.metric("vllm:spec_decode_num_accepted_tokens_total") > before:
+            break
+        # Noise of a busy machine may have made a check look dear: its budget comes back.
     assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > before
 
 

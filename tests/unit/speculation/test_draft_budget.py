@@ -123,3 +123,19 @@ def test_another_rank_decides_by_its_times() -> None:
     # This rank alone would pause.
     budget.checked(1, 3 * PLAIN_S, 1.0)
     assert budget.drafts(1) == DRAFTS
+
+
+def test_a_rank_that_does_not_decide_never_tells_a_longer_pause() -> None:
+    """Its own checks may lose on and on; the pause is sent in a byte."""
+    given: list[int] = []
+
+    def decide(pause: int) -> int:
+        given.append(pause)
+        return 0
+
+    budget = DraftBudget(DRAFTS, decide)
+    for _ in range(LEAST_PLAIN):
+        budget.plain(1, PLAIN_S)
+    for _ in range(50):
+        budget.checked(1, 4 * PLAIN_S, 1.0)
+    assert max(given) == LONGEST_PAUSE < 256
