@@ -65,7 +65,7 @@ from rbln_backend.worker.step.batches import RequestBatches
 from rbln_backend.worker.step.graph_set import GraphSet, StepGraph
 from rbln_backend.worker.step.group_inputs import kv_groups
 from rbln_backend.worker.step.host_pooler import HostPooler
-from rbln_backend.worker.step.inputs import StepInputs, row_order
+from rbln_backend.worker.step.inputs import RowOrder, StepInputs, row_order
 from rbln_backend.worker.step.metrics import StepMetrics
 from rbln_backend.worker.step.stage import intermediate_buffers, make_stage
 from rbln_backend.worker.step.token_types import TokenTypes
@@ -280,15 +280,16 @@ class EngineBuild:
         metrics = StepMetrics(counts, specs, self._usage, self._sizes, engine=place.engine)
         runs_on_host = self._parts.compiler.capabilities.runs_on_host
         loop = step_loop(config, runs_on_host=runs_on_host, replies=place.replies)
+        rows = row_order(self._parts.compiler.capabilities)
         steps = loop.steps(
             batches=batches,
-            adapters=self._adapter_rows(batches),
+            adapters=self._adapter_rows(batches, rows),
             graphs=self._graphs,
             kv_caches=self.kv_caches,
             metrics=metrics,
             stage=self._stage,
             agreement=self._agreement,
-            rows=row_order(self._parts.compiler.capabilities),
+            rows=rows,
         )
         if not is_last:
             return RelayRunner(steps)
@@ -318,11 +319,11 @@ class EngineBuild:
             ),
         )
 
-    def _adapter_rows(self, batches: RequestBatches) -> AdapterRows:
+    def _adapter_rows(self, batches: RequestBatches, rows: RowOrder) -> AdapterRows:
         if self._parts.adapters is None:
             return NoAdapterRows()
         self._parts.adapters.serve(batches.adapter_ids)
-        return SlotRows(self._parts.adapters)
+        return SlotRows(self._parts.adapters, rows)
 
     def _input_batch(self, rows: int) -> IsolatedInputBatch:
         config, device = self._parts.vllm_config, torch.device("cpu")

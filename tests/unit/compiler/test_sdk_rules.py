@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec
 from rbln_backend.worker.startup import npu_memory
+from rbln_backend.worker.step.adapter_rows import SlotRows
 from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs
 from rbln_backend.worker.step.inputs import DecodeRows, LongestFirst, StepInputs
 
@@ -165,6 +168,23 @@ def test_rows_with_drafts_go_longest_first_and_come_back() -> None:
     assert paged.seq_idx[:, 0].tolist() == [20, 5, 0, 0]
     logits = torch.arange(12.0).view(4, 3)
     assert order.restore(logits)[:2].tolist() == [[3.0, 4.0, 5.0], [0.0, 1.0, 2.0]]
+
+
+@pytest.mark.parametrize(("phase", "length"), [(Phase.DECODE, 1), (Phase.VERIFY, 3)])
+def test_adapters_go_with_their_rows(phase: Phase, length: int) -> None:
+    """The last request reads a prompt token in a row behind the batch, and is the longest."""
+    spec, order = GraphSpec.of(phase, 8, length), LongestFirst()
+    inputs = StepInputs.allocate(spec, [], has_adapters=True)
+    positions = np.array([5, 20, 9, 30])
+    order.arrange(DecodeRows(np.zeros(4, dtype=np.int64), positions, []), spec.bucket)
+    held = SimpleNamespace(request_lora_mapping=np.array([1, 0, 2]), lora_id_to_lora_request={})
+    adapters: Any = SimpleNamespace(
+        slots_of=lambda ids, _: [number - 1 for number in ids], slot_of=lambda number: number
+    )
+    batch: Any = SimpleNamespace(phase=phase, input_batch=held, num_reqs=3, decode_prefill=[3])
+    SlotRows(adapters, order).fill(inputs, batch)
+    # By length: the fourth, the second, the third, the first.
+    assert inputs.adapter_slots.tolist() == [3, -1, 1, 0, -1, -1, -1, -1]
 
 
 def test_no_more_blocks_than_numbers() -> None:
