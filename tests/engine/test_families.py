@@ -36,6 +36,36 @@ NUM_TOKENS = 64
 OPTIONS: dict[str, Any] = {"max_model_len": LONGEST_PROMPT + NUM_TOKENS, "block_size": 32}
 # Few graphs: for a chunk shorter and one longer than every window, one request and more.
 CHUNKS, BATCHES = [16, 64], [1, 4]
+# None is that of the tests' checkpoints: heads that do not fill a vector, sizes that no tile divides.
+SHAPES: list[dict[str, int]] = [
+    {"hidden_size": 96, "intermediate_size": 328, "num_attention_heads": 3, "head_dim": 32},
+    {"hidden_size": 160, "intermediate_size": 200, "num_attention_heads": 2, "head_dim": 80},
+    {"hidden_size": 192, "intermediate_size": 136, "num_attention_heads": 12, "head_dim": 16},
+    {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64},
+]
+# The number of a shape, key-value heads and layers, and what follows from them in a family.
+SHAPED: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "llama": (0, 1, 2, {}),
+    "qwen2": (2, 4, 4, {}),
+    "qwen3": (1, 1, 2, {}),
+    "mistral": (2, 3, 2, {"sliding_window": 40}),
+    "phi3": (1, 2, 2, {}),
+    "gemma2": (2, 6, 4, {"query_pre_attn_scalar": 16}),
+    "gemma3_text": (0, 1, 4, {"query_pre_attn_scalar": 32}),
+    "starcoder2": (3, 2, 4, {"sliding_window": 64}),
+    "exaone4": (2, 2, 4, {}),
+    "olmo2": (0, 3, 2, {}),
+    "olmo3": (3, 4, 4, {}),
+    "granite": (1, 2, 4, {}),
+    "opt": (2, 12, 2, {"ffn_dim": 136}),
+    "gpt_neox": (3, 4, 2, {}),
+    "gpt_bigcode": (0, 1, 2, {}),
+    "bloom": (3, 4, 2, {}),
+    "cohere2": (1, 1, 4, {}),
+    "mixtral": (0, 1, 2, {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "qwen3_moe": (2, 2, 2, {"num_experts": 6, "num_experts_per_tok": 2}),
+    "deepseek_v3": (1, 2, 3, {"kv_lora_rank": 40, "q_lora_rank": 56, "head_dim": ...}),
+}
 # vLLM lets these layers look back one token more than transformers does.
 DEVIATIONS: dict[str, dict[str, Any]] = {"cohere2": {"hf_overrides": {"sliding_window": 47}}}
 # vLLM takes the error function for bloom's GELU, transformers its approximation by tanh.
@@ -119,6 +149,40 @@ def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
         together = engine.generate(prompts, params)
     assert {output.num_cached_tokens for output in together} == {0}
     assert_equal(together, expected)
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=() if arch == "starcoder2" else pytest.mark.wide)
+        for arch in SHAPED
+    ],
+)
+def test_a_family_of_another_shape(engines: Engines, tmp_path: Path, arch: str) -> None:
+    shape, kv_heads, layers, fields = SHAPED[arch]
+    overrides = SHAPES[shape] | {"num_key_value_heads": kv_heads, "num_hidden_layers": layers}
+    checkpoint = engines.checkpoints(arch, **{**overrides, **fields})
+    prompts, params = make_prompts([1, 2, 33, 64, 130, 257], seed=62), greedy(24)
+    expected = references(checkpoint, prompts, 24)
+    for misses in (True, False):
+        # All of this project's own choices: chunks, buckets, kernels.
+        engine = engines.fresh(
+            arch,
+            checkpoint=checkpoint,
+            rbln={"cache_root": str(tmp_path)},
+            max_model_len=512,
+            **DEVIATIONS.get(arch, {}),
+        )
+        alone = [engine.generate([prompt], params)[0] for prompt in prompts]
+        together = engine.generate(prompts, params)
+        missed = engine.total("rbln_compile_cache_requests_total", result="miss")
+        engine.llm.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+        tolerance = TOLERANCES.get(arch, 1e-3)
+        assert_equal(alone, expected, tolerance)
+        assert_equal(together, expected, tolerance)
+        assert bool(missed) is misses
 
 
 @pytest.mark.wide
