@@ -6,8 +6,13 @@ on other fields would therefore be applied wrongly without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import regex
 
 from rbln_backend.errors import AdapterError
 from rbln_backend.lora.target import Target
@@ -29,6 +34,61 @@ _REFUSED: Mapping[str, str] = {
 # Their base weights are what the initialisation left of the published ones.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _SHOWN_CHARS = 200
+_PATTERNS_S = 2.0
+"""Most time to compare an adapter's patterns with all names of modules."""
+
+
+class _Selection:
+    """PEFT's choice of modules by an adapter's configuration; raises `AdapterError`."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        for field in ("target_modules", "exclude_modules", "layers_pattern"):
+            value = config.get(field)
+            if not isinstance(value, str | list | None) or not all(
+                isinstance(name, str) for name in value or ()
+            ):
+                raise AdapterError(f"{field} is {value!r}, not a text or a list of texts")
+        layers = config.get("layers_to_transform")
+        layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
+        if not all(type(layer) is int for layer in layers):
+            raise AdapterError(f"layers_to_transform is {layers!r}, not a list of integers")
+        self._layers = frozenset(layers)
+        self._names = {
+            field: frozenset(value) if isinstance(value := config.get(field), list) else value
+            for field in ("target_modules", "exclude_modules")
+        }
+        patterns = config.get("layers_pattern") or r"[^.]*"
+        self._patterns = [patterns] if isinstance(patterns, str) else patterns
+        # A client may have written the patterns.
+        self._deadline = time.monotonic() + _PATTERNS_S
+
+    def has(self, path: str) -> bool:
+        """Return True if PEFT adapts the module at `path` of the base model."""
+        if self._is_named("exclude_modules", path) or not self._is_named("target_modules", path):
+            return False
+        if isinstance(self._names["target_modules"], str) or not self._layers:
+            return True
+        for pattern in self._patterns:
+            numbered = rf"(?:.*\.)?(?:{pattern})\.(\d+)\..*"
+            if found := self._match(numbered, "layers_pattern", path):
+                return int(found[found.re.groups]) in self._layers
+        return False
+
+    def _is_named(self, field: str, path: str) -> bool:
+        names = self._names[field]
+        if isinstance(names, str):
+            return self._match(names, field, path) is not None
+        parts = path.split(".")
+        return bool(names) and any(".".join(parts[n:]) in names for n in range(len(parts)))
+
+    def _match(self, pattern: str, field: str, path: str) -> Any:
+        try:
+            left = max(self._deadline - time.monotonic(), 0.001)
+            return regex.fullmatch(pattern, path, timeout=left)
+        except regex.error as error:
+            raise AdapterError(f"{field} is not a regular expression: {error}") from None
+        except TimeoutError:
+            raise AdapterError(f"{field} takes more than {_PATTERNS_S:g} s to compare") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +164,66 @@ def check_tensors(
         if len(present) == 1:
             missing = "B" if True in present else "A"
             raise AdapterError(f"module {module!r} has no lora_{missing}.weight")
+
+
+def check_modules(
+    config: Mapping[str, Any],
+    names: Iterable[str],
+    targets: Mapping[str, Target],
+    parse: Callable[[str], TensorName | None],
+) -> None:
+    """Raise `AdapterError` if the file and ``target_modules`` disagree about an adapted module.
+
+    PEFT would leave out a matrix that the configuration does not name, and would adapt nothing
+    where the file lacks one. `names` are the tensors that `check_tensors` has passed. Stacks of
+    experts are not modules, and not compared.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        parsed = parse(name)
+        if parsed and parsed.is_a is not None and targets[parsed.target].experts == 1:
+            path = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+            found[parsed.target] = path
+    chosen = config.get("target_modules")
+    kinds = {_kind(target) for target in found}
+    named = isinstance(chosen, str | list) and chosen != "all-linear"
+    whole = not named and config.get("layers_to_transform") in (None, [])
+    selection = _Selection(config)
+    if named:
+        for path in found.values():
+            if not selection.has(path):
+                raise AdapterError(
+                    f"it has matrices for {path[:_SHOWN_CHARS]!r}, which adapter_config.json does "
+                    "not name (target_modules, exclude_modules, layers_to_transform)"
+                )
+    # The served model's names may begin differently.
+    prefixes = dict(_prefixes(target, path) for target, path in found.items())
+    for target, shape in targets.items():
+        # An adapter may leave out experts: those that no token of its training reached.
+        if target in found or shape.experts > 1 or ".experts." in target:
+            continue
+        prefix = next((known for known in prefixes if target.startswith(known)), None)
+        if prefix is None:
+            continue
+        path = prefixes[prefix] + target[len(prefix) :]
+        # Without a list, each kind of module is in every layer or in none.
+        if (named and selection.has(path)) or (whole and _kind(target) in kinds):
+            raise AdapterError(
+                f"it lacks matrices for {path!r}, which adapter_config.json names, or which other "
+                "layers have"
+            )
+
+
+def _kind(module: str) -> str:
+    """Return a module's path without the number of its layer."""
+    return ".".join(part for part in module.split(".") if not part.isdecimal())
+
+
+def _prefixes(target: str, path: str) -> tuple[str, str]:
+    """Return what two names of one module begin with, before the parts that they share."""
+    parts = zip(reversed(target.split(".")), reversed(path.split(".")), strict=False)
+    length = len(".".join(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], parts)))
+    return target[: len(target) - length], path[: len(path) - length]
 
 
 def _unknown_module(module: str, targets: Mapping[str, Target]) -> str:

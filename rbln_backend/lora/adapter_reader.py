@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from rbln_backend.errors import AdapterError
 from rbln_backend.kv_cache.adapter_digests import DigestedFiles
-from rbln_backend.lora.adapter_files import TensorName, check_config, check_tensors
+from rbln_backend.lora.adapter_files import TensorName, check_config, check_modules, check_tensors
 from rbln_backend.lora.model_manager import RblnLoraModelManager
 from rbln_backend.vllm_compat.lora import (
     LoRARequest,
@@ -80,14 +80,11 @@ class AdapterReader(WorkerLoRAManager):
                 raise AdapterError(f"{folder} has no {name}")
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         check_config(config, self.lora_config.max_lora_rank)
-        self._check_weights(folder / WEIGHTS_FILE, config["r"])
-
-    def _check_weights(self, path: Path, rank: int) -> None:
-        """Check names and shapes of all tensors, read from the file's header."""
-        with safe_open(path, framework="pt") as file:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             names = file.keys()
             shapes = {name: file.get_slice(name).get_shape() for name in names}
-        check_tensors(shapes, rank, self.layers.targets, self._parse)
+        check_tensors(shapes, config["r"], self.layers.targets, self._parse)
+        check_modules(config, names, self.layers.targets, self._parse)
 
     def _parse(self, name: str) -> TensorName | None:
         mapper: Any = getattr(self.layers.model, "hf_to_vllm_mapper", None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from rbln_backend.api.requests import TensorName, check_config, check_tensors
+from rbln_backend.api.requests import TensorName, check_config, check_modules, check_tensors
 from rbln_backend.errors import AdapterError
 from server.errors import describe
 from server.lora.folder import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, refusal
@@ -84,6 +84,8 @@ def check_fit(folder: AdapterFolder, base: ServedModel, *, any_base: bool = Fals
     rank: int = config["r"]
     shapes = {name: info.shape for name, info in folder.tensors.items()}
     _check(WEIGHTS_FILE, lambda: check_tensors(shapes, rank, base.targets, _parse))
+    both = f"{CONFIG_FILE} and {WEIGHTS_FILE}"
+    _check(both, lambda: check_modules(config, folder.tensors, base.targets, _parse))
     for name, info in folder.tensors.items():
         if info.dtype not in _DTYPES:
             known = ", ".join(_DTYPES)

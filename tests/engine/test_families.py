@@ -36,7 +36,7 @@ NUM_TOKENS = 64
 OPTIONS: dict[str, Any] = {"max_model_len": LONGEST_PROMPT + NUM_TOKENS, "block_size": 32}
 # Few graphs: for a chunk shorter and one longer than every window, one request and more.
 CHUNKS, BATCHES = [16, 64], [1, 4]
-# None is that of the tests' checkpoints: heads that do not fill a vector, sizes that no tile divides.
+# Others than the checkpoints': heads that fill no vector, sizes that no tile divides.
 SHAPES: list[dict[str, int]] = [
     {"hidden_size": 96, "intermediate_size": 328, "num_attention_heads": 3, "head_dim": 32},
     {"hidden_size": 160, "intermediate_size": 200, "num_attention_heads": 2, "head_dim": 80},
@@ -153,10 +153,7 @@ def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
 
 @pytest.mark.parametrize(
     "arch",
-    [
-        pytest.param(arch, marks=() if arch == "starcoder2" else pytest.mark.wide)
-        for arch in SHAPED
-    ],
+    [pytest.param(arch, marks=() if arch == "starcoder2" else pytest.mark.wide) for arch in SHAPED],
 )
 def test_a_family_of_another_shape(engines: Engines, tmp_path: Path, arch: str) -> None:
     shape, kv_heads, layers, fields = SHAPED[arch]

@@ -103,6 +103,59 @@ def test_faults_of_the_tensors(tmp_path: Path, tensors: dict[str, Any], words: s
     assert len(message) < 500
 
 
+Q, V = "self_attn.q_proj", "self_attn.v_proj"
+ALL = [f"model.layers.{layer}.{module}" for layer in (0, 1) for module in (Q, V)]
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "words"),
+    [
+        ({}, ALL, None),
+        ({"target_modules": ["q_proj", "self_attn.v_proj", "k_proj"]}, ALL, None),
+        ({"target_modules": ALL}, ALL, None),
+        ({"target_modules": r"model\.layers\.\d\.self_attn\.[qv]_proj"}, ALL, None),
+        ({"target_modules": "all-linear"}, ALL, None),
+        ({"target_modules": None}, ALL, None),
+        ({"layers_to_transform": [1]}, ALL[2:], None),
+        ({"layers_to_transform": 0, "layers_pattern": "layers"}, ALL[:2], None),
+        ({"exclude_modules": ["layers.1.self_attn.v_proj"]}, ALL[:3], None),
+        ({"target_modules": "all-linear", "layers_to_transform": [0]}, ALL[:2], None),
+        ({}, ALL[:2], f"it lacks matrices for '{ALL[2]}'"),
+        ({}, ALL[:3], f"it lacks matrices for '{ALL[3]}'"),
+        ({"target_modules": "all-linear"}, ALL[1:], f"it lacks matrices for '{ALL[0]}'"),
+        ({"target_modules": r".*\.[qv]_proj"}, ALL[1:], f"it lacks matrices for '{ALL[0]}'"),
+        (
+            {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+            ALL,
+            "'model.layers.0.mlp.down_proj'",
+        ),
+        ({"target_modules": ["q_proj"]}, ALL, f"it has matrices for '{ALL[1]}'"),
+        ({"target_modules": r".*0\.self_attn\.[qv]_proj"}, ALL, f"it has matrices for '{ALL[2]}'"),
+        ({"exclude_modules": r".*1.*v_proj"}, ALL, f"it has matrices for '{ALL[3]}'"),
+        ({"layers_to_transform": [0]}, ALL, f"it has matrices for '{ALL[2]}'"),
+        ({"layers_to_transform": [1], "layers_pattern": ["h"]}, ALL, "it has matrices"),
+        ({"target_modules": 7}, ALL, "target_modules is 7"),
+        ({"target_modules": ["q_proj", 7]}, ALL, "not a text or a list of texts"),
+        ({"layers_to_transform": ["1"]}, ALL, "layers_to_transform is ['1']"),
+        ({"target_modules": "("}, ALL, "target_modules is not a regular expression"),
+        (
+            {"target_modules": r"(?:(\w)|(.))*(?=\1{99}).*"},
+            ALL,
+            "target_modules takes more than 2 s",
+        ),
+    ],
+)
+def test_modules_of_the_file_and_of_its_configuration(
+    tmp_path: Path, config: dict[str, Any], modules: list[str], words: str | None
+) -> None:
+    targets = {path: TARGETS[path] for path in modules}
+    path = write_adapter(tmp_path / "a", targets=targets, config=config)
+    if words is None:
+        assert check(path) == 4
+    else:
+        assert words in reason(path)
+
+
 def test_an_adapter_without_tensors_is_refused(tmp_path: Path) -> None:
     assert "has no tensors" in reason(write_adapter(tmp_path / "a", modules=()))
 
