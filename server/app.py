@@ -18,6 +18,7 @@ from starlette.routing import Match
 
 from server.admission import Admission
 from server.errors import (
+    InternalError,
     MethodNotAllowedError,
     RequestError,
     RouteNotFoundError,
@@ -34,8 +35,9 @@ from server.observability.event_loop import follow_event_loop
 from server.observability.history import History
 from server.observability.metrics import ServerMetrics
 from server.observability.traffic import read_traffic
-from server.request.body import CLIENT_GONE, ClientGoneError
+from server.request.body import CLIENT_GONE, JSON_TYPE, ClientGoneError
 from server.request.record import record_of
+from server.request.request_id import request_id_of
 from server.request.shown_paths import ShownPaths
 from server.routes.admin import admin_router, cache_router, profile_router
 from server.routes.batches import batches_router
@@ -105,6 +107,8 @@ def create_app(
     add_inference_routes(app, frontend, response_store, settings, admission)
     app.add_exception_handler(HTTPException, _raise_ours)
     app.add_exception_handler(ClientGoneError, _end_aborted)
+    # Only those outside of the gate, which catches all others.
+    app.add_exception_handler(Exception, _fail)
     # The last one added is the first to see a request.
     app.add_middleware(GateMiddleware, lifecycle=lifecycle, admission=admission, access=access)
     allow_origins(app, settings)
@@ -154,6 +158,13 @@ async def _raise_ours(request: Request, error: Exception) -> Response:
             f"{where} is not allowed; this path takes {allow}.", headers={"allow": allow}
         )
     raise RequestError(str(error.detail))
+
+
+async def _fail(request: Request, _error: Exception) -> Response:
+    """Answer a failure of a middleware; the framework then raises it, and uvicorn logs it."""
+    error = InternalError("Internal error.")
+    ids = {"x-request-id": request_id_of(request.scope["headers"])}
+    return Response(error.body(), error.status, ids, JSON_TYPE)
 
 
 async def _end_aborted(request: Request, _error: Exception) -> Response:

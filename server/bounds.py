@@ -8,10 +8,16 @@ from __future__ import annotations
 HEADER_TIMEOUT_S = 10.0
 """For a request's headers, and for the TLS handshake: ten round trips of a very slow client."""
 LINGER_S = 2.0
-"""After an answer that came before the end of its request's body: what a client needs to read the
-answer and stop sending. Closing at once would reset the connection and lose the answer."""
+"""After an answer that ends the connection: what a client needs to read it and stop sending.
+Closing at once would reset the connection and lose the answer. Also between two bytes of a body
+that goes on after its answer."""
 LINGER_BYTES = 16 * 1024 * 1024
 """Bytes received and dropped in that time."""
+BODY_LINGER_S = 30.0
+"""For the rest of a body after its answer: 30 MB at 10 Mbit/s. nginx has the same default."""
+BODY_LINGER_BYTES = 256 * 1024 * 1024
+"""Bytes of it: a proxy that has buffered a body sends all of it before it reads the answer.
+Dropping them takes about a quarter of a second."""
 WRITE_TIMEOUT_S = 30.0
 """In which a client must read something of its answer; then its request is aborted."""
 BODY_TIMEOUT_S = 30.0

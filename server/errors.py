@@ -224,6 +224,14 @@ class HeaderTimeoutError(RequestError, status=408, code="header_timeout"):
     """The client took too long to send the headers."""
 
 
+class OriginError(RequestError, code="origin_refused"):
+    """A page of this origin may not send this request."""
+
+
+class TransferCodingError(RequestError, status=501, code="unsupported_transfer_encoding"):
+    """The body has a transfer coding besides chunked."""
+
+
 class WebSocketError(RequestError, code="websocket_unsupported"):
     """The request asks for a WebSocket upgrade, which is not supported."""
 

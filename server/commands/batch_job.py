@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,8 @@ class BatchJob:
 
     def _put(self, found: dict[str, bytes]) -> None:
         with self._source.open("rb") as lines:
-            names = [from_json(line)["custom_id"] for line in lines if line.strip()]
+            texts = (line.removeprefix(BOM_UTF8) for line in lines if line.strip())
+            names = [from_json(text)["custom_id"] for text in texts]
         replace_file(self._target, b"".join(found[name] + b"\n" for name in names))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from server.descriptions import json_type
 from server.frontend import LaunchError
 from server.wire.endpoint import JsonObject
 
@@ -34,8 +35,8 @@ def check_model_folder(model: str) -> None:
     except (OSError, ValueError) as error:
         raise LaunchError(f"MODEL {model!r}: {_CONFIG} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise LaunchError(f"MODEL {model!r}: {_CONFIG} must hold a JSON object, not a {kind}")
+        kind = json_type(content)
+        raise LaunchError(f"MODEL {model!r}: {_CONFIG} must hold a JSON object, not {kind}")
 
 
 def model_config_of(model: str) -> JsonObject:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httptools
@@ -24,12 +26,14 @@ from server.errors import (
     HeaderTimeoutError,
     InvalidHttpError,
     ServerError,
+    TransferCodingError,
     WebSocketError,
+    describe,
 )
 from server.http.chunk_writer import chunk_extension
 from server.http.connections import Connections, ConnectionSlot
 from server.http.error_responses import raw_error_response
-from server.http.http10 import Http10Connection
+from server.http.http10 import http10_app
 from server.http.transport import LingeringTransport
 from server.settings import ServerSettings
 
@@ -38,10 +42,10 @@ logger = logging.getLogger(__name__)
 _MAX_PIPELINED = 32
 """Requests that a client may send before an earlier one is answered."""
 _HEADER_OVERHEAD = len(b": \r\n")
-
-
-class _OldVersionError(Exception):
-    """The current request uses HTTP/1.0."""
+_CLOSE_WAIT = 8
+"""Linux's state of a TCP socket whose peer has sent its last byte and has not reset it."""
+_MIN_WATCH_S, _MAX_WATCH_S = 0.01, 1.0
+"""Shortest and longest time between two looks at this state."""
 
 
 class _UpgradeError(Exception):
@@ -49,7 +53,7 @@ class _UpgradeError(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """One HTTP/1.1 connection."""
+    """One connection of HTTP/1.1 or HTTP/1.0."""
 
     def __init__(
         self,
@@ -76,8 +80,6 @@ class Connection(HttpToolsProtocol):
         self._head: list[bytes] | None = []
         # Bytes since the parser's last event: an upper bound of its buffer.
         self._buffered = 0
-        # Bytes of a body received after its response.
-        self._unwanted = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the header timeout, or refuse the connection if there are too many."""
@@ -102,19 +104,55 @@ class Connection(HttpToolsProtocol):
             _end(self._served)
         self._out.lost()
 
+    def eof_received(self) -> bool:
+        """Return True to answer a client that has only ended its sending side.
+
+        A client that has closed its socket sends the same end, and resets the connection when more
+        arrives. So the first byte of what is due is sent at once. It is no probe of its own: the
+        client reads the same bytes as without it.
+        """
+        served = self._served
+        if served is None or not self._busy() or self._in_head or self._in_body or self._refusal:
+            return False
+        has_no_length = served.chunked_encoding is False and not served.expected_content_length
+        if has_no_length or not self._wire.can_write_eof():
+            # No byte of an HTTP/1.0 stream can be sent early. TLS has no half-close.
+            return False
+        self.cycle.keep_alive = False
+        if not served.response_started:
+            self._out.write_early(b"H")
+        elif served.chunked_encoding:
+            # The size of a chunk may begin with zeros.
+            self._wire.write(b"0")
+        self._watch_reset(_MIN_WATCH_S)
+        return True
+
+    def _watch_reset(self, seconds: float) -> None:
+        """Cancel the requests of a half-closed connection that the client resets.
+
+        Event loops do not poll a socket after its end of input.
+        """
+        connection = self._wire.get_extra_info("socket")
+        if connection.family == socket.AF_UNIX or self._out.is_closing():
+            # A write to a closed UNIX socket fails at once.
+            return
+        if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _CLOSE_WAIT:
+            self._out.abort()
+            return
+        later = min(2 * seconds, _MAX_WATCH_S)
+        self._start_timer(seconds, partial(self._watch_reset, later))
+
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; drop them if the connection is closing."""
-        if self._out.leaving:
+        if self._out.leaving or self._answered():
             self._out.drop(len(data))
+        if self._out.leaving:
             return
         if self._refusal is not None:
             self._out.pause_reading()
             return
-        if self._in_body:
-            if self._is_unwanted(data):
-                return
-        elif not self._in_head:
-            self._head = [data]
+        if not self._in_head:
+            self._head = None if self._in_body else [data]
         elif self._head is not None:
             self._head.append(data)
         self._buffered += len(data)
@@ -158,6 +196,7 @@ class Connection(HttpToolsProtocol):
             self._stop_timer()
         self._check_head()
         super().on_headers_complete()
+        self.cycle.keep_alive = self.parser.should_keep_alive()
         self._in_body = True
         self._head = None
         self._buffered = 0
@@ -173,14 +212,15 @@ class Connection(HttpToolsProtocol):
         """Record that the request is complete."""
         super().on_message_complete()
         self._in_body = False
-        self._buffered = self._unwanted = 0
-        if self._timer is not None:
-            self._stop_timer()
+        self._buffered = 0
+        self._out.stop_dropping()
 
     # Response callbacks.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._served = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = http10_app(app, cycle)
         cycle.scope["extensions"] = chunk_extension(cycle, self._wire)
         super()._start_asgi_task(cycle, app)
 
@@ -194,7 +234,7 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             self._answer(self._refusal)
         elif self._in_body:
-            self._start_timer(bounds.LINGER_S, self._abandon_body)
+            self._out.start_dropping(partial(self._out.cut, "unread_body"), is_body=True)
         else:
             self._watch_head()
 
@@ -221,31 +261,23 @@ class Connection(HttpToolsProtocol):
         else:
             self._watch_head()
 
-    def _is_unwanted(self, data: bytes) -> bool:
-        """Count body bytes after the response; close and return True above `LINGER_BYTES`."""
-        if self.cycle.response_complete:
-            self._unwanted += len(data)
-            if self._unwanted > bounds.LINGER_BYTES:
-                self._abandon_body()
-                return True
-        return False
-
     def _check_head(self) -> None:
-        """Raise if a complete head is invalid or needs another parser."""
+        """Raise if a complete head is invalid or not supported."""
         if self._buffered > self._settings.max_header_bytes or self._head is None:
             size = len(self.url) + sum(len(n) + len(v) + _HEADER_OVERHEAD for n, v in self.headers)
             if size > self._settings.max_header_bytes:
                 raise self._too_large()
         hosts = [name for name, _ in self.headers].count(b"host")
+        codings = [v for name, v in self.headers if name == b"transfer-encoding"]
         version = self.parser.get_http_version()
         if self.parser.should_upgrade():
             raise self._upgrade()
-        if version == "1.0":
-            raise _OldVersionError
-        if version != "1.1":
+        if version not in ("1.0", "1.1"):
             raise InvalidHttpError(f"version: must be HTTP/1.1, got HTTP/{version}.")
-        if hosts != 1:
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
             raise InvalidHttpError(f"Host: must occur once, got {hosts} headers.")
+        if codings:
+            _check_codings(b",".join(codings).decode("latin-1"), version)
         if len(self.pipeline) >= _MAX_PIPELINED:
             raise InvalidHttpError(
                 f"More than {_MAX_PIPELINED} pipelined requests wait for a response."
@@ -287,10 +319,6 @@ class Connection(HttpToolsProtocol):
             # No request was begun, so no response is due.
             self._out.cut(error.code)
 
-    def _abandon_body(self) -> None:
-        """Close the connection although the rest of a body is missing."""
-        self._out.cut("unread_body")
-
     # Ends.
 
     def _fail(self, error: httptools.HttpParserError) -> None:
@@ -298,22 +326,12 @@ class Connection(HttpToolsProtocol):
         cause = error.__context__
         if isinstance(cause, ServerError):
             self._refuse(cause)
-        elif isinstance(cause, _OldVersionError) and self._head and not self._busy():
-            self._switch_to_http10(b"".join(self._head))
         elif isinstance(cause, _UpgradeError) and self._head:
             self._decline_upgrade(b"".join(self._head))
         elif cause is None:
             self._refuse(InvalidHttpError(f"The request is not valid HTTP: {error}."))
         else:
             self._refuse(InvalidHttpError("The request is not valid HTTP or is not supported."))
-
-    def _switch_to_http10(self, data: bytes) -> None:
-        """Replace this protocol by h11, which handles HTTP/1.0 without chunked encoding."""
-        self.connections.discard(self)
-        older = Http10Connection(self.config, self.server_state, self.app_state, self._slot)
-        older.connection_made(self._wire)
-        self._wire.set_protocol(older)
-        older.data_received(data)
 
     def _decline_upgrade(self, data: bytes) -> None:
         """Parse the request again without its Upgrade header, after which httptools stops."""
@@ -353,6 +371,17 @@ class Connection(HttpToolsProtocol):
             self._slot.count(error.code)
         self._out.write(raw_error_response(error, self.server_state.default_headers))
         self._out.linger()
+
+
+def _check_codings(given: str, version: str) -> None:
+    """Raise for a Transfer-Encoding other than chunked."""
+    codings = [coding.strip().lower() for coding in given.split(",") if coding.strip()]
+    if version == "1.0" or codings[-1:] != ["chunked"] or codings.count("chunked") > 1:
+        raise InvalidHttpError(f"Transfer-Encoding: {describe(given)} is not valid HTTP/{version}.")
+    if codings != ["chunked"]:
+        raise TransferCodingError(
+            f"Transfer-Encoding: only 'chunked' is supported, got {describe(given)}."
+        )
 
 
 def _end(cycle: RequestResponseCycle) -> None:

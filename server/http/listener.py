@@ -86,7 +86,5 @@ def http_config(app: object, settings: ServerSettings, tls: Tls | None) -> uvico
         timeout_keep_alive=settings.keep_alive_s,
         # The drain is over by then; remaining requests are cancelled.
         timeout_graceful_shutdown=1,
-        # The head is complete and checked before h11 parses it.
-        h11_max_incomplete_event_size=2 * settings.max_header_bytes,
         ssl_context_factory=None if tls is None else lambda *_: tls.context,
     )

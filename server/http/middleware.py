@@ -35,7 +35,7 @@ from server.request.body import CLIENT_GONE
 from server.request.record import INTERNAL, Caller, RequestRecord, record_of, record_var
 from server.request.request_id import ANTHROPIC_HEADER, HEADER, request_id_of, with_request_id
 from server.request.route_table import Scope as KeyScope
-from server.request.route_table import is_anthropic, route_of, route_path
+from server.request.route_table import is_anthropic, route_of, route_path, without_last_slash
 
 if TYPE_CHECKING:
     from server.observability.tracing import Tracing
@@ -68,6 +68,9 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if (shorter := without_last_slash(scope)) is not None:
+            # A redirect would lose the body of a POST.
+            scope["path"] = shorter
         request_id = request_id_of(scope["headers"])
         scope["headers"] = with_request_id(scope["headers"], request_id)
         state = scope.setdefault("state", {})
@@ -112,7 +115,7 @@ class RequestMiddleware:
                 if record.key_use is not None:
                     shown = rate_headers(record.key_use.rates(), anthropic=record.anthropic)
                     headers += [(k.encode(), v.encode()) for k, v in shown.items()]
-                if not self._lifecycle.accepting and record.route.scope not in _QUIET:
+                if not self._lifecycle.accepting:
                     # Makes clients reconnect, to another server.
                     headers.append((b"connection", b"close"))
                 message["headers"] = headers

@@ -3,7 +3,8 @@
 Closing a socket while the peer still sends makes the kernel send a reset, which can discard a
 response that the peer has not read. So the connection lingers: it sends EOF and drops further
 input. Invariants: a lingering connection is closed after `bounds.LINGER_S` seconds or
-`LINGER_BYTES` bytes; a connection whose peer stops reading is closed after `WRITE_TIMEOUT_S`.
+`LINGER_BYTES`; in a body after `LINGER_S` without input, `BODY_LINGER_S` or `BODY_LINGER_BYTES`; a
+connection whose peer stops reading is closed after `WRITE_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ class LingeringTransport(asyncio.Transport):
         self._transport = transport
         self._peer_sends = peer_sends
         self._loop = asyncio.get_running_loop()
-        self._dropped = 0
+        self._dropped = self._dropped_before = 0
+        self._drop_until = 0.0
+        self._drop_bytes = 0
+        self._on_limit: Callable[[], None] = self.abort
         self._unsent = 0
-        self._linger_timer: asyncio.TimerHandle | None = None
+        self._drop_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -61,13 +65,13 @@ class LingeringTransport(asyncio.Transport):
         if self.is_closing():
             return
         if self._peer_sends():
-            self.linger()
+            self.linger(is_body=True)
         else:
             self.leaving = True
             self._flush()
 
-    def linger(self) -> None:
-        """Send EOF and drop further input until a limit is reached."""
+    def linger(self, *, is_body: bool = False) -> None:
+        """Send EOF and drop further input, such as a body, until a limit is reached."""
         if self.is_closing():
             return
         self.leaving = True
@@ -75,13 +79,38 @@ class LingeringTransport(asyncio.Transport):
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._transport.resume_reading()
-        self._linger_timer = self._loop.call_later(bounds.LINGER_S, self.abort)
+        self.start_dropping(self.abort, is_body=is_body)
+
+    def write_early(self, head: bytes) -> None:
+        """Send the bytes with which the next write begins."""
+
+        def write_rest(data: bytes) -> None:
+            self.write = self._transport.write  # type: ignore[method-assign]
+            self.write(data[len(head) :])
+
+        self.write(head)
+        self.write = write_rest  # type: ignore[method-assign, assignment]
+
+    def start_dropping(self, on_limit: Callable[[], None], *, is_body: bool) -> None:
+        """Begin to drop input; call `on_limit` once it is too slow or too much."""
+        self.stop_dropping()
+        self._on_limit = on_limit
+        self._dropped = self._dropped_before = 0
+        self._drop_bytes = bounds.BODY_LINGER_BYTES if is_body else bounds.LINGER_BYTES
+        self._drop_until = self._loop.time() + (bounds.BODY_LINGER_S if is_body else 0.0)
+        self._drop_timer = self._loop.call_later(bounds.LINGER_S, self._check_dropped)
 
     def drop(self, size: int) -> None:
-        """Count `size` dropped bytes; abort above `LINGER_BYTES`."""
+        """Count `size` dropped bytes."""
         self._dropped += size
-        if self._dropped > bounds.LINGER_BYTES:
-            self.abort()
+        if self._dropped > self._drop_bytes:
+            self._on_limit()
+
+    def stop_dropping(self) -> None:
+        """End of the input that is dropped."""
+        if self._drop_timer is not None:
+            self._drop_timer.cancel()
+            self._drop_timer = None
 
     def cut(self, reason: str) -> None:
         """Abort the connection and count the reason."""
@@ -108,9 +137,15 @@ class LingeringTransport(asyncio.Transport):
     def lost(self) -> None:
         """Cancel all timers and release the slot of a closed connection."""
         self.stop_watching()
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
+        self.stop_dropping()
         self.slot.leave()
+
+    def _check_dropped(self) -> None:
+        if self._dropped == self._dropped_before or self._loop.time() > self._drop_until:
+            self._on_limit()
+            return
+        self._dropped_before = self._dropped
+        self._drop_timer = self._loop.call_later(bounds.LINGER_S, self._check_dropped)
 
     def _flush(self) -> None:
         self._transport.close()

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
+from server.descriptions import json_type
 from server.errors import InvalidAdapterError, describe
 from server.host.regular_files import read_regular
 from server.wire.endpoint import JsonObject
@@ -107,7 +108,7 @@ def _read_config(path: Path) -> JsonObject:
     except ValueError as error:
         raise refusal(f"{CONFIG_FILE} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        raise refusal(f"{CONFIG_FILE} must hold a JSON object, not {type(config).__name__}")
+        raise refusal(f"{CONFIG_FILE} must hold a JSON object, not {json_type(config)}")
     return config
 
 

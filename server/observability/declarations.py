@@ -17,7 +17,8 @@ LINE_TOKENS = ("prompt", "completion")
 
 CONNECTION_ENDS = (
     *("too_many_connections", "too_many_client_connections", "headers_too_large"),
-    *("header_timeout", "invalid_http", "websocket_unsupported", "unread_body", "write_timeout"),
+    *("header_timeout", "invalid_http", "unsupported_transfer_encoding", "websocket_unsupported"),
+    *("unread_body", "write_timeout"),
 )
 
 

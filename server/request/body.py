@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from server import bounds
+from server.descriptions import json_type
 from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
@@ -66,7 +68,8 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
         raise _too_large(settings)
     try:
         async with body_timeout():
-            return await _collect(request, settings)
+            # RFC 8259 lets a reader ignore a byte order mark.
+            return (await _collect(request, settings)).removeprefix(BOM_UTF8)
     except ClientDisconnect:
         raise ClientGoneError from None
 
@@ -120,9 +123,7 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
     except ValueError as error:
         raise InvalidJsonError(f"The request body is not valid JSON: {error}.") from None
     if not isinstance(body, dict):
-        raise InvalidJsonError(
-            f"The request body must be a JSON object, got {type(body).__name__}."
-        )
+        raise InvalidJsonError(f"The request body must be a JSON object, got {json_type(body)}.")
     # Counting brackets is cheap and rules out nearly every body.
     if raw.count(b"{") + raw.count(b"[") > max_depth and _is_deeper(body, max_depth):
         raise InvalidJsonError(f"The request body is nested deeper than the limit of {max_depth}.")

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from server.descriptions import json_type
 from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,
@@ -106,7 +107,7 @@ def _check_choice(choices: list[str], limits: SchemaLimits) -> None:
 
 def _check_schema(schema: Any, limits: SchemaLimits) -> None:
     if not isinstance(schema, dict | bool):
-        raise UnusableError(f"it must be an object, got {type(schema).__name__}")
+        raise UnusableError(f"it must be an object, got {json_type(schema)}")
     check_size(schema, limits)
 
 

@@ -24,6 +24,7 @@ from vllm.exceptions import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from server.descriptions import json_type
 from server.errors import (
     ContextLengthError,
     EngineFailedError,
@@ -46,15 +47,6 @@ logger = logging.getLogger(__name__)
 
 TOO_LONG_PARAMETERS = ("input_tokens", "input_text")
 """Parameters that vLLM names for a prompt longer than the context."""
-_JSON_TYPES: Mapping[type, str] = {
-    str: "a string",
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    list: "an array",
-    dict: "an object",
-    type(None): "null",
-}
 
 
 class RefusedError(Exception):
@@ -116,7 +108,7 @@ def from_validation(error: ValidationError, body: object, place: str = "") -> Re
     message = str(problem["msg"]).removeprefix("Value error, ")
     value = problem.get("input")
     if _about_type(kind):
-        given = _JSON_TYPES.get(type(value), type(value).__name__)
+        given = json_type(value)
         where = f"Invalid type for '{path}'" if path else "Invalid request"
         text = f"{where}: {message}, got {given}: {describe(value)}."
         return InvalidTypeError(text, param=path or None)

@@ -7,6 +7,7 @@ the line runs, by the code that validates HTTP requests.
 from __future__ import annotations
 
 import hashlib
+from codecs import BOM_UTF8
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,6 +96,8 @@ def read_lines(path: Path, rules: LineRules) -> Iterator[InputLine | LineError]:
     with path.open("rb") as file:
         while raw := file.readline(rules.max_bytes + 1):
             begin, place = place, place + len(raw)
+            if not begin and raw.startswith(BOM_UTF8):
+                raw, begin = raw.removeprefix(BOM_UTF8), len(BOM_UTF8)
             if len(raw) > rules.max_bytes:
                 number += 1
                 yield _error(

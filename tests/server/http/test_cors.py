@@ -47,6 +47,14 @@ async def test_a_named_origin_may_ask_and_read_errors(tmp_path: Path) -> None:
         other = await service.client.options(CHAT, headers={**ASK, "origin": "https://evil"})
         assert other.status_code == 400
         assert "access-control-allow-origin" not in other.headers
+        error = other.json()["error"]
+        assert (error["code"], error["type"]) == ("origin_refused", "invalid_request_error")
+        assert "refused for its: origin " in error["message"]
+        assert other.headers["x-request-id"] and other.headers["vary"].startswith("Origin")
+        asked = {**ASK, "access-control-request-method": "PURGE"}
+        answer = await service.client.options("/v1/messages", headers=asked)
+        assert answer.json()["type"] == "error"
+        assert "refused for its: method " in answer.json()["error"]["message"]
 
 
 async def test_any_origin(tmp_path: Path) -> None:

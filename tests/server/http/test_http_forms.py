@@ -35,7 +35,6 @@ async def test_http_1_0_in_pieces_without_host_and_errors_of_it(tmp_path: Path) 
     async with running(tmp_path, max_body_bytes=1024) as service:
         for request, status, code in [
             (post({"do": "answer"}, version=b"1.0"), 200, None),
-            (get("/livez", b"connection: keep-alive", version=b"1.0"), 200, None),
             (b"GET /livez HTTP/1.0\r\n\r\n", 200, None),
             (get("/nope", version=b"1.0"), 404, "route_not_found"),
             (post(b"x" * 2000, version=b"1.0"), 413, "body_too_large"),
@@ -49,6 +48,25 @@ async def test_http_1_0_in_pieces_without_host_and_errors_of_it(tmp_path: Path) 
                 assert code is None or answer.code == code
                 assert await wire.closed() == b""
         assert await service.metric("rbln_http_connections") == 1
+
+
+async def test_http_1_0_keeps_a_connection_on_request(tmp_path: Path) -> None:
+    keep = b"connection: keep-alive"
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        for request in (post({"do": "answer"}, keep, version=b"1.0"), LIVE):
+            await wire.send(request + get("/livez", keep, version=b"1.0"))
+            assert (await wire.answer()).status == 200
+            answer = await wire.answer()
+            assert (answer.status, answer.headers["connection"]) == (200, "keep-alive")
+        # Between requests of HTTP/1.1, without an interim response.
+        announced = (keep, b"expect: 100-continue")
+        await wire.send(post({"do": "answer"}, *announced, version=b"1.0"))
+        assert (await wire.answer()).headers["connection"] == "keep-alive"
+        # A stream has no length, so that the connection is its end.
+        await wire.send(post(STREAM, keep, version=b"1.0"))
+        answer = await wire.answer()
+        assert (answer.body, answer.headers["connection"]) == (FRAMES, "close")
+        assert await wire.closed(1.0) == b""
 
 
 async def test_a_client_of_http_1_0_that_leaves_aborts(tmp_path: Path) -> None:
@@ -78,6 +96,10 @@ async def test_a_client_of_http_1_0_that_leaves_aborts(tmp_path: Path) -> None:
         (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n", "tunnels"),
         (post(b"{}", b"content-length: 3"), "not valid HTTP"),
         (post(b"{}", b"transfer-encoding: chunked"), "not valid HTTP"),
+        (get("/livez", b"transfer-encoding: gzip"), "not valid HTTP"),
+        (get("/livez", b"transfer-encoding: chunked, gzip"), "not valid HTTP"),
+        (get("/livez", b"transfer-encoding: chunked, chunked"), "not valid HTTP"),
+        (get("/livez", b"transfer-encoding: chunked", version=b"1.0"), "not valid HTTP/1.0"),
     ],
 )
 async def test_what_is_no_request_gets_an_envelope_and_the_end(
@@ -92,6 +114,84 @@ async def test_what_is_no_request_gets_an_envelope_and_the_end(
         assert await wire.closed(1.0) == b""
         refused = 'rbln_http_connection_refusals_total{reason="invalid_http"}'
         assert await service.metric(refused) == 1
+
+
+@pytest.mark.parametrize(
+    "codings",
+    [
+        [b"transfer-encoding: gzip, chunked"],
+        [b"Transfer-Encoding: x-one,Chunked"],
+        [b"transfer-encoding: gzip", b"transfer-encoding: chunked"],
+        [b"transfer-encoding: identity, chunked"],
+    ],
+)
+async def test_a_body_with_another_transfer_coding_is_501(
+    tmp_path: Path, codings: list[bytes]
+) -> None:
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        await wire.send(LIVE + get("/livez", *codings) + b'f\r\n{"do":"answer"}\r\n0\r\n\r\n')
+        assert (await wire.answer()).status == 200
+        answer = await wire.answer()
+        assert (answer.status, answer.code) == (501, "unsupported_transfer_encoding")
+        assert await wire.closed(1.0) == b""
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_a_client_that_only_ends_its_sending_side_is_answered(
+    tmp_path: Path, version: bytes
+) -> None:
+    async with running(tmp_path) as service:
+        whole = post({"do": "wait"}, version=version)
+        for request in (whole, LIVE + whole if version == b"1.1" else whole):
+            service.frontend.go_on.clear()
+            async with connected(service.port) as wire:
+                await wire.send(request)
+                wire.writer.write_eof()
+                await asyncio.sleep(0.3)
+                service.frontend.go_on.set()
+                if request != whole:
+                    assert (await wire.answer()).status == 200
+                answer = await wire.answer()
+                assert (answer.status, json.loads(answer.body)) == (200, {"ok": True})
+                assert answer.headers["connection"] == "close"
+                assert await wire.closed(1.0) == b""
+        if version == b"1.1":
+            service.frontend.go_on.clear()
+            async with connected(service.port) as wire:
+                await wire.send(post({"do": "wait", "stream": True}))
+                await wire.head()
+                wire.writer.write_eof()
+                await asyncio.sleep(0.3)
+                service.frontend.go_on.set()
+                assert await wire._chunks() == FRAMES
+                assert await wire.closed(1.0) == b""
+        assert not [ending for ending in service.frontend.ended if "aborted" in ending]
+
+
+async def test_a_byte_order_mark_before_the_body_is_ignored(tmp_path: Path) -> None:
+    async with running(tmp_path) as service, connected(service.port) as wire:
+        await wire.send(post(b'\xef\xbb\xbf{"do": "answer"}'))
+        assert json.loads((await wire.answer()).body) == {"ok": True}
+        await wire.send(post(b'\xef\xbb\xbf\xef\xbb\xbf{"do": "answer"}'))
+        assert (await wire.answer()).code == "invalid_json"
+
+
+async def test_a_slash_behind_a_route_is_ignored(tmp_path: Path) -> None:
+    async with running(tmp_path, root_path="/llm", api_key=("k",)) as service:
+        client = service.client
+        assert (await client.post(f"{CHAT}/", json={"do": "answer"})).status_code == 401
+        client.headers["x-api-key"] = "k"
+        for prefix in ("", "/llm"):
+            answer = await client.post(f"{prefix}{CHAT}/?x=1", json={"do": "answer"})
+            assert (answer.status_code, answer.json()) == (200, {"ok": True})
+            listed = await client.get(f"{prefix}/v1/models/")
+            assert listed.json()["object"] == "list"
+            assert (await client.get(f"{prefix}/livez/")).status_code == 200
+            assert (await client.get(f"{prefix}/v1/models/scripted/")).json()["id"] == "scripted"
+            for path in ("/nope/", f"{CHAT}//"):
+                assert (await client.get(f"{prefix}{path}")).status_code == 404, path
+        labels = f'code="200",method="POST",outcome="ok",route="{CHAT}"'
+        assert await service.metric(f"rbln_http_requests_total{{{labels}}}") == 2
 
 
 async def test_a_websocket_is_refused_in_an_envelope(tmp_path: Path) -> None:

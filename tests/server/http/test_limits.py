@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from server.http.connections import client_of
 from server.settings import ServerSettings
+from tests.debian_tools import debian_tool
 from tests.server.certificates import make_authority
 from tests.server.http.wire import CHAT, connected, get, post
 from tests.server.scripted import Running, running
@@ -158,7 +161,7 @@ async def test_an_endless_body_after_the_answer_is_not_read(
     tmp_path: Path, tls: bool, close: bool
 ) -> None:
     more = [b"connection: close"] * close
-    limits = {"max_body_bytes": 1024, "linger_bytes": 4 * 1024 * 1024}
+    limits = {"max_body_bytes": 1024, "body_linger_bytes": 4 * 1024 * 1024}
     async with served(tmp_path, tls, **limits) as (service, context):
         async with connected(service.port, context) as wire:
             await wire.send(post(b"x" * 2000, *more).replace(b": 2000", b": 999999999999"))
@@ -176,7 +179,10 @@ async def test_a_body_that_is_not_sent_after_the_answer_is_not_waited_for(
     tmp_path: Path, tls: bool, close: bool
 ) -> None:
     async with (
-        served(tmp_path, tls, linger_s=0.4, api_key=("k",)) as (service, context),
+        served(tmp_path, tls, linger_s=0.4, body_linger_s=1.0, api_key=("k",)) as (
+            service,
+            context,
+        ),
         connected(service.port, context) as wire,
     ):
         await wire.send(post(b"x" * 2000, *[b"connection: close"] * close)[:-1000])
@@ -195,6 +201,53 @@ async def test_an_answer_reaches_a_client_that_sends_all_of_its_body_first(tmp_p
                 async with connected(service.port) as wire:
                     await wire.send(post(b"x" * 8_000_000, *more, version=version))
                     assert (await wire.answer()).code == "body_too_large"
+
+
+@pytest.mark.parametrize("http", ["1.0", "1.1"])
+async def test_a_proxy_that_has_buffered_a_large_body_gets_413(tmp_path: Path, http: str) -> None:
+    nginx = debian_tool("nginx")
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.close()
+    async with running(tmp_path, linger_s=2.0) as service:
+        (tmp_path / "nginx.conf").write_text(
+            f"daemon off; error_log stderr; pid {tmp_path}/pid; user root; events {{}} http {{"
+            f" client_body_temp_path {tmp_path}/body; proxy_temp_path {tmp_path}/proxy;"
+            f" fastcgi_temp_path {tmp_path}/f; uwsgi_temp_path {tmp_path}/u;"
+            f" scgi_temp_path {tmp_path}/s; access_log off;"
+            f" server {{ listen 127.0.0.1:{port}; client_max_body_size 100m;"
+            f" location / {{ proxy_http_version {http};"
+            f" proxy_pass http://127.0.0.1:{service.port}; }} }} }}"
+        )
+        arguments = ("-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"))
+        proxy = await asyncio.create_subprocess_exec(nginx, *arguments)
+        try:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+                async with asyncio.timeout(10):
+                    while True:
+                        with suppress(httpx.ConnectError):
+                            await client.get("/livez")
+                            break
+                        await asyncio.sleep(0.05)
+                for _ in range(3):
+                    answer = await client.post(CHAT, json={"do": "x" * 30_000_000})
+                    assert answer.status_code == 413
+                    assert answer.json()["error"]["code"] == "body_too_large"
+        finally:
+            proxy.terminate()
+            await proxy.wait()
+
+
+async def test_a_slow_client_may_send_the_rest_of_its_body(tmp_path: Path) -> None:
+    limits = {"max_body_bytes": 1024, "linger_s": 0.3}
+    async with running(tmp_path, **limits) as service, connected(service.port) as wire:
+        await wire.send(post(b"x" * 2000)[:-1000])
+        assert (await wire.answer()).code == "body_too_large"
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            await wire.send(b"x" * 100)
+        await wire.send(LIVE)
+        assert (await wire.answer()).status == 200
 
 
 async def test_what_is_left_of_a_body_is_no_request(tmp_path: Path) -> None:
@@ -325,6 +378,10 @@ async def test_an_answer_of_a_drain_ends_its_connection(tmp_path: Path) -> None:
             assert (answer.code, answer.headers["connection"]) == ("draining", "close")
             await wire.send(b'er"}')
             assert await wire.closed(1.0) == b""
+        for path in ("/livez", "/readyz", "/metrics"):
+            async with connected(service.port) as wire:
+                await wire.send(get(path))
+                assert (await wire.answer()).headers["connection"] == "close"
 
 
 def test_the_limit_of_open_files_is_raised_and_kept_to() -> None:

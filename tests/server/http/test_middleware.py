@@ -85,6 +85,16 @@ async def test_faults_are_500_without_details(tmp_path: Path) -> None:
         assert (await service.client.post(CHAT, json={"do": "answer"})).status_code == 200
 
 
+async def test_a_fault_of_a_middleware_has_the_envelope(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as service:
+        monkeypatch.setattr("server.http.middleware.RequestRecord", None)
+        answer = await service.client.post(CHAT, json={"do": "answer"})
+        assert (answer.status_code, error_of(answer)["code"]) == (500, "internal_error")
+        assert answer.headers["x-request-id"]
+
+
 async def test_anthropic_routes_answer_in_anthropics_form(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
         answer = await service.client.post("/v1/messages", json={"do": "refuse"})

@@ -94,7 +94,7 @@ def test_shapes_and_renderings() -> None:
     assert fields_of(b'{"a":1,"a":2}', "a") == {"a": b"2"}
     assert (string_of(b'"a\\u00e9"'), string_of(b"5"), string_of(None)) == ("aé", None, None)
     assert described(b"[" + b"1," * 500 + b"1]") == "an array of 1003 bytes"
-    assert (described(b'{"a":1}'), described(None)) == ("{'a': 1}", "None")
+    assert (described(b'{"a":1}'), described(None)) == ("{'a': 1}", "null")
 
 
 HOSTILE = b"[" + b"[]," * 130_000 + b"[]]"
@@ -139,7 +139,7 @@ async def test_wrong_lines_say_what_is_wrong(tmp_path: Path) -> None:
     wrong = {
         b'{"custom_id":' + big + b"}": ("invalid_custom_id", "a string of 5002 bytes"),
         b'{"custom_id":7}': ("invalid_custom_id", "got 7"),
-        b"{}": ("invalid_custom_id", "got None"),
+        b"{}": ("invalid_custom_id", "got null"),
         b'{"custom_id":"a","method":"GET"}': ("invalid_method", "'GET'"),
         b'{"custom_id":"a","method":"POST","url":"/x"}': ("mismatched_url", "'/x'"),
         b'{"custom_id":"a","porpoise":1}': ("unknown_field", "'porpoise'"),
@@ -176,3 +176,14 @@ def test_lines_that_begin_alike_are_known_by_their_first_message(tmp_path: Path)
     assert first == second == third
     # New prefixes come last, so that they are added to the end of the index.
     assert first < lake < other
+
+
+def test_a_byte_order_mark_before_the_first_line_is_ignored(tmp_path: Path) -> None:
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": CHAT, "body": {"x": 1}}).encode()
+    path = tmp_path / "in"
+    path.write_bytes(b"\xef\xbb\xbf" + line + b"\n" + line)
+    first, second = read_lines(path, LineRules(CHAT, 9, 1 << 20))
+    for found in (first, second):
+        assert isinstance(found, InputLine)
+        raw = path.read_bytes()[found.place : found.place + found.bytes]
+        assert body_of(raw) == b'{"x": 1}'
