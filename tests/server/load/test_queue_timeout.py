@@ -89,7 +89,6 @@ def test_every_endpoint_reports_a_queue_timeout(server: RealServer) -> None:
     assert once.status_code == 200
     assert server.metric("vllm:num_requests_waiting{") == 0
     assert server.metric("rbln_kv_blocks_used") == 0
-    assert server.metric("vllm:request_queue_time_seconds_sum") >= 0
     log = server.log.read_text()
     assert "Traceback" not in log, log
 

@@ -49,7 +49,7 @@ class Recorded:
 
     def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
         assert spec in self.started
-        assert seconds >= 0.0
+        assert seconds > 0.0
         self.done[spec] = result
 
 
