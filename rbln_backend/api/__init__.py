@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+    from vllm.reasoning import ReasoningParser
 
     from rbln_backend.grammar.trial import GrammarTrial
     from rbln_backend.reporting.model_report import ModelReport
@@ -160,6 +161,16 @@ def check_connectors(transfer: KVTransferConfig) -> None:
     from rbln_backend.kv_tiers.offloading_config import several_connectors
 
     several_connectors(transfer)
+
+
+def marked_reasoning(parser: type[ReasoningParser] | None) -> type[ReasoningParser] | None:
+    """Return the class that reads reasoning as the engine does, for one of vLLM's parsers.
+
+    It is a `MarkedReasoning`, or `parser` itself where vLLM's reads by more than markers.
+    """
+    from rbln_backend.grammar.reasoning import marked_reasoning
+
+    return marked_reasoning(parser)
 
 
 def grammar_trial(

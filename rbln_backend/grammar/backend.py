@@ -166,12 +166,20 @@ def pinned_backend(vllm_config: VllmConfig) -> PinnedXgrammar:
 
 
 def pin_backend(manager: StructuredOutputManager, vllm_config: VllmConfig) -> None:
-    """Set this backend on the manager of an engine with grammars, before its first request."""
+    """Set this backend on the manager of an engine with grammars, before its first request.
+
+    Its grammars begin behind the reasoning, which is read as the answer's is.
+    """
     model = vllm_config.model_config
     if not model.skip_tokenizer_init and model.runner_type != "pooling":
         manager.backend = PinnedXgrammar(
             vllm_config, tokenizer=manager.tokenizer, vocab_size=model.get_vocab_size()
         )
+        if manager.reasoner_cls is not None:
+            # It imports vLLM's parsers, which a trial process does not need.
+            from rbln_backend.grammar.reasoning import marked_reasoning
+
+            manager.reasoner_cls = marked_reasoning(manager.reasoner_cls)
 
 
 def _lower_priority() -> None:

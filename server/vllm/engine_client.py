@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 _TAGGED_SCHEMA = '"json_schema": '
 """Text before each schema in a structural tag."""
+_REASONING_IN_GRAMMAR = ("mistral",)
+"""Parsers that put the reasoning into the grammars of their calls."""
 _LONG_PROMPT = 128
 """Tokens of a prompt from which its progress is reported, if it takes more than one step."""
 _MAX_SHARES = 4
@@ -86,6 +88,7 @@ class EngineClient(AsyncLLM):
             check_exclusions(params, self.renderer.tokenizer)
             if self.grammars is not None and params.structured_outputs is not None:
                 await self._settle_grammar(params, self.grammars, record)
+                self._settle_reasoning(kwargs)
             if self.vllm_config.speculative_config is not None:
                 text = "" if record is None else record.drafts.prediction
                 predicted = await predicted_tokens(self, text)
@@ -180,6 +183,18 @@ class EngineClient(AsyncLLM):
             raise refusal(job[0], "its form has no rewriting")
         if grammar is not None:
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
+
+    def _settle_reasoning(self, options: dict[str, Any]) -> None:
+        """Have a constraint bind behind the reasoning, by the prompt, or at once without one.
+
+        vLLM has it bind at once where reasoning is hidden, and never in a completion, which has
+        no parser. `options` are the keyword arguments of AsyncLLM.
+        """
+        name = self.vllm_config.structured_outputs_config.reasoning_parser
+        if name and options.get("reasoning_parser_kwargs") is None:
+            options["reasoning_ended"] = True
+        elif name and name not in _REASONING_IN_GRAMMAR:
+            options["reasoning_ended"] = None
 
     def _add_counts(
         self, record: RequestRecord, states: list[RequestState], predicted: list[int]

@@ -57,7 +57,9 @@ def stop_of(
     `complete`: the last call's input is complete. `room_left`: fewer tokens than `max_tokens`.
     """
     if finish == "length":
-        return ("model_context_window_exceeded" if room_left else "max_tokens"), None
+        # A token matched if the model ended inside of its reasoning; the API has no word for it.
+        full = room_left and matched is None
+        return ("model_context_window_exceeded" if full else "max_tokens"), None
     if finish == "content_filter":
         return "refusal", None
     if calls and complete:

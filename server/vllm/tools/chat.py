@@ -1,6 +1,7 @@
 """vLLM's serving class of chats, whose finish reasons are those of the engine.
 
-vLLM reports `tool_calls` for every answer with a call, also where a limit cut the call.
+vLLM reports `tool_calls` for every answer with a call, also where a limit cut the call, and `stop`
+for an answer that ends inside of its reasoning, without the text or the call that is demanded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from server.tools.ending import Ending, finish_reason
+from server.vllm.tools.requests import demands_answer
 
 _CALLED = '"finish_reason":"tool_calls"'
 """In a chunk's JSON. No string of it has these quotes without a backslash."""
@@ -41,7 +43,7 @@ def chats_with_cut_calls() -> type:
             serving: Any = copy.copy(self)
             serving.parser_cls = _collecting(self.parser_cls, parsers)
             frames = super(ChatsWithCutCalls, serving).chat_completion_stream_generator(
-                request, _with_endings(result_generator, parsers), *args, **kwargs
+                request, _with_endings(result_generator, request, parsers), *args, **kwargs
             )
             named = isinstance(request.tool_choice, ChatCompletionNamedToolChoiceParam)
             async with aclosing(frames) as stream:
@@ -77,6 +79,21 @@ async def read_whole(parser: Any, output: Any, request: Any, result: Any, auto_t
         parser.read_whole(output, request, prompt, auto_tools=auto_tools)
 
 
+def mark_unfinished(parser: Any, output: Any, request: Any, result: Any) -> None:
+    """Give an answer that ended inside of its reasoning the finish reason of one that was cut.
+
+    Only where the request demands more. The stop reason is the token that ended it.
+    """
+    if output.finish_reason != "stop" or isinstance(output.stop_reason, str):
+        return
+    if not demands_answer(request):
+        return
+    if parser.is_thinking_behind(output, request, result.prompt_token_ids or ()):
+        output.finish_reason = "length"
+        if output.stop_reason is None and output.token_ids:
+            output.stop_reason = output.token_ids[-1]
+
+
 def _collecting(parser: Callable[..., Any] | None, parsers: list[Any]) -> Callable[..., Any] | None:
     """Return a maker of parsers that adds each to a list; None where there are none."""
     if parser is None:
@@ -90,13 +107,17 @@ def _collecting(parser: Callable[..., Any] | None, parsers: list[Any]) -> Callab
     return make
 
 
-async def _with_endings(results: Any, parsers: list[Any]) -> AsyncGenerator[Any, None]:
+async def _with_endings(
+    results: Any, request: Any, parsers: list[Any]
+) -> AsyncGenerator[Any, None]:
     """Yield the results, and set each answer's ending at the parser of its index before."""
     async with aclosing(results):
         async for result in results:
             for output in result.outputs if parsers else ():
                 if output.finish_reason is not None:
-                    parsers[output.index].ending = Ending.of(output)
+                    parser = parsers[output.index]
+                    mark_unfinished(parser, output, request, result)
+                    parser.ending = Ending.of(output)
             yield result
 
 
@@ -113,6 +134,7 @@ async def _read_ahead(
     if last is None:
         return
     for output in last.outputs if parser is not None else ():
+        mark_unfinished(parser, output, request, last)
         endings.append(Ending.of(output))
         await read_whole(parser, output, request, last, auto_tools)
     yield last

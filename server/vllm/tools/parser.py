@@ -6,6 +6,9 @@ guides the answer, what looks like a call without an object is text.
 An answer that was cut (`Ending.is_cut`) keeps its last call as far as it was generated. vLLM's
 parsers would complete it, or return its markup as text. A whole answer that was cut is therefore
 parsed as its stream would have been, and the stream is never closed.
+
+Reasoning that goes by markers is read before (`rbln_backend.grammar.reasoning`), whole or streamed,
+and vLLM's parsers have the answer behind it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from rbln_backend import api
 from server.tools.ending import NATURAL, Ending
 from server.vllm.streams.text_chunks import TextDelta
 from server.vllm.tools.answer import ParsedAnswer
@@ -29,6 +33,7 @@ from server.vllm.tools.requests import (
 
 if TYPE_CHECKING:
     from vllm.parser import Parser
+    from vllm.reasoning import ReasoningParser
 
 Parts = tuple[str | None, str | None, list[Any] | None]
 """Reasoning, text and tool calls."""
@@ -39,7 +44,10 @@ def object_call_parser(parser: type[Parser] | None) -> type[Parser] | None:
     """Return the subclass whose calls have objects for arguments; None for none."""
     if parser is None:
         return None
-    fields = {"tool_parser_cls": exact_hermes(parser.tool_parser_cls)}
+    fields = {
+        "tool_parser_cls": exact_hermes(parser.tool_parser_cls),
+        "reasoning_parser_cls": api.marked_reasoning(parser.reasoning_parser_cls),
+    }
     return type(parser.__name__, (ObjectCallParser, parser), fields)
 
 
@@ -49,6 +57,11 @@ class ObjectCallParser:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._arguments = args, kwargs
+        self._marked = self._take_reasoning()
+        self._reading: Any = None
+        self._prompt_ids: Sequence[int] = ()
+        self._behind: list[int] = []
+        self._answers = False
         self.ending = NATURAL
         """Ending of the answer, to be set before its last delta is parsed."""
         self.streamed: ParsedAnswer | None = None
@@ -60,6 +73,43 @@ class ObjectCallParser:
         self._space = ""
         # Without tools or reasoning there is nothing to parse.
         self._only_text = self.reasoning_parser is None and not self._engine_based  # type: ignore[attr-defined]
+
+    def _take_reasoning(self) -> Any:
+        """Return the parser of reasoning by markers, which vLLM's class then has not; else None."""
+        marked: Any = self._reasoning_parser  # type: ignore[has-type]
+        if not hasattr(marked, "reader"):
+            return None
+        self._reasoning_parser: Any = None
+        if hasattr(self._tool_parser, "skip_reasoning_parsing"):  # type: ignore[attr-defined]
+            self._tool_parser.skip_reasoning_parsing = True  # type: ignore[attr-defined]
+        return marked
+
+    @property
+    def reasoning_parser(self) -> ReasoningParser | None:
+        """The parser of reasoning, if any."""
+        found: ReasoningParser | None = self._marked or self._reasoning_parser
+        return found
+
+    def is_reasoning_end(self, input_ids: list[int]) -> bool:
+        """Return whether the answer to a prompt begins without reasoning."""
+        marked = self._marked
+        ended = super().is_reasoning_end if marked is None else marked.is_reasoning_end  # type: ignore[misc]
+        return bool(ended(input_ids))
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """Return the number of reasoning tokens of an answer: the one that is streamed, or any."""
+        if self._marked is None:
+            return int(super().count_reasoning_tokens(token_ids))  # type: ignore[misc]
+        if self._reading is not None:
+            return int(self._reading.tokens)
+        return int(self._marked.span(token_ids, self._prompt_ids)[0])
+
+    def is_thinking_behind(self, output: Any, request: Any, prompt_ids: Sequence[int]) -> bool:
+        """Return whether the reasoning is open if this CompletionOutput of vLLM is the last."""
+        if self._marked is None:
+            return False
+        reading = self._reading or self._marked.reading(prompt_ids, request)
+        return bool(reading.thinks_behind(output.text, output.token_ids))
 
     def adjust_request(self, request: Any) -> Any:
         """Add the constraints of an answer to its request; its tools stay as they were given."""
@@ -79,6 +129,7 @@ class ObjectCallParser:
 
         `output` is a vLLM CompletionOutput. One that was cut takes up to some 100 ms.
         """
+        self._prompt_ids = prompt_token_ids
         self._whole.append(
             self._read(
                 output.text,
@@ -121,12 +172,16 @@ class ObjectCallParser:
         request = self._plain(request)
         calling = self._may_call(request)
         cut = finished and calling and self.ending.is_cut
-        delta = super().parse_delta(  # type: ignore[misc]
-            delta_text, delta_token_ids, request, prompt_token_ids, finished=finished and not cut
-        )
+        piece: Any = delta_text, delta_token_ids, request, prompt_token_ids
+        delta = None
+        if self._marked is not None:
+            delta, piece = self._read_piece(*piece, finished=finished)
+        if piece is not None:
+            found = super().parse_delta(*piece, finished=finished and not cut)  # type: ignore[misc]
+            delta = found if delta is None else _with_reasoning(found, delta.reasoning)
+            self._text += piece[0]
         if self.streamed is None:
             self.streamed = ParsedAnswer()
-        self._text += delta_text
         if delta is not None and delta.tool_calls:
             delta.tool_calls = [
                 piece for call in delta.tool_calls for piece in self._sent(call, request)
@@ -140,6 +195,30 @@ class ObjectCallParser:
             return delta
         # A chunk without text still carries its tokens' logprobs.
         return _empty_delta() if getattr(request, "logprobs", None) else None
+
+    def _read_piece(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        request: Any,
+        prompt_ids: Sequence[int] | None,
+        *,
+        finished: bool,
+    ) -> tuple[Any, Any]:
+        """Return a delta of reasoning, if any, and what is parsed of the answer, from its text on.
+
+        The latter are arguments of vLLM's `parse_delta`.
+        """
+        if self._reading is None:
+            self._reading = self._marked.reading(prompt_ids or (), request)
+        thought, text, token_ids = self._reading.read(text, token_ids, finished=finished)
+        self._behind += token_ids
+        piece = None
+        if text or self._answers:
+            piece = text, self._behind, request, []
+            self._answers, self._behind = True, []
+        shown = thought and request.include_reasoning
+        return _with_reasoning(None, thought) if shown else None, piece
 
     def _sent(self, call: Any, request: Any) -> list[Any]:
         """Return the pieces of a call to send: none before its arguments begin as an object."""
@@ -198,7 +277,13 @@ class ObjectCallParser:
         request = self._plain(request)
         if self._may_call(request) and (ending.is_cut or self._takes_any_pieces):
             return self._streamed(text, request, list(token_ids), list(prompt_token_ids), ending)
+        given, thought = (text, token_ids), None
+        if self._marked is not None:
+            reading = self._marked.reading(prompt_token_ids, request)
+            thought, text, token_ids = reading.read(text, token_ids, finished=True)
         reasoning, content, calls = super().parse(text, request, auto_tools, token_ids)  # type: ignore[misc]
+        if self._marked is not None:
+            reasoning, content = thought or None, content or None
         kept = [call for call in calls or () if self._is_call(call.name, call.arguments, request)]
         if request.parallel_tool_calls is False:
             kept = kept[:1]
@@ -206,6 +291,7 @@ class ObjectCallParser:
             # A stream holds back what may be the space before a call.
             return reasoning, (content or "").rstrip() or None, kept
         if self._may_call(request) and self._begins_call(text):
+            text, token_ids = given
             return self._streamed(text, request, list(token_ids), list(prompt_token_ids), ending)
         if calls:
             # None of it was a call, so that all of it is text.
@@ -243,7 +329,7 @@ class ObjectCallParser:
     @property
     def _takes_any_pieces(self) -> bool:
         """True if an answer may be parsed as one piece, with the same result."""
-        return self._engine_based or (self.reasoning_parser is None and self._rereads)  # type: ignore[attr-defined]
+        return self._engine_based or (self._reasoning_parser is None and self._rereads)  # type: ignore[attr-defined]
 
     @property
     def _rereads(self) -> bool:
@@ -275,6 +361,12 @@ class ObjectCallParser:
     def _content(self, text: str, request: Any) -> str | None:
         content: str | None = self.extract_reasoning(text, request)[1]  # type: ignore[attr-defined]
         return content
+
+
+def _with_reasoning(delta: Any, reasoning: str) -> Any:
+    delta = _empty_delta() if delta is None else delta
+    delta.reasoning = reasoning
+    return delta
 
 
 def _empty_delta() -> Any:

@@ -33,6 +33,18 @@ def plain_choice(request: Any) -> Any:
     return choice.mode if listed else choice
 
 
+def demands_answer(request: Any) -> bool:
+    """Return whether an answer must have a call, or a text of a given form."""
+    if request.tools and plain_choice(request) not in (None, "auto", "none"):
+        return True
+    guide = request.structured_outputs
+    if guide is not None and not (request.tools and guide.structural_tag is not None):
+        return True
+    text = getattr(request, "text", None)
+    form = getattr(request, "response_format", None) or getattr(text, "format", None)
+    return form is not None and form.type != "text"
+
+
 def guiding_tools(request: Any) -> list[Any]:
     """Return those tools of a request that guide its answer."""
     names = allowed_names(request)

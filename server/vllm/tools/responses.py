@@ -10,7 +10,7 @@ from typing import Any
 from openai.types.responses.response import IncompleteDetails
 
 from server.tools.ending import Ending, is_whole
-from server.vllm.tools.chat import read_whole
+from server.vllm.tools.chat import mark_unfinished, read_whole
 
 _REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """The reasons that OpenAI has for an incomplete response, by finish reason."""
@@ -41,7 +41,7 @@ def responses_with_cut_calls() -> type:
             return super()._process_simple_streaming_events(
                 request,
                 sampling_params,
-                _with_endings(result_generator),
+                _with_endings(result_generator, request),
                 context,
                 model_name,
                 tokenizer,
@@ -73,12 +73,13 @@ def responses_with_cut_calls() -> type:
     return ResponsesWithCutCalls
 
 
-async def _with_endings(contexts: Any) -> AsyncGenerator[Any, None]:
+async def _with_endings(contexts: Any, request: Any) -> AsyncGenerator[Any, None]:
     """Yield the contexts; the parser has the ending before the last delta."""
     async with aclosing(contexts):
         async for context in contexts:
             ended = _ended(context)
             if ended is not None and context.response_parser is not None:
+                mark_unfinished(context.response_parser, ended, request, context.last_output)
                 context.response_parser.ending = Ending.of(ended)
             yield context
 
@@ -89,6 +90,7 @@ async def _read_ahead(contexts: Any, request: Any, auto_tools: bool) -> AsyncGen
         async for context in contexts:
             ended, result = _ended(context), context.last_output
             if ended is not None:
+                mark_unfinished(context.response_parser, ended, request, result)
                 await read_whole(context.response_parser, ended, request, result, auto_tools)
             yield context
 
