@@ -22,11 +22,11 @@ from rbln_backend import api
 from server.tools.ending import NATURAL, Ending
 from server.vllm.streams.text_chunks import TextDelta
 from server.vllm.tools.answer import ParsedAnswer
-from server.vllm.tools.hermes import HermesArguments, exact_hermes
+from server.vllm.tools.json_calls import JsonCalls, json_call_parser
 from server.vllm.tools.pieces import pieces_of
 from server.vllm.tools.requests import (
     allow_one_call,
-    allowed_names,
+    callable_names,
     guiding_tools,
     plain_choice,
 )
@@ -45,7 +45,7 @@ def object_call_parser(parser: type[Parser] | None) -> type[Parser] | None:
     if parser is None:
         return None
     fields = {
-        "tool_parser_cls": exact_hermes(parser.tool_parser_cls),
+        "tool_parser_cls": json_call_parser(parser.tool_parser_cls),
         "reasoning_parser_cls": api.marked_reasoning(parser.reasoning_parser_cls),
     }
     return type(parser.__name__, (ObjectCallParser, parser), fields)
@@ -180,6 +180,8 @@ class ObjectCallParser:
             found = super().parse_delta(*piece, finished=finished and not cut)  # type: ignore[misc]
             delta = found if delta is None else _with_reasoning(found, delta.reasoning)
             self._text += piece[0]
+        if finished and calling and isinstance(self.tool_parser, JsonCalls):  # type: ignore[attr-defined]
+            delta = _joined(delta, self.tool_parser.finish(cut=cut))  # type: ignore[attr-defined]
         if self.streamed is None:
             self.streamed = ParsedAnswer()
         if delta is not None and delta.tool_calls:
@@ -188,7 +190,7 @@ class ObjectCallParser:
             ]
         if calling:
             delta = self._without_trailing_space(delta, finished=finished)
-            if finished and not cut and not self.streamed.calls:
+            if finished and not cut and not self.streamed.calls and self._held:
                 delta = self._with_the_rest(delta, request)
         if delta is not None and (delta.tool_calls or delta.content or delta.reasoning):
             self.streamed.add(delta)
@@ -254,8 +256,6 @@ class ObjectCallParser:
 
     def _with_the_rest(self, delta: Any, request: Any) -> Any:
         """Return the last delta with all text that was held back for a call that never came."""
-        if not self._held and not self._rereads:
-            return delta
         assert self.streamed is not None
         delta = _empty_delta() if delta is None else delta
         sent = self.streamed.content + (delta.content or "")
@@ -275,9 +275,9 @@ class ObjectCallParser:
         ending: Ending = NATURAL,
     ) -> Parts:
         request = self._plain(request)
-        if self._may_call(request) and (ending.is_cut or self._takes_any_pieces):
+        if self._may_call(request) and (ending.is_cut or self._takes_any_pieces(request)):
             return self._streamed(text, request, list(token_ids), list(prompt_token_ids), ending)
-        given, thought = (text, token_ids), None
+        thought = None
         if self._marked is not None:
             reading = self._marked.reading(prompt_token_ids, request)
             thought, text, token_ids = reading.read(text, token_ids, finished=True)
@@ -290,9 +290,6 @@ class ObjectCallParser:
         if kept:
             # A stream holds back what may be the space before a call.
             return reasoning, (content or "").rstrip() or None, kept
-        if self._may_call(request) and self._begins_call(text):
-            text, token_ids = given
-            return self._streamed(text, request, list(token_ids), list(prompt_token_ids), ending)
         if calls:
             # None of it was a call, so that all of it is text.
             content = self._content(text, request)
@@ -308,7 +305,7 @@ class ObjectCallParser:
     ) -> Parts:
         """Return the parts of an answer that is streamed to a parser of its own."""
         pieces = [(text, token_ids)]
-        if not self._takes_any_pieces:
+        if not self._takes_any_pieces(request):
             pieces = pieces_of(
                 self.model_tokenizer,  # type: ignore[attr-defined]
                 text,
@@ -326,18 +323,12 @@ class ObjectCallParser:
         assert parser.streamed is not None
         return parser.streamed.parts()
 
-    @property
-    def _takes_any_pieces(self) -> bool:
-        """True if an answer may be parsed as one piece, with the same result."""
-        return self._engine_based or (self._reasoning_parser is None and self._rereads)  # type: ignore[attr-defined]
-
-    @property
-    def _rereads(self) -> bool:
-        """True if the tool parser reads all text again for each piece of it."""
-        return isinstance(self.tool_parser, HermesArguments)  # type: ignore[attr-defined]
-
-    def _begins_call(self, text: str) -> bool:
-        return self._rereads and self.tool_parser.tool_call_start_token in text  # type: ignore[attr-defined]
+    def _takes_any_pieces(self, request: Any) -> bool:
+        """Return True if an answer may be parsed as one piece, with the same result."""
+        if self._engine_based:  # type: ignore[attr-defined]
+            return True
+        reads = isinstance(self.tool_parser, JsonCalls) and self.tool_parser.reader(request)  # type: ignore[attr-defined]
+        return self._reasoning_parser is None and bool(reads)
 
     def _may_call(self, request: Any) -> bool:
         """Return True if the answer of a request may have tool calls."""
@@ -355,8 +346,7 @@ class ObjectCallParser:
 
     @staticmethod
     def _is_call(name: str | None, arguments: str, request: Any) -> bool:
-        names = allowed_names(request)
-        return arguments.lstrip().startswith("{") and (names is None or name in names)
+        return arguments.lstrip().startswith("{") and name in callable_names(request)
 
     def _content(self, text: str, request: Any) -> str | None:
         content: str | None = self.extract_reasoning(text, request)[1]  # type: ignore[attr-defined]
@@ -366,6 +356,15 @@ class ObjectCallParser:
 def _with_reasoning(delta: Any, reasoning: str) -> Any:
     delta = _empty_delta() if delta is None else delta
     delta.reasoning = reasoning
+    return delta
+
+
+def _joined(delta: Any, more: Any) -> Any:
+    """Return a delta with what follows it; the calls of the two differ."""
+    if delta is None or more is None:
+        return more if delta is None else delta
+    delta.content = (delta.content or "") + (more.content or "") or None
+    delta.tool_calls = [*delta.tool_calls, *more.tool_calls]
     return delta
 
 

@@ -26,6 +26,47 @@ def allowed_names(request: Any) -> Collection[str] | None:
     return names
 
 
+def callable_names(request: Any) -> Collection[str]:
+    """Return the names of the tools that an answer may call."""
+    from vllm.tool_parsers.utils import iter_response_function_tool_info
+
+    names = allowed_names(request)
+    if names is not None:
+        return names
+    return {
+        name
+        for tool in request.tools or ()
+        for name in (
+            [tool.function.name]
+            if hasattr(tool, "function")
+            else [one for one, _ in iter_response_function_tool_info(tool)]
+        )
+    }
+
+
+def chosen_name(choice: Any) -> str | None:
+    """Return the name of the tool that a choice of vLLM's requests names, None for none."""
+    name: str | None = getattr(getattr(choice, "function", choice), "name", None)
+    return name
+
+
+def continued_text(request: Any) -> str:
+    """Return the text of the message that an answer continues, empty where it begins its own."""
+    from vllm.entrypoints.openai.responses.utils import should_continue_final_message
+
+    if getattr(request, "continue_final_message", False):
+        last = request.messages[-1]
+    elif hasattr(request, "input") and should_continue_final_message(request.input):
+        last = request.input[-1]
+    else:
+        return ""
+    content = last.get("content") if isinstance(last, dict) else getattr(last, "content", None)
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = (part if isinstance(part, dict) else part.model_dump() for part in content)
+    return "\n".join(part.get("text") or "" for part in parts)
+
+
 def plain_choice(request: Any) -> Any:
     """Return `tool_choice` as vLLM's parsers know it: a list of tools is its mode."""
     choice = request.tool_choice
