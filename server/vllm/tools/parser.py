@@ -76,7 +76,7 @@ class ObjectCallParser:
 
     def _take_reasoning(self) -> Any:
         """Return the parser of reasoning by markers, which vLLM's class then has not; else None."""
-        marked: Any = self._reasoning_parser  # type: ignore[has-type]
+        marked: Any = self._reasoning_parser
         if not hasattr(marked, "reader"):
             return None
         self._reasoning_parser: Any = None
@@ -215,7 +215,7 @@ class ObjectCallParser:
             self._reading = self._marked.reading(prompt_ids or (), request)
         thought, text, token_ids = self._reading.read(text, token_ids, finished=finished)
         self._behind += token_ids
-        piece = None
+        piece: Any = None
         if text or self._answers:
             piece = text, self._behind, request, []
             self._answers, self._behind = True, []
