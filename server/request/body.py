@@ -1,11 +1,14 @@
-"""Read a request body from the socket and parse it as a JSON object, within limits."""
+"""Read a request body from the socket and parse it as a JSON object, within limits.
+
+The arguments of earlier calls are JSON within a text, which templates get parsed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 from pydantic_core import from_json
@@ -17,6 +20,7 @@ from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     InvalidJsonError,
+    InvalidValueError,
     MediaTypeError,
     describe,
 )
@@ -31,6 +35,18 @@ MAX_PLAIN_CONTAINERS = 16 * 1024
 _CHARSET = re.compile(r';\s*charset\s*=\s*"?([^";\s]*)', re.IGNORECASE)
 _MAX_DIGITS = 400
 _MANY_DIGITS = re.compile(rb"\d{%d}" % (_MAX_DIGITS + 1))
+_PARTS = re.compile(
+    r'"(?:[^"\\]|\\.)*+"?|(?P<open>[\[{])|(?P<close>[\]}])'
+    rf"|(?<![\d.eE+])(?P<huge>\d{{{_MAX_DIGITS + 1},}})(?![\d.eE])",
+    re.DOTALL,
+)
+"""Of JSON, valid or not: strings, brackets, and integers that are too long."""
+_SURROGATE = re.compile(
+    r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}"
+    r"|(?P<lone>\\u[dD][89a-fA-F][\da-fA-F]{2})|\\.",
+    re.DOTALL,
+)
+"""Escapes of JSON; `lone` is one half of a pair, which is no character."""
 
 
 CLIENT_GONE = 499
@@ -160,3 +176,50 @@ def _is_deeper(body: JsonObject, max_depth: int) -> bool:
         if not level:
             return False
     return True
+
+
+def check_call_arguments(body: JsonObject, max_depth: int) -> None:
+    """Bound the arguments of earlier calls, and replace halves of surrogate pairs by U+FFFD.
+
+    Models write such halves, and the answers that have them come back. Arguments that are no valid
+    JSON pass. Raises `InvalidValueError` for a nesting deeper than `max_depth` or a huge integer.
+    """
+    for name in ("messages", "input"):
+        items = body.get(name)
+        for index, item in enumerate(items if isinstance(items, list) else ()):
+            for path, call in _calls(item):
+                text = call.get("arguments")
+                if isinstance(text, str):
+                    _check_arguments(f"{name}[{index}]{path}.arguments", text, max_depth)
+                    call["arguments"] = _SURROGATE.sub(_replace_half, text)
+
+
+def _calls(item: object) -> Iterator[tuple[str, JsonObject]]:
+    """Yield the calls of a message or item, with their paths in it."""
+    if not isinstance(item, dict):
+        return
+    yield "", item
+    calls = item.get("tool_calls")
+    for index, call in enumerate(calls if isinstance(calls, list) else ()):
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            yield f".tool_calls[{index}].function", call["function"]
+
+
+def _check_arguments(path: str, text: str, max_depth: int) -> None:
+    deep = text.count("{") + text.count("[") > max_depth
+    if not deep and _MANY_DIGITS.search(text.encode()) is None:
+        return
+    depth = 0
+    for part in _PARTS.finditer(text):
+        depth += (part["open"] is not None) - (part["close"] is not None)
+        if depth > max_depth:
+            limit = f"is nested deeper than the limit of {max_depth}"
+        elif part["huge"] is not None:
+            limit = f"has a number of more than {_MAX_DIGITS} digits"
+        else:
+            continue
+        raise InvalidValueError(f"'{path}' {limit}.", param=path)
+
+
+def _replace_half(escape: re.Match[str]) -> str:
+    return r"\ufffd" if escape["lone"] else escape[0]

@@ -180,7 +180,11 @@ _TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
     (
         (VLLMValidationError, VLLMUnprocessableEntityError),
         lambda error, context: _invalid(
-            str(error.args[0]), error.parameter, context, getattr(error, "value", None)
+            # Empty for a template that raises an error without a reason, or needs all memory.
+            str(error.args[0]) or "The chat template refuses the conversation.",
+            error.parameter,
+            context,
+            getattr(error, "value", None),
         ),
     ),
     ((VLLMNotFoundError,), lambda error, _: NotFoundError(str(error))),

@@ -20,7 +20,7 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
 from server.frontend import ParsedRequest
 from server.request.billing_line import drop_billing_line
-from server.request.body import parse_json_object
+from server.request.body import check_call_arguments, parse_json_object
 from server.request.endpoints import answers_in, request_form
 from server.request.fields.limits import (
     bound_tokens,
@@ -105,6 +105,7 @@ class BodyReader:
         if options is not None:
             expand_compactions(body)
         check_sizes(endpoint, body, rules.limits)
+        check_call_arguments(body, rules.max_json_depth)
         drop_billing_line(endpoint, body)
         tier = take_tier(endpoint, body)
         returns_progress, unsent = take_progress(endpoint, body)

@@ -1,0 +1,99 @@
+"""JSON within the text of earlier calls is bounded, and its halves of characters replaced."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from server.errors import InvalidValueError
+from server.request.body import check_call_arguments
+
+DEPTH = 8
+
+
+def chat(text: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": text}
+    return {
+        "messages": [
+            {"role": "user"},
+            {"role": "assistant", "tool_calls": [{"function": function}]},
+        ]
+    }
+
+
+def response(text: Any) -> dict[str, Any]:
+    return {"input": [{"type": "function_call", "name": "f", "arguments": text}]}
+
+
+FORMS = [
+    (chat, "messages[1].tool_calls[0].function.arguments"),
+    (response, "input[0].arguments"),
+]
+
+
+@pytest.mark.parametrize(("form", "place"), FORMS)
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("[" * 9 + "]" * 9, "deeper than the limit of 8"),
+        ("[" * 100_000, "deeper than the limit of 8"),
+        ('{"a":' * 9 + "1" + "}" * 9, "deeper than the limit of 8"),
+        ('{"a": "\\\\"' + ', "b": [' * 9, "deeper than the limit of 8"),
+        ("9" * 401, "more than 400 digits"),
+        (f'{{"a": [-{"9" * 5000}]}}', "more than 400 digits"),
+    ],
+)
+def test_arguments_beyond_the_limits(form: Any, place: str, text: str, limit: str) -> None:
+    with pytest.raises(InvalidValueError, match=limit) as caught:
+        check_call_arguments(form(text), DEPTH)
+    assert caught.value.param == place
+    assert place in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 8 + "]" * 8,
+        "[{}]" * 20,
+        '{"a": "' + "[" * 99 + '"}',
+        '{"a": "\\"' + "[" * 99 + '"}',
+        '"' + "[" * 99,
+        f'{{"a": "{"9" * 5000}", "b": 0.{"9" * 500}, "c": {"9" * 500}e-400}}',
+        "not JSON \\",
+        "",
+        r'{"a": "\ud83d\ude00 \\ud83d é"}',
+        None,
+        5,
+    ],
+)
+def test_other_arguments_stay(text: Any) -> None:
+    for form, _ in FORMS:
+        body = form(text)
+        check_call_arguments(body, DEPTH)
+        assert body == form(text)
+
+
+def test_halves_of_characters_are_replaced() -> None:
+    text = r'{"a": "\ud83d \uDE00 \ud83d\ud83d\ude00 \\\ud83d", "\udead": 1}'
+    for form, _ in FORMS:
+        body = form(text)
+        check_call_arguments(body, DEPTH)
+        whole = r'{"a": "\ufffd \ufffd \ufffd\ud83d\ude00 \\\ufffd", "\ufffd": 1}'
+        assert body == form(whole)
+    assert json.loads(whole)["a"] == "\ufffd \ufffd \ufffd\U0001f600 \\\ufffd"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"input": "text"},
+        {"input": ["a", 1]},
+        {"messages": 5},
+        {"messages": [{"tool_calls": 5}]},
+    ],
+)
+def test_other_bodies_are_left_to_the_models(body: dict[str, Any]) -> None:
+    check_call_arguments(body, DEPTH)
