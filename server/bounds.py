@@ -32,6 +32,8 @@ DEATH_LINGER_S = 2.0
 
 READ_TIMEOUT_S = 10.0
 """For parsing and checking a large body, and again for rendering its template; 4 MiB take 0.3 s."""
+RENDER_TIMEOUT_S = 3.0
+"""For rendering a small conversation by a template whose loops have no known bound; others wait."""
 READ_WORKERS = 1
 """Processes that parse and check large bodies: more would take cores from the engine."""
 

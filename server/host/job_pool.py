@@ -93,7 +93,7 @@ class JobPool:
         """Seconds that a job may take."""
         return self._timeout_s
 
-    async def run(self, job: bytes, shares: int = 1, *, waits: bool = False) -> bytes:
+    async def run(self, job: bytes, shares: float = 1, *, waits: bool = False) -> bytes:
         """Return the answer to a job; its timeout is `shares` times that of the pool.
 
         `waits` skips the limit of waiting jobs; the caller bounds them instead. Raises one of this

@@ -202,6 +202,11 @@ class AdmissionSettings(BaseModel):
         description="Add tools in Hermes format to the prompt if the chat template does not render "
         "tools; --no-default-tool-prompt rejects requests with tools for such a model.",
     )
+    sanitize_control_tokens: bool = Field(
+        True,
+        description="Tokenize the text of a control token in a conversation as ordinary text; "
+        "--no-sanitize-control-tokens lets clients write turns and markup, as vLLM does.",
+    )
 
 
 class SchemaSettings(BaseModel):

@@ -53,7 +53,12 @@ from server.vllm.reading import BodyReader
 from server.vllm.reading_process import serve_reading
 from server.vllm.rendering.counting import count_whole_prompts
 from server.vllm.rendering.processor import skip_processor
-from server.vllm.rendering.tokenizer import RemoteTemplates, large_var, render_elsewhere
+from server.vllm.rendering.tokenizer import (
+    RemoteTemplates,
+    large_var,
+    render_elsewhere,
+    sanitizer,
+)
 from server.vllm.rendering.variables import templates_of
 from server.vllm.rules import make_request_rules
 from server.vllm.streams import text_chunks
@@ -162,10 +167,16 @@ class VllmFrontend:
         self._body_reader.build_validators(_BUILT_FORMS)
         self._reader = RequestReader(self._body_reader, self._reading)
         online = state.online_renderer
+        tokens_of, encoder = None, None
+        if settings.sanitize_control_tokens:
+            tokens_of, encoder = sanitizer(online)
         templates = RemoteTemplates(
-            self._reader.render, templates_of(online), _CHARS_PER_BYTE * settings.max_body_bytes
+            self._reader.render,
+            templates_of(online),
+            _CHARS_PER_BYTE * settings.max_body_bytes,
+            tokens_of,
         )
-        render_elsewhere(online.renderer, templates, bounds.READ_WORKERS)
+        render_elsewhere(online.renderer, templates, bounds.READ_WORKERS, encoder)
 
     async def warm_up(self) -> None:
         """Make what first requests would wait for, once the server is ready.

@@ -8,7 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from server.errors import InternalError, OverloadedError, ReaderFailedError, RequestError
+from server import bounds
+from server.errors import (
+    InternalError,
+    InvalidValueError,
+    OverloadedError,
+    ReaderFailedError,
+    RequestError,
+)
 from server.frontend import ParsedRequest
 from server.host.job_counts import JobCounts
 from server.host.job_pool import (
@@ -29,6 +36,8 @@ SMALL_CONTAINERS = 160
 """Most objects and arrays, brackets in texts included, of a body parsed within milliseconds."""
 HUGE_BYTES = 1 << 20
 """Larger bodies take a second or more to parse."""
+_SMALL_JOB_BYTES = 4 * SMALL_BYTES
+"""Size of a job that renders a small conversation: its template may be longer than the text."""
 _MAX_HUGE_WAITING = 8
 _RETRY_S = 2.0
 
@@ -75,7 +84,7 @@ class RequestReader:
             async with self._turn(len(raw) + len(before or b"")):
                 job = job_bytes(endpoint, raw, before, request_id_var.get())
                 parsed: ParsedRequest | StorageOptions = answer_of(
-                    await self._exchange(job, "read")
+                    await self._exchange(job, "read", self._pool.timeout_s)
                 )
         except RequestError:
             self._counts.note("refused", time.perf_counter() - began)
@@ -100,12 +109,14 @@ class RequestReader:
             self._huge_waiting -= 1
 
     async def render(self, job: bytes) -> Rendered:
-        """Render the chat template of a large conversation.
+        """Render a chat template over a conversation.
 
         The request is admitted already, so it waits for a process. Raises a `ServerError` if
-        rendering exceeds its limit of time or memory.
+        rendering exceeds its limit of time or memory; of time, `InvalidValueError` for a small one.
         """
-        rendered: Rendered = answer_of(await self._exchange(job, "render", waits=True))
+        small = len(job) <= _SMALL_JOB_BYTES
+        limit_s = bounds.RENDER_TIMEOUT_S if small else self._pool.timeout_s
+        rendered: Rendered = answer_of(await self._exchange(job, "render", limit_s, waits=True))
         return rendered
 
     def take_counts(self) -> JobCounts:
@@ -113,17 +124,21 @@ class RequestReader:
         counts, self._counts = self._counts, JobCounts()
         return counts
 
-    async def _exchange(self, job: bytes, does: str, *, waits: bool = False) -> bytes:
+    async def _exchange(
+        self, job: bytes, does: str, limit_s: float, *, waits: bool = False
+    ) -> bytes:
         try:
-            return await self._pool.run(job, waits=waits)
+            return await self._pool.run(job, limit_s / self._pool.timeout_s, waits=waits)
         except PoolFullError:
             self._counts.note("overloaded")
             raise _overloaded("Too many large requests wait to be read.") from None
         except JobTimeoutError:
-            self._counts.note("timeout", self._pool.timeout_s)
-            raise _overloaded(
-                f"The request took longer than {self._pool.timeout_s:g} s to {does}."
-            ) from None
+            self._counts.note("timeout", limit_s)
+            if limit_s < self._pool.timeout_s:
+                raise InvalidValueError(
+                    f"The chat template takes longer than {limit_s:g} s to render the conversation."
+                ) from None
+            raise _overloaded(f"The request took longer than {limit_s:g} s to {does}.") from None
         except JobCrashedError as error:
             self._counts.note("crashed")
             raise ReaderFailedError(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from jinja2 import TemplateError
+
+from server.vllm.rendering.control_tokens import ControlTokens, spelled
 
 MARK = b"RENDER\n"
 """The prefix of rendering jobs; jobs about bodies begin with the name of an endpoint."""
@@ -22,11 +25,25 @@ _OF_TEMPLATES = (
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Everything a chat template needs; `arguments` are those of `apply_chat_template`."""
+    """Everything a chat template needs; `arguments` are those of `apply_chat_template`.
+
+    `control_tokens` are those that the texts of the conversation must not become.
+    """
 
     conversation: list[Any]
     arguments: dict[str, Any]
     special_tokens: dict[str, str]
+    control_tokens: ControlTokens | None = None
+
+    def run(self, apply: Callable[..., Any]) -> Any:
+        """Return the prompt that `apply` makes: transformers' `apply_chat_template`."""
+        template = {"chat_template": self.arguments["chat_template"]}
+        variables = {k: v for k, v in self.arguments.items() if k not in template}
+        conversation, tokens = self.conversation, self.control_tokens
+        if tokens is None or not tokens.may_occur(conversation, variables):
+            return apply(conversation, **template, **variables)
+        conversation, variables = tokens.mark(conversation, variables)
+        return spelled(apply(conversation, **template, **variables))
 
     def as_job(self) -> bytes:
         """Return the job's bytes."""
@@ -46,7 +63,9 @@ def render(job: bytes) -> Rendered:
     rendering: Rendering = pickle.loads(job[len(MARK) :])  # noqa: S301 (written by `as_job`)
     tokenizer = _template_tokenizer()(rendering.special_tokens)
     try:
-        prompt = tokenizer.apply_chat_template(rendering.conversation, **rendering.arguments)
+        prompt = rendering.run(tokenizer.apply_chat_template)
+    except RecursionError:
+        return Rendered(reason="its macros call themselves too often.")
     except _OF_TEMPLATES as error:
         return Rendered(reason=str(error))
     return Rendered(prompt)

@@ -1,28 +1,46 @@
 """vLLM's tokenizer, whose chat template is rendered in another process where that may take long.
 
 A rendering is Python code of the template's author over a client's lists: in the process that reads
-large bodies it has a limit of time and of memory, and holds no thread of this one up.
+large bodies it has a limit of time and of memory, and holds no thread of this one up. Texts of the
+conversation do not become control tokens (`server.vllm.rendering.control_tokens`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from server.errors import ContextLengthError
+from server.vllm.rendering.control_tokens import (
+    ControlTokens,
+    SpelledPrompt,
+    control_tokens_of,
+)
 from server.vllm.rendering.job import Rendered, Rendering
+from server.vllm.rendering.loops import is_bounded
+from server.vllm.rendering.plain_text import PlainTextEncoder
+
+if TYPE_CHECKING:
+    from vllm.renderers.online_renderer import OnlineRenderer
+
+logger = logging.getLogger(__name__)
 
 SMALL_MESSAGES = 160
-"""Fewer messages, of a small body, are rendered within milliseconds."""
+"""Fewer messages, of a small body, are rendered within milliseconds by most templates."""
 
+TokensOf = Callable[[str], ControlTokens]
 Send = Callable[[bytes], Coroutine[Any, Any, Rendered]]
 """Sends a job to another process."""
+
+_CACHED_TEMPLATES = 32
 
 large_var: ContextVar[bool] = ContextVar("large", default=False)
 """True if the body of the current request was too large for parsing on the event loop."""
@@ -35,25 +53,47 @@ _thread = threading.local()
 class RemoteTemplates:
     """Renders small conversations in place and others in another process; blocks meanwhile."""
 
-    def __init__(self, send: Send, served: Collection[str], max_chars: int) -> None:
-        """Use from the event loop; `served` are the templates of the served model."""
+    def __init__(
+        self,
+        send: Send,
+        served: Collection[str],
+        max_chars: int,
+        tokens_of: TokensOf | None = None,
+    ) -> None:
+        """Use from the event loop.
+
+        `served` are the templates of the served model. `tokens_of` returns the control tokens of a
+        template that texts must not become.
+        """
         self._send = send
-        self._served = frozenset(served)
+        self._in_place = frozenset(filter(is_bounded, served))
+        self._all_in_place = len(self._in_place) == len(served)
         self._max_chars = max_chars
+        self._tokens_of = tokens_of
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
+
+    def waits(self, template: str | None) -> bool:
+        """Return True if a small conversation may be rendered in another process.
+
+        `template` None is one of those that are served.
+        """
+        return not self._all_in_place if template is None else template not in self._in_place
 
     def apply(
         self, here: Callable[..., Any], tokens: dict[str, str], conversation: Any, **arguments: Any
     ) -> Any:
         """Return the prompt. Raises `TemplateError`, `ContextLengthError` or what `send` raises."""
-        served = arguments.get("chat_template") in self._served
-        is_large = getattr(_thread, "is_large", False)
-        small = served and not is_large and len(conversation) <= SMALL_MESSAGES
+        template = arguments.get("chat_template")
+        small = not getattr(_thread, "is_large", False) and len(conversation) <= SMALL_MESSAGES
         # The loop's own thread must not wait for the loop; it renders the warm-up alone.
-        if small or arguments.get("tokenize", True) or threading.get_ident() == self._loop_thread:
+        if arguments.get("tokenize", True) or threading.get_ident() == self._loop_thread:
             return self._bounded(here(conversation, **arguments))
-        job = Rendering(conversation, arguments, tokens).as_job()
+        control = None if self._tokens_of is None else self._tokens_of(template or "")
+        rendering = Rendering(conversation, arguments, tokens, control)
+        if small and template in self._in_place:
+            return self._bounded(rendering.run(here))
+        job = rendering.as_job()
         done = asyncio.run_coroutine_threadsafe(self._send(job), self._loop).result()
         if done.reason is not None:
             raise TemplateError(done.reason)
@@ -68,10 +108,38 @@ class RemoteTemplates:
         return prompt
 
 
-def render_elsewhere(renderer: Any, templates: RemoteTemplates, workers: int) -> None:
+def sanitizer(online: OnlineRenderer) -> tuple[TokensOf | None, PlainTextEncoder | None]:
+    """Return what keeps texts from becoming control tokens; None for a tokenizer without them.
+
+    Tokenizers that are not of the `tokenizers` library are left as they are, with a warning.
+    """
+    tokenizer: Any = online.renderer.tokenizer
+    added = getattr(tokenizer, "added_tokens_decoder", None)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        if added:
+            logger.warning("control tokens in texts are not sanitized: the tokenizer is not fast")
+        return None, None
+    named = ""
+    if online.parser is not None and online.parser.reasoning_parser_cls is not None:
+        options: dict[str, Any] = {"chat_template_kwargs": {}, "model_config": online.model_config}
+        parser = online.parser.reasoning_parser_cls(tokenizer, **options)
+        named = f"{parser.reasoning_start_str}\0{parser.reasoning_end_str}"
+
+    @lru_cache(maxsize=_CACHED_TEMPLATES)
+    def tokens_of(template: str) -> ControlTokens:
+        return control_tokens_of(template, added.values(), named)
+
+    return tokens_of, PlainTextEncoder(backend, added)
+
+
+def render_elsewhere(
+    renderer: Any, templates: RemoteTemplates, workers: int, encoder: PlainTextEncoder | None
+) -> None:
     """Make vLLM's renderer send large conversations to another process.
 
-    A tokenizer with an `apply_chat_template` of its own stays as it is.
+    `encoder` tokenizes the prompts of marked conversations. A tokenizer with an
+    `apply_chat_template` of its own stays as it is.
     """
     from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
     from vllm.utils.async_utils import make_async
@@ -86,8 +154,9 @@ def render_elsewhere(renderer: Any, templates: RemoteTemplates, workers: int) ->
     large = make_async(safe_apply_chat_template, executor=threads)
 
     async def apply(*args: Any, **kwargs: Any) -> Any:
-        # Of large conversations, so many are waited for that the others have a thread.
-        return await (large if large_var.get() else small)(*args, **kwargs)
+        # Of those rendered elsewhere, so many are waited for that the others have a thread.
+        waits = large_var.get() or templates.waits(kwargs.get("chat_template"))
+        return await (large if waits else small)(*args, **kwargs)
 
     renderer._apply_chat_template_async = apply
 
@@ -98,6 +167,18 @@ def render_elsewhere(renderer: Any, templates: RemoteTemplates, workers: int) ->
             """Return the prompt, as the base class does."""
             here = super().apply_chat_template
             return templates.apply(here, self.special_tokens_map, conversation, **arguments)
+
+        def __call__(self, text: Any = None, *args: Any, **arguments: Any) -> Any:
+            """Return the encoded text, as the base class does."""
+            if encoder is None or not isinstance(text, SpelledPrompt):
+                return super().__call__(text, *args, **arguments)
+            ids, offsets = encoder.encode(
+                text,
+                arguments.get("max_length") if arguments.get("truncation") else None,
+                self.truncation_side,
+                adds_special=arguments.get("add_special_tokens", True),
+            )
+            return {"input_ids": ids, "offset_mapping": offsets}
 
     tokenizer.__class__ = RemoteTemplateTokenizer
 

@@ -6,7 +6,7 @@ import inspect
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError, meta
+from jinja2 import TemplateError, meta, nodes
 from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -89,12 +89,18 @@ def _declared_or_none(template: str) -> frozenset[str]:
 
 
 def _declared(template: str) -> frozenset[str]:
+    return frozenset(meta.find_undeclared_variables(parsed(template)))
+
+
+@lru_cache(maxsize=_CACHED_TEMPLATES)
+def parsed(template: str) -> nodes.Template:
+    """Return the syntax tree of a chat template. Raises `TemplateError`."""
     from vllm.renderers.hf import AssistantTracker
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[AssistantTracker, loopcontrols]
     )
-    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    return environment.parse(template)
 
 
 def _arguments(tokenizer: Any) -> frozenset[str]:

@@ -26,7 +26,8 @@ async def test_small_conversations_are_rendered_without_a_job() -> None:
     def here(conversation: list[Any], **_: Any) -> str:
         return "here"
 
-    templates = RemoteTemplates(send, ["served"], 100)
+    loop = "{% for i in range(90000) %}{% endfor %}"
+    templates = RemoteTemplates(send, ["served", loop], 100)
     options = {"chat_template": "served", "tokenize": False}
 
     def rendered(messages: list[dict[str, str]], **changes: Any) -> Any:
@@ -36,4 +37,9 @@ async def test_small_conversations_are_rendered_without_a_job() -> None:
     many = [{"role": "user"}] * (SMALL_MESSAGES + 1)
     assert await asyncio.to_thread(rendered, many) == "elsewhere"
     assert await asyncio.to_thread(rendered, [{}], chat_template="other") == "elsewhere"
-    assert len(sent) == 2
+    assert await asyncio.to_thread(rendered, [{}], chat_template=loop) == "elsewhere"
+    assert len(sent) == 3
+    assert [templates.waits(template) for template in ("served", loop, "other", None)] == [
+        *(False, True, True, True),
+    ]
+    assert not RemoteTemplates(send, ["served"], 100).waits(None)
