@@ -11,7 +11,7 @@ from server import bounds
 from server.settings import ServerSettings
 
 BACKEND = "xgrammar"
-"""vLLM's grammar backend, set by `rbln_backend.platform`; schemas go to llguidance."""
+"""vLLM's grammar backend, set by `rbln_backend.platform`; most constraints go to llguidance."""
 
 
 class ConstraintKind(enum.Enum):

@@ -1,4 +1,4 @@
-"""Grammars in llguidance's dialect of Lark: of a schema, and of a structural tag with schemas.
+"""Grammars in llguidance's dialect of Lark: of schemas, structural tags, regexes and choices.
 
 llguidance matches a special token of the tokenizer only if the grammar names it. A marker such as
 `<tool_call>` is therefore written both as its token and as text.
@@ -12,12 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.normaliser import normalised
+from server.structured_outputs.patterns import PatternError, whole_text
 
 Format = dict[str, Any]
 
-MARK = "%llguidance {}\n"
-"""First line of a grammar for llguidance."""
+MARK = "%llguidance"
+"""Beginning of a grammar for llguidance."""
+_HEAD = f"{MARK} {{}}\nstart: "
 _CALL_NUMBER = r"\d+"
 """The only pattern in vLLM's tags for tools."""
 _LIMITS = ("max_tokens", "max_chars", "max_whitespace_cnt", "any_order")
@@ -50,7 +53,24 @@ class UnsupportedTagError(ValueError):
 def schema_grammar(schema: Any, rules: SchemaRules) -> Grammar:
     """Return the grammar of a schema. Raises `UnusableError` as `normalised` does."""
     found = normalised(schema, closed=rules.closed)
-    return Grammar(f"{MARK}start: {_json_rule(found.schema, rules)}\n", found.left_out)
+    return Grammar(f"{_HEAD}{_json_rule(found.schema, rules)}\n", found.left_out)
+
+
+def choice_grammar(choices: list[str]) -> Grammar:
+    """Return the grammar of one of these texts."""
+    # A terminal: a rule has a limit of options.
+    return Grammar(f"{_HEAD}TEXT\nTEXT: {' | '.join(map(_quoted, choices))}\n", ())
+
+
+def regex_grammar(regex: str) -> Grammar:
+    """Return the grammar of the texts that a regex describes. Raises `UnusableError`."""
+    try:
+        text = whole_text(regex)
+    except PatternError as error:
+        raise UnusableError(str(error)) from None
+    # A slash would end it, and what looks like a schema's pattern be tried as one.
+    text = re.sub(r'\\.|(?=["/])', lambda found: found[0] or "\\", text)
+    return Grammar(f"{_HEAD}/{text or '(?:)'}/\n", ())
 
 
 def tag_grammar(tag: Any, specials: Mapping[str, int], rules: SchemaRules) -> Grammar | None:
@@ -65,7 +85,7 @@ def tag_grammar(tag: Any, specials: Mapping[str, int], rules: SchemaRules) -> Gr
     except (UnsupportedTagError, KeyError, TypeError, AttributeError):
         # The backend reports the reason for a malformed tag.
         return None
-    return Grammar("\n".join([f"{MARK}start: {start}", *writer.lines, ""]), tuple(writer.left_out))
+    return Grammar("\n".join([f"{_HEAD}{start}", *writer.lines, ""]), tuple(writer.left_out))
 
 
 def _json_rule(schema: Any, rules: SchemaRules) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,7 @@ from server.structured_outputs.constraint import (
     SchemaLimits,
     UnusableError,
 )
+from server.structured_outputs.grammars import MARK, regex_grammar
 from server.structured_outputs.normaliser import normalised
 from server.structured_outputs.schema_exactness import check_exact
 from server.structured_outputs.schema_limits import check_pattern_length, check_size
@@ -34,6 +37,8 @@ def inspect(constraint: Constraint, limits: SchemaLimits) -> Any:
     elif constraint.kind is ConstraintKind.GRAMMAR:
         if not text.strip():
             raise UnusableError("it is empty")
+        if not text.startswith(MARK):
+            _check_escapes(text)
     elif constraint.kind is ConstraintKind.CHOICE:
         _check_choice(json.loads(text), limits)
     elif constraint.kind is ConstraintKind.JSON:
@@ -42,6 +47,8 @@ def inspect(constraint: Constraint, limits: SchemaLimits) -> Any:
         return schema
     else:
         tag = parsed(text)
+        if not isinstance(tag, dict):
+            raise UnusableError(f"it must be an object, got {json_type(tag)}")
         check_size(tag, limits)
         for schema in _schemas_of_tag(tag):
             _check_schema(schema, limits)
@@ -96,6 +103,21 @@ def _check_regex(pattern: str, limits: SchemaLimits) -> None:
     check_pattern_length(pattern, "it", limits)
 
 
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+"""An escape of EBNF, with its code point."""
+
+
+def _check_escapes(grammar: str) -> None:
+    """Raise `UnusableError` for an escape of EBNF that UTF-8 cannot hold."""
+    for found in _ESCAPE.finditer(grammar):
+        code = int(found[found.lastindex], 16) if found.lastindex else 0
+        if code in range(0xD800, 0xE000) or code > sys.maxunicode:
+            raise UnusableError(
+                f"the escape '{found[0][:20]}' at character {found.start() + 1} is half of a "
+                "surrogate pair or no character"
+            )
+
+
 def _check_choice(choices: list[str], limits: SchemaLimits) -> None:
     if not choices:
         raise UnusableError("it has no values")
@@ -112,7 +134,10 @@ def _check_schema(schema: Any, limits: SchemaLimits) -> None:
 
 
 def _schemas_of_tag(tag: Any) -> Iterator[Any]:
-    """Yield the JSON schemas in a structural tag of either form."""
+    """Yield the JSON schemas in a structural tag of either form.
+
+    Raises `UnusableError` for a regex or a grammar that is read differently.
+    """
     stack = [tag]
     while stack:
         value = stack.pop()
@@ -123,5 +148,9 @@ def _schemas_of_tag(tag: Any) -> Iterator[Any]:
                 yield value["json_schema"]
             elif {"begin", "schema", "end"} <= value.keys():
                 yield value["schema"]
+            elif value.get("type") == "regex" and isinstance(value.get("pattern"), str):
+                regex_grammar(value["pattern"])
+            elif value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
+                _check_escapes(value["grammar"])
             else:
                 stack += value.values()

@@ -1,4 +1,4 @@
-"""Regular expressions of JSON schemas (ECMA-262) in the syntax of llguidance, Rust's.
+"""Regular expressions of requests and JSON schemas (ECMA-262) in llguidance's syntax, Rust's.
 
 A translated expression matches what ECMA-262 and Python's `re` both match, so that a validator of
 either kind accepts the string.
@@ -7,6 +7,7 @@ either kind accepts the string.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,11 +34,20 @@ _WIDE = {
     "s": r"\s\x1c-\x1f\ufeff",
 }
 _CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "f": r"\x0c", "v": r"\x0b", "0": r"\x00"}
-_CODE = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|c([A-Za-z])")
+_HEX = "[0-9A-Fa-f]"
+_CODE = re.compile(rf"x({_HEX}{{2}})|u({_HEX}{{4}})|c([A-Za-z])")
+_LONG_CODE = re.compile(rf"u\{{({_HEX}{{1,6}})\}}|U({_HEX}{{8}})")
+"""Code points, which ECMA-262 and Python write differently; not in schemas."""
 _CATEGORY = re.compile(r"[pP]\{(?:[LMNPSZC][a-z]?)\}")
 _GROUP = re.compile(r"\(\?(?::|P?<[A-Za-z_]\w*>)")
+_ANCHOR = re.compile(r"(\^|\\A)|\$|\\[Zz]")
+"""An anchor; those of the beginning are a group."""
 _QUANTIFIER = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
 _PUNCTUATION = frozenset("!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~ ")
+_REFUSED = {
+    **dict.fromkeys("1k", ", a back reference or an octal number,"),
+    **dict.fromkeys("bB", ", a word boundary,"),
+}
 _NAMES = {
     "(?=": "a look-ahead",
     "(?!": "a look-ahead",
@@ -69,10 +79,15 @@ class PatternError(ValueError):
 
 
 def translated(pattern: str) -> str:
-    """Return the expression for llguidance. Raises `PatternError`."""
+    """Return the expression of a schema's pattern. Raises `PatternError`."""
     if pattern.startswith(_DECIMAL) and (found := _decimal(pattern[len(_DECIMAL) :])) is not None:
         return f"^[+-]?(?:{found})$"
     return _Translation(pattern).text()
+
+
+def whole_text(regex: str) -> str:
+    """Return the expression of a regex that describes a whole text. Raises `PatternError`."""
+    return _Translation(regex, whole=True).text()
 
 
 def _decimal(rest: str) -> str | None:
@@ -106,8 +121,10 @@ def _fraction(places: int) -> str:
 
 
 class _Translation:
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
+    """`whole`: it is a regex of a whole text, whose anchors mean nothing at its ends."""
+
+    def __init__(self, pattern: str, *, whole: bool = False) -> None:
+        self._pattern, self._whole = pattern, whole
         self._at = 0
         self._out: list[str] = []
 
@@ -123,6 +140,10 @@ class _Translation:
         elif char == "[":
             self._out.append(self._class())
             self._quantifier()
+        elif self._whole and (found := _ANCHOR.match(self._pattern, self._at)):
+            if self._at != 0 if found[1] else found.end() != len(self._pattern):
+                raise PatternError(f"the anchor '{found[0]}'{self._place()} is not at an end")
+            self._at = found.end()
         elif char == "\\":
             self._out.append(self._escape(bracketed=False, wide=False))
             self._quantifier()
@@ -139,6 +160,9 @@ class _Translation:
             self._at += 1
             self._out.append(r"[^\n\r\u2028\u2029]" if char == "." else _literal(char))
             self._quantifier()
+
+    def _place(self) -> str:
+        return f" at character {self._at + 1}"
 
     def _group(self) -> None:
         rest = self._pattern[self._at :]
@@ -197,6 +221,7 @@ class _Translation:
     def _escape(self, *, bracketed: bool, wide: bool) -> str:
         rest = self._pattern[self._at + 1 :]
         kind = rest[:1]
+        place = self._place()
         self._at += 2
         if kind.lower() in _NARROW and kind:
             return _kind(kind, bracketed=bracketed, wide=wide)
@@ -204,22 +229,21 @@ class _Translation:
             return r"\x08"
         if kind in _CONTROLS and not (kind == "0" and rest[1:2].isdigit()):
             return _CONTROLS[kind]
-        if found := _CODE.match(rest):
+        if found := _CODE.match(rest) or (self._whole and _LONG_CODE.match(rest)):
             self._at += found.end() - 1
-            code = ord(found[3]) % 32 if found[3] else int(found[1] or found[2], 16)
-            if code in range(0xD800, 0xE000):
-                raise PatternError("half of a surrogate pair cannot be followed")
-            return f"\\u{code:04x}"
+            code = ord(rest[1]) % 32 if kind == "c" else int(found[found.lastindex or 0], 16)
+            if code in range(0xD800, 0xE000) or code > sys.maxunicode:
+                raise PatternError(
+                    f"the escape '\\{found[0]}'{place} is half of a surrogate pair or no character"
+                )
+            return f"\\u{code:04x}" if code <= 0xFFFF else f"\\u{{{code:x}}}"
         if (found := _CATEGORY.match(rest)) is not None:
             self._at += found.end() - 1
             return f"\\{found[0]}"
         if kind and kind in _PUNCTUATION:
             return _literal(kind)
-        if kind.isdigit() or kind == "k":
-            raise PatternError("a back reference cannot be followed")
-        if kind in ("b", "B"):
-            raise PatternError("a word boundary cannot be followed")
-        raise PatternError(f"the escape '\\{kind}' cannot be followed")
+        what = _REFUSED.get("1" if kind.isdigit() else kind, "")
+        raise PatternError(f"the escape '\\{kind}'{place}{what} cannot be followed")
 
 
 def _kind(kind: str, *, bracketed: bool, wide: bool) -> str:

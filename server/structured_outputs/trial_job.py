@@ -16,7 +16,14 @@ from server.structured_outputs.constraint import (
     SchemaLimits,
     UnusableError,
 )
-from server.structured_outputs.grammars import Grammar, SchemaRules, schema_grammar, tag_grammar
+from server.structured_outputs.grammars import (
+    Grammar,
+    SchemaRules,
+    choice_grammar,
+    regex_grammar,
+    schema_grammar,
+    tag_grammar,
+)
 from server.structured_outputs.inspection import check_unrewritten, inspect, parsed
 
 _HOLDING_SCHEMAS = (ConstraintKind.JSON, ConstraintKind.STRUCTURAL_TAG)
@@ -122,7 +129,11 @@ def _value_of(constraint: Constraint, limits: SchemaLimits) -> Any:
 def _grammar(
     constraint: Constraint, value: Any, specials: Mapping[str, int], rules: SchemaRules
 ) -> Grammar | None:
-    """Return the grammar of a schema or tag; None if the constraint is tried as it is."""
+    """Return the grammar of a constraint; None if it is tried as it is."""
+    if constraint.kind is ConstraintKind.REGEX:
+        return regex_grammar(constraint.text)
+    if constraint.kind is ConstraintKind.CHOICE:
+        return choice_grammar(json.loads(constraint.text))
     if value is None:
         return None
     if constraint.kind is ConstraintKind.JSON:
@@ -140,7 +151,9 @@ def _followed(constraint: Constraint, found: Grammar) -> str:
 def _try(constraint: Constraint, kind: str, text: str, trial: Trial) -> None:
     try:
         warnings = trial(kind, text)
-    except (ValueError, RuntimeError, TypeError, KeyError, MemoryError) as error:
+    except (TypeError, KeyError):
+        raise UnusableError("a part of it is missing or has a wrong type") from None
+    except (ValueError, RuntimeError, MemoryError) as error:
         raise UnusableError(_plain(str(error)) or type(error).__name__) from None
     ignored = [
         line for line in warnings if "warning" in line.lower() and not _HARMLESS.search(line)
@@ -153,8 +166,8 @@ def _try(constraint: Constraint, kind: str, text: str, trial: Trial) -> None:
 _HARMLESS = re.compile(r"matching the character literally|The character itself will be matched")
 _PLACE = re.compile(r"^(\[[\d:]+\] )?\S*\.(cc|h):\d+: ")
 _CHECK = re.compile(r"^Check failed: \(.*\) is false: ")
-_COMPILING = re.compile(r"failed to compile JSON schema: ([^\n]*)")
-"""llguidance's message has the whole grammar after this line."""
+_COMPILING = re.compile(r"(?:failed to compile JSON schema|^error): ([^\n]*)", re.MULTILINE)
+"""llguidance's message has the whole grammar around this line."""
 _MAX_REASON = 300
 
 

@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from server.structured_outputs.constraint import UnusableError
+from server.structured_outputs.grammars import regex_grammar
 from server.structured_outputs.patterns import PatternError, prefix_of, translated, without
 from tests.server.structured_outputs.walks import accepts, grammar_of
 
@@ -86,3 +88,51 @@ def test_other_texts_are_all_but_some() -> None:
 def test_only_a_plain_beginning_is_a_prefix() -> None:
     found = [prefix_of(pattern) for pattern in ("^x-", r"^a\.", "^", "x-", "^x-$", "^[a]", "^a+")]
     assert found == ["x-", "a.", "", None, None, None, None]
+
+
+WHOLE = (*TEXTS, "84", "A84Z", "\t", "/", "\\", '"', '{"pattern": "a"}', "a\nb", "\U0001f600", "}")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "regex",
+    [
+        *(r"\A[0-9]{2}\Z", "^[0-9]{2}$", "^a|b1$", "[a-z\n]", "[\t-\r]", r"[\n\r\t]"),
+        *(r"a\nb", "\n", "a.b", "[^a]", r"[\s\S]", r"\/|/", '"', r"\"|\\", r"\U0001F600", r"\S"),
+        *("", "()", "a*", "a*?", "(|a)", "a|", "[a-]|}|&"),
+        *(r"\{\"pattern\": \"a\"\}", r'\{"pattern": "\w"\}'),
+    ],
+)
+def test_a_regex_describes_the_whole_text_as_in_python(regex: str) -> None:
+    grammar = regex_grammar(regex).text
+    ours = [text for text in WHOLE if accepts(grammar, text)]
+    assert ours == [text for text in WHOLE if re.fullmatch(regex, text)]
+
+
+def test_no_line_end_is_any_character() -> None:
+    grammar = regex_grammar(".").text
+    assert [c for c in "a\n\r\u2028\u2029é\t" if accepts(grammar, c)] == ["a", "é", "\t"]
+
+
+@pytest.mark.parametrize("kind", "AZGKhHRXNVQECyaelpuU178kbB")
+def test_an_unknown_escape_of_a_regex_is_named_with_its_place(kind: str) -> None:
+    with pytest.raises(UnusableError, match=rf"'\\{kind}' at character 3\b"):
+        regex_grammar(rf"ab\{kind}c")
+
+
+@pytest.mark.parametrize(
+    ("regex", "words"),
+    [
+        (r"a\A", r"the anchor '\\A' at character 2"),
+        (r"a\012", r"'\\0' at character 2"),
+        (r"\uD83D\uDE00", r"'\\uD83D' at character 1 is half of a surrogate pair"),
+        (r"[\ud800-\udfff]", "surrogate"),
+        (r"\u{d83d}", "surrogate"),
+        (r"\u{110000}", "no character"),
+        ("a^b", r"the anchor '\^' at character 2"),
+        ("(a$)", r"the anchor '\$' at character 3"),
+    ],
+)
+def test_what_a_regex_cannot_have_is_named(regex: str, words: str) -> None:
+    with pytest.raises(UnusableError, match=words):
+        regex_grammar(regex)
