@@ -6,12 +6,14 @@ its trial compiles to the same grammar in the engine.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -43,7 +45,10 @@ _CONTROLS = {
 
 @dataclass
 class CleanGrammar(XgrammarGrammar):
-    """A grammar of JSON, without the control characters that JSON forbids."""
+    """A grammar without some of its tokens.
+
+    JSON has no control characters, and text no special tokens, which answers do not show.
+    """
 
     legal: Tensor = field(kw_only=True)
     """A bit per token ([V/32] int32), clear for forbidden tokens."""
@@ -58,9 +63,8 @@ class PinnedXgrammar(XgrammarBackend):
     """xgrammar backend with bounded whitespace, low-priority compiles and an llguidance dialect.
 
     The compiler is made at the first compile, in the compiling thread. Each compile uses one
-    thread of low priority. Choices and Lark grammars are accepted with or without the rewriting by
-    vLLM's validation. Grammars in llguidance's dialect, such as those of JSON schemas, go to
-    llguidance.
+    thread of low priority. Lark grammars are accepted with or without the rewriting by vLLM's
+    validation. Grammars in llguidance's dialect, such as those of JSON schemas, go to llguidance.
     """
 
     in_trial = False
@@ -106,37 +110,26 @@ class PinnedXgrammar(XgrammarBackend):
                 grammar_spec, stop_token_ids, in_trial=self.in_trial
             )
         self.make()
-        if request_type is StructuredOutputOptions.CHOICE:
-            request_type = StructuredOutputOptions.GRAMMAR
-            grammar_spec = _choice_grammar(json.loads(grammar_spec))
-        elif request_type is StructuredOutputOptions.GRAMMAR and grammar_is_likely_lark(
-            grammar_spec
-        ):
+        if request_type is StructuredOutputOptions.GRAMMAR and grammar_is_likely_lark(grammar_spec):
             grammar_spec = convert_lark_to_ebnf(grammar_spec)
-        elif request_type is StructuredOutputOptions.REGEX:
-            return self._compile_regex(grammar_spec, stop_token_ids)
         grammar = super().compile_grammar(request_type, grammar_spec, stop_token_ids)
-        if request_type not in _CONTROLS:
-            return grammar
         assert isinstance(grammar, XgrammarGrammar)
+        if request_type in _CONTROLS:
+            legal = self._legal[_CONTROLS[request_type]]
+        elif "Token(" not in grammar_spec:
+            legal = self._texts(stop_token_ids)
+        else:
+            return grammar
         return CleanGrammar(
-            vocab_size=grammar.vocab_size,
-            matcher=grammar.matcher,
-            ctx=grammar.ctx,
-            legal=self._legal[_CONTROLS[request_type]],
+            vocab_size=grammar.vocab_size, matcher=grammar.matcher, ctx=grammar.ctx, legal=legal
         )
 
-    def _compile_regex(self, pattern: str, stop: set[int] | None) -> XgrammarGrammar:
-        """Compile without vLLM's time limit, which depends on the load; the trial limits work."""
-        from xgrammar import GrammarMatcher
-
-        compiled = self.compiler.compile_regex(pattern)
-        matcher = GrammarMatcher(
-            compiled,
-            override_stop_tokens=sorted(stop) if stop else None,
-            max_rollback_tokens=self.num_speculative_tokens,
-        )
-        return XgrammarGrammar(matcher=matcher, vocab_size=self.vocab_size, ctx=compiled)
+    def _texts(self, stop: set[int] | None) -> Tensor:
+        """Return a bit per token ([V/32] int32), clear for special tokens that end no answer."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special = {token for token, entry in added.items() if entry.special}
+        special -= stop or {self.tokenizer.eos_token_id}
+        return torch.from_numpy(tokens_without(special, self.vocab_size))
 
     def lark_compiler(self) -> LarkCompiler:
         """Return the compiler of llguidance's dialect, which is made once. Thread-safe."""
@@ -189,6 +182,8 @@ def _lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, _NICENESS)
 
 
-def _choice_grammar(choices: list[str]) -> str:
-    # EBNF escapes its strings as JSON does.
-    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+def tokens_without(forbidden: Collection[int], size: int) -> npt.NDArray[np.int32]:
+    """Return a bit for each of `size` tokens, set unless it is `forbidden`."""
+    legal = np.ones((size + 31) // 32 * 32, dtype=np.uint8)
+    legal[[token for token in forbidden if token < size]] = 0
+    return np.packbits(legal, bitorder="little").view(np.int32)

@@ -35,6 +35,8 @@ _TRIAL_LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 """Tighter than the engine's, because a trial walks few of a grammar's paths."""
+_LONGEST = 32
+"""Bytes of a token that spells forced text."""
 _TOO_MUCH_WORK = ("too many", "max is")
 """Parts of llguidance's errors about its limits; their stop reason is InternalError alone."""
 
@@ -91,7 +93,8 @@ class LarkGrammar(StructuredOutputGrammar):
             if self._may_end(token):
                 self._matcher.rollback(taken)
                 return tokens[: taken + 1]
-            if token < 0 or not self._matcher.try_consume_tokens([token]):
+            # A stop token is no text: its mask forbids it before the end.
+            if token < 0 or token in self._stop or not self._matcher.try_consume_tokens([token]):
                 break
             taken += 1
         if not self._restart():
@@ -115,14 +118,16 @@ class LarkGrammar(StructuredOutputGrammar):
             if self._matcher.is_error():
                 self._restart()
         if self.by_bytes:
-            self._fill_by_bytes()
-        for word, bit in self._vocabulary.end_bits:
+            self._fill_with([t for t in self._vocabulary.of_one_byte if self._allows(t)])
+        for word, bit in (*self._vocabulary.end_bits, *self._stop_bits):
             row[word] &= ~bit
         failed = self._matcher.is_error()
         if failed or self._matcher.is_accepting():
             # After an error, which is logged, an answer ends rather than runs on.
             for word, bit in self._stop_bits:
                 row[word] |= bit
+        elif not row.any() or self._forces_special():
+            self._fill_with(self._spellings())
         width = min(bitmask.shape[1], row.size)
         target = bitmask[batch_index].numpy()
         target[:width] = row[:width]
@@ -130,10 +135,29 @@ class LarkGrammar(StructuredOutputGrammar):
         if failed:
             logger.error("a grammar cannot be followed further: %s", self.problem())
 
-    def _fill_by_bytes(self) -> None:
+    def _forces_special(self) -> bool:
+        """Return True if the mask has a special token where the grammar has its text."""
+        (words,) = np.nonzero(self._row & self._vocabulary.special_row)
+        if not words.size:
+            return False
+        bits = int(self._row[words[0]] & self._vocabulary.special_row[words[0]])
+        token = 32 * int(words[0]) + (bits & -bits).bit_length() - 1
+        return not self._matcher.validate_tokens([token])
+
+    def _spellings(self) -> list[int]:
+        """Return tokens that spell forced text without special and stop tokens.
+
+        llguidance 1.7.6 allows one spelling. It may have special tokens, which its parser rejects.
+        """
+        forced = self._matcher.compute_ff_bytes()[:_LONGEST]
+        encode = self._vocabulary.tokenizer.tokenize_bytes
+        starts = [encode(forced[:size]) for size in range(1, len(forced) + 1)]
+        tokens = {*self._vocabulary.of_one_byte, *(start[0] for start in starts if len(start) == 1)}
+        return [token for token in tokens - self._stop if self._allows(token)]
+
+    def _fill_with(self, tokens: Collection[int]) -> None:
         self._row.fill(0)
-        allowed = [token for token in self._vocabulary.of_one_byte if self._allows(token)]
-        for word, bit in _bits(allowed):
+        for word, bit in _bits(tokens):
             self._row[word] |= bit
 
     def _allows(self, token: int) -> bool:
@@ -187,19 +211,24 @@ class LarkGrammar(StructuredOutputGrammar):
 class Vocabulary:
     """A tokenizer of `vocab_size` tokens, and those of its tokens that are a single byte.
 
-    `end_bits` are those of its end tokens in a mask.
+    `end_bits` are those of its end tokens in a mask, `special_row` is the mask of all special
+    tokens ([V/32] int32).
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.tokenizer = _wrapped(tokenizer, vocab_size)
         self.size = min(len(tokenizer), self.tokenizer.vocab_size)
         self.end_bits = _bits(self.tokenizer.eos_tokens)
+        tokens = range(self.tokenizer.vocab_size)
+        special = {token for token in tokens if self.tokenizer.is_special_token(token)}
         self.of_one_byte = [
             token
-            for token in range(self.tokenizer.vocab_size)
-            if len(self.tokenizer.decode_bytes([token])) == 1
-            and not self.tokenizer.is_special_token(token)
+            for token in tokens
+            if len(self.tokenizer.decode_bytes([token])) == 1 and token not in special
         ]
+        self.special_row = np.zeros((len(tokens) + 31) // 32, dtype=np.int32)
+        for word, bit in _bits(special):
+            self.special_row[word] |= bit
 
 
 class LarkCompiler:
