@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
+from rbln_backend.grammar.backend import tokens_without
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.vllm_compat.grammar import (
     GrammarOutput,
@@ -62,12 +63,46 @@ class StepMasks:
             return None
         else:
             self._fill_seconds.observe(time.perf_counter() - started)
+        self._withhold_ends(found, output)
         self._wait_seconds.observe(time.perf_counter() - started)
         return found
+
+    def end_of(self, request: Request, tokens: list[int]) -> int | None:
+        """Return how many of the new `tokens` of a request with `ignore_eos` its grammar takes.
+
+        None if the grammar does not end with them.
+        """
+        ends = self._withheld(request)
+        if not ends:
+            return None
+        start = self._manager._get_constraint_start(request, tokens)
+        return next((i + 1 for i in range(start, len(tokens)) if tokens[i] in ends), None)
 
     def close(self) -> None:
         """End the thread."""
         self._pool.shutdown(wait=True)
+
+    def _withhold_ends(self, found: GrammarOutput, output: SchedulerOutput) -> None:
+        """Allow the end of an answer with `ignore_eos` only where nothing else may follow."""
+        row = 0
+        for name in found.structured_output_request_ids:
+            rows = range(row, row + 1 + len(output.scheduled_spec_decode_tokens.get(name, ())))
+            row = rows.stop
+            if ends := self._withheld(self._requests.get(name)):
+                legal = tokens_without(ends, 32 * found.grammar_bitmask.shape[1])
+                for index in rows:
+                    mask = found.grammar_bitmask[index] & legal
+                    # Before its grammar, and after, an answer is free.
+                    if mask.any() and not (found.grammar_bitmask[index] == -1).all():
+                        found.grammar_bitmask[index] = mask
+
+    @staticmethod
+    def _withheld(request: Request | None) -> set[int]:
+        """Return the tokens that end the grammar, but not the answer."""
+        params = None if request is None else request.sampling_params
+        if params is None or not params.ignore_eos or not request.use_structured_output:
+            return set()
+        return set(params.all_stop_token_ids).difference(params.stop_token_ids or ())
 
     def _has_mask(self, name: str) -> bool:
         request = self._requests.get(name)

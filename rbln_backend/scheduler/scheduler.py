@@ -150,6 +150,18 @@ class RblnScheduler(PromptScheduler):
         report_expired(self._expired, outputs)
         return outputs
 
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """As upstream; an answer with `ignore_eos` ends where its grammar does."""
+        end = self._masks.end_of(request, new_token_ids)
+        tokens, stopped = super()._update_request_with_output(
+            request, new_token_ids[:end], is_stale
+        )
+        if end is not None and not stopped:
+            request.status, stopped = RequestStatus.FINISHED_STOPPED, True
+        return tokens, stopped
+
     def _end_late_requests(self) -> None:
         """End requests that waited too long."""
         late = [i for i in self._expiry.take_due() if never_scheduled(self.requests.get(i))]

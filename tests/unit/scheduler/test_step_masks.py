@@ -8,12 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rbln_backend.grammar.masks import StepMasks
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.vllm_compat.grammar import StructuredOutputGrammar
+from rbln_backend.vllm_compat.grammar import GrammarOutput, StructuredOutputGrammar
 
 Fill = Callable[[Any, int], None]
 
@@ -47,6 +48,7 @@ def request(fill: Fill, **fields: Any) -> Any:
     given = {
         "use_structured_output": True,
         "is_prefill_chunk": False,
+        "sampling_params": SimpleNamespace(ignore_eos=False),
         "structured_output_request": SimpleNamespace(grammar=Grammar(fill)),
     }
     return SimpleNamespace(**(given | fields))
@@ -167,4 +169,32 @@ def test_a_slow_mask_holds_its_step(fixture: Fixture) -> None:
     threading.Timer(0.05, may_end.set).start()
     found: Any = masks.take(output)
     assert found.grammar_bitmask.tolist() == [[4] * 3]
+    masks.close()
+
+
+def test_ends_are_withheld_under_ignore_eos_while_anything_else_may_follow(
+    fixture: Fixture,
+) -> None:
+    # Token 3 ends a turn; 5 is a stop id of the request.
+    params = SimpleNamespace(ignore_eos=True, all_stop_token_ids={3, 5}, stop_token_ids=[5])
+    rows = [[0b101000, 0, 1], [0b001000, 0, 0], [0b101000, 0, 0], [-1, -1, -1]]
+    output = step(*"abcde", scheduled_spec_decode_tokens={"d": [7, 8]})
+    for name in "abcd":
+        fixture.requests[name] = request(numbered(0), sampling_params=params)
+    fixture.requests["e"] = request(numbered(0))
+    given = [*rows, rows[0], rows[1], rows[0]]
+    manager: Any = SimpleNamespace(_get_constraint_start=lambda *_: 0)
+    masks = StepMasks(
+        manager,
+        fixture.requests,
+        lambda _: GrammarOutput([*"abcde"], np.array(given, dtype=np.int32)),
+        fixture.board,
+    )
+    found = masks.take(output)
+    assert found is not None
+    expected = [[0b100000, 0, 1], rows[1], [0b100000, 0, 0], rows[3], [0b100000, 0, 1]]
+    assert found.grammar_bitmask.tolist() == [*expected, rows[1], rows[0]]
+    assert masks.end_of(fixture.requests["a"], [7, 3, 9]) == 2
+    assert masks.end_of(fixture.requests["a"], [7, 5]) is None
+    assert masks.end_of(fixture.requests["e"], [7, 3]) is None
     masks.close()
