@@ -165,6 +165,8 @@ def _formats(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
         )
     if endpoint is Endpoint.MESSAGES:
         value = get_field(fields.get("output_config"), "format")
+        if isinstance(value, dict):
+            value = {"type": "json_schema", **value}
         return format_constraint(value, "output_config.format", nested=False)
     return format_constraint(fields.get("response_format"), "response_format")
 

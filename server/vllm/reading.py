@@ -130,13 +130,14 @@ class BodyReader:
             # Clients without tools send an empty list, which vLLM's chat model rejects.
             del fields["tools"]
         self._check_values(endpoint, fields)
+        constraints = self._constraints(endpoint, model, fields)
         return ParsedRequest(
             answers=answers_in(endpoint, fields),
             fields=plain_fields(endpoint, fields),
             form=form,
             model=self._choosing_model(endpoint, form, fields),
             error_field=error_field(endpoint, fields),
-            constraints=self._constraints(endpoint, fields),
+            constraints=constraints,
             custom_tools=custom_tools,
             forbidding=[name for name in FORBIDDING if fields.get(name)],
             ignored=sorted(ignored + undrafted + unsent + unset),
@@ -148,8 +149,14 @@ class BodyReader:
             is_large=is_large,
         )
 
-    def _constraints(self, endpoint: Endpoint, fields: JsonObject) -> list[list[Constraint]]:
+    def _constraints(
+        self, endpoint: Endpoint, model: type[BaseModel], fields: JsonObject
+    ) -> list[list[Constraint]]:
+        """Return the constraints, before vLLM's model, whose errors show fields of its own."""
         rules = self._rules
+        name = "structured_outputs"
+        if shape := shapes_of(model).get(name):
+            check_shape(shape, fields.get(name), name, rules.unknown_fields)
         if not rules.guided:
             return []
         return constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)

@@ -19,11 +19,18 @@ if TYPE_CHECKING:
 def as_chat_request(request: BaseModel, *, merge_inline_system: bool) -> BaseModel:
     """Return a request of Anthropic's API as one for a chat."""
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.generate.base.protocol import JsonSchemaResponseFormat, ResponseFormat
 
     chat = AnthropicServingMessages.to_chat_completion_request(
         request,  # type: ignore[arg-type]  # one of the two that it takes
         merge_inline_system=merge_inline_system,
     )
+    config = getattr(request, "output_config", None)
+    if config is not None and config.format is not None and config.format.json_schema == {}:
+        # vLLM takes an empty schema for none.
+        chat.response_format = ResponseFormat(
+            type="json_schema", json_schema=JsonSchemaResponseFormat(name="json_schema", schema={})
+        )
     if _is_begun(chat.messages[-1]):
         chat.add_generation_prompt, chat.continue_final_message = False, True
     return chat

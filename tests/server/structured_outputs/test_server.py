@@ -244,6 +244,166 @@ def test_kinds_of_guides(server: RealServer) -> None:
             assert reason == "stop"
 
 
+def ask(server: RealServer, path: str = CHAT, **body: Any) -> httpx.Response:
+    """Post a request for a short answer; returns the response."""
+    start = {"prompt": "a b"} if path == "/v1/completions" else {"messages": HI}
+    body = {"model": "tiny", "max_tokens": 60, "temperature": 0, **start, **body}
+    return server.client.post(path, json=body)
+
+
+def token_of(server: RealServer, text: str) -> int:
+    """Return the id of a text that is one token."""
+    body = {"model": "tiny", "prompt": text, "add_special_tokens": False}
+    (token,) = server.client.post("/tokenize", json=body).json()["tokens"]
+    return int(token)
+
+
+def guides_of(text: str) -> list[dict[str, Any]]:
+    """Return a guide of each kind to this text alone, those of JSON to the text in quotes."""
+    plain = re.sub(r"(\W)", r"\\\1", text)
+    constraints: list[dict[str, Any]] = [
+        {"choice": [text]},
+        {"regex": plain},
+        {"grammar": f"root ::= {json.dumps(text)}"},
+        {"grammar": f"start: {json.dumps(text)}"},
+        {"grammar": f"%llguidance {{}}\nstart: {json.dumps(text)}"},
+        {"json": {"const": text}},
+        {"json": {"enum": [text]}},
+        {"json": {"type": "string", "pattern": f"^{plain}$"}},
+    ]
+    return [{"structured_outputs": constraint} for constraint in constraints]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", ["</tool_call>", "<|im_start|>", "<|im_end|>", "a<|pad|>b"])
+def test_the_text_of_a_special_token_is_spelled(
+    server: RealServer, text: str, stream: bool
+) -> None:
+    for guide in guides_of(text):
+        answer, reason = answer_of(ask(server, stream=stream, **guide))
+        assert (answer.strip('"'), reason) == (text, "stop"), guide
+    names = {"type": "object", "properties": {text: {"const": 1}}, "required": [text]}
+    answer, _ = answer_of(ask(server, stream=stream, structured_outputs={"json": names}))
+    assert json.loads(answer) == {text: 1}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_a_stop_id_ends_a_guided_answer_only_where_it_may_end(
+    server: RealServer, path: str
+) -> None:
+    name = {"type": "object", "properties": {"ab": {"enum": ["ab a", "ab b"]}}, "required": ["ab"]}
+    nested = {"type": "json_schema", "json_schema": {"name": "x", "schema": name}}
+    whole = r'\{"ab": ?"ab [ab]"\}'
+    guides: list[tuple[dict[str, Any], str]] = [
+        ({"response_format": nested}, whole),
+        ({"structured_outputs": {"json": name}}, whole),
+        ({"response_format": {"type": "json_object"}}, r"\{\}"),
+        ({"structured_outputs": {"regex": "xab+y"}}, "xab+y"),
+        ({"structured_outputs": {"choice": ["abx", "bay"]}}, "abx|bay"),
+        ({"structured_outputs": {"grammar": 'root ::= "(" ("a" | "b") "ab" ")"'}}, r"\([ab]ab\)"),
+        ({"structured_outputs": {"grammar": '%llguidance {}\nstart: "cab" | "bac"'}}, "cab|bac"),
+        ({"response_format": {"type": "structural_tag", "format": {
+            "type": "tag", "begin": "<", "content": {"type": "json_schema", "json_schema": name},
+            "end": ">"}}}, f"<{whole}>"),
+    ]  # fmt: skip
+    stop, *braces = (token_of(server, text) for text in ("ab", "{", "}"))
+    bias = {str(stop): 100, **dict.fromkeys(map(str, braces), 99)}
+    for guide, pattern in guides:
+        for stream in (False, True):
+            body = {**guide, "stop_token_ids": [stop], "logit_bias": bias, "stream": stream}
+            answer, reason = answer_of(ask(server, path, **body))
+            assert re.fullmatch(pattern, answer), (guide, answer)
+            assert reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("guide", "pattern", "reason"),
+    [
+        ({"choice": ["yes", "no"]}, "yes|no", "stop"),
+        ({"regex": "[ab]{3}"}, "[ab]{3}", "stop"),
+        ({"grammar": 'root ::= "ab" | "ba"'}, "ab|ba", "stop"),
+        ({"json": POINT}, r'\{"x": ?[12], ?"up": ?(true|false)\}', "stop"),
+        # What may end goes on.
+        ({"regex": "[ab]+"}, "[ab]{60,}", "length"),
+        ({"grammar": "root ::= [ab]+"}, "[ab]{60,}", "length"),
+    ],
+)
+def test_an_answer_that_ignores_its_end_ends_with_its_grammar(
+    server: RealServer, guide: dict[str, Any], pattern: str, reason: str, stream: bool
+) -> None:
+    # The end of a turn is the likeliest token.
+    body = {"structured_outputs": guide, "ignore_eos": True, "logit_bias": {"3": 100}}
+    for path in (CHAT, "/v1/completions"):
+        text, ended = answer_of(ask(server, path, **body, stream=stream))
+        assert re.fullmatch(pattern, text) and ended == reason, (text, ended)
+
+
+NO_GUIDES: list[tuple[Any, str, str]] = [
+    ({"foo": 1}, "unknown_field", "structured_outputs.foo"),
+    ({"regex": "a", "foo": 1}, "unknown_field", "structured_outputs.foo"),
+    *((value, "invalid_value", "structured_outputs") for value in ({}, {"json": None})),
+    *((value, "invalid_type", "structured_outputs") for value in (5, "x", [], True)),
+    *(
+        ({"structural_tag": text}, "invalid_grammar", "structured_outputs.structural_tag")
+        for text in ("", "null", "5", "[]", "{}", '"a"', "true", '{"format": 5}',
+                     '{"structures": 5}', '{"structures": [{}], "triggers": ["a"]}',
+                     '{"format": {"type": "regex", "pattern": "\\\\ud83d"}}',
+                     '{"format": {"type": "regex", "pattern": "a\\\\h"}}',
+                     '{"format": {"type": "const_string", "value": "\\ud83d"}}')
+    ),
+    *(
+        ({kind: text}, "invalid_grammar", f"structured_outputs.{kind}")
+        for kind, text in (("regex", ""), ("regex", "a\\h"), ("regex", "a\\ud83d"),
+                           ("regex", "\\uD83D\\uDE00"), ("choice", []), ("grammar", ""),
+                           ("grammar", "null"), ("grammar", 'root ::= "\\ud83d"'),
+                           ("grammar", 'root ::= [\\uD800-\\uDFFF]'),
+                           ("grammar", 'start: "\\ud83d"'),
+                           ("grammar", '%llguidance {}\nstart: "\\ud83d"'),
+                           ("grammar", "%llguidance {}\nstart: /\\ud83d/"))
+    ),
+    *(
+        ({"json": text}, "invalid_json_schema", "structured_outputs.json")
+        for text in ("", "null", "5", "[]", '{"const": "\\ud83d"}')
+    ),
+    *(
+        ({kind: value}, "invalid_type", f"structured_outputs.{kind}")
+        for kind in ("regex", "grammar", "choice", "structural_tag", "json", "json_object")
+        for value in (5, 1.5)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("guide", "code", "param"), NO_GUIDES)
+def test_what_is_no_guide_is_refused_by_its_field(
+    server: RealServer, guide: Any, code: str, param: str
+) -> None:
+    for stream in (False, True):
+        response = ask(server, structured_outputs=guide, stream=stream)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == (code, param)
+        assert not re.search("NoneType|'int'|_backend", error["message"])
+    if code == "invalid_grammar":
+        ((kind, text),) = guide.items()
+        verdict = server.client.post("/v1/structured_outputs/validate", json={kind: text}).json()
+        assert (verdict["valid"], verdict["code"]) == (False, code)
+
+
+def test_an_empty_schema_of_messages_is_any_json(server: RealServer) -> None:
+    def text_of(form: dict[str, Any], prompt: str) -> httpx.Response:
+        message = {"role": "user", "content": prompt}
+        config = {"output_config": {"format": form}}
+        return ask(server, "/v1/messages", messages=[message], **config)
+
+    for prompt in ("hi", "a b", "c", "Hello!"):
+        found = text_of({"type": "json_schema", "schema": {}}, prompt).json()["content"][0]["text"]
+        assert found[0] in '"{[-0123456789tfn', found
+    for form, param in (({}, "schema"), ({"type": "json_schema"}, "schema")):
+        error = text_of(form, "hi").json()["error"]
+        assert f"output_config.format.{param}" in error["message"]
+
+
 def test_responses_follow_a_schema(client: openai.OpenAI) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "p", "schema": POINT, "strict": True}}
     whole = client.responses.create(model="tiny", input="hi", text=form, store=False)
