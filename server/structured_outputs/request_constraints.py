@@ -41,6 +41,9 @@ _WITHOUT_EFFECT = {
 _TYPING_KEYS = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))
 """Keywords that determine the type of a value."""
 
+_ANNOTATIONS = frozenset(("$schema", "$id", "$comment", "title", "description"))
+"""Keywords that say nothing of a value."""
+
 
 def constraints_of(
     endpoint: Endpoint,
@@ -69,8 +72,13 @@ def constraints_of(
 
 
 def object_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, which are an object whatever it leaves out."""
+    """Return the schema of a tool's arguments, which are an object whatever it leaves out.
+
+    A tool without parameters has an object without members.
+    """
     given = dict(parameters or {})
+    if given.keys() <= _ANNOTATIONS:
+        return {**given, "type": "object", "properties": {}, "additionalProperties": False}
     if isinstance(given.get("type"), list):
         return {**given, "type": "object"}
     return given if _TYPING_KEYS & given.keys() else {"type": "object", **given}

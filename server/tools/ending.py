@@ -11,20 +11,25 @@ from pydantic_core import from_json
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Finish reason of the engine, and the stop string or token that matched."""
+    """Finish reason of the engine, and the stop string or token of the request that matched."""
 
     reason: str = "stop"
     matched: int | str | None = None
 
     @classmethod
-    def of(cls, output: Any) -> Ending:
-        """Return the ending of a finished `CompletionOutput` of vLLM."""
-        return cls(output.finish_reason or "stop", output.stop_reason)
+    def of(cls, output: Any, request: Any) -> Ending:
+        """Return the ending of a finished `CompletionOutput` for a request of vLLM."""
+        matched = output.stop_reason
+        # vLLM reports all but one of the model's own end tokens as stop tokens, too.
+        stop_ids = getattr(request, "stop_token_ids", None) or ()
+        if isinstance(matched, int) and matched not in stop_ids:
+            matched = None
+        return cls(output.finish_reason or "stop", matched)
 
     @property
     def is_cut(self) -> bool:
-        """True if a limit or a stop string, not the model, ended the answer."""
-        return self.reason != "stop" or isinstance(self.matched, str)
+        """True if a limit, a stop string or a stop token, not the model, ended the answer."""
+        return self.reason != "stop" or self.matched is not None
 
 
 NATURAL = Ending()

@@ -52,6 +52,7 @@ from server.storage.responses.storage_options import StorageOptions, take_storag
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.request_constraints import constraints_of
 from server.structured_outputs.tool_inputs.custom_tools import take_custom_tools
+from server.tools.checks import check_tools
 from server.tools.choice import FIELD, ToolChoice, check_choice
 from server.vllm.errors import RequestContext, from_exception, from_validation
 from server.vllm.messages.requests import as_chat_request
@@ -109,6 +110,7 @@ class BodyReader:
         drop_billing_line(endpoint, body)
         tier = take_tier(endpoint, body)
         returns_progress, unsent = take_progress(endpoint, body)
+        check_tools(endpoint, body)
         custom_tools = take_custom_tools(
             endpoint,
             body,

@@ -73,7 +73,7 @@ def chats_with_cut_calls() -> type:
 async def read_whole(parser: Any, output: Any, request: Any, result: Any, auto_tools: bool) -> None:
     """Have a parser read a complete answer, in a thread if it was cut."""
     prompt = result.prompt_token_ids or ()
-    if Ending.of(output).is_cut:
+    if Ending.of(output, request).is_cut:
         await asyncio.to_thread(parser.read_whole, output, request, prompt, auto_tools=auto_tools)
     else:
         parser.read_whole(output, request, prompt, auto_tools=auto_tools)
@@ -117,7 +117,7 @@ async def _with_endings(
                 if output.finish_reason is not None:
                     parser = parsers[output.index]
                     mark_unfinished(parser, output, request, result)
-                    parser.ending = Ending.of(output)
+                    parser.ending = Ending.of(output, request)
             yield result
 
 
@@ -135,7 +135,7 @@ async def _read_ahead(
         return
     for output in last.outputs if parser is not None else ():
         mark_unfinished(parser, output, request, last)
-        endings.append(Ending.of(output))
+        endings.append(Ending.of(output, request))
         await read_whole(parser, output, request, last, auto_tools)
     yield last
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from server.errors import InvalidValueError
 from server.vllm.tools.call_forms import ARGUMENTS, FORMS, LISTED, CallForm
 from server.vllm.tools.call_reader import CallReader, Found
 from server.vllm.tools.requests import callable_names, chosen_name, continued_text
@@ -51,6 +52,27 @@ class JsonCalls:
         made = CallReader(form, callable_names(request), guided=guided, name=name)
         made.continue_from(continued_text(request))
         return made
+
+    def refuse_open_calls(self, request: Any, *, guided: bool) -> None:
+        """Raise `InvalidValueError` where a grammar of calls would begin inside of a call.
+
+        `guided`: the answer to a request has such a grammar.
+        """
+        reader = self.reader(request) if guided else None
+        if reader is None or not reader.is_within_call:
+            return
+        if request.tool_choice in (None, "auto"):
+            raise InvalidValueError(
+                "'tools' has a tool with 'strict', whose schema cannot guide the rest of a call, "
+                "and the message that the answer continues ends inside of one; set 'strict' to "
+                "false.",
+                param="tools",
+            )
+        raise InvalidValueError(
+            "'tool_choice' demands a call, and the message that the answer continues ends inside "
+            "of one; the rest of a call is returned with 'tool_choice': 'auto'.",
+            param="tool_choice",
+        )
 
     def get_structural_tag(self, request: Any, *, reasoning: bool = False) -> Any:
         """Return vLLM's grammar of calls, with the tags of this form."""

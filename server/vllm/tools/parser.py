@@ -28,6 +28,8 @@ from server.vllm.tools.requests import (
     allow_one_call,
     callable_names,
     guiding_tools,
+    hide_end_token,
+    hides_end_token,
     plain_choice,
 )
 
@@ -116,7 +118,13 @@ class ObjectCallParser:
         tools, choice = request.tools, request.tool_choice
         if tools:
             request.tools, request.tool_choice = guiding_tools(request), plain_choice(request)
+        skips, given = request.skip_special_tokens, request.structured_outputs
         adjusted = super().adjust_request(request)  # type: ignore[misc]
+        if tools and isinstance(self.tool_parser, JsonCalls):  # type: ignore[attr-defined]
+            guided = adjusted.structured_outputs is not given or adjusted.tool_choice != "auto"
+            self.tool_parser.refuse_open_calls(adjusted, guided=guided)  # type: ignore[attr-defined]
+        if skips and not adjusted.skip_special_tokens:
+            hide_end_token(adjusted)
         adjusted.tools, adjusted.tool_choice = tools, choice
         if tools and adjusted.parallel_tool_calls is False:
             allow_one_call(adjusted)
@@ -137,7 +145,7 @@ class ObjectCallParser:
                 auto_tools=auto_tools,
                 token_ids=output.token_ids,
                 prompt_token_ids=prompt_token_ids,
-                ending=Ending.of(output),
+                ending=Ending.of(output, request),
             )
         )
 
@@ -170,6 +178,8 @@ class ObjectCallParser:
         if not request.tools and self._only_text:
             return TextDelta(delta_text) if delta_text else None
         request = self._plain(request)
+        ending = self.ending if finished else None
+        delta_text = self._without_end(delta_text, delta_token_ids, request, ending)
         calling = self._may_call(request)
         cut = finished and calling and self.ending.is_cut
         piece: Any = delta_text, delta_token_ids, request, prompt_token_ids
@@ -277,6 +287,7 @@ class ObjectCallParser:
         request = self._plain(request)
         if self._may_call(request) and (ending.is_cut or self._takes_any_pieces(request)):
             return self._streamed(text, request, list(token_ids), list(prompt_token_ids), ending)
+        text = self._without_end(text, token_ids, request, ending)
         thought = None
         if self._marked is not None:
             reading = self._marked.reading(prompt_token_ids, request)
@@ -322,6 +333,21 @@ class ObjectCallParser:
             )
         assert parser.streamed is not None
         return parser.streamed.parts()
+
+    def _without_end(
+        self, text: str, token_ids: Sequence[int], request: Any, ending: Ending | None
+    ) -> str:
+        """Return the text of a piece without the special token that ended it, if it is hidden.
+
+        `ending`: of the answer, None before its last piece.
+        """
+        if ending is None or ending.reason != "stop" or isinstance(ending.matched, str):
+            return text
+        tokenizer = self.model_tokenizer  # type: ignore[attr-defined]
+        is_special = bool(token_ids) and token_ids[-1] in tokenizer.all_special_ids
+        if is_special and hides_end_token(request):
+            return text.removesuffix(tokenizer.decode([token_ids[-1]]))
+        return text
 
     def _takes_any_pieces(self, request: Any) -> bool:
         """Return True if an answer may be parsed as one piece, with the same result."""

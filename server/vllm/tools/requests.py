@@ -11,6 +11,7 @@ from server.tools.choice import ToolChoice
 from server.vllm.tools.schemas import guiding
 
 _NAMES = "allowed_tool_names"
+_HIDES_END = "hides_end_token"
 _CALLS = frozenset(("tags_with_separator", "triggered_tags"))
 """Formats of a structural tag that hold any number of calls."""
 
@@ -65,6 +66,19 @@ def continued_text(request: Any) -> str:
         return content or ""
     parts = (part if isinstance(part, dict) else part.model_dump() for part in content)
     return "\n".join(part.get("text") or "" for part in parts)
+
+
+def hide_end_token(request: Any) -> None:
+    """Note at a request that special tokens are shown for the sake of calls alone.
+
+    The one that ends the answer is then not shown as the text of a stop string.
+    """
+    setattr(request, _HIDES_END, request.include_stop_str_in_output)
+
+
+def hides_end_token(request: Any) -> bool:
+    """Return whether the special token that ends an answer is to be hidden."""
+    return bool(getattr(request, _HIDES_END, False))
 
 
 def plain_choice(request: Any) -> Any:

@@ -67,7 +67,7 @@ def responses_with_cut_calls() -> type:
                 request, sampling_params, result_generator, context, *args, **kwargs
             )
             if simple and isinstance(answer, ResponsesResponse):
-                _settle(answer, Ending.of(context.last_output.outputs[0]))
+                _settle(answer, Ending.of(context.last_output.outputs[0], request))
             return answer
 
     return ResponsesWithCutCalls
@@ -80,7 +80,7 @@ async def _with_endings(contexts: Any, request: Any) -> AsyncGenerator[Any, None
             ended = _ended(context)
             if ended is not None and context.response_parser is not None:
                 mark_unfinished(context.response_parser, ended, request, context.last_output)
-                context.response_parser.ending = Ending.of(ended)
+                context.response_parser.ending = Ending.of(ended, request)
             yield context
 
 
