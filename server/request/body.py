@@ -6,6 +6,7 @@ The arguments of earlier calls are JSON within a text, which templates get parse
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Iterator
@@ -35,6 +36,7 @@ MAX_PLAIN_CONTAINERS = 16 * 1024
 _CHARSET = re.compile(r';\s*charset\s*=\s*"?([^";\s]*)', re.IGNORECASE)
 _MAX_DIGITS = 400
 _MANY_DIGITS = re.compile(rb"\d{%d}" % (_MAX_DIGITS + 1))
+_HALF = re.compile("[\ud800-\udfff]")
 _PARTS = re.compile(
     r'"(?:[^"\\]|\\.)*+"?|(?P<open>[\[{])|(?P<close>[\]}])'
     rf"|(?<![\d.eE+])(?P<huge>\d{{{_MAX_DIGITS + 1},}})(?![\d.eE])",
@@ -137,7 +139,9 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise InvalidJsonError(f"The request body is not valid JSON: {error}.") from None
+        path = _halved_text(raw) or None
+        what = str(error) if path is None else f"'{path}' has half of a surrogate pair ({error})"
+        raise InvalidJsonError(f"The request body is not valid JSON: {what}.", param=path) from None
     if not isinstance(body, dict):
         raise InvalidJsonError(f"The request body must be a JSON object, got {json_type(body)}.")
     # Counting brackets is cheap and rules out nearly every body.
@@ -147,6 +151,25 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
         # Python refuses to format integers of thousands of digits, in error messages too.
         raise InvalidJsonError(f"A number in the request body has more than {_MAX_DIGITS} digits.")
     return body
+
+
+def _halved_text(raw: bytes) -> str | None:
+    """Return the path of a text with half of a surrogate pair, which only Python's JSON has."""
+    try:
+        pending = [("", json.loads(raw))]
+    except (ValueError, RecursionError):
+        return None
+    while pending:
+        path, value = pending.pop()
+        if isinstance(value, str) and _HALF.search(value):
+            return path
+        if isinstance(value, list):
+            pending += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+        if isinstance(value, dict):
+            # The name of a field may have one, too.
+            pending += [(path, name) for name in value]
+            pending += [(f"{path}.{name}" if path else name, value[name]) for name in value]
+    return None
 
 
 def _has_huge_number(body: JsonObject) -> bool:

@@ -390,6 +390,23 @@ def test_what_is_no_guide_is_refused_by_its_field(
         assert (verdict["valid"], verdict["code"]) == (False, code)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        ("structured_outputs", {"choice": ["a", "\ud83d"]}, "structured_outputs.choice[1]"),
+        ("structured_outputs", {"regex": "a\ude00"}, "structured_outputs.regex"),
+        ("response_format", {"type": "structural_tag", "\ud83d": 1}, "response_format"),
+    ],
+)
+def test_half_of_a_pair_in_a_body_is_named(
+    server: RealServer, field: str, value: Any, place: str
+) -> None:
+    body = json.dumps({"model": "tiny", "messages": HI, field: value}).encode()
+    headers = {"content-type": "application/json"}
+    response = server.client.post(CHAT, content=body, headers=headers)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, place)
+
+
 def test_an_empty_schema_of_messages_is_any_json(server: RealServer) -> None:
     def text_of(form: dict[str, Any], prompt: str) -> httpx.Response:
         message = {"role": "user", "content": prompt}
