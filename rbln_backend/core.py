@@ -50,6 +50,9 @@ class Phase(Enum):
     over the tokens alone."""
     DRAFT_PREFILL = "draft_prefill"
     """A draft layer or model over a chunk of prompt tokens, as PREFILL."""
+    ADAPTERS = "adapters"
+    """The product of ``bucket`` rows with the adapter slots of one layer, for the test of an NPU's
+    slots at start."""
     SAMPLE = "sample"
     """The draw of a token from each of ``bucket`` rows of logits, on the device."""
 

@@ -35,7 +35,7 @@ from rbln_backend.vllm_compat import patches
 from rbln_backend.vllm_compat.settled import Settled
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoRAConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -268,18 +268,28 @@ def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
     refuse_first(
         {
-            LORA_ON_NPU: not device_capabilities(rbln).adapters,
             LORA_TARGET: any(name in _NOT_ADAPTED for name in lora.target_modules or ()),
             LORA_EXPERT_FORMATS: lora.enable_moe_shared_loras or lora.enable_mixed_moe_lora_format,
             LORA_DTYPE: lora.lora_dtype != model.dtype and not rbln.enforce_model_fp32,
         }
     )
+    if not device_capabilities(rbln).runs_on_host:
+        _check_npu_lora(lora, rbln, has_slots=device_capabilities(rbln).adapters)
     assert isinstance(model.dtype, torch.dtype)
     lora.lora_dtype = model.dtype
-    if lora.max_cpu_loras not in (None, lora.max_loras):
-        # Adapters outside the slots are not kept.
-        logger.warning("--max-cpu-loras has no effect: adapters lie in --max-loras slots")
-        lora.max_cpu_loras = lora.max_loras
+
+
+def _check_npu_lora(lora: LoRAConfig, rbln: RblnConfig, *, has_slots: bool) -> None:
+    """Raise for adapters that an NPU cannot have."""
+    targets = [f"--lora-target-modules {name}" for name in lora.target_modules or ()]
+    present = {
+        "device 'rebel' without torch-rbln": not has_slots,
+        "VLLM_RBLN_ENABLE_WARM_UP=0": not rbln.enable_warm_up,
+        **{target: target.endswith(("experts", "lm_head")) for target in targets},
+    }
+    for setting, is_present in present.items():
+        if is_present:
+            raise LORA_ON_NPU.refusal(f"--enable-lora with {setting}")
 
 
 def _settle_grammars(vllm_config: VllmConfig) -> None:

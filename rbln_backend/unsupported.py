@@ -193,9 +193,17 @@ LORA_SHARDS = Feature(
     "drop --fully-sharded-loras",
 )
 LORA_ON_NPU = Feature(
-    "LoRA adapters on an NPU",
-    "--enable-lora, on an NPU",
-    "whose op for adapters belongs to the emulated device; vllm-rbln 0.12 refuses them as well",
+    "LoRA adapters of this engine on an NPU",
+    "--enable-lora on an NPU without torch-rbln (use_device_tensor), with "
+    "VLLM_RBLN_ENABLE_WARM_UP=0 or with --lora-target-modules experts or lm_head",
+    "whose slots there are tensors of linear layers in the NPU's memory, which a start tests",
+    "install torch-rbln and leave the warm-up on, train the adapter on attention and MLPs, or "
+    "merge it into the checkpoint",
+)
+LORA_UNPROVEN = Feature(
+    "LoRA adapters under this SDK",
+    "--enable-lora on an NPU whose graphs do not follow what is written into a slot",
+    "whose start on an NPU tests that every graph computes with what lies in a slot",
     "drop --enable-lora, or merge the adapter into the checkpoint",
 )
 LORA_MODEL = Feature(

@@ -32,7 +32,7 @@ class Capabilities:
     fused_experts: bool
     """One SDK op computes a layer of experts."""
     adapters: bool
-    """Graphs with LoRA slots."""
+    """Graphs with LoRA slots, whose tensors can be written between two runs."""
     joint_prompts: bool
     """A prefill chunk may hold tokens of several prompts."""
     window_logs: bool
@@ -82,7 +82,7 @@ def npu_capabilities(npu: Npu, *, copies_caches: bool = False) -> Capabilities:
         packed_weights=False,
         picks_tokens=True,
         fused_experts=True,
-        adapters=False,
+        adapters=copies_caches,
         joint_prompts=False,
         window_logs=False,
         copies_caches=copies_caches,

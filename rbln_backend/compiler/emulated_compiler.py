@@ -139,6 +139,10 @@ class EmulatedCompiler:
         self._record = record
         self._channels: dict[str, int] = {}
 
+    def resident(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` [...]: graphs read host memory."""
+        return tensor
+
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
         return {"compiler": self.name, "packed": self._packed, "kernels": self._kernels}
 

@@ -115,6 +115,14 @@ class Compiler(Protocol):
     @property
     def kv_memory(self) -> KvMemory: ...
 
+    def resident(self, tensor: Tensor) -> Tensor:
+        """Return what graphs read in the place of ``tensor`` [...], which is no weight.
+
+        It may be written between two runs, by copies of its shape or of contiguous parts. What
+        ``tensor`` itself holds is not read again.
+        """
+        ...
+
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
         """Everything about the device and its tool chain that changes a program (cache key).
 

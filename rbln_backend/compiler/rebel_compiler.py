@@ -136,6 +136,15 @@ class RebelCompiler:
         self._options["compile_context"] = context
         return StaticKvMemory(context, runtimes)
 
+    def resident(self, tensor: Tensor) -> Tensor:
+        """As ``Compiler.resident``, tensor [...]; raises ``DeviceMemoryError``."""
+        if self._moved is None:
+            raise CompileError("without torch-rbln no tensor that graphs read can be written")
+        try:
+            return self._moved.resident(tensor)
+        except RuntimeError as error:
+            raise _no_room(error) from error
+
     def fingerprint(self) -> Mapping[str, str | int | bool | None]:
         version = str(getattr(self._sdk, "__version__", "unknown"))
         # Patch releases of the compiler are compatible with each other's artifacts.

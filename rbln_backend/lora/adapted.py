@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from rbln_backend.lora.punica import RblnPunicaWrapper
 from rbln_backend.lora.shares import Matrices, WholeLayer, share
 from rbln_backend.lora.slot_stack import LayerImage, SlotStack
 from rbln_backend.vllm_compat.lora import BaseLinearLayerWithLoRA, LoRAModel
@@ -49,18 +50,33 @@ class OfOneStack:
 class AdaptedLinear(OfOneStack):
     """A linear layer that vLLM has wrapped, which reads its slots from here on."""
 
-    def __init__(self, name: str, layer: BaseLinearLayerWithLoRA, slots: int, rank: int) -> None:
-        self._name, self._layer = name, layer
+    def __init__(
+        self,
+        name: str,
+        layer: BaseLinearLayerWithLoRA,
+        source: RblnPunicaWrapper,
+        allocate: Callable[..., SlotStack],
+    ) -> None:
+        """``source`` has the input of the graph that is being captured.
+
+        ``allocate`` makes a stack of ``inputs`` and ``outputs``.
+        """
+        self._name, self._layer, self._source = name, layer, source
         outputs = tuple(stacked.shape[2] for stacked in layer.lora_b_stacked)
-        self._stack = SlotStack.allocate(
-            slots=slots,
-            rank=rank,
-            inputs=layer.lora_a_stacked[0].shape[3],
-            outputs=outputs,
-            dtype=layer.lora_a_stacked[0].dtype,
-        )
+        self._stack = allocate(inputs=layer.lora_a_stacked[0].shape[3], outputs=outputs)
         layer.lora_a_stacked, layer.lora_b_stacked = (self._stack.a,), self._stack.b
         layer.output_slices = outputs
+        # vLLM's makes rows of [B, L, H], whose axes an NPU wants.
+        layer._apply_lora_to_output = self._add  # type: ignore[method-assign]
+
+    def _add(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return ``output`` [..., outputs] of x [..., inputs] with what adapters make of x."""
+        return self._stack.add(output, x, self._source.rows)
+
+    @property
+    def stack(self) -> SlotStack:
+        """The layer's slots."""
+        return self._stack
 
     @property
     def whole(self) -> WholeLayer:

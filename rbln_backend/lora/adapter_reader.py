@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from rbln_backend.compiler.port import Compiler
 from rbln_backend.errors import AdapterError
 from rbln_backend.kv_cache.adapter_digests import DigestedFiles
 from rbln_backend.lora.adapter_files import TensorName, check_config, check_modules, check_tensors
@@ -20,6 +22,7 @@ from rbln_backend.vllm_compat.lora import (
     is_base_embedding_weights,
     parse_fine_tuned_lora_name,
 )
+from rbln_backend.vllm_compat.surface import VllmConfig
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -40,10 +43,13 @@ class PackedAdapter:
 class AdapterReader(WorkerLoRAManager):
     """Reads adapters for the model whose layers ``create_lora_manager`` wrapped."""
 
-    _manager_cls = RblnLoraModelManager
     _adapter_manager: RblnLoraModelManager
     hashes_files = False
     """True in an engine with KV tiers."""
+
+    def __init__(self, vllm_config: VllmConfig, compiler: Compiler) -> None:
+        super().__init__(vllm_config, torch.device("cpu"), {})
+        self._manager_cls: Any = partial(RblnLoraModelManager, compiler=compiler)
 
     @property
     def layers(self) -> RblnLoraModelManager:

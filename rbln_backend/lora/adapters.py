@@ -6,17 +6,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor, nn
 
+from rbln_backend.compiler.port import Compiler
 from rbln_backend.errors import AdapterError
 from rbln_backend.kv_cache.adapter_digests import adapter_digests
-from rbln_backend.lora.adapter_reader import AdapterReader
+from rbln_backend.lora.adapter_reader import AdapterReader, PackedAdapter
+from rbln_backend.lora.model_manager import RblnLoraModelManager
 from rbln_backend.lora.punica import RblnPunicaWrapper
+from rbln_backend.lora.row_input import RowInput, SlotMask, SlotNumbers
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER, Slots
 from rbln_backend.lora.staging import Staging, State
 from rbln_backend.lora.target import Target
-from rbln_backend.vllm_compat.lora import LoRARequest
+from rbln_backend.vllm_compat.lora import LoRARequest, LRUCache
 from rbln_backend.vllm_compat.surface import CachedRequestState, VllmConfig, configured
 
 
@@ -30,6 +32,7 @@ class Adapters:
         self,
         model: nn.Module,
         vllm_config: VllmConfig,
+        compiler: Compiler,
         *,
         on_change: Callable[[int], None] | None = None,
     ) -> None:
@@ -37,11 +40,21 @@ class Adapters:
 
         Raises ``UnsupportedModelError`` for a model without a layer to adapt.
         """
-        self._reader = AdapterReader(vllm_config, torch.device("cpu"), {})
+        self._reader = AdapterReader(vllm_config, compiler)
         self._reader.hashes_files = configured(vllm_config).has_kv_tiers
         self._reader.create_lora_manager(model, vllm_config)
         self._staging = Staging(self._reader)
-        self._slots = Slots(self._reader.lora_config.max_loras)
+        lora = self._reader.lora_config
+        self._slots = Slots(lora.max_loras)
+        self.row_input: RowInput = SlotNumbers()
+        """The form of the input of graphs that holds the slot of each row."""
+        if not compiler.capabilities.runs_on_host:
+            dtype: Any = lora.lora_dtype
+            self.row_input = SlotMask(lora.max_loras, lora.max_lora_rank, dtype)
+        most = lora.max_cpu_loras or lora.max_loras
+        # Adapters as they lie in slots. Unless more are kept than there are slots, each is in one.
+        self._kept: LRUCache[int, PackedAdapter] = LRUCache(most)
+        self._keeps_more = most > lora.max_loras
         self._digests = adapter_digests(vllm_config.instance_id)
         self._in_use: Callable[[], Collection[int]] = tuple
         self._on_change = on_change
@@ -49,22 +62,27 @@ class Adapters:
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots."""
-        return self._reader.layers.num_bytes
+        return self.layers.num_bytes
+
+    @property
+    def layers(self) -> RblnLoraModelManager:
+        """The layers with their slots."""
+        return self._reader.layers
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the weights that graphs read, by name; shapes as in ``SlotStack``."""
-        return self._reader.layers.tensors()
+        return self.layers.tensors()
 
     def targets(self) -> dict[str, Target]:
         """Return the adaptable layers by module name."""
-        return self._reader.layers.targets
+        return self.layers.targets
 
     def read_by(self, inputs: Mapping[str, Tensor]) -> None:
-        """Make the next captured graph read its slots, int32 [B], from its ``inputs``."""
-        for wrapper in self._reader.layers.punica_wrapper_mapping.values():
+        """Make the next captured graph read its slots from its ``inputs``; see ``RowInput``."""
+        for wrapper in self.layers.punica_wrapper_mapping.values():
             assert isinstance(wrapper, RblnPunicaWrapper)
             if INPUT_NAME in inputs:
-                wrapper.slots = inputs[INPUT_NAME]
+                wrapper.rows = inputs[INPUT_NAME]
 
     def serve(self, in_use: Callable[[], Collection[int]]) -> None:
         """Start: ``in_use`` gives the adapters of the requests that are in a batch."""
@@ -96,7 +114,12 @@ class Adapters:
         The caller makes sure that no request uses it.
         """
         was_staged = self._staging.drop(lora_int_id)
-        was_there = self._slots.release(lora_int_id)
+        was_there = lora_int_id in self._slots
+        if was_there:
+            # An NPU multiplies by every slot, in use or not.
+            self.layers.write(self._slots[lora_int_id], {})
+            self._slots.release(lora_int_id)
+        self._kept.pop(lora_int_id, None)
         self._digests.pop(lora_int_id, None)
         self._report_change()
         return was_there or was_staged
@@ -125,6 +148,7 @@ class Adapters:
             if lora_int_id not in self._slots:
                 self._put(requests[lora_int_id], passing=True)
             self._slots.touch(lora_int_id)
+            self._kept.touch(lora_int_id)
             found.append(self._slots[lora_int_id])
         return found
 
@@ -145,8 +169,11 @@ class Adapters:
         if is_new:
             # First, so that a staged adapter stays staged if no slot is free.
             self._slots.reserve(number, self._in_use(), passing=passing)
+        if not passing:
+            # Its files are read anew, also those of an id that was in use.
+            self._kept.pop(number, None)
         try:
-            adapter = self._staging.take(request)
+            adapter = self._kept.get(number) or self._staging.take(request)
         except AdapterError:
             if is_new:
                 self._slots.release(number)
@@ -154,7 +181,9 @@ class Adapters:
         finally:
             self._report_change()
         self._digests.pop(number, None)
-        self._reader.layers.write(self._slots[number], adapter.images)
+        self.layers.write(self._slots[number], adapter.images)
+        if self._keeps_more:
+            self._kept[number] = adapter
         if adapter.digest is not None:
             self._digests[number] = adapter.digest
 

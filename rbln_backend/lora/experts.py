@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +50,9 @@ class _Stacks(NamedTuple):
             else:
                 stack[:, slot].copy_(part)
 
-    def add(self, y: Tensor, x: Tensor, slots: Tensor, number: int) -> None:
-        """Add one expert's adapters to y [T, outputs], of x [T, inputs]; see ``add_lora_``."""
-        torch.ops.rbln_emulator.add_lora_.default(
-            *(y, x, slots, self.a[number], [stack[number] for stack in self.b]),
-            *(self.like.rank, list(self.like.outputs)),
-        )
+    def add(self, y: Tensor, x: Tensor, rows: Tensor, number: int) -> None:
+        """Add one expert's adapters to y [T, outputs], of x [T, inputs]; see ``SlotStack.add``."""
+        replace(self.like, a=self.a[number], b=tuple(s[number] for s in self.b)).add(y, x, rows)
 
 
 class _Image(NamedTuple):
@@ -71,20 +69,15 @@ class AdaptedExperts:
         self,
         layer: ExpertLayer,
         source: RblnPunicaWrapper,
-        *,
-        slots: int,
-        rank: int,
-        dtype: torch.dtype,
+        allocate: Callable[..., SlotStack],
     ) -> None:
-        """``source`` has the input of the graph that is being captured."""
+        """``source`` and ``allocate`` are those of ``AdaptedLinear``."""
         self._layer, self._source = layer, source
         sizes = layer.sizes
         self._first, self._second = (
             _Stacks.allocate(
                 sizes.count,
-                SlotStack.allocate(
-                    slots=slots, rank=rank, inputs=inputs, outputs=outputs, dtype=dtype
-                ),
+                allocate(inputs=inputs, outputs=outputs),
             )
             for inputs, outputs in ((sizes.hidden, sizes.first), (sizes.inner, (sizes.hidden,)))
         )
@@ -111,12 +104,12 @@ class AdaptedExperts:
         """Return the adapters' arguments of the ops for experts."""
         b1, b3 = (*self._first.b, None)[:2]
         parts = (self._first.a, b1, b3, self._second.a, self._second.b[0])
-        return (self._source.slots, *parts, self._first.like.rank)
+        return (self._source.rows, *parts, self._first.like.rank)
 
     def add_first(self, gate_up: Tensor, x: Tensor, number: int) -> None:
         """Add the adapters' part to the first projection of an expert; x is [rows, hidden]."""
-        self._first.add(gate_up, x, self._source.slots, number)
+        self._first.add(gate_up, x, self._source.rows, number)
 
     def add_second(self, out: Tensor, inner: Tensor, number: int) -> None:
         """Add the adapters' part to the second projection; ``inner`` is [rows, inner]."""
-        self._second.add(out, inner, self._source.slots, number)
+        self._second.add(out, inner, self._source.rows, number)

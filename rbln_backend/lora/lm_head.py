@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rbln_backend.lora.adapted import OfOneStack
@@ -27,7 +26,7 @@ class RblnLogitsProcessor(LogitsProcessor):
     ) -> Tensor:
         logits = super()._apply_head(lm_head, hidden_states, embedding_bias)
         if self.adapters is not None:
-            self.adapters.add(logits, hidden_states)
+            return self.adapters.add(logits, hidden_states)
         return logits
 
 
@@ -39,20 +38,12 @@ class AdaptedHead(OfOneStack):
         name: str,
         head: VocabParallelEmbedding,
         source: RblnPunicaWrapper,
-        *,
-        slots: int,
-        rank: int,
-        dtype: torch.dtype,
+        allocate: Callable[..., SlotStack],
     ) -> None:
-        """``source`` has the input of the graph that is being captured."""
+        """The arguments are those of ``AdaptedLinear``."""
         self._name, self._head, self._source = name, head, source
-        self._stack = SlotStack.allocate(
-            slots=slots,
-            rank=rank,
-            inputs=head.embedding_dim,
-            outputs=(head.num_embeddings_per_partition,),
-            dtype=dtype,
-        )
+        outputs = (head.num_embeddings_per_partition,)
+        self._stack = allocate(inputs=head.embedding_dim, outputs=outputs)
 
     def targets(self) -> dict[str, Target]:
         """Return the layer's name in adapters with its shapes."""
@@ -68,10 +59,9 @@ class AdaptedHead(OfOneStack):
         missing = self._head.num_embeddings_per_partition - len(upper)
         return self._stack.image([weights.lora_a], [nn.functional.pad(upper, (0, 0, 0, missing))])
 
-    def add(self, logits: Tensor, hidden_states: Tensor) -> None:
-        """Add to logits [rows, share of the vocabulary] what adapters make of [rows, H]."""
-        stack = self._stack
-        self._source.add_lora_linear(logits, hidden_states, (stack.a,), stack.b, 1.0, stack.outputs)
+    def add(self, logits: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return logits [rows, share of the vocabulary] with what adapters make of [rows, H]."""
+        return self._stack.add(logits, hidden_states, self._source.rows)
 
 
 def lm_heads(model: nn.Module) -> Iterator[tuple[str, LogitsProcessor, VocabParallelEmbedding]]:

@@ -11,16 +11,19 @@ from rbln_backend.lora.lm_head import lm_heads
 from rbln_backend.vllm_compat.lora import LoRAConfig, adaptable_modules, is_in_target_modules
 
 
-def slot_bytes(model: nn.Module, lora: LoRAConfig, item_bytes: int) -> int:
+def slot_bytes(
+    model: nn.Module, lora: LoRAConfig, item_bytes: int, *, linear_only: bool = False
+) -> int:
     """Bytes of ``max_loras`` slots over all layers that adapters may change.
 
-    ``model`` need have no weights; edges that are filled up are left out.
+    ``model`` need have no weights; edges that are filled up are left out. ``linear_only``: without
+    experts and heads, as on an NPU.
     """
     rank, packed = lora.max_lora_rank, getattr(model, "packed_modules_mapping", None)
     sizes = {name: _of_linear(model.get_submodule(name), rank) for name in adaptable_modules(model)}
-    for name, runner in adaptable_experts(model):
+    for name, runner in () if linear_only else adaptable_experts(model):
         sizes[name] = ExpertSizes.of(runner).elements(rank)
-    for name, _, head in lm_heads(model):
+    for name, _, head in () if linear_only else lm_heads(model):
         sizes[name] = rank * (head.embedding_dim + head.num_embeddings_per_partition)
     wanted = (
         size

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rbln_backend.compiler.port import Compiler
 from rbln_backend.lora.adapted import Adapted, AdaptedLinear
 from rbln_backend.lora.expert_layer import (
     ExpertLayer,
@@ -18,6 +19,7 @@ from rbln_backend.lora.expert_layer import (
 from rbln_backend.lora.experts import AdaptedExperts
 from rbln_backend.lora.lm_head import AdaptedHead, RblnLogitsProcessor, lm_heads
 from rbln_backend.lora.punica import RblnPunicaWrapper
+from rbln_backend.lora.slot_stack import MatrixStack, SlotStack
 from rbln_backend.lora.target import Target
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.unsupported import LORA_MODEL
@@ -34,7 +36,9 @@ from rbln_backend.vllm_compat.lora import (
 class RblnLoraModelManager(LoRAModelManager):
     """Wraps the projections of attention and MLPs, experts and LM head; embeddings stay as is."""
 
-    def __init__(self, model: nn.Module, *args: Any, **options: Any) -> None:
+    def __init__(self, model: nn.Module, *args: Any, compiler: Compiler, **options: Any) -> None:
+        """``compiler``: of the device that has the slots."""
+        self._compiler = compiler
         self.layers: dict[str, Adapted] = {}
         self.targets: dict[str, Target] = {}
         super().__init__(model, *args, **options)  # type: ignore[arg-type]  # checked by upstream
@@ -55,6 +59,19 @@ class RblnLoraModelManager(LoRAModelManager):
             for name, layer in self.layers.items()
             for part, tensor in layer.tensors().items()
         }
+
+    @property
+    def stacks(self) -> dict[str, MatrixStack]:
+        """Return the slots of each layer, on an NPU."""
+        of_linears = {
+            n: layer.stack for n, layer in self.layers.items() if isinstance(layer, AdaptedLinear)
+        }
+        return {n: stack for n, stack in of_linears.items() if isinstance(stack, MatrixStack)}
+
+    def first_product(self, hidden: Tensor) -> Tensor:
+        """Return what the adapters of the first layer make of hidden [B, 1, inputs], on an NPU."""
+        name, stack = next(iter(self.stacks.items()))
+        return stack.product(hidden, self._source(name).rows)
 
     def images(self, adapter: LoRAModel) -> dict[str, Any]:
         """An adapter as its layers' slots hold it, its scale multiplied in; consumes ``adapter``.
@@ -80,13 +97,19 @@ class RblnLoraModelManager(LoRAModelManager):
     def _create_lora_modules(self) -> None:
         self._adaptable = frozenset(adaptable_modules(self.model))
         self.supported_lora_modules = sorted({name.rpartition(".")[2] for name in self._adaptable})
-        experts = [pair for pair in adaptable_experts(self.model) if self._is_wanted(pair[0])]
+        experts = [pair for pair in self._experts() if self._is_wanted(pair[0])]
         # Some models name them after their parameters, which wrapping renames.
         names = expert_names(self.model) if experts else {}
         super()._create_lora_modules()  # type: ignore[no-untyped-call]
         # Upstream's layers for these are made for its own kernels.
         self._adapt_experts(experts, names)
-        self._adapt_heads()
+        if self._compiler.capabilities.runs_on_host:
+            self._adapt_heads()
+
+    def _experts(self) -> list[tuple[str, MoERunner]]:
+        """Return the layers of experts that adapters may change; none on an NPU."""
+        on_host = self._compiler.capabilities.runs_on_host
+        return adaptable_experts(self.model) if on_host else []
 
     def _match_target_modules(self, module_name: str) -> bool:
         # Upstream asks nothing else of a module where --lora-target-modules chooses.
@@ -95,9 +118,8 @@ class RblnLoraModelManager(LoRAModelManager):
     def register_module(self, module_name: str, module: BaseLayerWithLoRA) -> None:
         super().register_module(module_name, module)
         assert isinstance(module, BaseLinearLayerWithLoRA)
-        config = self.lora_config
-        layer = AdaptedLinear(module_name, module, self.lora_slots, config.max_lora_rank)
-        self.layers[module_name] = layer
+        source = self._source(module_name)
+        self.layers[module_name] = AdaptedLinear(module_name, module, source, self._allocate)
 
     def _register_packed_modules(self, module_full_name: str) -> None:
         super()._register_packed_modules(module_full_name)
@@ -116,7 +138,7 @@ class RblnLoraModelManager(LoRAModelManager):
     ) -> None:
         for name, runner in found:
             layer = ExpertLayer(name, runner, names)
-            adapted = AdaptedExperts(layer, self._source(name), **self._sizes())
+            adapted = AdaptedExperts(layer, self._source(name), self._allocate)
             experts: Any = runner.routed_experts.quant_method
             experts.experts.adapters = adapted
             self._adapted(name, adapted, layer.targets())
@@ -124,7 +146,7 @@ class RblnLoraModelManager(LoRAModelManager):
     def _adapt_heads(self) -> None:
         for name, processor, head in lm_heads(self.model):
             if self._is_wanted(name) and isinstance(processor, RblnLogitsProcessor):
-                adapted = AdaptedHead(name, head, self._source(name), **self._sizes())
+                adapted = AdaptedHead(name, head, self._source(name), self._allocate)
                 processor.adapters = adapted
                 self._adapted(name, adapted, adapted.targets())
 
@@ -141,13 +163,19 @@ class RblnLoraModelManager(LoRAModelManager):
         assert isinstance(wrapper, RblnPunicaWrapper)
         return wrapper
 
-    def _sizes(self) -> dict[str, Any]:
-        config = self.lora_config
-        return {
-            "slots": self.lora_slots,
+    def _allocate(self, *, inputs: int, outputs: Sequence[int]) -> SlotStack:
+        """Return empty slots of a layer."""
+        config, compiler = self.lora_config, self._compiler
+        sizes: dict[str, Any] = {
+            "slots": config.max_loras,
             "rank": config.max_lora_rank,
+            "inputs": inputs,
+            "outputs": outputs,
             "dtype": config.lora_dtype,
         }
+        if compiler.capabilities.runs_on_host:
+            return SlotStack.allocate(**sizes)
+        return MatrixStack.on_device(**sizes, resident=compiler.resident)
 
 
 def _of_every_stage(mine: dict[str, Target]) -> dict[str, Target]:

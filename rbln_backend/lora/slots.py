@@ -7,7 +7,7 @@ from collections.abc import Collection
 from rbln_backend.errors import AdapterError
 
 INPUT_NAME = "lora_slots"
-"""The graph input that holds the slot of each request, int32 [B]."""
+"""The graph input that holds the slot of each request; see ``RowInput``."""
 NO_ADAPTER = -1
 """The slot of rows without an adapter, and of padding."""
 

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models import supports_lora
 from vllm.model_executor.utils import get_moe_expert_mapping
+from vllm.utils.cache import LRUCache
 
 
 def adaptable_modules(model: nn.Module) -> list[str]:

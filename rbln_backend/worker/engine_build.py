@@ -45,6 +45,7 @@ from rbln_backend.worker.graphs.functions import GraphFunction, whole_part
 from rbln_backend.worker.graphs.lm_head import SPEC as LM_HEAD
 from rbln_backend.worker.graphs.lm_head import LmHead
 from rbln_backend.worker.graphs.tensor_names import named_tensors
+from rbln_backend.worker.graphs.warmup_plan import ADAPTER_PRODUCT
 from rbln_backend.worker.model_runner import RblnModelRunner
 from rbln_backend.worker.overlap.step_loop import step_loop
 from rbln_backend.worker.pooling_runner import PoolingRunner
@@ -56,6 +57,7 @@ from rbln_backend.worker.sampling.kernel_sampler import make_picks, make_sampler
 from rbln_backend.worker.sampling.prompt_logprobs import PromptLogprobs
 from rbln_backend.worker.startup.cache_fields import cache_fields
 from rbln_backend.worker.startup.preflight import bucket_tables
+from rbln_backend.worker.startup.slot_proof import SlotProof
 from rbln_backend.worker.startup.step_records import open_size_log, open_usage
 from rbln_backend.worker.startup.store_metrics import open_store, report_store_size
 from rbln_backend.worker.startup.warmup import WarmUp
@@ -143,7 +145,7 @@ class EngineBuild:
             StepInputs.allocate,
             groups=self._groups,
             encoder_layers=_encoder_layers(parts),
-            has_adapters=parts.adapters is not None,
+            row_input=None if parts.adapters is None else parts.adapters.row_input,
             masked_ranks=self._agreement.ranks if masks_tokens else 0,
             intermediates=None if is_first else partial(intermediate_buffers, parts.model, dtype),
         )
@@ -161,6 +163,12 @@ class EngineBuild:
         self._others = {**self._drafts.graphs} if self._drafts is not None else {}
         if self._generates and self._stage.part.is_last:
             self._others[LM_HEAD] = GraphRequest(LM_HEAD, self._lm_head.inputs, None)
+        self._slot_proof: SlotProof | None = None
+        if parts.adapters is not None and not parts.compiler.capabilities.runs_on_host:
+            self._slot_proof = SlotProof(parts.adapters)
+            self._others[ADAPTER_PRODUCT] = GraphRequest(
+                ADAPTER_PRODUCT, self._slot_proof.inputs, None
+            )
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
         self._draws = DeviceSampler() if rbln.sample_on_device else None
@@ -221,6 +229,8 @@ class EngineBuild:
         graphs = warm_up.compile_all(self._requests(), self._factory)
         with torch.inference_mode():
             warm_up.run_all(graphs)
+        if self._slot_proof is not None:
+            self._slot_proof.run({graph.spec: graph for graph in graphs}, self._graphs.inputs)
         for graph in graphs:
             self._graphs.dispatch.add(graph)
         self._graphs.dispatch.seal()

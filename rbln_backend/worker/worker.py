@@ -203,7 +203,8 @@ class RblnWorker(TransferCalls, WorkerBase):
         from rbln_backend.lora.adapters import Adapters
 
         slots_used = self._board.gauge("rbln_lora_slots_used")
-        adapters = Adapters(model, self.vllm_config, on_change=slots_used.set)
+        assert self._compiler is not None
+        adapters = Adapters(model, self.vllm_config, self._compiler, on_change=slots_used.set)
         slots_used.set(0)
         self._board.gauge("rbln_lora_slots").set(self.vllm_config.lora_config.max_loras)
         self._board.gauge("rbln_device_memory_bytes", kind="lora").set(adapters.num_bytes)
@@ -232,7 +233,9 @@ class RblnWorker(TransferCalls, WorkerBase):
         assert self._compiler is not None
         npu = self._compiler.capabilities.npu
         if npu is not None and self.cache_config.kv_cache_memory_bytes is None:
-            budget = npu_budget_bytes(npu, self.vllm_config, self.get_model(), specs) - for_windows
+            slots = 0 if self._adapters is None else self._adapters.num_bytes
+            model, config = self.get_model(), self.vllm_config
+            budget = npu_budget_bytes(npu, config, model, specs, slots) - for_windows
         else:
             budget = self._paged_budget(per_block, for_windows)
         if per_block:

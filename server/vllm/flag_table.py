@@ -237,7 +237,7 @@ CHECKED_FLAGS: Mapping[str, str] = {
     "all2all_backend": "`allgather_reducescatter`",
     **dict.fromkeys(("enable_dbo", "ubatch_size"), "refused: graphs take a whole batch"),
     "lora_dtype": "the model's dtype",
-    "max_cpu_loras": "as `--max-loras`; others have no effect, with a warning",
+    "max_cpu_loras": "of an offline `LLM`; a server has adapters in slots alone",
     "fully_sharded_loras": "refused: ranks split an adapter as they split the layer",
     "lora_target_modules": "attention, MLPs, experts and LM heads",
     **dict.fromkeys(

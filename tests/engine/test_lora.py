@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,30 @@ def test_more_adapters_than_slots(lora: Engine, tmp_path: Path) -> None:
     assert worker(lora).list_loras() == {1, 2}
 
 
+def test_host_memory_keeps_the_adapters_used_last(engines: Engines, tmp_path: Path) -> None:
+    """They are not read again when they come back to the only slot."""
+    engine = engines.fresh("llama", **LORA | {"max_loras": 1, "max_cpu_loras": 2})
+    adapters = Adapters(engine, tmp_path)
+    one, two, three = (adapters(number, rank=4) for number in (1, 2, 3))
+    (prompt,) = make_prompts([20], seed=47)
+
+    def answer(request: LoRARequest) -> list[int]:
+        engine.llm.reset_prefix_cache()
+        return tokens(generate(engine, [prompt], [request]))[0]
+
+    expected = [adapters.expected(prompt, request) for request in (one, two, three)]
+    assert [answer(request) for request in (one, two)] == expected[:2]
+    for request in (one, two):
+        shutil.copytree(three.lora_path, request.lora_path, dirs_exist_ok=True)
+    # The second is used least recently when the third comes.
+    assert [answer(request) for request in (two, one, three)] == [
+        *(expected[1], expected[0], expected[2])
+    ]
+    assert answer(one) == expected[0]
+    assert answer(two) == expected[2], "its files were read again"
+    assert engine.total("rbln_recompiles_after_warmup_total") == 0
+
+
 def test_a_slot_forgets_its_last_adapter(lora: Engine, tmp_path: Path) -> None:
     adapters = Adapters(lora, tmp_path)
     for number in (1, 2):
@@ -262,6 +288,11 @@ def _put(path: Path, name: str, tensor: torch.Tensor) -> None:
     save_file(load_file(file) | {name: tensor}, file)
 
 
+def _configure(path: Path, **fields: Any) -> None:
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
 LAYER = "base_model.model.model.layers.0"
 
 
@@ -317,6 +348,11 @@ LAYER = "base_model.model.model.layers.0"
                 "q_proj' has NaN or infinite values",
             )
             for value in (float("nan"), float("inf"))
+        ),
+        (
+            {},
+            lambda path: _configure(path, lora_alpha=1e40),
+            "lora_B times lora_alpha / r has values beyond float32",
         ),
         (
             {},

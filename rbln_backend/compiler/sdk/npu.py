@@ -77,7 +77,15 @@ class RankMemory:
     def _parts(self) -> int:
         return self.npu.chiplets * self.devices
 
-    def kv_budget_bytes(self, utilization: float, weight_bytes: int) -> int:
-        """Bytes for KV caches, each head counted once; may be negative."""
-        free = int(self.total_bytes * utilization) - weight_bytes - self.runtime_bytes
+    def adapter_bytes(self, slot_bytes: int) -> int:
+        """Bytes of adapter slots of ``slot_bytes``: graphs may want their inputs on every part."""
+        return slot_bytes * self._parts
+
+    def kv_budget_bytes(self, utilization: float, weight_bytes: int, slot_bytes: int = 0) -> int:
+        """Bytes for KV caches, each head counted once; may be negative.
+
+        ``slot_bytes``: of adapters.
+        """
+        fixed = weight_bytes + self.runtime_bytes + self.adapter_bytes(slot_bytes)
+        free = int(self.total_bytes * utilization) - fixed
         return free // self.kv_copies

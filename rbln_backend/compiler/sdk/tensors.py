@@ -54,9 +54,19 @@ class Moved:
                 # The SDK tells weights by it. Buffers stay: vLLM shares rotary tables with the
                 # next model of this process.
                 twin = nn.Parameter(twin, requires_grad=False)
-                tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
+                _keep_shape(tensor)
             self._twins[id(tensor)] = (tensor, twin)
         return self._twins[id(tensor)][1]
+
+    def resident(self, tensor: Tensor) -> Tensor:
+        """Return the NPU copy of ``tensor`` [...], no weight, of which the host keeps its shape."""
+        twin = self.twin(tensor)
+        _keep_shape(tensor)
+        return twin
+
+
+def _keep_shape(tensor: Tensor) -> None:
+    tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
 
 
 class NpuTensors:

@@ -77,7 +77,9 @@ def _npu_report(found: Preflight, npu: Npu) -> MemoryReport:
         process_bytes=0,
         weight_bytes=found.skeleton.weight_bytes,
         packing_bytes=0,
-        lora_bytes=0,
+        # Each tensor-parallel rank has A or B of a layer as a whole.
+        lora_bytes=rank.adapter_bytes(_lora_bytes(found))
+        * config.parallel_config.tensor_parallel_size,
         workspace_bytes=rank.runtime_bytes * ranks,
         window_bytes=window_bytes(specs, config.scheduler_config.max_num_seqs),
         block_bytes=block_bytes,
@@ -91,7 +93,8 @@ def _npu_report(found: Preflight, npu: Npu) -> MemoryReport:
 
 def _with_npu_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
     """Add the blocks of an NPU's KV cache, or the problem: they get all that utilisation leaves."""
-    cache, fixed = config.cache_config, planned.weight_bytes + planned.workspace_bytes
+    cache = config.cache_config
+    fixed = planned.weight_bytes + planned.lora_bytes + planned.workspace_bytes
     if fixed > planned.total_bytes:
         return replace(planned, problems=(_weights_problem(planned, fixed),))
     if not planned.block_bytes:
@@ -144,7 +147,9 @@ def _lora_bytes(found: Preflight) -> int:
     # vLLM's part of it takes a while to import.
     from rbln_backend.lora.memory import slot_bytes
 
-    return slot_bytes(found.skeleton.model, lora, found.skeleton.item_bytes)
+    model, item_bytes = found.skeleton.model, found.skeleton.item_bytes
+    on_host = found.capabilities.runs_on_host
+    return slot_bytes(model, lora, item_bytes, linear_only=not on_host)
 
 
 def _workspace_bytes(found: Preflight) -> int:

@@ -86,6 +86,8 @@ def graph_function(
     """Return the function of ``phase`` over ``model``, and the names of its inputs in order."""
     if phase is Phase.LOGITS:
         return _logits(model), ("hidden",)
+    if phase is Phase.ADAPTERS:
+        return _adapter_product(model), ("hidden",)
     if phase in (Phase.DRAFT, Phase.DRAFT_PREFILL):
         return draft_function(
             model,
@@ -142,6 +144,14 @@ def _logits(model: Any) -> GraphFunction:
         return (model.compute_logits(hidden),)
 
     return logits
+
+
+def _adapter_product(model: Any) -> GraphFunction:
+    def product(hidden: Tensor) -> tuple[Tensor]:
+        """[rows, 1, H] -> what the adapters of the first layer make of it."""
+        return (model.lora_manager.first_product(hidden),)
+
+    return product
 
 
 def _stage(forward: _Forward, sent: tuple[str, ...]) -> GraphFunction:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
+from rbln_backend.lora.slots import INPUT_NAME
 from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.warmup_plan import LOGITS_ROWS
@@ -32,13 +32,14 @@ class LmHead:
         """``adapters`` is None in an engine without adapters."""
         self.inputs = {"hidden": torch.zeros(LOGITS_ROWS, hidden_size, dtype=dtype)}
         if adapters is not None:
-            self.inputs[INPUT_NAME] = torch.full((1,), NO_ADAPTER, dtype=torch.int32)
+            self.inputs[INPUT_NAME] = adapters.row_input.allocate(1)
         self._dispatch, self._adapters = dispatch, adapters
 
     def __call__(self, hidden: Tensor, request: CachedRequestState) -> Tensor:
         buffer, pieces = self.inputs["hidden"], []
         if self._adapters is not None:
-            self.inputs[INPUT_NAME][0] = self._adapters.slot_of(request)
+            slot = self._adapters.slot_of(request)
+            self._adapters.row_input.fill(self.inputs[INPUT_NAME], [slot])
         for piece in hidden.split(LOGITS_ROWS):
             rows = len(piece)
             buffer[:rows] = piece

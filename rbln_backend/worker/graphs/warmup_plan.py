@@ -14,18 +14,23 @@ from rbln_backend.core import GraphSpec, Phase
 # size, so that a large vocabulary does not need [chunk, vocab] logits at once.
 LOGITS_ROWS = 32
 
+ADAPTER_PRODUCT = GraphSpec.of(Phase.ADAPTERS, 8)
+"""The graph with which a start on an NPU tests adapter slots."""
+
 
 def plan(
     tables: Mapping[Phase, BucketTable],
     verify: VerifyTable = NO_DRAFTS,
     *,
     has_logits: bool,
+    tests_slots: bool = False,
     prompts: int = 1,
     drafted: DraftSizes | None = None,
 ) -> list[GraphSpec]:
     """Return every graph, smallest first within a phase.
 
     ``verify``: sizes of steps that check drafts. ``has_logits``: False for pooling models.
+    ``tests_slots``: True with adapters on an NPU.
     ``prompts``: most prompts of the largest prefill chunk. ``drafted``: sizes of the draft
     model's graphs, None without one.
     """
@@ -33,6 +38,8 @@ def plan(
     specs += [GraphSpec.of(Phase.VERIFY, bucket, length) for bucket, length in verify]
     if has_logits:
         specs.append(GraphSpec.of(Phase.LOGITS, LOGITS_ROWS))
+    if tests_slots:
+        specs.append(ADAPTER_PRODUCT)
     return specs + draft_specs(drafted, prompts)
 
 

@@ -30,21 +30,25 @@ def rank_memory(npu: Npu, config: VllmConfig) -> RankMemory:
 
 
 def npu_budget_bytes(
-    npu: Npu, config: VllmConfig, model: nn.Module, specs: Iterable[LayerSpec]
+    npu: Npu,
+    config: VllmConfig,
+    model: nn.Module,
+    specs: Iterable[LayerSpec],
+    slot_bytes: int = 0,
 ) -> int:
     """Return the bytes of KV caches on one rank, at most those of ``LARGEST_NUM_BLOCKS``.
 
-    Raises ``DeviceMemoryError`` if nothing is left.
+    ``slot_bytes``: of adapters. Raises ``DeviceMemoryError`` if nothing is left.
     """
     memory, utilization = rank_memory(npu, config), config.cache_config.gpu_memory_utilization
     weights = weight_bytes(model)
-    budget = memory.kv_budget_bytes(utilization, weights)
+    budget = memory.kv_budget_bytes(utilization, weights, slot_bytes)
     if budget <= 0:
         raise DeviceMemoryError(
             f"KV cache: nothing is left of {memory.total_bytes // MIB} MiB of {npu.name} "
             f"(--gpu-memory-utilization {utilization:.2f}, weights {weights // MIB} MiB, "
-            f"{memory.num_graphs} graphs {memory.runtime_bytes // MIB} MiB); use more ranks or "
-            "fewer buckets"
+            f"{memory.num_graphs} graphs {memory.runtime_bytes // MIB} MiB, adapter slots "
+            f"{memory.adapter_bytes(slot_bytes) // MIB} MiB); use more ranks or fewer buckets"
         )
     smallest = _smallest_group_bytes(specs)
     return min(budget, LARGEST_NUM_BLOCKS * smallest) if smallest else budget

@@ -171,10 +171,11 @@ def bucket_tables(config: VllmConfig) -> dict[Phase, BucketTable]:
 
 def planned_graphs(config: VllmConfig) -> list[GraphSpec]:
     """Return the graphs that a start of ``config`` loads or compiles."""
-    sizes = compiled_sizes(config)
+    sizes, device = compiled_sizes(config), device_capabilities(configured(config))
     return plan(
         *(tables_of(sizes), sizes.verify),
         has_logits=generates(config),
+        tests_slots=config.lora_config is not None and not device.runs_on_host,
         prompts=configured(config).chunk_prompts,
         drafted=sizes.drafted,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from rbln_backend.core import StepBatch
-from rbln_backend.lora.slots import NO_ADAPTER
 from rbln_backend.worker.step.inputs import RowOrder, StepInputs
 
 if TYPE_CHECKING:
@@ -28,18 +27,17 @@ class NoAdapterRows:
 
 
 class SlotRows:
-    """A slot per request; -1 for requests without an adapter and for padding."""
+    """A slot per request; none for requests without an adapter and for padding."""
 
     def __init__(self, adapters: Adapters, rows: RowOrder) -> None:
         """``rows``: the order of decode steps, which the step's rows are in already."""
         self._adapters, self._rows = adapters, rows
 
     def fill(self, inputs: StepInputs, batch: StepBatch) -> None:
-        held, slots = batch.input_batch, inputs.adapter_slots
+        held = batch.input_batch
         # All prompts of a chunk have one adapter.
-        count = min(batch.num_reqs, len(slots))
+        count = 1 if batch.phase.takes_chunk else batch.num_reqs
         ids = held.request_lora_mapping[:count].tolist()
-        found = self._adapters.slots_of(ids, held.lora_id_to_lora_request)
-        found += [self._adapters.slot_of(request) for request in batch.decode_prefill]
-        slots[: len(found)] = found if batch.phase.takes_chunk else self._rows.rearrange(found)
-        slots[len(found) :] = NO_ADAPTER
+        slots = self._adapters.slots_of(ids, held.lora_id_to_lora_request)
+        slots += [self._adapters.slot_of(request) for request in batch.decode_prefill]
+        inputs.fill_adapters(slots if batch.phase.takes_chunk else self._rows.rearrange(slots))

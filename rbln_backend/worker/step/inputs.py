@@ -15,7 +15,8 @@ from torch import Tensor
 from rbln_backend.attention.metadata import EncoderMetadata, RblnAttentionMetadata
 from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.core import GraphSpec
-from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
+from rbln_backend.lora.row_input import RowInput
+from rbln_backend.lora.slots import INPUT_NAME
 from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.step.group_inputs import GroupInputs, IntArray, KvGroup, by_layer
@@ -41,8 +42,8 @@ class StepInputs:
     """[R] int64: the last row of each of R requests of a chunk; [1] in decode, unused."""
     query_counts: IntArray
     """[R] int32: the rows of each; empty if a chunk holds one request."""
-    adapter_slots: IntArray
-    """[B] int32: the slot of each request's adapter, or of a chunk's; empty without adapters."""
+    row_input: RowInput | None
+    """The form of the input with the slot of each request's adapter, or of a chunk's."""
     tokens_mask: npt.NDArray[np.float32]
     """[ranks, B * L]: 0 in padding; [0, B * L] in an engine whose graphs do not read it."""
     groups: Sequence[GroupInputs]
@@ -60,14 +61,15 @@ class StepInputs:
         groups: Sequence[KvGroup],
         encoder_layers: Sequence[str] = (),
         *,
-        has_adapters: bool = False,
+        row_input: RowInput | None = None,
         masked_ranks: int = 0,
         intermediates: Callable[[int], Mapping[str, Tensor]] | None = None,
     ) -> StepInputs:
         """Allocate the buffers of ``spec``; shapes and dtypes are those of the attributes.
 
-        ``encoder_layers`` have no KV cache. ``masked_ranks``: data-parallel ranks in
-        ``tokens_mask``. ``intermediates``: makes buffers [rows, H] of the previous stage's outputs.
+        ``encoder_layers`` have no KV cache. ``row_input``: of adapters. ``masked_ranks``:
+        data-parallel ranks in ``tokens_mask``. ``intermediates``: makes buffers [rows, H] of the
+        previous stage's outputs.
         """
         batch, length = spec.batch_size, spec.query_len
         tensors = {
@@ -80,9 +82,8 @@ class StepInputs:
             tensors["query_counts"] = counts
         if intermediates is not None:
             tensors |= intermediates(batch * length)
-        slots = torch.full((batch if has_adapters else 0,), NO_ADAPTER, dtype=torch.int32)
-        if has_adapters:
-            tensors[INPUT_NAME] = slots
+        if row_input is not None:
+            tensors[INPUT_NAME] = row_input.allocate(batch)
         mask = torch.zeros(masked_ranks * batch * length, 1)
         if masked_ranks:
             tensors[TOKENS_MASK] = mask
@@ -102,7 +103,7 @@ class StepInputs:
             positions=tensors["positions"].numpy(),
             token_indices=tensors["token_indices"].numpy(),
             query_counts=counts.numpy(),
-            adapter_slots=slots.numpy(),
+            row_input=row_input,
             tokens_mask=mask.view(masked_ranks, batch * length).numpy(),
             groups=parts,
             tensors=tensors,
@@ -183,10 +184,15 @@ class StepInputs:
         """Fill every row with padding: the null block, and no adapter."""
         for whole in (self.token_ids, self.positions, self.token_indices, self.query_counts):
             whole[...] = 0
-        self.adapter_slots[...] = NO_ADAPTER
+        self.fill_adapters(())
         for group in self.groups:
             for tensor in group.tensors.values():
                 tensor.zero_()
+
+    def fill_adapters(self, slots: Sequence[int]) -> None:
+        """Fill the adapter slots of the first rows; the others have none."""
+        if self.row_input is not None:
+            self.row_input.fill(self.tensors[INPUT_NAME], slots)
 
     def fill_mask(self, counts: Sequence[int]) -> None:
         """Set the mask of the first ``counts[r]`` tokens or requests of each rank r."""

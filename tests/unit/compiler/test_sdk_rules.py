@@ -16,6 +16,8 @@ from rbln_backend.compiler.sdk.npu import Npu, RankMemory
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec
+from rbln_backend.lora.row_input import SlotNumbers
+from rbln_backend.lora.slots import INPUT_NAME
 from rbln_backend.worker.startup import npu_memory
 from rbln_backend.worker.step.adapter_rows import SlotRows
 from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs
@@ -98,6 +100,9 @@ def test_memory_is_what_graphs_and_copies_leave() -> None:
     assert memory.runtime_bytes == 4 * GIB
     assert memory.kv_copies == 2
     assert memory.kv_budget_bytes(0.9, GIB) == (int(140 * GIB * 0.9) - 5 * GIB) // 2
+    # Adapters may lie on each of four chiplets.
+    slots = GIB // 4
+    assert memory.kv_budget_bytes(0.9, GIB, slots) == (int(140 * GIB * 0.9) - 6 * GIB) // 2
     pair = RankMemory(Npu.named("RBLN-CA25"), devices=2, num_graphs=4, num_kv_heads=8)
     assert (pair.runtime_bytes, pair.kv_copies) == (2 * GIB, 1)
 
@@ -174,7 +179,7 @@ def test_rows_with_drafts_go_longest_first_and_come_back() -> None:
 def test_adapters_go_with_their_rows(phase: Phase, length: int) -> None:
     """The last request reads a prompt token in a row behind the batch, and is the longest."""
     spec, order = GraphSpec.of(phase, 8, length), LongestFirst()
-    inputs = StepInputs.allocate(spec, [], has_adapters=True)
+    inputs = StepInputs.allocate(spec, [], row_input=SlotNumbers())
     positions = np.array([5, 20, 9, 30])
     order.arrange(DecodeRows(np.zeros(4, dtype=np.int64), positions, []), spec.bucket)
     held = SimpleNamespace(request_lora_mapping=np.array([1, 0, 2]), lora_id_to_lora_request={})
@@ -184,7 +189,7 @@ def test_adapters_go_with_their_rows(phase: Phase, length: int) -> None:
     batch: Any = SimpleNamespace(phase=phase, input_batch=held, num_reqs=3, decode_prefill=[3])
     SlotRows(adapters, order).fill(inputs, batch)
     # By length: the fourth, the second, the third, the first.
-    assert inputs.adapter_slots.tolist() == [3, -1, 1, 0, -1, -1, -1, -1]
+    assert inputs.tensors[INPUT_NAME].tolist() == [3, -1, 1, 0, -1, -1, -1, -1]
 
 
 def test_no_more_blocks_than_numbers() -> None:

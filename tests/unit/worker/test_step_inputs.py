@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 
 from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.lora.row_input import SlotMask, SlotNumbers
+from rbln_backend.lora.slots import NO_ADAPTER
 from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs, WindowInputs
 from rbln_backend.worker.step.inputs import StepInputs
 
@@ -100,10 +104,25 @@ def test_adapter_slots_are_per_request_and_initially_none() -> None:
     without = StepInputs.allocate(GraphSpec.of(Phase.DECODE, 4), [PAGED])
     assert "lora_slots" not in without.tensors
     for phase, rows in ((Phase.DECODE, 4), (Phase.PREFILL, 1)):
-        inputs = StepInputs.allocate(GraphSpec.of(phase, 4), [PAGED], has_adapters=True)
+        spec = GraphSpec.of(phase, 4)
+        inputs = StepInputs.allocate(spec, [PAGED], row_input=SlotNumbers())
         assert inputs.tensors["lora_slots"].tolist() == [-1] * rows
-        inputs.adapter_slots[0] = 2
-        assert inputs.tensors["lora_slots"][0] == 2
+        inputs.fill_adapters([2])
+        assert inputs.tensors["lora_slots"].tolist() == [2, -1, -1, -1][:rows]
+        inputs.fill_idle()
+        assert inputs.tensors["lora_slots"].tolist() == [-1] * rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mask_of_a_row_covers_its_slot(dtype: torch.dtype) -> None:
+    mask = SlotMask(2, 3, dtype)
+    tensor = mask.allocate(4)
+    assert (tensor.shape, tensor.dtype) == ((4, 1, 6), dtype)
+    for slots in ([1, NO_ADAPTER, 0], [NO_ADAPTER, 1], []):
+        mask.fill(tensor, slots)
+        rows = [[0] * 6, [1] * 3 + [0] * 3, [0] * 3 + [1] * 3]
+        padded = [*slots, *[NO_ADAPTER] * (4 - len(slots))]
+        assert tensor[:, 0].tolist() == [rows[slot + 1] for slot in padded]
 
 
 def test_an_idle_rank_fills_padding_alone() -> None:
