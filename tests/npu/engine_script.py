@@ -5,9 +5,10 @@ Its argument is a JSON list of jobs: the model's path, the options of ``LLM``, b
 batch is aborted, if it is. Then, if they are given, the seed of sampled tokens, which are greedy
 otherwise, whether steps check as many drafts as there are, whatever they gain, the texts (token
 ids) that vLLM's n-gram drafts are read from, the quantisation method of vLLM that is to accept
-float32, when outputs are read against the rules, and fields of ``SamplingParams``. It
-prints the tokens of every job's batches behind ``RESULT``, before that how many tokens were drafted
-and accepted behind ``DRAFTS``.
+float32, when outputs are read against the rules, fields of ``SamplingParams``, for each batch the
+folder of the adapter of each prompt, what is done wrong with adapters, and the folder of one that
+is loaded and unloaded between steps. It prints the tokens of every job's batches behind ``RESULT``,
+before that how many tokens were drafted and accepted behind ``DRAFTS``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import json
 import sys
 from importlib.util import find_spec
 from typing import Any
+
+_FOLDERS: dict[str, int] = {}
+"""The number of each adapter's folder."""
 
 
 def main() -> None:
@@ -39,6 +43,9 @@ def _answer(
     float32_method: str | None = None,
     reads: str | None = None,
     sampling: dict[str, Any] | None = None,
+    adapters: list[list[str | None]] | None = None,
+    wrong_adapters: str | None = None,
+    coming_adapter: str | None = None,
 ) -> list[list[list[int]]]:
     from vllm import LLM, SamplingParams
 
@@ -53,12 +60,17 @@ def _answer(
         _accept_float32(float32_method)
     if reads is not None:
         _read(reads)
+    if wrong_adapters is not None:
+        _adapt_wrongly(wrong_adapters)
     llm = LLM(path, **options)
     if checks_all_drafts:
         _check_all_drafts(llm.llm_engine)
     fields = {"temperature": 0.0 if seed is None else 1.2} | (sampling or {})
     params = SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True, **fields)
-    answers = [_generate(llm.llm_engine, batch, params, abort_after) for batch in batches]
+    answers = []
+    for number, batch in enumerate(batches):
+        own = adapters[number] if adapters else [*(None for _ in batch)]
+        answers.append(_generate(llm.llm_engine, batch, params, abort_after, own, coming_adapter))
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
@@ -145,22 +157,84 @@ def _check_all_drafts_of_rank(worker: Any) -> None:
 
 
 def _generate(
-    engine: Any, prompts: list[list[int]], params: Any, abort_after: int | None
+    engine: Any,
+    prompts: list[list[int]],
+    params: Any,
+    abort_after: int | None,
+    adapters: list[str | None],
+    coming_adapter: str | None,
 ) -> list[list[int]]:
     """The tokens of each prompt, none of one that was aborted."""
     names = [str(number) for number in range(len(prompts))]
-    for name, prompt in zip(names, prompts, strict=True):
-        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    for name, prompt, adapter in zip(names, prompts, adapters, strict=True):
+        engine.add_request(
+            name, {"prompt_token_ids": prompt}, params, lora_request=_lora_request(adapter)
+        )
     tokens: dict[str, list[int]] = {}
     steps = 0
     while engine.has_unfinished_requests():
         if steps == abort_after:
             engine.abort_request(names[:1])
+        if coming_adapter is not None:
+            _come_or_go(engine, coming_adapter, steps)
         for output in engine.step():
             if output.finished and output.outputs[0].finish_reason != "abort":
                 tokens[output.request_id] = list(output.outputs[0].token_ids)
         steps += 1
     return [tokens.get(name, []) for name in names]
+
+
+def _come_or_go(engine: Any, folder: str, step: int) -> None:
+    """Load an adapter under a new number before every other step, and unload it before the next."""
+    from vllm.lora.request import LoRARequest
+
+    number = 1000 + step // 2
+    call = engine.engine_core.engine_core.model_executor.collective_rpc
+    if step % 2:
+        assert all(call("remove_lora", args=(number,)))
+    else:
+        assert all(call("add_lora", args=(LoRARequest(f"coming-{number}", number, folder),)))
+
+
+def _adapt_wrongly(how: str) -> None:
+    """Do something wrong with adapters: with the rows of a mask, a slot, or what slots are."""
+    from torch import nn
+
+    from rbln_backend.compiler.sdk.tensors import Moved
+    from rbln_backend.lora.row_input import SlotMask
+    from rbln_backend.lora.slot_stack import MatrixStack
+
+    fill, write, resident = SlotMask.fill, MatrixStack.write, Moved.resident
+
+    def fill_the_row_after(self: Any, tensor: Any, slots: Any) -> None:
+        fill(self, tensor, slots)
+        tensor.copy_(tensor.roll(1, dims=0))
+
+    def leave_the_rest(self: Any, slot: int, image: Any) -> None:
+        if image is not None:
+            write(self, slot, image)
+
+    def as_weight(self: Any, tensor: Any) -> Any:
+        twin = nn.Parameter(resident(self, tensor), requires_grad=False)
+        self._twins[id(tensor)] = (tensor, twin)
+        return twin
+
+    owner, name, function = {
+        "mask": (SlotMask, "fill", fill_the_row_after),
+        "slot": (MatrixStack, "write", leave_the_rest),
+        "weights": (Moved, "resident", as_weight),
+    }[how]
+    setattr(owner, name, function)
+
+
+def _lora_request(folder: str | None) -> Any:
+    """The request for an adapter; a folder has the same number whenever it comes."""
+    if folder is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    _FOLDERS.setdefault(folder, len(_FOLDERS) + 1)
+    return LoRARequest(folder, _FOLDERS[folder], folder)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,12 @@ class Job:
     """As many as there are, whatever they gain."""
     reads: str | None = None
     """``early`` or ``late``: the runner is broken so that it reads a step's outputs then."""
+    adapters: Sequence[Sequence[Path | None]] = ()
+    """Of the prompts of each batch; none where it is empty."""
+    wrong_adapters: str | None = None
+    """What is done wrong with them: ``mask``, ``slot`` or ``weights``."""
+    coming_adapter: Path | None = None
+    """One that is loaded and unloaded between steps."""
     cache_scales: tuple[tuple[float, float], ...] = ()
     """Of keys and values by layer, in a cache of e4m3; none in another."""
 
@@ -97,6 +103,9 @@ def run(
             "sampling": dict(job.sampling),
             "checks_all_drafts": job.checks_all_drafts,
             "reads": job.reads,
+            "wrong_adapters": job.wrong_adapters,
+            "coming_adapter": None if job.coming_adapter is None else str(job.coming_adapter),
+            "adapters": [[None if a is None else str(a) for a in own] for own in job.adapters],
         }
         for job in jobs
     ]

@@ -57,7 +57,8 @@ RULES = {
         "vendor",
     ),
     "weights_fixed": Rule(
-        "a weight goes to the device once: later host writes are not seen", "ours"
+        "a weight goes to the device once: later writes are not seen, and spoil what is there",
+        "ours",
     ),
 }
 

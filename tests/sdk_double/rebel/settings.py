@@ -34,7 +34,8 @@ def read_settings() -> Settings:
     ``SDK_DOUBLE_LOG`` file to append to; ``SDK_DOUBLE_NPU`` name of every NPU, empty for a host
     without one; ``SDK_DOUBLE_DEVICES`` how many there are; ``SDK_DOUBLE_OFF`` rules switched off;
     ``SDK_DOUBLE_BREAK`` what is done wrong on purpose (``kv_copy``, ``argmax``, ``draft_rows``,
-    ``cache_dtype``, ``scales``, ``nibbles``; ``hidden_states``: inputs of this name are zeros);
+    ``cache_dtype``, ``scales``, ``nibbles``; ``hidden_states``: inputs of this name are zeros;
+    ``operands``: matrices that a graph multiplies by stay what they were when it was compiled);
     ``SDK_DOUBLE_COMPILE_S`` seconds a compile takes; ``SDK_DOUBLE_MEMORY`` bytes of one device;
     ``SDK_DOUBLE_HOLD`` 1 keeps the outputs of a run back until they are read.
     """

@@ -35,15 +35,25 @@ _uploaded: dict[int, tuple[Tensor, Tensor]] = {}
 
 def upload(weight: Tensor) -> Tensor:
     """The device's copy of a weight, made at its first use."""
-    if is_device_tensor(weight):
-        return alias_of_device_tensor(weight)
     if storage_id(weight) not in _uploaded:
-        whole = torch.empty(0, dtype=torch.uint8).set_(weight.untyped_storage())
-        MEMORY.take("weights", whole.numel())
+        whole = _whole(weight)
+        if not is_device_tensor(weight):
+            MEMORY.take("weights", whole.numel())
         copy = whole.clone() if is_on("weights_fixed") else whole
         _uploaded[storage_id(weight)] = (weight.detach(), copy)
-    typed = _uploaded[storage_id(weight)][1].view(weight.dtype)
+    original, copy = _uploaded[storage_id(weight)]
+    if is_device_tensor(weight) and not torch.equal(_whole(original), copy):
+        copy.fill_(_GARBAGE)
+    typed = copy.view(weight.dtype)
     return typed.as_strided(weight.size(), weight.stride(), weight.storage_offset())
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """The memory of a weight as bytes."""
+    if is_device_tensor(weight):
+        size = weight.untyped_storage().nbytes() // weight.element_size()
+        return alias_of_device_tensor(weight.as_strided((size,), (1,), 0)).view(torch.uint8)
+    return torch.empty(0, dtype=torch.uint8).set_(weight.untyped_storage())
 
 
 class Runtime:
@@ -68,6 +78,7 @@ class Runtime:
         self._reuse_outputs = bool(options.get("use_static_output"))
         self._outputs: list[Any] = []
         self._runs = 0
+        self._packed: dict[str, Tensor] = {}
         if devices:
             self._load()
         log.write("runtime", number=self.number, devices=devices, dummy=self._dummy)
@@ -85,6 +96,10 @@ class Runtime:
         for given in self._inputs:
             if given.kind in ("weight", "static"):
                 self._on_device(given, given.value)
+        if "operands" in SETTINGS.broken:
+            operands = _operands(self._module)
+            packed = [g for g in self._inputs if g.kind == "device" and g.name in operands]
+            self._packed = {g.name: alias_of_device_tensor(g.value).clone() for g in packed}
 
     def _on_device(self, given: Input, value: Any) -> Any:
         if given.kind == "static":
@@ -92,6 +107,8 @@ class Runtime:
             return self._context.kv.on_device(value)
         if given.kind == "weight":
             return upload(value)
+        if given.name in self._packed:
+            return self._packed[given.name]
         if "hidden_states" in SETTINGS.broken and "hidden_states" in given.name:
             return torch.zeros(value.shape, dtype=value.dtype)
         if isinstance(value, Tensor) and is_device_tensor(value):
@@ -160,6 +177,12 @@ class Runtime:
     def reset_adaptive_buffers(self) -> None:
         """Forget what was learnt of sizes; here nothing is."""
         log.write("reset_adaptive_buffers", number=self.number)
+
+
+def _operands(module: fx.GraphModule) -> set[str]:
+    """The names of what linear layers and products multiply by."""
+    names = [(getattr(node.target, "__name__", ""), node) for node in module.graph.nodes]
+    return {node.args[1].name for name, node in names if name in ("linear", "matmul")}
 
 
 def _on_npu(value: Any) -> bool:
