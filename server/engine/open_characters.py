@@ -8,11 +8,12 @@ answer begins with its own text, or with the character that it completes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
 from tokenizers.decoders import DecodeStream
+
+from server.vllm.logprobs.texts import TokenBytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,27 +23,6 @@ if TYPE_CHECKING:
 _REPLACEMENT = "\ufffd"
 _MOST_OPEN_BYTES = 3
 """A character of UTF-8 has at most four bytes."""
-_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-class TokenBytes:
-    """The bytes of single tokens, which for parts of characters are no text."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Read from the tokenizer's decoder how its vocabulary spells bytes."""
-        self._tokenizer = tokenizer
-        decoder = b"" if tokenizer.decoder is None else bytes(tokenizer.decoder.__getstate__())
-        self._by_character = _byte_characters() if b'"ByteLevel"' in decoder else {}
-        self._by_piece = b'"ByteFallback"' in decoder
-
-    def of(self, token: int) -> bytes:
-        """Return the bytes of a token; empty for an id without one."""
-        piece = self._tokenizer.id_to_token(token) or ""
-        if self._by_character and all(character in self._by_character for character in piece):
-            return bytes(self._by_character[character] for character in piece)
-        if self._by_piece and (byte := _BYTE_PIECE.fullmatch(piece)):
-            return bytes((int(byte[1], 16),))
-        return piece.encode(errors="replace")
 
 
 class _StreamBehindOpenCharacter:
@@ -112,11 +92,3 @@ def _open_bytes(end: bytes) -> int:
             if error.reason == "unexpected end of data" and error.start == 0:
                 return size
     return 0
-
-
-def _byte_characters() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary (GPT-2's table)."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in shown]
-    table = {chr(byte): byte for byte in shown}
-    return table | {chr(0x100 + number): byte for number, byte in enumerate(hidden)}

@@ -16,12 +16,12 @@ from vllm.v1.engine.output_processor import OutputProcessorOutput
 
 from rbln_backend.api.requests import PROMPT_PROGRESS, QUEUE_TIMEOUT
 from server.engine.direct_outputs import push_to
-from server.engine.open_characters import TokenBytes, keep_prompt_out
+from server.engine.open_characters import keep_prompt_out
 from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError, ServerError
 from server.request.record import RequestRecord, record_var
-from server.vllm.logprobs.prompt import LastingPromptLogprobs
-from server.vllm.logprobs.texts import keep_token_texts
+from server.vllm.logprobs.processor import AnswerLogprobs
+from server.vllm.logprobs.texts import TokenBytes, keep_token_texts
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
@@ -67,8 +67,11 @@ class QueueAwareOutputs(TracedOutputs):
         if self._token_bytes is not None:
             keep_prompt_out(state, self._token_bytes)
         processor = state.logprobs_processor
-        if processor is not None and processor.prompt_logprobs is not None:
-            state.logprobs_processor = LastingPromptLogprobs.of(processor)
+        if processor is not None and (processor.num_logprobs, processor.num_prompt_logprobs) != (
+            None,
+            None,
+        ):
+            state.logprobs_processor = AnswerLogprobs.of(processor, state.detokenizer)
         # vLLM's generators write the log of outputs.
         if record is not None and record.direct.claim() and not self._logs_deltas:
             push_to(state, record.direct)

@@ -52,8 +52,6 @@ class Handler:
 def request_models() -> dict[str, type[BaseModel]]:
     """Return vLLM's request models by the form (`server.request.endpoints`) of a request."""
     from vllm.entrypoints.anthropic import protocol as anthropic
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.pooling.classify import protocol as classify
     from vllm.entrypoints.pooling.embed import protocol as embed
     from vllm.entrypoints.pooling.pooling import protocol as pooling
@@ -64,8 +62,8 @@ def request_models() -> dict[str, type[BaseModel]]:
     from server.vllm.responses import requests as responses
 
     return {
-        "chat": ChatCompletionRequest,
-        "completion": CompletionRequest,
+        "chat": rendering.ChatCompletionRequest,
+        "completion": rendering.CompletionRequest,
         "responses": responses.ResponseRequest,
         "input_tokens": responses.InputTokensRequest,
         "compact": responses.CompactRequest,

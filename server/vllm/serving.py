@@ -12,7 +12,8 @@ from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
 
 from server.vllm.errors import RefusedError
-from server.vllm.logprobs.serving import LikelyInChats, LikelyInResponses
+from server.vllm.logprobs.completions import completions_in_place
+from server.vllm.logprobs.serving import LikelyInChats, LikelyInResponses, placing_beams
 from server.vllm.messages.serving import over_chat_requests
 from server.vllm.rendering.serving import answering_renders
 from server.vllm.responses.serving import counting
@@ -56,16 +57,19 @@ def adapted(serving: _Serving) -> _Serving:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
     from vllm.entrypoints.scale_out.render.serving import ServingRender
 
     ours: tuple[type, ...] = ()
     if isinstance(serving, OpenAIServingChat):
         ours += (LikelyInChats, chats_with_cut_calls())
+    if isinstance(serving, OpenAIServingCompletion):
+        ours += (completions_in_place(),)
     if isinstance(serving, OpenAIServingResponses):
         ours += (LikelyInResponses, counting(), responses_with_cut_calls())
     if isinstance(serving, GenerateBaseServing):
-        ours += (_raises_in_streams(),)
+        ours += (_raises_in_streams(), placing_beams())
     if isinstance(serving, AnthropicServingMessages):
         ours += (over_chat_requests(),)
     if isinstance(serving, ServingRender):

@@ -95,7 +95,7 @@ class TextItem:
         self._texts.append(event.delta)
         made = {"type": self._delta, **self._place, "delta": event.delta}
         if self._is_message:
-            made["logprobs"] = [_logprob(one) for one in event.logprobs or ()]
+            made["logprobs"] = [one.model_dump() for one in event.logprobs or ()]
             self._logprobs += made["logprobs"]
         yield made
 
@@ -253,21 +253,3 @@ class ServerToolCall:
     def final(self) -> JsonObject:
         """Return the call of vLLM's last event."""
         return self._item
-
-
-def _logprob(found: Any) -> JsonObject:
-    """Return the log probability of a token, with the bytes that vLLM leaves out of streams."""
-    alternatives = [
-        {"token": one.token, "logprob": one.logprob, "bytes": _bytes(one.token)}
-        for one in found.top_logprobs or ()
-    ]
-    return {
-        "token": found.token,
-        "logprob": found.logprob,
-        "bytes": _bytes(found.token),
-        "top_logprobs": alternatives,
-    }
-
-
-def _bytes(token: str) -> list[int]:
-    return list(token.encode("utf-8", errors="replace"))

@@ -8,6 +8,8 @@ from vllm.config import ModelConfig
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.renderers import TokenizeParams
 
+from server.vllm.rendering.requests import leaving_room
+
 
 class ResponseRequest(ResponsesRequest):
     """A request for a response."""
@@ -17,7 +19,8 @@ class ResponseRequest(ResponsesRequest):
 
         The chat template has written the special tokens, as in chats; vLLM adds them again.
         """
-        return replace(super().build_tok_params(model_config), add_special_tokens=False)
+        params = leaving_room(super().build_tok_params(model_config))
+        return replace(params, add_special_tokens=False)
 
 
 class InputTokensRequest(ResponseRequest):
