@@ -26,6 +26,7 @@ from server.errors import (
     describe,
 )
 from server.settings import ServerSettings
+from server.tools.ending import replace_halves
 from server.wire.endpoint import JsonObject
 
 JSON_TYPE = "application/json"
@@ -43,12 +44,6 @@ _PARTS = re.compile(
     re.DOTALL,
 )
 """Of JSON, valid or not: strings, brackets, and integers that are too long."""
-_SURROGATE = re.compile(
-    r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}"
-    r"|(?P<lone>\\u[dD][89a-fA-F][\da-fA-F]{2})|\\.",
-    re.DOTALL,
-)
-"""Escapes of JSON; `lone` is one half of a pair, which is no character."""
 
 
 CLIENT_GONE = 499
@@ -139,6 +134,8 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
+        if (whole := _with_whole_inputs(raw)) != raw:
+            return parse_json_object(whole, max_depth)
         path = _halved_text(raw) or None
         what = str(error) if path is None else f"'{path}' has half of a surrogate pair ({error})"
         raise InvalidJsonError(f"The request body is not valid JSON: {what}.", param=path) from None
@@ -151,6 +148,28 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
         # Python refuses to format integers of thousands of digits, in error messages too.
         raise InvalidJsonError(f"A number in the request body has more than {_MAX_DIGITS} digits.")
     return body
+
+
+def _with_whole_inputs(raw: bytes) -> bytes:
+    """Return a body whose calls of Anthropic's form have no halves of surrogate pairs.
+
+    These are arguments that an answer had, and that its client has parsed.
+    """
+    if b'"tool_use"' not in raw:
+        return raw
+    try:
+        body = json.loads(raw)
+        found = False
+        for message in body["messages"]:
+            parts = message["content"]
+            for part in parts if isinstance(parts, list) else ():
+                if part.get("type") == "tool_use":
+                    text = json.dumps(part["input"])
+                    part["input"] = json.loads(replace_halves(text))
+                    found = found or json.dumps(part["input"]) != text
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return raw
+    return json.dumps(body).encode() if found else raw
 
 
 def _halved_text(raw: bytes) -> str | None:
@@ -214,7 +233,7 @@ def check_call_arguments(body: JsonObject, max_depth: int) -> None:
                 text = call.get("arguments")
                 if isinstance(text, str):
                     _check_arguments(f"{name}[{index}]{path}.arguments", text, max_depth)
-                    call["arguments"] = _SURROGATE.sub(_replace_half, text)
+                    call["arguments"] = replace_halves(text)
 
 
 def _calls(item: object) -> Iterator[tuple[str, JsonObject]]:
@@ -242,7 +261,3 @@ def _check_arguments(path: str, text: str, max_depth: int) -> None:
         else:
             continue
         raise InvalidValueError(f"'{path}' {limit}.", param=path)
-
-
-def _replace_half(escape: re.Match[str]) -> str:
-    return r"\ufffd" if escape["lone"] else escape[0]

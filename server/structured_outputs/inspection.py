@@ -25,6 +25,9 @@ from server.structured_outputs.normaliser import normalised
 from server.structured_outputs.schema_exactness import check_exact
 from server.structured_outputs.schema_limits import check_pattern_length, check_size
 
+_MAX_DIGITS = 400
+"""Characters of an integer; Python refuses to format thousands of digits."""
+
 
 def inspect(constraint: Constraint, limits: SchemaLimits) -> Any:
     """Return the value of a schema or of a tag; None for other constraints.
@@ -77,7 +80,7 @@ def check_unrewritten(constraint: Constraint) -> None:
 def parsed(text: str) -> Any:
     """Return the JSON value of `text`. Raises `UnusableError`."""
     try:
-        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite, parse_int=_short)
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise UnusableError("it has half of a surrogate pair, which UTF-8 cannot hold") from None
@@ -86,6 +89,12 @@ def parsed(text: str) -> Any:
     except RecursionError:
         raise UnusableError("it is nested too deeply to be read") from None
     return value
+
+
+def _short(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"an integer has more than {_MAX_DIGITS} digits")
+    return int(text)
 
 
 def _finite(text: str) -> float:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
+
+_SURROGATE = re.compile(
+    r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}"
+    r"|(?P<lone>\\u[dD][89a-fA-F][\da-fA-F]{2})|\\.",
+    re.DOTALL,
+)
+"""Escapes of JSON; `lone` is one half of a pair, which is no character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,7 @@ NATURAL = Ending()
 def is_whole(arguments: str) -> bool:
     """Return whether generated arguments are complete JSON; empty ones are."""
     try:
-        from_json(arguments or "{}")
+        from_json(replace_halves(arguments) or "{}")
     except ValueError:
         return False
     return True
@@ -55,3 +63,8 @@ def finish_reason(ending: Ending, arguments: Sequence[str], *, named: bool) -> s
         return ending.reason
     complete = bool(arguments) and all(is_whole(text) for text in arguments)
     return "tool_calls" if complete and not named else "stop"
+
+
+def replace_halves(text: str) -> str:
+    """Return JSON in which each escape of half a surrogate pair is that of U+FFFD."""
+    return _SURROGATE.sub(lambda found: r"\ufffd" if found["lone"] else found[0], text)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from server.tools.ending import is_whole
+from server.tools.ending import is_whole, replace_halves
 from server.vllm.messages.events import message_id, stop_of, tool_use_id, usage_of
 from server.wire.endpoint import JsonObject
 
@@ -58,7 +58,7 @@ def _blocks(message: Any) -> list[JsonObject]:
             "id": tool_use_id(call.id),
             "name": call.function.name,
             # Partial arguments if the call was cut, as the stop reason shows.
-            "input": from_json(call.function.arguments or "{}", allow_partial=True),
+            "input": from_json(replace_halves(call.function.arguments or "{}"), allow_partial=True),
         }
         for call in message.tool_calls
     ]

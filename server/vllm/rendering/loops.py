@@ -16,7 +16,7 @@ from server.vllm.rendering.variables import parsed
 _LISTS = frozenset(("messages", "tools", "documents"))
 """Variables with few items in a small conversation; a text has thousands of characters."""
 _LIST_FILTERS = frozenset(("list", "select", "reject", "selectattr", "rejectattr", "reverse"))
-_FUNCTIONS = frozenset(("range", "raise_exception", "strftime_now", "namespace", "dict"))
+_FUNCTIONS = frozenset(("raise_exception", "strftime_now", "namespace", "dict"))
 """Functions whose own time does not depend on their arguments."""
 _MAX_COUNT = 100
 _MAX_STEPS = 20_000
@@ -88,7 +88,7 @@ class _Visitor:
     ) -> None:
         self.visit([node.iter], depth, origins, macros)
         counts = _is_range(node.iter)
-        if node.recursive or (counts and not all(map(self._is_count, node.iter.args))):  # type: ignore[attr-defined]
+        if node.recursive:
             raise _UnboundedError
         inner = depth
         if not depth or self._origin(node.iter, origins) < self._loops:
@@ -122,7 +122,7 @@ class _Visitor:
         macros: tuple[str, ...],
     ) -> None:
         macro = self._macros.get(name)
-        if macro is None and name in _FUNCTIONS:
+        if macro is None and (name in _FUNCTIONS or self._is_small_range(node)):
             return
         if macro is None or name in macros:
             raise _UnboundedError
@@ -148,6 +148,9 @@ class _Visitor:
             isinstance(node, nodes.Const) and not node.value
         )
         return self._loops if empty else 0
+
+    def _is_small_range(self, node: nodes.Call) -> bool:
+        return _is_range(node) and all(map(self._is_count, node.args))
 
     def _is_count(self, node: nodes.Node) -> bool:
         """Return True for a number that is small, or the length of a list or an index in it."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from server.errors import InvalidValueError
-from server.request.body import check_call_arguments
+from server.errors import InvalidJsonError, InvalidValueError
+from server.request.body import check_call_arguments, parse_json_object
 
 DEPTH = 8
 
@@ -97,3 +97,15 @@ def test_halves_of_characters_are_replaced() -> None:
 )
 def test_other_bodies_are_left_to_the_models(body: dict[str, Any]) -> None:
     check_call_arguments(body, DEPTH)
+
+
+def test_halves_in_arguments_that_the_client_has_parsed() -> None:
+    call: dict[str, Any] = {"type": "tool_use", "id": "1", "input": {"a": "\ud83d"}}
+    turns = [{"role": "user", "content": "é"}, {"role": "assistant", "content": [call]}]
+    body = parse_json_object(json.dumps({"messages": turns}).encode(), DEPTH)
+    call["input"] = {"a": "\ufffd"}
+    assert body == {"messages": turns}
+    turns[0]["content"] = "\ud83d"
+    with pytest.raises(InvalidJsonError, match="half of a surrogate pair") as caught:
+        parse_json_object(json.dumps({"messages": turns}).encode(), DEPTH)
+    assert caught.value.param == "messages[0].content"

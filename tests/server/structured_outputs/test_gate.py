@@ -209,6 +209,7 @@ SMALL = SchemaLimits(max_bytes=2000, max_depth=5, max_nodes=20, max_enum=3, max_
         (ConstraintKind.CHOICE, '["a", "b", "c", "d"]', "4 values"),
         (ConstraintKind.GRAMMAR, " ", "empty"),
         (ConstraintKind.STRUCTURAL_TAG, "{", "not valid JSON"),
+        (ConstraintKind.STRUCTURAL_TAG, "9" * 5000, "an integer has more than 400 digits"),
         (ConstraintKind.STRUCTURAL_TAG,
          json.dumps({"type": "json_schema", "json_schema": {"$ref": "#"}}), "refers to itself"),
         (ConstraintKind.STRUCTURAL_TAG,

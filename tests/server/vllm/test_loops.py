@@ -37,6 +37,7 @@ BOUNDED = [
 UNBOUNDED = [
     loops("i in range(90000)", "j in range(90000)"),
     loops("i in range(90000)"),
+    loops(MESSAGES, inner="{{ range(90000) | list }}"),
     "{% set n = 90000 %}" + loops("i in range(n)"),
     "{% set r = range(90000) %}" + loops("i in r", "j in r"),
     loops("i in range(100)", "j in range(100)", "k in range(100)", "l in range(100)"),

@@ -197,6 +197,12 @@ def test_a_whole_answer_is_the_same_message() -> None:
     assert used == {"type": "tool_use", "id": "toolu_0", "name": "f", "input": {"at": 1}}
 
 
+def test_half_of_a_surrogate_pair_in_a_call() -> None:
+    message = message_of(answer("stop", (r'{"at": "\ud83d"}',)), 100, "standard")
+    assert message["stop_reason"] == "tool_use"
+    assert message["content"][-1]["input"] == {"at": "\ufffd"}
+
+
 def test_a_whole_answer_that_was_cut_off_has_what_there_is() -> None:
     message = message_of(answer("length", ('{"at": 1, "by',)), 8, "standard")
     assert message["stop_reason"] == "max_tokens"
