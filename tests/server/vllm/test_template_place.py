@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NoReturn
 
-from server.vllm.rendering.job import Rendered
+from server.vllm.rendering.control_tokens import ControlTokens
+from server.vllm.rendering.job import Rendered, render
 from server.vllm.rendering.tokenizer import SMALL_MESSAGES, RemoteTemplates
 
 
@@ -43,3 +44,22 @@ async def test_small_conversations_are_rendered_without_a_job() -> None:
         *(False, True, True, True),
     ]
     assert not RemoteTemplates(send, ["served"], 100).waits(None)
+
+
+async def test_texts_of_control_tokens_are_marked_where_a_server_wants_it() -> None:
+    control = ControlTokens(frozenset(("<|end|>",)))
+
+    async def send(job: bytes) -> Rendered:
+        return render(job)
+
+    def here(conversation: list[Any], **_: Any) -> str:
+        return f"{conversation[0]['content']}<|end|>"
+
+    for tokens_of, marks in ((lambda _: control, (1,)), (None, None)):
+        templates = RemoteTemplates(send, ["served"], 100, tokens_of)
+        for template in ("served", "{{ messages[0].content }}<|end|>"):
+            options = {"chat_template": template, "tokenize": False}
+            message = {"role": "user", "content": "<|end|>"}
+            prompt = await asyncio.to_thread(templates.apply, here, {}, [message], **options)
+            assert prompt == "<|end|><|end|>"
+            assert getattr(prompt, "marks", None) == marks
