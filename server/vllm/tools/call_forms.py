@@ -14,9 +14,9 @@ class CallForm:
 
     `begin` and `after` are patterns: of what comes before a call, with the object's brace, and of
     what follows an object, with the brace of a next call or else the end of the calls. A group
-    `name` of `begin` is the tool's name, and the object then is the arguments. `keyed`: the name
-    is the object's only key. `tag`: name of the tags, where vLLM's grammar of calls has
-    `tool_call`.
+    `name` of `begin` is the tool's name, and the object then is the arguments; a group `hidden` is
+    a mark that is no text of the answer. `keyed`: the name is the object's only key. `tag`: name
+    of the tags, where vLLM's grammar of calls has `tool_call`.
     """
 
     begin: Any
@@ -38,6 +38,13 @@ _HERMES = _form("<tool_call>", "</tool_call>")
 FORMS = {
     "Hermes2ProToolParser": _HERMES,
     "Granite4ToolParser": _HERMES,
+    "Ernie45ToolParser": CallForm(
+        regex.compile(
+            r"(?P<hidden>\n*</?response>|(?:\A|(?<=</?response>))\n+(?=[^\n]))"
+            r"|\n*<tool_call>\s*\{"
+        ),
+        _HERMES.after,
+    ),
     "LongcatFlashToolParser": _form(
         "<longcat_tool_call>", "</longcat_tool_call>", tag="longcat_tool_call"
     ),

@@ -109,7 +109,11 @@ class CallReader:
         self._show(len(self._text) if found is None else found.start())
         if found is None or found.partial:
             return False
-        self._open(found.end() - 1, self._fixed_name or found.groupdict().get("name"))
+        groups = found.groupdict()
+        if groups.get("hidden"):
+            self._at = found.end()
+        else:
+            self._open(found.end() - 1, self._fixed_name or groups.get("name"))
         return True
 
     def _follow(self, final: bool) -> bool:

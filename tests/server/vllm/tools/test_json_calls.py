@@ -52,6 +52,7 @@ def _keyed(calls: Calls) -> str:
 FORMS: dict[str, Any] = {
     "hermes": _tagged("<tool_call>\n", "\n</tool_call>"),
     "longcat": _tagged("<longcat_tool_call>", "</longcat_tool_call>"),
+    "ernie45": _tagged("<tool_call>\n", "\n</tool_call>\n"),
     "granite4": _tagged("<tool_call>", "</tool_call>"),
     "granite-20b-fc": _tagged("<function_call> "),
     "granite": _listed("<|tool_call|>"),
@@ -228,6 +229,14 @@ def test_a_mark_without_a_call_is_text(tag: str) -> None:
     assert both("hermes", tag) == (tag, [])
     assert both("hermes", f"{tag} x") == (f"{tag} x", [])
     assert both("hermes", f"{tag} x {good}") == (f"{tag} x", [("ring", "{}")])
+
+
+def test_marks_of_an_answer_are_no_text() -> None:
+    call = FORMS["ernie45"]([("look", "{}")])
+    assert both("ernie45", f"\n\n<response>\nIt is <b>.\n</response>{call}") == (
+        "It is <b>.",
+        [("look", "{}")],
+    )
 
 
 def test_long_arguments_are_sent_before_they_are_complete() -> None:
