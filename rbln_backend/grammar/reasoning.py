@@ -306,6 +306,8 @@ class MarkedReasoning(ReasoningParser):
         reader = self.reader(prompt_ids)
         if self.marks.shown or reader.answers:
             return 0, 0
+        if ids and ids[-1] == self.model_tokenizer.eos_token_id:
+            ids = ids[:-1]
         reader.read(self.text(ids), finished=True)
         begin, end, rest = (
             self._tokens_of(ids, at) for at in (reader.begin, reader.end, reader.rest)

@@ -58,9 +58,9 @@ def engine_config(
         _check_prefill_options(config, settings)
         _limit_backlog(config, settings)
         return engine_args, config
-    except ValueError as error:
+    except (ValueError, LookupError, RuntimeError) as error:
         if not isinstance(error, RblnError):
-            _refuse_model(engine_args)
+            _refuse_model(engine_args, args)
         raise
 
 
@@ -125,8 +125,11 @@ def _default_backlog(config: VllmConfig) -> int | None:
     return max(sequences * model.max_model_len, _MIN_BACKLOG)
 
 
-def _refuse_model(engine_args: AsyncEngineArgs) -> None:
-    """Raise the platform's reason to refuse the model, if it has one."""
+def _refuse_model(engine_args: AsyncEngineArgs, args: Namespace) -> None:
+    """Raise the platform's reason to refuse the model, or a parser's, if there is one.
+
+    vLLM makes the parser of reasoning while it makes the configuration.
+    """
     if not api.is_active():
         return
     try:
@@ -135,6 +138,12 @@ def _refuse_model(engine_args: AsyncEngineArgs) -> None:
         # The model's configuration is invalid; the caller raises that error.
         return
     api.refuse_model(model_config)
+    if engine_args.reasoning_parser:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        from server.vllm.tools.templates import check_parsers
+
+        check_parsers(args, cached_tokenizer_from_config(model_config), model_config)
 
 
 def _with_ours(additional: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

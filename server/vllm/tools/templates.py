@@ -123,9 +123,9 @@ def check_parsers(args: Namespace, tokenizer: Any, model_config: ModelConfig) ->
                 parser(tokenizer, None, chat_template_kwargs={}, model_config=model_config)
         except Exception as error:
             # Each parser looks for its tokens in its own way.
+            reason = f"it has no token {error}" if isinstance(error, KeyError) else str(error)
             raise LaunchError(
-                f"{flag} {name} does not fit the tokenizer of {model_config.model}: "
-                f"{type(error).__name__}: {error}"
+                f"{flag} {name} does not fit the tokenizer of {model_config.model}: {reason}"
             ) from error
 
 

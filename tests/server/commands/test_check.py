@@ -154,13 +154,22 @@ def test_mistrals_file_beside_others_is_not_read(
     assert verdict(path, *FLAGS)["ok"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--tool-call-parser", "llama3_json", "--enable-auto-tool-choice"), "<|python_tag|>"),
+        (("--reasoning-parser", "olmo3"), "it has no token 'Ġ</'"),
+        (("--reasoning-parser", "deepseek_r1"), "could not locate think start/end tokens"),
+        (("--reasoning-parser", "poolside_v1"), "Tokenizer must contain '<assistant>' token"),
+    ],
+)
 def test_a_parser_that_does_not_fit_the_tokenizer_cannot_run(
-    verdict: Verdict, checkpoints: CheckpointCache
+    verdict: Verdict, checkpoints: CheckpointCache, flags: tuple[str, ...], reason: str
 ) -> None:
-    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "llama3_json")
     found = verdict(checkpoints("llama"), *FLAGS, *flags)
-    assert "--tool-call-parser llama3_json does not fit the tokenizer" in found["reason"]
-    assert "<|python_tag|>" in found["reason"]
+    assert f"{' '.join(flags[:2])} does not fit the tokenizer" in found["reason"]
+    assert reason in found["reason"]
+    assert "Error:" not in found["reason"]
 
 
 def test_a_start_with_a_parser_that_does_not_fit_fails(

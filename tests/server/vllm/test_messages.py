@@ -131,6 +131,8 @@ async def test_calls_are_blocks_of_their_own(reason: str) -> None:
         (ending("stop", stop_reason=3), 100, "end_turn", None),
         (ending("length"), 8, "max_tokens", None),
         (ending("length"), 100, "model_context_window_exceeded", None),
+        # Inside of its reasoning, at its end token.
+        (ending("length", stop_reason=3), 100, "max_tokens", None),
     ],
 )
 async def test_why_a_message_stopped(
