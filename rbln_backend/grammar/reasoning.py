@@ -298,7 +298,10 @@ class MarkedReasoning(ReasoningParser):
         reach = max(map(len, marks), default=0)
         before = list(input_ids[max(len(input_ids) - len(new) - reach, 0) : len(input_ids)])
         before = before[: len(before) - len(new)]
-        known, text = len(self.text(before)), self.text([*before, *new])
+        text = self.text([*before, *new])
+        if not any(mark in text for mark in marks):
+            return False
+        known = len(self.text(before))
         return any(text.find(mark, max(known - len(mark) + 1, 0)) >= 0 for mark in marks)
 
     def span(self, ids: Sequence[int], prompt_ids: Sequence[int]) -> tuple[int, int]:
@@ -309,10 +312,16 @@ class MarkedReasoning(ReasoningParser):
         if ids and ids[-1] == self.model_tokenizer.eos_token_id:
             ids = ids[:-1]
         reader.read(self.text(ids), finished=True)
-        begin, end, rest = (
-            self._tokens_of(ids, at) for at in (reader.begin, reader.end, reader.rest)
-        )
-        return end - begin, rest
+        begin = next(at for at in range(len(ids) + 1) if self._reaches(ids, at, reader.begin))
+        if reader.thinks:
+            return len(ids) - begin, len(ids)
+        # Mostly a token is the marker; to look for its place otherwise takes a dozen decodes.
+        tokens = (self.vocab.get(mark) for mark in self.marks.ends)
+        at = next((ids.index(token) for token in tokens if token in ids), 0)
+        if len(self.text(ids[:at])) != reader.end:
+            at = bisect_left(range(len(ids)), True, key=lambda k: self._reaches(ids, k, reader.end))
+        rest = next(k for k in range(at, len(ids) + 1) if self._reaches(ids, k, reader.rest))
+        return at - begin, rest
 
     def length(self, ids: Sequence[int], prompt_ids: Sequence[int]) -> int:
         """Return the number of characters of an answer without special tokens."""
@@ -325,16 +334,9 @@ class MarkedReasoning(ReasoningParser):
         """Return the text of tokens, special ones included."""
         return str(self.model_tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def _tokens_of(self, ids: Sequence[int], chars: int) -> int:
-        """Return how many tokens have the first characters of an answer."""
-        for mark in self.marks.ends:
-            token = self.vocab.get(mark)
-            if token in ids:
-                at = ids.index(token)
-                length = len(self.text(ids[:at]))
-                if chars in (length, length + len(mark)):
-                    return at + (chars > length)
-        return bisect_left(range(len(ids)), chars, key=lambda at: len(self.text(ids[:at])))
+    def _reaches(self, ids: Sequence[int], count: int, chars: int) -> bool:
+        """Return whether the first tokens of an answer have as many characters."""
+        return chars <= 0 or len(self.text(ids[:count])) >= chars
 
     def _last_message(self, ids: Sequence[int]) -> str:
         """Return the text behind the last added token that is no part of a marker."""
