@@ -21,6 +21,8 @@ Format = dict[str, Any]
 MARK = "%llguidance"
 """Beginning of a grammar for llguidance."""
 _HEAD = f"{MARK} {{}}\nstart: "
+_FREE_HEAD = f'{MARK} {{"no_forcing": true}}\nstart: '
+"""For texts that may have any spelling, not only the tokenizer's."""
 _CALL_NUMBER = r"\d+"
 """The only pattern in vLLM's tags for tools."""
 _LIMITS = ("max_tokens", "max_chars", "max_whitespace_cnt", "any_order")
@@ -59,7 +61,7 @@ def schema_grammar(schema: Any, rules: SchemaRules) -> Grammar:
 def choice_grammar(choices: list[str]) -> Grammar:
     """Return the grammar of one of these texts."""
     # A terminal: a rule has a limit of options.
-    return Grammar(f"{_HEAD}TEXT\nTEXT: {' | '.join(map(_quoted, choices))}\n", ())
+    return Grammar(f"{_FREE_HEAD}TEXT\nTEXT: {' | '.join(map(_quoted, choices))}\n", ())
 
 
 def regex_grammar(regex: str) -> Grammar:
@@ -70,7 +72,7 @@ def regex_grammar(regex: str) -> Grammar:
         raise UnusableError(str(error)) from None
     # A slash would end it, and what looks like a schema's pattern be tried as one.
     text = re.sub(r'\\.|(?=["/])', lambda found: found[0] or "\\", text)
-    return Grammar(f"{_HEAD}/{text or '(?:)'}/\n", ())
+    return Grammar(f"{_FREE_HEAD}/{text or '(?:)'}/\n", ())
 
 
 def tag_grammar(tag: Any, specials: Mapping[str, int], rules: SchemaRules) -> Grammar | None:

@@ -6,12 +6,13 @@ import itertools
 import json
 import re
 
+import numpy as np
 import pytest
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.grammars import regex_grammar
+from server.structured_outputs.grammars import Grammar, choice_grammar, regex_grammar
 from server.structured_outputs.patterns import PatternError, prefix_of, translated, without
-from tests.server.structured_outputs.walks import accepts, grammar_of
+from tests.server.structured_outputs.walks import accepts, empty_mask, grammar_of, vocabulary
 
 TEXTS = ("", "a", "ab", "b1", "_", "é", "é1", "1", "-", "\n", "\r", " ", "[", "&", "x-y", "\u2028")
 
@@ -136,3 +137,13 @@ def test_an_unknown_escape_of_a_regex_is_named_with_its_place(kind: str) -> None
 def test_what_a_regex_cannot_have_is_named(regex: str, words: str) -> None:
     with pytest.raises(UnusableError, match=words):
         regex_grammar(regex)
+
+
+@pytest.mark.parametrize("grammar", [regex_grammar("banana"), choice_grammar(["banana"])])
+def test_a_text_may_have_any_spelling(grammar: Grammar) -> None:
+    compiler, tokenizer, texts = vocabulary()
+    mask = empty_mask()
+    compiler.compile(grammar.text, {tokenizer.eos_token_id}, in_trial=True).fill_bitmask(mask, 0)
+    bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
+    spellings = {text for text in texts if text and "banana".startswith(text)}
+    assert {texts[token] for token in np.flatnonzero(bits)} == spellings >= {"b", "ba"}
