@@ -25,6 +25,8 @@ waiting requests, under any policy."""
 PROMPT_PROGRESS, PROGRESS_ARGS = "prompt_progress", "prompt_progress"
 QUEUE_TIMEOUT = "queue_timeout"
 """The stop reason of a request that waited for longer than `max_queue_ms`."""
+NO_TOKEN, NO_TOKEN_LEFT = -1, "no_token_left"
+"""What is sampled where every token is forbidden, and the stop reason of a request that gets it."""
 
 STRICT = ConfigDict(strict=True)
 

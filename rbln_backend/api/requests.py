@@ -5,6 +5,7 @@ from __future__ import annotations
 from rbln_backend.config import (
     BACKGROUND_PRIORITY,
     FIRST_PRIORITY,
+    NO_TOKEN_LEFT,
     PROGRESS_ARGS,
     PROMPT_PROGRESS,
     QUEUE_TIMEOUT,

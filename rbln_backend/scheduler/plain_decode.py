@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rbln_backend.config import NO_TOKEN
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.scheduler.background import is_background
 from rbln_backend.scheduler.narrowing import NarrowedScheduler
@@ -65,6 +66,7 @@ class PlainDecode:
         self._counts = dict.fromkeys(self._names, 1)
         self._updates = _only_tokens(running)
         self._stops = {token for request in running for token in _stop_tokens(request)}
+        self._stops.add(NO_TOKEN)
         self._left = min(map(self._room_of, running)) - 1
 
     def schedule(self) -> SchedulerOutput | None:

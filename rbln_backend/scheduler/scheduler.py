@@ -7,6 +7,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from rbln_backend.config import NO_TOKEN, NO_TOKEN_LEFT
 from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.grammar.masks import StepMasks
 from rbln_backend.reporting.stats import MetricsBoard
@@ -153,13 +154,19 @@ class RblnScheduler(PromptScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """As upstream; an answer with `ignore_eos` ends where its grammar does."""
-        end = self._masks.end_of(request, new_token_ids)
-        tokens, stopped = super()._update_request_with_output(
-            request, new_token_ids[:end], is_stale
-        )
+        """As upstream; an answer with `ignore_eos` ends where its grammar does.
+
+        A request for which every token is forbidden ends with an error.
+        """
+        has_none = new_token_ids[-1] == NO_TOKEN
+        known = new_token_ids[:-1] if has_none else new_token_ids
+        end = self._masks.end_of(request, known)
+        tokens, stopped = super()._update_request_with_output(request, known[:end], is_stale)
         if end is not None and not stopped:
             request.status, stopped = RequestStatus.FINISHED_STOPPED, True
+        elif has_none and not stopped:
+            request.status, stopped = RequestStatus.FINISHED_ERROR, True
+            request.stop_reason = NO_TOKEN_LEFT
         return tokens, stopped
 
     def _end_late_requests(self) -> None:

@@ -126,10 +126,13 @@ class RblnModelRunner:
             self._drafting.end_chunk(batch, pending.outputs)
             return self._reply([[] for _ in range(batch.num_reqs)], None, pending)
         token_ids = None if grammar is not None else self._take_picked(batch, pending.outputs)
-        if token_ids is None:
+        known = token_ids
+        if token_ids is None or known is None:
             token_ids, logprobs = self._sample_logits(pending, grammar)
+            # A request that gets ``NO_TOKEN`` ends, but a draft model may still read it.
+            known = [[max(token, 0) for token in own] for own in token_ids]
         seconds = time.perf_counter() - pending.started
-        self._drafting.end_step(batch, pending.outputs, token_ids, seconds)
+        self._drafting.end_step(batch, pending.outputs, known, seconds)
         return self._reply(token_ids, logprobs, pending)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from server.errors import ServerError
+from server.errors import RateLimitError, ServerError
 from server.key_limits.ledger import KeyUse
 from server.key_limits.limits import NO_LIMITS, KeyLimits
 from server.request.deadline import Deadline
@@ -106,7 +106,8 @@ class RequestRecord:
     request. `span` is the request's, None where none is recorded or it has ended; `trace_headers`
     name it to the engine. `direct` sends the frames of a stream that differ in their text alone.
     `key_use` is the request's use of its API key's limits, None without a key. `bounds_answer`: the
-    body says how many tokens an answer may have. `progress` is that of a stream's prompt, None for
+    body says how many tokens an answer may have. `echoes_only`: it wants none. `has_beams`: beam
+    search makes the answer. `progress` is that of a stream's prompt, None for
     other answers.
     """
 
@@ -140,7 +141,19 @@ class RequestRecord:
     direct: DirectFrames = field(default_factory=DirectFrames)
     key_use: KeyUse | None = None
     bounds_answer: bool = False
+    echoes_only: bool = False
+    has_beams: bool = False
     progress: PromptProgress | None = None
+
+    def reserve(self, tokens: int) -> None:
+        """Reserve tokens of the API key until the request ends. Raises `RateLimitError`."""
+        if self.key_use is None:
+            return
+        try:
+            self.key_use.reserve(tokens, refusable=not self.status)
+        except RateLimitError as error:
+            self.failure = error
+            raise
 
     def guided_by(self, kind: str) -> None:
         """Set how the answer is guided, unless the request's own constraint has set it."""

@@ -21,8 +21,8 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from rbln_backend.api.requests import PROGRESS_ARGS
-from server.errors import ContextLengthError, RateLimitError, ServerError
+from rbln_backend.api.requests import NO_TOKEN_LEFT, PROGRESS_ARGS
+from server.errors import ContextLengthError, ServerError
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord, record_var
 from server.structured_outputs.constraint import (
@@ -32,11 +32,11 @@ from server.structured_outputs.constraint import (
 )
 from server.structured_outputs.gate import refusal
 from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
-from server.vllm.errors import BacklogError
+from server.vllm.errors import BacklogError, NoTokenLeftError
 from server.vllm.sampling import (
     bad_word_ids,
-    check_exclusions,
     check_logprobs,
+    child_seed,
     predicted_tokens,
     prediction_counts,
     set_draft_options,
@@ -76,16 +76,14 @@ class EngineClient(AsyncLLM):
         """Add a request to the engine as AsyncLLM does, in the class of its service tier.
 
         Raises `ContextLengthError` for a prompt that leaves no room to answer,
-        `VLLMValidationError` for too many logprobs, `InvalidValueError` for constraints that
-        exclude each other, `RateLimitError` for a request beyond the tokens of its API key, and
-        what the gate raises.
+        `VLLMValidationError` for too many logprobs, `RateLimitError` for a request beyond the
+        tokens of its API key, and what the gate raises.
         """
         record = record_var.get()
         predicted: list[int] = []
         if isinstance(params, SamplingParams):
             self._check_length(prompt)
             check_logprobs(params, prompt, self.model_config.get_vocab_size())
-            check_exclusions(params, self.renderer.tokenizer)
             if self.grammars is not None and params.structured_outputs is not None:
                 await self._settle_grammar(params, self.grammars, record)
                 self._settle_reasoning(kwargs)
@@ -95,7 +93,8 @@ class EngineClient(AsyncLLM):
                 set_draft_options(params, record, prompt, predicted)
         if record is None:
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
-        _reserve(record, prompt, params)
+        if not record.has_beams:
+            record.reserve(_most_tokens(record, prompt, params))
         _ask_for_progress(record, prompt, params)
         if record.trace_headers is not None:
             kwargs["trace_headers"] = record.trace_headers
@@ -117,6 +116,9 @@ class EngineClient(AsyncLLM):
         if params is not None and params.bad_words:
             tokenizer = self.renderer.tokenizer
             params._bad_words_token_ids = bad_word_ids(params.bad_words, tokenizer)
+        if params is not None and parent_req is not None and params.seed is not None:
+            assert parent_req.sampling_params.seed is not None
+            params.seed = child_seed(parent_req.sampling_params.seed, index)
         await super()._add_request(request, prompt, parent_req, index, queue)
 
     async def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -126,8 +128,10 @@ class EngineClient(AsyncLLM):
         """
         async with aclosing(super().generate(*args, **kwargs)) as outputs:
             async for output in outputs:
-                if any(answer.finish_reason == "error" for answer in output.outputs):
-                    raise GenerationError
+                for answer in output.outputs:
+                    if answer.finish_reason == "error":
+                        is_empty = answer.stop_reason == NO_TOKEN_LEFT
+                        raise NoTokenLeftError if is_empty else GenerationError
                 yield output
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
@@ -202,7 +206,8 @@ class EngineClient(AsyncLLM):
         """Add the counts of tokens, which are read once the HTTP request ends."""
         if record.tier is Tier.FLEX:
             self._flex += states
-        record.tokens.used.append(lambda: _used_tokens(states))
+        if not record.has_beams:
+            record.tokens.used.append(lambda: _used_tokens(states))
         record.tokens.prefix = lambda: _prefix_tokens(states)
         if predicted:
             record.tokens.prediction = lambda: prediction_counts(predicted, states)
@@ -215,22 +220,13 @@ class EngineClient(AsyncLLM):
         return [state for state in found if state is not None and state.queue is collector]
 
 
-def _reserve(record: RequestRecord, prompt: Any, params: Any) -> None:
-    """Reserve the tokens of a prompt and its answers of the API key. Raises `RateLimitError`.
-
-    An answer whose length the body does not bound reserves none; it is charged at its end.
-    """
-    if record.key_use is None:
-        return
+def _most_tokens(record: RequestRecord, prompt: Any, params: Any) -> int:
+    """Return the tokens of a prompt and its answers; an answer without a bound counts none."""
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     tokens = 0 if ids is None else len(ids)
     if record.bounds_answer and isinstance(params, SamplingParams):
         tokens += (params.max_tokens or 0) * params.n
-    try:
-        record.key_use.reserve(tokens, refusable=not record.status)
-    except RateLimitError as error:
-        record.failure = error
-        raise
+    return tokens
 
 
 def _ask_for_progress(record: RequestRecord, prompt: Any, params: Any) -> None:
@@ -244,11 +240,15 @@ def _ask_for_progress(record: RequestRecord, prompt: Any, params: Any) -> None:
 
 
 def _used_tokens(states: list[RequestState]) -> tuple[int, int]:
-    """Return prompt and completion tokens; the answers of one request share their prompt."""
+    """Return prompt and completion tokens; the answers of one request share their prompt.
+
+    A prompt counts once the engine has read it, as in the engine's metrics.
+    """
     completion = sum(
         state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None
     )
-    return (states[0].prompt_len if states else 0), completion
+    prompts = [state.prompt_len for state in states if not state.is_prefilling]
+    return max(prompts, default=0), completion
 
 
 def _prefix_tokens(states: list[RequestState]) -> tuple[int, int]:

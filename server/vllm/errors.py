@@ -57,6 +57,10 @@ class RefusedError(Exception):
         self.message, self.status, self.param = message, status, param
 
 
+class NoTokenLeftError(GenerationError):
+    """The fields of a request forbid every token at a position of its answer."""
+
+
 class BacklogError(MaxQueuedTokensError):
     """vLLM's error with the waiting prompt tokens and their limit."""
 
@@ -133,9 +137,12 @@ def _generate_failed(error: Any, context: RequestContext) -> ServerError:
 
 
 def _not_generated(error: Any, context: RequestContext) -> ServerError:
-    """The engine ends a guided answer with an error where no token is left to sample."""
-    if context.guided and context.forbidding:
-        return no_token_left(list(context.forbidding))
+    """The engine ends an answer with an error where no token is left to sample."""
+    # Stop ids are forbidden before the minimum length, and in the middle of a grammar.
+    holds_stops = context.guided or "min_tokens" in context.forbidding
+    names = [n for n in context.forbidding if n != "stop_token_ids" or holds_stops]
+    if names and (context.guided or isinstance(error, NoTokenLeftError)):
+        return no_token_left(names, guided=context.guided)
     return _internal(error, context)
 
 

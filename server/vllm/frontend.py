@@ -263,6 +263,9 @@ class VllmFrontend:
         record = record_of(request.scope)
         record.drafts = parsed.drafts
         record.custom_tools = parsed.custom_tools
+        fields = parsed.fields
+        record.echoes_only = bool(fields.get("echo")) and fields.get("max_tokens") == 0
+        record.has_beams = bool(fields.get("use_beam_search"))
         if parsed.ignored:
             record.answer_headers[IGNORED_HEADER] = ", ".join(parsed.ignored)
         describe_request(record, endpoint, parsed.fields)

@@ -1,10 +1,8 @@
-"""Sampling parameters of a request: checks of logprobs and exclusions, and draft options.
-
-Where constraints forbid every token, vLLM's sampler returns token 0 as if it were allowed.
-"""
+"""Sampling parameters of a request: words, seeds, checks of logprobs, and draft options."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,8 +19,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestState
 
-FORBIDDING = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens")
-"""Fields that forbid tokens, with or without a grammar."""
+FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids")
+"""Fields that forbid tokens: the last one before `min_tokens`, or in the middle of a grammar."""
 
 MAX_ENTRIES = 1_000_000
 """Of a prompt, or of an answer: some 60 MB of JSON."""
@@ -51,34 +49,25 @@ def bad_word_ids(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
     return [list(ids) for ids in found if ids]
 
 
-def check_exclusions(params: SamplingParams, tokenizer: Any) -> None:
-    """Raise `InvalidValueError` where `allowed_token_ids` has no token that may be sampled."""
-    if not params.allowed_token_ids:
-        return
-    forbidden = set[int]()
-    names = []
-    if params.bad_words:
-        found = bad_word_ids(params.bad_words, tokenizer)
-        forbidden |= {ids[0] for ids in found if len(ids) == 1}
-        names.append("bad_words")
-    if params.min_tokens:
-        forbidden |= {tokenizer.eos_token_id, *(params.stop_token_ids or ())}
-        names.append("min_tokens")
-    if forbidden.issuperset(params.allowed_token_ids):
-        raise InvalidValueError(
-            f"'allowed_token_ids' allows no token that {' and '.join(map(repr, names))} does not "
-            "forbid.",
-            param="allowed_token_ids",
-        )
-
-
-def no_token_left(forbidding: list[str]) -> InvalidValueError:
-    """Return the error of a guided answer at a position where every token is forbidden."""
+def no_token_left(forbidding: Sequence[str], *, guided: bool) -> InvalidValueError:
+    """Return the error of an answer at a position where every token is forbidden."""
+    names = " and ".join(map(repr, forbidding))
+    allowed = "that its grammar allows here" if guided else "that may come next"
+    verb = "forbid" if len(forbidding) > 1 else "forbids"
     return InvalidValueError(
-        f"The answer cannot go on: {' and '.join(map(repr, forbidding))} forbids every token that "
-        "its grammar allows here.",
-        param=forbidding[0],
+        f"The answer cannot go on: {names} {verb} every token {allowed}.", param=forbidding[0]
     )
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Return the seed of the answer `index` of a request with `n`; the first has the request's own.
+
+    vLLM adds the index, so that an answer would be drawn like those of the next seed.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def check_logprobs(params: SamplingParams, prompt: Any, vocab_size: int) -> None:

@@ -112,6 +112,35 @@ def test_a_step_is_planned_while_another_runs(
     assert len(company.answers["0"][0]) == 12
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": True},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    ],
+    ids=str,
+)
+def test_a_request_without_a_token_left_ends_alone(
+    engines: Engines, options: dict[str, Any]
+) -> None:
+    """The fifth exclamation mark in a row is forbidden, and no other token is allowed."""
+    company = Company(engines("llama", **options))
+    ends = {"allowed_token_ids": [4], "bad_words": ["!!!!!"], "max_tokens": 40}
+    stays = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
+    others: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"temperature": 1.0, "seed": 1}]
+    (prompt,) = make_prompts([40], seed=9)
+    company.add("alone", prompt, stays)
+    company.to_the_end()
+    company.add("beside", prompt, stays)
+    for number, other in enumerate(others):
+        company.add(str(number), prompt, ends | other)
+    company.to_the_end()
+    assert company.answers["beside"] == company.answers["alone"]
+    for number in range(len(others)):
+        assert company.answers[str(number)][:2] == ([4] * 4, "error")
+
+
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
 def test_what_is_computed_after_a_stop_is_dropped(engines: Engines, arch: str) -> None:
     """The token after a stop reaches neither the client nor the cache."""

@@ -23,8 +23,8 @@ class KernelSampler(GreedySampler):
     """A ``GreedySampler`` with kernels for draws, penalties and log-probabilities, on every core.
 
     A draw takes 64 random bits of its request's generator, or of torch's own for requests without a
-    seed: the same seed gives the same tokens in any company. vLLM's code draws where processed
-    log-probabilities are returned, or a processor of a plug-in takes part.
+    seed: the same seed gives the same tokens in any company. vLLM's code draws where a processor of
+    a plug-in takes part.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -64,22 +64,28 @@ class KernelSampler(GreedySampler):
             )
         return logits
 
-    def sample(
+    def _sample_rows(
         self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Draw from processed logits [rows, V]: int32 [rows], and None for processed logits."""
+        """Draw from logits [rows, V]: int32 [rows], and processed values if any are returned."""
         metadata = sampling_metadata
         if args or options or not self._draws_here(metadata):
-            drawn: tuple[Tensor, Tensor | None] = super().sample(logits, metadata, *args, **options)
-            return drawn
-        if metadata.all_greedy:
-            return torch.ops.rbln_emulator.greedy(logits).view(-1), None
-        return _draw(logits, metadata).view(-1), None
+            return super()._sample_rows(logits, metadata, *args, **options)
+        drawn = (
+            torch.ops.rbln_emulator.greedy(logits)
+            if metadata.all_greedy
+            else _draw(logits, metadata)
+        ).view(-1)
+        if "processed" not in self.logprobs_mode or not _has_reports(metadata):
+            return drawn, None
+        # vLLM's own draws are dropped, and advance no request's generator.
+        _, processed = super()._sample_rows(logits, replace(metadata, generators={}))
+        return drawn, processed
 
     def _reports(self, metadata: SamplingMetadata) -> bool:
         """Return True if raw values of logits are returned."""
-        has_any = metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
-        return has_any and metadata.max_num_logprobs != -1 and "raw" in self.logprobs_mode
+        is_raw = metadata.max_num_logprobs != -1 and "raw" in self.logprobs_mode
+        return is_raw and _has_reports(metadata)
 
     def _sample_and_report(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         silent = replace(metadata, max_num_logprobs=None, logprob_token_ids=None)
@@ -92,7 +98,7 @@ class KernelSampler(GreedySampler):
         is_normalized = self.logprobs_mode == "raw_logprobs"
         reported = LogprobsTensors(
             *torch.ops.rbln_emulator.top_logprobs(
-                raw, sampled.view(-1), metadata.max_num_logprobs or 0, is_normalized
+                raw, sampled.view(-1).clamp(min=0), metadata.max_num_logprobs or 0, is_normalized
             )
         )
         if metadata.logprob_token_ids:
@@ -101,13 +107,15 @@ class KernelSampler(GreedySampler):
 
     def _draws_here(self, metadata: SamplingMetadata) -> bool:
         """Return True if the kernel knows everything that takes part in the draw."""
-        returns_processed = "processed" in self.logprobs_mode and (
-            metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
-        )
-        return not returns_processed and all(
+        return all(
             type(processor) is MinPLogitsProcessor
             for processor in metadata.logitsprocs.argmax_invariant
         )
+
+
+def _has_reports(metadata: SamplingMetadata) -> bool:
+    """Return True if a request has log-probabilities, or logits in their place."""
+    return metadata.max_num_logprobs is not None or bool(metadata.logprob_token_ids)
 
 
 def _with_named(

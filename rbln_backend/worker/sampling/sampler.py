@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbln_backend.config import NO_TOKEN
 from rbln_backend.vllm_compat.surface import (
     LogitBiasLogitsProcessor,
     LogprobsTensors,
@@ -39,6 +40,25 @@ class RowSampler(Sampler):
         self._num_likeliest = sampling_metadata.max_num_logprobs
         return super().forward(logits, sampling_metadata, *args, **options)
 
+    def sample(self, logits: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """As upstream, from logits [rows, V] with their edits.
+
+        Rows in which every token is forbidden get ``NO_TOKEN``; upstream returns token 0.
+        """
+        sampled, processed = self._sample_rows(logits, *args, **options)
+        # Where all are forbidden, the one that was taken is, too.
+        taken = logits.gather(1, sampled.view(-1, 1).long()).view(-1)
+        return sampled.masked_fill(taken == -torch.inf, NO_TOKEN), processed
+
+    def _sample_rows(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        drawn: tuple[Tensor, Tensor | None] = super().sample(*args, **options)
+        return drawn
+
+    @staticmethod
+    def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+        """Gather as upstream; for ``NO_TOKEN``, whose row is not returned, those of token 0."""
+        return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids.clamp(min=0))
+
     def gather_specific_token_logprobs(
         self, logprobs: Tensor, logprob_token_ids: dict[int, list[int]], sampled: Tensor
     ) -> LogprobsTensors | None:
@@ -46,6 +66,7 @@ class RowSampler(Sampler):
 
         ``logprobs`` [rows, V], ``sampled`` [rows].
         """
+        sampled = sampled.clamp(min=0)
         named = logprob_token_ids
         if self._num_likeliest:
             likeliest = logprobs.topk(self._num_likeliest).indices.tolist()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from rbln_backend.config import NO_TOKEN
 from rbln_backend.core import Phase, StepBatch
 from rbln_backend.scheduler.constraints import is_prefill
 from rbln_backend.vllm_compat.surface import (
@@ -99,6 +100,9 @@ class RequestBatches:
 
     def record(self, batch: StepBatch, token_ids: Sequence[Sequence[int]]) -> None:
         """Append the tokens sampled for each request to the requests of the step."""
+        if [NO_TOKEN] in token_ids:
+            # Its request ends, but a step that is planned already reads it.
+            token_ids = [[max(token, 0) for token in own] for own in token_ids]
         if self.plain is not None and batch is self.plain.batch:
             if all(token_ids):
                 self.plain.record(token_ids)

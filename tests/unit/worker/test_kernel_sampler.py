@@ -13,8 +13,10 @@ from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
+from rbln_backend.config import NO_TOKEN
 from rbln_backend.emulator.kernel_set import load_kernels
 from rbln_backend.worker.sampling.kernel_sampler import KernelSampler
+from rbln_backend.worker.sampling.sampler import RowSampler
 from tests.kernel_cache import share_kernels
 from tests.unit.worker.sampling_batches import sampling_batch
 
@@ -118,18 +120,76 @@ def test_greedy_rows_beside_others_take_the_largest() -> None:
         assert int(drawn.sampled_token_ids[0]) == int(logits[0].argmax())
 
 
-@pytest.mark.parametrize(
-    ("mode", "plug_in"), [("processed_logprobs", False), ("raw_logprobs", True)]
-)
-def test_what_the_kernel_does_not_know_is_vllms(mode: str, plug_in: bool) -> None:
-    min_p = FreeMinP() if plug_in else None
-    metadata = metadata_of({"min_p": 0.4, "logprobs": 2, "seed": 1}, min_p=min_p)
+def test_what_the_kernel_does_not_know_is_vllms() -> None:
     logits = torch.randn(1, VOCABULARY)
-    ours = KernelSampler(logprobs_mode=mode)(logits=logits.clone(), sampling_metadata=metadata)
-    metadata = metadata_of({"min_p": 0.4, "logprobs": 2, "seed": 1}, min_p=min_p)
-    theirs = Sampler(logprobs_mode=mode)(logits=logits.clone(), sampling_metadata=metadata)
+    ours, theirs = (
+        sampler(
+            logits=logits.clone(),
+            sampling_metadata=metadata_of({"min_p": 0.4, "logprobs": 2, "seed": 1}, min_p=min_p),
+        )
+        for sampler, min_p in ((KernelSampler(), FreeMinP()), (Sampler(), FreeMinP()))
+    )
     assert torch.equal(ours.sampled_token_ids, theirs.sampled_token_ids)
     assert torch.equal(ours.logprobs_tensors.logprobs, theirs.logprobs_tensors.logprobs)
+
+
+MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mode", MODES)
+def test_reports_of_a_row_change_no_draw(mode: str, dtype: torch.dtype) -> None:
+    logits = torch.randn(3, VOCABULARY).to(dtype)
+    mine = {"seed": 11, "temperature": 1.3, "top_p": 0.9, "top_k": 20, "min_p": 0.01}
+    companies: list[list[dict[str, Any]]] = [
+        [mine],
+        [mine | {"logprobs": 0}],
+        [mine | {"logprobs": -1}],
+        [mine, {"temperature": 0.0, "logprobs": 3}, {"seed": 2, "logprobs": 1}],
+    ]
+    drawn = []
+    for requests in companies:
+        metadata, sampler = metadata_of(*requests), KernelSampler(logprobs_mode=mode)
+        rows = logits[: len(requests)]
+        steps = [sampler(logits=rows.clone(), sampling_metadata=metadata) for _ in range(20)]
+        drawn.append([int(step.sampled_token_ids[0]) for step in steps])
+    assert drawn == [drawn[0]] * len(companies)
+    assert len(set(drawn[0])) > 3
+
+
+@pytest.mark.parametrize("mode", MODES[2:])
+def test_processed_reports_are_vllms(mode: str) -> None:
+    requests: list[dict[str, Any]] = [
+        {"temperature": 0.7, "top_k": 9, "min_p": 0.01, "seed": 1, "logprobs": 5},
+        {"temperature": 1.4, "repetition_penalty": 2.0, "top_p": 0.8},
+        {"temperature": 0.0, "logit_bias": {3: 4.0}},
+    ]
+    logits = torch.randn(3, VOCABULARY)
+    ours, theirs = (
+        sampler(logits=logits.clone(), sampling_metadata=metadata_of(*requests)).logprobs_tensors
+        for sampler in (KernelSampler(logprobs_mode=mode), Sampler(logprobs_mode=mode))
+    )
+    assert torch.equal(ours.logprob_token_ids[:, 1:], theirs.logprob_token_ids[:, 1:])
+    assert torch.equal(ours.logprobs[:, 1:], theirs.logprobs[:, 1:])
+    assert (ours.logprobs[:, 0] > -torch.inf).all()
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("sampler", [KernelSampler, RowSampler])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_in_which_all_is_forbidden_has_no_token(
+    mode: str, sampler: type[RowSampler], named: bool
+) -> None:
+    reports = {"logprob_token_ids": [4, 5]} if named else {"logprobs": 2}
+    empty: dict[str, Any] = {"allowed_token_ids": [3], "logit_bias": {3: 5.0}}
+    for options in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}, {"seed": 3}):
+        metadata = metadata_of(empty | options, {"temperature": 0.0}, empty | options | reports)
+        logits = torch.randn(3, VOCABULARY)
+        # As a grammar, or a model whose tokenizer lacks it.
+        logits[[0, 2], 3] = -torch.inf
+        largest = int(logits[1].argmax())
+        found = sampler(logprobs_mode=mode)(logits=logits, sampling_metadata=metadata)
+        assert found.sampled_token_ids.flatten().tolist() == [NO_TOKEN, largest, NO_TOKEN]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
