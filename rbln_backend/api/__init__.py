@@ -97,6 +97,13 @@ def decode_buckets(config: VllmConfig) -> tuple[int, ...]:
     return tuple(compiled_sizes(config).decode or ())
 
 
+def missing_token_ids(tokenizer: object, vocab_size: int) -> list[int]:
+    """Return the ids below ``vocab_size`` without a token, ascending; none without a tokenizer."""
+    from rbln_backend.vllm_compat.vocabulary import missing_token_ids
+
+    return missing_token_ids(tokenizer, vocab_size)
+
+
 def inspect_model(config: VllmConfig) -> ModelReport:
     """Describe a model that can run; raises the reason why it cannot, or ``PlatformError``."""
     _require_platform()

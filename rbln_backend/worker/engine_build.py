@@ -41,7 +41,11 @@ from rbln_backend.worker.drafts.verification import Verification
 from rbln_backend.worker.graphs.capture_pool import workers_of
 from rbln_backend.worker.graphs.dispatch import GraphDispatch
 from rbln_backend.worker.graphs.factory import GraphFactory, GraphRequest, Result
-from rbln_backend.worker.graphs.functions import GraphFunction, whole_part
+from rbln_backend.worker.graphs.functions import (
+    GraphFunction,
+    forbid_missing_tokens,
+    whole_part,
+)
 from rbln_backend.worker.graphs.lm_head import SPEC as LM_HEAD
 from rbln_backend.worker.graphs.lm_head import LmHead
 from rbln_backend.worker.graphs.tensor_names import named_tensors
@@ -138,6 +142,9 @@ class EngineBuild:
         self._stage = make_stage(
             parts.model, dtype, whole_part(parts.compiler.capabilities, config)
         )
+        if self._generates and self._stage.part.is_last:
+            on_host = parts.compiler.capabilities.runs_on_host
+            forbid_missing_tokens(parts.model, config.model_config, runs_on_host=on_host)
         self._agreement = make_agreement(config)
         masks_tokens = bool(self._moe) and rbln.use_moe_tokens_mask
         is_first = self._stage.part.is_first

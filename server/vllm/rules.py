@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from rbln_backend import api
 from server import bounds
 from server.request.fields.limits import REPORT_MODE, RequestLimits
 from server.request.fields.rules import UnknownPolicy
@@ -62,6 +63,9 @@ def make_request_rules(
 ) -> RequestRules:
     """Return the rules for the forms `offered`; `state` has vLLM's serving classes."""
     model, scheduler = config.model_config, config.scheduler_config
+    tokenizer = state.online_renderer.renderer.tokenizer
+    missing = frozenset(api.missing_token_ids(tokenizer, model.get_vocab_size()))
+    vocab_size = next(n for n in range(model.get_vocab_size(), 0, -1) if n - 1 not in missing)
     return RequestRules(
         limits=RequestLimits(
             max_messages=bounds.MAX_MESSAGES,
@@ -72,7 +76,8 @@ def make_request_rules(
             max_stop=settings.max_stop,
             max_logit_bias=bounds.MAX_LOGIT_BIAS,
             max_model_len=model.max_model_len,
-            vocab_size=model.get_vocab_size(),
+            vocab_size=vocab_size,
+            missing_ids=missing,
             max_queued_tokens=scheduler.max_num_queued_tokens,
             has_priorities=scheduler.policy == "priority",
             transfers_kv=config.kv_transfer_config is not None,

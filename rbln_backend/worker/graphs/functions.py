@@ -19,10 +19,12 @@ from rbln_backend.core import Phase
 from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.vllm_compat.surface import (
     IntermediateTensors,
+    ModelConfig,
     VllmConfig,
     compiled_sizes,
     configured,
 )
+from rbln_backend.vllm_compat.vocabulary import missing_in
 from rbln_backend.worker.graphs.draft_model import draft_function
 from rbln_backend.worker.graphs.eagle3 import read_hidden
 from rbln_backend.worker.graphs.layer_states import carried_states
@@ -108,7 +110,7 @@ def _prefill(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
     def prefill(token_indices: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """[R], then [1, L], [1, L] -> logits [R, V] of the last rows, hidden states [L, H]."""
         hidden, combined = read_hidden(model, forward(*inputs))
-        logits = model.compute_logits(hidden.index_select(0, token_indices))
+        logits = _logits_of(model, hidden.index_select(0, token_indices))
         return (logits, hidden, *combined, *_picked(logits, part))
 
     return prefill
@@ -126,11 +128,42 @@ def _decode(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
     def decode(*inputs: Tensor) -> tuple[Tensor, ...]:
         """[B, L], [B, L] -> logits [B * L, V]; L is 1 where no drafts are checked."""
         hidden, combined = read_hidden(model, forward(*inputs))
-        logits = model.compute_logits(hidden)
+        logits = _logits_of(model, hidden)
         kept = (combined or (hidden,)) if part.keeps_hidden else ()
         return (logits, *kept, *_picked(logits, part))
 
     return decode
+
+
+def forbid_missing_tokens(model: nn.Module, config: ModelConfig, *, runs_on_host: bool) -> None:
+    """Give ``model`` what its graphs need to forbid ids without a token, if there are any.
+
+    On the host these logits alone are written; a device adds a mask [V] of 0 and -inf.
+    """
+    missing = missing_in(config)
+    if not missing:
+        return
+    # [1, len(missing)]
+    values = torch.full((1, len(missing)), -torch.inf, dtype=config.head_dtype)
+    ids = torch.tensor(missing)
+    if not runs_on_host:
+        mask = torch.zeros(1, config.get_vocab_size(), dtype=config.head_dtype)
+        values = mask.index_copy_(1, ids, values)
+    else:
+        model.register_buffer("missing_ids", ids, persistent=False)
+    model.register_buffer("missing_logits", values, persistent=False)
+
+
+def _logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """Hidden states [rows, H] to logits [rows, V], -inf for ids without a token."""
+    logits: Tensor = model.compute_logits(hidden)
+    values = getattr(model, "missing_logits", None)
+    if values is None:
+        return logits
+    ids = getattr(model, "missing_ids", None)
+    if ids is None:
+        return logits + values
+    return logits.index_copy_(1, ids, values.expand(logits.shape[0], -1))
 
 
 def _picked(logits: Tensor, part: ModelPart) -> tuple[Tensor, ...]:
@@ -141,7 +174,7 @@ def _picked(logits: Tensor, part: ModelPart) -> tuple[Tensor, ...]:
 def _logits(model: Any) -> GraphFunction:
     def logits(hidden: Tensor) -> tuple[Tensor]:
         """[rows, H] -> logits [rows, V]."""
-        return (model.compute_logits(hidden),)
+        return (_logits_of(model, hidden),)
 
     return logits
 

@@ -11,6 +11,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.speculation.choice import draft_model_of
 from rbln_backend.vllm_compat.model_identity import model_fields, without_provenance
 from rbln_backend.vllm_compat.surface import VllmConfig
+from rbln_backend.vllm_compat.vocabulary import missing_in
 from rbln_backend.worker.graphs.draft_embedding import has_own_embedding
 from rbln_backend.worker.step.group_inputs import KvGroup
 
@@ -31,6 +32,7 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
             "data_rank": parallel.data_parallel_rank if parallel.enable_expert_parallel else 0,
         },
         "lora": _adapter_fields(config),
+        "masks_tokens": bool(missing_in(config.model_config)),
         **_draft_fields(config),
     }
 

@@ -59,9 +59,12 @@ class RequestLimits:
     max_logit_bias: int
     max_model_len: int
     vocab_size: int
+    """One more than the last id that the tokenizer has a token for."""
     max_queued_tokens: int | None
     has_priorities: bool
     transfers_kv: bool = False
+    missing_ids: frozenset[int] = frozenset()
+    """Ids without a token."""
     extra_args: frozenset[str] | None = frozenset()
     """Accepted keys of `vllm_xargs`; None accepts any but those of `_RESERVED_ARGS`."""
     max_logprobs: int = 20
@@ -152,6 +155,8 @@ def _check_biases(name: str, value: Any, checked: _Checked) -> None:
     """Raise `InvalidValueError` beyond OpenAI's bounds, to which vLLM clips silently."""
     _check_number(name, value, checked.limits.max_logit_bias)
     for token, bias in value.items() if isinstance(value, dict) else ():
+        if token.removeprefix("-").isdecimal():
+            _check_token(name, int(token), checked.limits)
         if isinstance(bias, int | float) and abs(bias) > _MAX_BIAS:
             allowed = f"be -{_MAX_BIAS} to {_MAX_BIAS}"
             raise _invalid(name, allowed, f"{bias} for token {describe(token)}")
@@ -253,10 +258,16 @@ def _empty(path: str) -> InvalidValueError:
 
 def _check_tokens(name: str, tokens: Any, checked: _Checked) -> None:
     """Raise `InvalidValueError` for the first item that is no token id."""
-    size = checked.limits.vocab_size
     for index, token in enumerate(tokens if isinstance(tokens, list) else ()):
-        if isinstance(token, int) and not 0 <= token < size:
-            raise _invalid(f"{name}[{index}]", f"be a token id of 0 to {size - 1}", token)
+        if isinstance(token, int):
+            _check_token(f"{name}[{index}]", token, checked.limits)
+
+
+def _check_token(path: str, token: int, limits: RequestLimits) -> None:
+    if not 0 <= token < limits.vocab_size:
+        raise _invalid(path, f"be a token id of 0 to {limits.vocab_size - 1}", token)
+    if token in limits.missing_ids:
+        raise _invalid(path, "be an id that the tokenizer has a token for", token)
 
 
 def _check_truncation(name: str, kept: Any, checked: _Checked) -> None:
@@ -333,6 +344,7 @@ _CHECKS: Mapping[FieldKind, _Check] = {
         name, value, checked.limits.max_stop
     ),
     FieldKind.BIASES: _check_biases,
+    FieldKind.IDS: _check_tokens,
     FieldKind.MAX_TOKENS: _check_max_tokens,
     FieldKind.TOOLS: _check_tools,
     FieldKind.MESSAGES: _check_messages,
