@@ -7,12 +7,16 @@ stores the error, which takes precedence in the front end.
 
 from __future__ import annotations
 
+import dataclasses
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from msgspec.structs import replace
 from vllm.exceptions import GracefulHTTPError
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessorOutput
+from vllm.v1.metrics.stats import IterationStats
 
 from rbln_backend.api.requests import PROMPT_PROGRESS, QUEUE_TIMEOUT
 from server.engine.direct_outputs import push_to
@@ -24,11 +28,12 @@ from server.vllm.logprobs.processor import AnswerLogprobs
 from server.vllm.logprobs.texts import TokenBytes, keep_token_texts
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from collections.abc import Iterable, Sequence
+
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
     from vllm.v1.engine.parallel_sampling import ParentRequest
-    from vllm.v1.metrics.stats import IterationStats
 
 _REPORTS = (QUEUE_TIMEOUT, PROMPT_PROGRESS)
 """Stop reasons of outputs that are reports of our scheduler."""
@@ -44,7 +49,7 @@ class QueueAwareOutputs(TracedOutputs):
             stream_interval=engine.scheduler_config.stream_interval,
             tracing_enabled=engine.output_processor.tracing_enabled,
         )
-        self._max_queue_s = max_queue_s
+        self._engine, self._max_queue_s = engine, max_queue_s
         self._logs_deltas = logs_deltas
         self._records: WeakKeyDictionary[RequestOutputCollector, RequestRecord]
         self._records = WeakKeyDictionary()
@@ -90,9 +95,70 @@ class QueueAwareOutputs(TracedOutputs):
                 late += self._end(report.request_id, queue_timeout(self._max_queue_s))
             else:
                 self._show_progress(report)
-        done = super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
+        outputs = engine_core_outputs
+        if any(len(one.new_token_ids) != 1 or one.finish_reason is not None for one in outputs):
+            outputs = [part for one in outputs for part in self._parts(one)]
+        done = super().process_outputs(outputs, engine_core_timestamp, iteration_stats)
+        if iteration_stats is not None and len(outputs) > len(engine_core_outputs):
+            # One for each step of a request.
+            latencies = iteration_stats.inter_token_latencies_iter
+            latencies[:] = filter(None, latencies)
         done.reqs_to_abort.extend(late)
         return done
+
+    def _parts(self, output: EngineCoreOutput) -> list[EngineCoreOutput]:
+        """Return an output of one token each where a stop string may end the answer.
+
+        vLLM cuts the text at a stop string, but counts and returns all tokens of a step with
+        drafts. The token that an ``echo`` without an answer samples is none of the answer.
+        """
+        state, tokens = self.request_states.get(output.request_id), output.new_token_ids
+        record = None if state is None or state.queue is None else self._records.get(state.queue)
+        if record is not None and record.echoes_only:
+            return [replace(output, new_token_ids=[], new_logprobs=None)]
+        if len(tokens) < 2 or not getattr(getattr(state, "detokenizer", None), "stop", None):
+            return [output]
+        given = output.new_logprobs
+        *rows, last = (given and given.slice_request(index, 1) for index in range(len(tokens)))
+        parts = [
+            EngineCoreOutput(output.request_id, [token], new_logprobs=row)
+            for token, row in zip(tokens, rows, strict=False)
+        ]
+        parts[0] = replace(parts[0], events=output.events)
+        return [*parts, replace(output, new_token_ids=tokens[-1:], new_logprobs=last, events=None)]
+
+    def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
+        """Abort as vLLM does, which counts no aborted request."""
+        ids = list(request_ids)
+        own = ids if internal else [i for name in ids for i in self.external_req_ids.get(name, ())]
+        # The children of a request are aborted by a call of their own.
+        states = [self.request_states[name] for name in own if name in self.request_states]
+        aborted = super().abort_requests(ids, internal)
+        self._count_aborted(states)
+        return aborted
+
+    def _count_aborted(self, states: Sequence[RequestState]) -> None:
+        """Record requests as finished by an abort, in vLLM's metrics."""
+        manager = self._engine.logger_manager
+        engines = getattr(self._engine.engine_core, "reqs_in_flight", {})
+        for state in states if manager is not None else ():
+            stats, times = IterationStats(), state.stats
+            assert times is not None
+            if state.is_prefilling:
+                # The engine reports times with the first token: all of it counts as waiting.
+                waited = stats.iteration_timestamp - times.arrival_time
+                begun = dict.fromkeys(("scheduled_ts", "first_token_ts", "last_token_ts"), waited)
+                times = dataclasses.replace(times, **begun)
+            stats.update_from_finished_request(
+                FinishReason.ABORT,
+                state.external_req_id,
+                state.prompt_len,
+                state.max_tokens_param,
+                times,
+                state.num_cached_tokens,
+            )
+            engine = int.from_bytes(engines.get(state.request_id, b""), "little")
+            manager.record(None, stats, engine_idx=engine)
 
     def _show_progress(self, report: EngineCoreOutput) -> None:
         """Pass the progress of a prompt on to its stream."""

@@ -52,7 +52,8 @@ class DeferredStats(StatLoggerManager):
             self.timer = None
         pending, self.pending = self.pending, []
         for number, (scheduler, iteration, cache, engine) in enumerate(pending, 1):
-            is_last = number == len(pending) or pending[number][-1] != engine
+            following = pending[number] if number < len(pending) else (None,)
+            is_last = following[0] is None or following[-1] != engine
             if not is_last and _has_only_gauges(scheduler):
                 scheduler = None
             super().record(scheduler, iteration, cache, engine)

@@ -7,10 +7,13 @@ and `server.vllm.errors` alone translates it for clients.
 from __future__ import annotations
 
 import copy
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import cache
 from http import HTTPStatus
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from server.request.record import record_var
 from server.vllm.errors import RefusedError
 from server.vllm.logprobs.completions import completions_in_place
 from server.vllm.logprobs.serving import LikelyInChats, LikelyInResponses, placing_beams
@@ -20,6 +23,9 @@ from server.vllm.responses.serving import counting
 from server.vllm.tools.chat import chats_with_cut_calls
 from server.vllm.tools.parser import object_call_parser
 from server.vllm.tools.responses import responses_with_cut_calls
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
 
 _Serving = TypeVar("_Serving")
 
@@ -45,6 +51,24 @@ def _raises_in_streams() -> type:
 
         def _convert_generation_error_to_streaming_response(self, e: Exception) -> NoReturn:
             raise e
+
+        async def beam_search(
+            self, prompt: Any, request_id: str, params: Any, *args: Any, **options: Any
+        ) -> AsyncGenerator[RequestOutput, None]:
+            """Search as vLLM does; the request uses the tokens of its answer's `usage`.
+
+            The engine's requests, one for each beam and token, are no part of it.
+            """
+            used = [len(prompt.get("prompt_token_ids", ())), 0]
+            record = record_var.get()
+            if record is not None:
+                record.reserve(used[0] + params.beam_width * params.max_tokens)
+                record.tokens.used.append(lambda: (used[0], used[1]))
+            beams = super().beam_search(prompt, request_id, params, *args, **options)
+            async with aclosing(beams) as outputs:
+                async for output in outputs:
+                    used[1] = sum(len(answer.token_ids) for answer in output.outputs)
+                    yield output
 
     return RaisesInStreams
 
