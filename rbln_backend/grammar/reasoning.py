@@ -229,6 +229,9 @@ class MarkedReasoning(ReasoningParser):
         asked: Any = None
         by_default = self._given.extract_reasoning("x", asked)[0]
         self._thinks_by_default = marks.shown or (bool(by_default) and not off)
+        # Thinking is on, and the model begins it itself.
+        waits = self._given.engine_based_streaming and not self._given.is_reasoning_end([])
+        self._waits = waits and not off
         self._may_start = False
         if marks.starts and not marks.shown:
             opening = marks.frame[0] if marks.frame else ""
@@ -237,16 +240,6 @@ class MarkedReasoning(ReasoningParser):
             self._may_start = bool(said)
             marks = replace(marks, trim=_trim(said or _PROBE))
         self.marks = marks
-
-    @property
-    def reasoning_start_str(self) -> str | None:
-        """The marker that begins reasoning."""
-        return self._given.reasoning_start_str
-
-    @property
-    def reasoning_end_str(self) -> str | None:
-        """The marker that ends it."""
-        return self._given.reasoning_end_str
 
     @property
     def special_marks(self) -> dict[int, str]:
@@ -288,7 +281,8 @@ class MarkedReasoning(ReasoningParser):
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Return whether the answer to a rendered prompt begins without reasoning."""
-        return not self.reader(input_ids).thinks
+        reader = self.reader(input_ids)
+        return reader.answers or not (reader.thinks or self._waits)
 
     def is_reasoning_end_streaming(
         self, input_ids: Sequence[int], delta_ids: Iterable[int]

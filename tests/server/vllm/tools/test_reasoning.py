@@ -268,6 +268,14 @@ def test_a_constraint_binds_behind_the_reasoning(name: str) -> None:
     assert parser_of(name, OFF).reasoning_parser.is_reasoning_end(ids_of(TURN))
 
 
+def test_a_constraint_waits_for_reasoning_that_the_model_begins_itself() -> None:
+    for kwargs, at_once in ((OPEN, True), ({"enable_thinking": True}, False)):
+        parser = parser_of("gemma4", kwargs)
+        assert parser.is_reasoning_end(ids_of(TURN)) is at_once
+        assert parser.is_reasoning_end(ids_of(closed("gemma4")))
+        assert whole("gemma4", TURN, "Paris", kwargs) == ("", "Paris", 0)
+
+
 @pytest.mark.parametrize("skips", [True, False])
 def test_markers_that_are_special_tokens_are_seen_in_the_tokens(skips: bool) -> None:
     special = AutoTokenizer.from_pretrained(CHECKPOINT)
