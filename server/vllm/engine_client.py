@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import GenerationError, MaxQueuedTokensError
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -22,7 +22,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
 from rbln_backend.api.requests import NO_TOKEN_LEFT, PROGRESS_ARGS
-from server.errors import ContextLengthError, ServerError
+from server.errors import ContextLengthError, InternalError, ServerError
 from server.request.options.tier import Tier
 from server.request.record import RequestRecord, record_var
 from server.structured_outputs.constraint import (
@@ -132,6 +132,18 @@ class EngineClient(AsyncLLM):
                     if answer.finish_reason == "error":
                         is_empty = answer.stop_reason == NO_TOKEN_LEFT
                         raise NoTokenLeftError if is_empty else GenerationError
+                yield output
+
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool as AsyncLLM does. Raises `InternalError` for a result that is not finite.
+
+        JSON has no NaN: vLLM's answer would be a client's error, or NaN in base64.
+        """
+        async with aclosing(super().encode(*args, **kwargs)) as outputs:
+            async for output in outputs:
+                # The self-test of a start has no record: one prompt says little of others.
+                if record_var.get() is not None and not output.outputs.data.isfinite().all():
+                    raise InternalError("The model's result has values that are not finite (NaN).")
                 yield output
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:

@@ -51,7 +51,7 @@ from server.vllm.handlers import Handler, handlers, request_models
 from server.vllm.reader import RequestReader
 from server.vllm.reading import BodyReader
 from server.vllm.reading_process import serve_reading
-from server.vllm.rendering.counting import count_whole_prompts
+from server.vllm.rendering.counting import count_whole_prompts, keep_special_tokens
 from server.vllm.rendering.processor import skip_processor
 from server.vllm.rendering.tokenizer import (
     RemoteTemplates,
@@ -113,6 +113,8 @@ async def build_frontend(
         tools = settle_tools(args, tokenizer, model_config, settings)
         check_parsers(args, engine.renderer.tokenizer, model_config)
         logger.info("tools are %s", tools)
+    else:
+        keep_special_tokens(engine.renderer.tokenizer)
     await init_app_state(engine, state, args, tasks)
     state.adapters = await open_adapters(engine, state.openai_serving_models, static, settings)
     tracing = None

@@ -98,6 +98,12 @@ class BodyReader:
             raise UnsupportedOperationError(
                 f"{endpoint.value} is not offered: the served model {rules.does}."
             )
+        if form == "rerank" and isinstance(body.get("documents"), list):
+            # Cohere's clients also send objects.
+            body["documents"] = [
+                one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one
+                for one in body["documents"]
+            ]
         shows = endpoint is Endpoint.RESPONSES
         stamp = shown_request(body, rules.sampling) if shows else {}
         options = take_storage_options(endpoint, body, before)

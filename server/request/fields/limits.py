@@ -97,6 +97,10 @@ def check_pooling_limits(endpoint: Endpoint, body: JsonObject, limits: RequestLi
     checked = _Checked(endpoint, body, limits)
     for name in prompt_fields(endpoint):
         _check_prompts(name, body.get(name), checked)
+    for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+        value, most = body.get(name), limits.max_model_len - 1
+        if isinstance(value, int) and not 0 <= value <= most:
+            raise _invalid(name, f"be 0 to {most}, 0 for no limit", value)
     _check_kinds(_POOLING_CHECKS, checked)
 
 

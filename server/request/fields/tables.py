@@ -373,6 +373,8 @@ def _replaced(rows: tuple[Field, ...], others: tuple[Field, ...]) -> tuple[Field
 
 _RERANKED = (
     *_ignored("return_documents", why="results always hold their documents", same=(True,)),
+    *_refused("rank_fields", why="a document is ranked by its text alone", same=(["text"],)),
+    *_refused("max_chunks_per_doc", why="documents are not split into chunks", same=(1,)),
     *_ignored("input_type", why="queries and documents are told apart by their fields"),
     *_POOLED,
 )

@@ -225,3 +225,8 @@ def test_fields_of_rerankers_clients_are_taken(endpoint: Endpoint) -> None:
     assert apply_field_rules(endpoint, body) == ["input_type"]
     assert body == {"query": "a"}
     assert apply_field_rules(endpoint, {"return_documents": False}) == ["return_documents"]
+    assert apply_field_rules(endpoint, {"rank_fields": ["text"], "max_chunks_per_doc": 1}) == []
+    for field in ({"rank_fields": ["title"]}, {"max_chunks_per_doc": 10}):
+        with pytest.raises(UnsupportedFieldError) as caught:
+            apply_field_rules(endpoint, dict(field))
+        assert caught.value.param in field

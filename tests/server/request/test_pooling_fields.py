@@ -68,6 +68,13 @@ def test_a_body_is_told_by_what_it_holds(
         ({"query": ""}, InvalidValueError, "query", "empty"),
         ({"encoding_format": "bytes"}, InvalidValueError, "encoding_format", "'base64'"),
         ({"dimensions": 8}, UnsupportedFieldError, "dimensions", "is 8"),
+        (
+            {"query": "a", "max_tokens_per_query": -1},
+            InvalidValueError,
+            "max_tokens_per_query",
+            "0",
+        ),
+        ({"query": "a", "max_tokens_per_doc": 10**6}, InvalidValueError, "max_tokens_per_doc", "0"),
     ],
 )
 def test_limits(body: dict[str, Any], error: type[ServerError], param: str, words: str) -> None:

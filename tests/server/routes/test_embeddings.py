@@ -15,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
 from tests.adapters import make_adapter, merge
@@ -259,6 +260,30 @@ def test_late_interaction_compares_every_token(checkpoint: Path, tmp_path: Path)
         for _ in range(2):
             scored = server.client.post("/score", json=body).json()["data"]
             assert [item["score"] for item in scored] == pytest.approx(best, abs=1e-4)
+
+
+def test_a_result_that_is_not_finite_is_an_error_of_the_server(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
+    checkpoint = encoder("Bert", checkpoints("llama"), tmp_path / "bert", num_labels=1)
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["classifier.bias"].fill_(torch.nan)
+    save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    texts = ["a river", "a mountain"]
+    with RealServer(checkpoint, tmp_path) as server:
+        server.until_ready()
+        for path, fields in (
+            ("/rerank", {"query": "a", "documents": texts}),
+            ("/v2/rerank", {"query": "a", "documents": [{"text": one} for one in texts]}),
+            ("/score", {"text_1": "a", "text_2": texts}),
+            ("/classify", {"input": texts}),
+            ("/pooling", {"input": texts}),
+            ("/pooling", {"input": texts, "encoding_format": "base64"}),
+        ):
+            answer = server.client.post(path, json={"model": "tiny", **fields})
+            assert answer.status_code == 500, answer.text
+            assert answer.json()["error"]["code"] == "internal_error"
+            assert "not finite" in answer.json()["error"]["message"]
 
 
 def test_an_encoder_embeds(checkpoints: CheckpointCache, tmp_path: Path) -> None:
