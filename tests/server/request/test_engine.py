@@ -37,7 +37,7 @@ DOUBLING = """\
 """
 USER: Any = {"role": "user", "content": "hi"}
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-ALLOWED = "allowed_token_ids"
+ALLOWED, STOPS = "allowed_token_ids", "stop_token_ids"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [USER], "max_tokens": 2},
     COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
@@ -201,6 +201,16 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type":
         ({"allowed_token_ids": [300], "response_format": SCHEMA}, ALLOWED),
         ({"allowed_token_ids": [300], "structured_outputs": {"regex": "[0-9]"}}, ALLOWED),
         ({"bad_words": ["a", "b"], "structured_outputs": {"choice": ["a", "b"]}}, "bad_words"),
+        ({"stop_token_ids": [97], "structured_outputs": {"regex": "~{3}"}}, STOPS),
+        ({"stop_token_ids": [97], "structured_outputs": {"grammar": 'root ::= "~~"'}}, STOPS),
+        (
+            {
+                "stop_token_ids": [97],
+                "structured_outputs": {"choice": ["~"]},
+                "logit_bias": {"5": 9},
+            },
+            STOPS,
+        ),
         ({"allowed_token_ids": [3], "min_tokens": 2}, ALLOWED),
     ],
 )
