@@ -82,6 +82,9 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
     clients: list[Future[EngineCoreClient]] = []
 
     def start_engine() -> EngineCoreClient:
+        from server.engine.coordinator import Coordinator, coordinator
+
+        coordinator.DPCoordinatorProc = Coordinator  # type: ignore[misc]
         try:
             client: EngineCoreClient = client_type.make_async_mp_client(**options, renderer=engine)
             return client

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+import psutil
 import pytest
+import zmq
 
 from tests.checkpoints import CheckpointCache
 from tests.server.real_server import RealServer
@@ -16,6 +21,16 @@ from tests.server.real_server import RealServer
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROMPT = {"model": "tiny", "prompt": [5, 17, 3, 99, 4], "max_tokens": 12, "temperature": 0}
+
+
+JUNK = [
+    [b"ENGINE_CORE_DEAD"],
+    [b"junk"],
+    [b"a", b"b", b"c"],
+    # Outputs of an engine that is not there, and the result of a call that nobody made.
+    [msgspec.msgpack.encode([7])],
+    [msgspec.msgpack.encode([0, [], None, 1.0, [5, None, None]])],
+]
 
 
 def free_port() -> int:
@@ -49,6 +64,35 @@ def answer(server: RealServer, rank: int) -> str:
     return str(got.json()["choices"][0]["text"])
 
 
+def listening_ports(server: RealServer) -> set[int]:
+    """Return the ports of the server's own process and of its coordinator, without its API's."""
+    owners = [psutil.Process(server.process.pid)]
+    children = owners[0].children(recursive=True)
+    owners += [one for one in children if "Coordinator" in " ".join(one.cmdline())]
+    return {
+        connection.laddr.port
+        for owner in owners
+        for connection in owner.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    } - {int(server.url.rpartition(":")[2])}
+
+
+def visit(port: int) -> None:
+    """Do what a port scan, a web client and a program with ZeroMQ do."""
+    for greeting in (b"", b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03"):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(greeting)
+    with zmq.Context() as context:
+        for kind in (zmq.DEALER, zmq.PUSH, zmq.XSUB):
+            with context.socket(kind) as peer:
+                peer.setsockopt(zmq.LINGER, 300)
+                peer.setsockopt(zmq.SNDTIMEO, 300)
+                peer.connect(f"tcp://127.0.0.1:{port}")
+                for junk in JUNK:
+                    with suppress(zmq.Again):
+                        peer.send_multipart(junk)
+
+
 def test_a_headless_engine_answers_for_the_api_and_ends_with_it(
     pair: tuple[RealServer, RealServer],
 ) -> None:
@@ -59,6 +103,17 @@ def test_a_headless_engine_answers_for_the_api_and_ends_with_it(
     computed = "rbln_bucket_useful_rows_total"
     assert api.metric(computed) > 0
     assert other.metric(computed) > 0
+    ports = listening_ports(api)
+    assert len(ports) >= 4, ports
+    for port in ports:
+        visit(port)
+    time.sleep(1.5)
+    assert api.process.poll() is None, api.log.read_text()
+    assert answer(api, 0) == answer(api, 1)
+    assert api.client.get("/readyz").status_code == 200
+    log = api.log.read_text()
+    for where in ("the engines' input port", "the engines' output port", "the coordinator's port"):
+        assert f"ignored a message to {where}" in log, log
     refused = other.client.post("/v1/completions", json=PROMPT)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "headless")
     assert "127.0.0.1" in refused.json()["error"]["message"]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from socket import create_connection
 from typing import Any
 
 import pytest
 import zmq
 import zmq.asyncio
 
-from server.engine.socket import EngineSocket, OutputQueue
+from server.engine.socket import EngineSocket, EngineWatch, OutputQueue
 
 TIMEOUT_S = 20
 
@@ -77,6 +79,54 @@ def test_closing_leaves_nothing_on_the_loop(context: zmq.asyncio.Context, tmp_pa
 
     assert asyncio.run(run()) is False
     sender.close(linger=0)
+
+
+def test_only_the_end_of_an_engine_is_reported(context: zmq.asyncio.Context) -> None:
+    source = context.socket(zmq.ROUTER)
+    port = source.bind_to_random_port("tcp://127.0.0.1")
+    plain = zmq.Context(context)
+    # A context waits for open sockets, also after a failure.
+    context.linger = plain.linger = 0
+
+    def peer(kind: int, identity: bytes | None = None) -> zmq.Socket[Any]:
+        made = plain.socket(kind)
+        if identity is not None:
+            made.setsockopt(zmq.IDENTITY, identity)
+        made.connect(f"tcp://127.0.0.1:{port}")
+        return made
+
+    engines = [b"\x00\x00", b"\x01\x00"]
+    peers = [peer(zmq.DEALER, identity) for identity in engines]
+    receiver = zmq.Socket.shadow(source.underlying)
+    for one in peers:
+        one.send(b"ready")
+        assert receiver.recv_multipart()[1] == b"ready"
+    watch = EngineWatch(source, engines)
+
+    def lost(seconds: float) -> str | None:
+        until = time.monotonic() + seconds
+        while (found := watch.lost()) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return found
+
+    for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03"):
+        with create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(greeting)
+    # One with the identity of an engine is refused by ZeroMQ.
+    for identity in (None, b"other", engines[1]):
+        stranger = peer(zmq.DEALER, identity)
+        stranger.send_multipart([b"junk", b"junk"])
+        time.sleep(0.05)
+        stranger.close(linger=0)
+    assert lost(0.5) is None
+    assert not int(receiver.get(zmq.EVENTS)) & zmq.POLLIN
+    # What the check sends has no effect on an engine.
+    assert {tuple(peers[0].recv_multipart()) for _ in range(2)} == {(b"\x01", b"\x90")}
+    peers[1].close(linger=0)
+    assert (lost(TIMEOUT_S) or "").endswith(f"{port} (rank 1)")
+    peers[0].close(linger=0)
+    watch._monitor.close(linger=0)
+    source.close(linger=0)
 
 
 async def test_the_queue_keeps_order_and_survives_a_cancelled_wait() -> None:
