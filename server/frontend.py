@@ -65,7 +65,8 @@ class ParsedRequest:
     """Constraints of the answer; those of one list are compiled together."""
     custom_tools: frozenset[str] = frozenset()
     """Names of the custom tools, each of which `model` has as a function."""
-    """Rule of the answer's schemas for parts that they do not declare."""
+    compacts: bool = False
+    """True if the response is a compaction item with the text of the answer."""
     forbidding: list[str] = field(default_factory=list)
     """Fields that forbid tokens."""
     ignored: list[str] = field(default_factory=list)

@@ -101,7 +101,8 @@ class RequestRecord:
     `complete` once its last byte was sent. `failure` is the engine's error where vLLM's classes do
     not pass it on. `guide` is how the answer is guided, one of `GUIDES`; `grammars` are the gate's
     verdicts on its constraints: grammars by job key. `custom_tools` are the names of the tools
-    whose calls have an input instead of arguments. `failure_frames` makes the frames that end a
+    whose calls have an input instead of arguments; `compacts`: the answer is a summary, and the
+    response has it in an item of compaction. `failure_frames` makes the frames that end a
     stream with an error, where they depend on the frames sent. `error` is the error that ended the
     request. `span` is the request's, None where none is recorded or it has ended; `trace_headers`
     name it to the engine. `direct` sends the frames of a stream that differ in their text alone.
@@ -129,6 +130,7 @@ class RequestRecord:
     guide: str | None = None
     grammars: Mapping[bytes, str | None] = field(default_factory=dict)
     custom_tools: Collection[str] = ()
+    compacts: bool = False
     error: ServerError | None = None
     span: Span | None = None
     trace_headers: Mapping[str, str] | None = None

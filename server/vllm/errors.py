@@ -49,6 +49,16 @@ TOO_LONG_PARAMETERS = ("input_tokens", "input_text")
 """Parameters that vLLM names for a prompt longer than the context."""
 
 
+_WORDS: Mapping[str, str] = {
+    "dict_type": "Input should be an object",
+    "iterable_type": "Input should be an array",
+    "model_type": "Input should be an object",
+}
+"""Messages of pydantic by the type of its error, where they name Python's types."""
+_ENGINES_OWN = "Message"
+"""Branch of a message of gpt-oss, which vLLM makes itself."""
+
+
 class RefusedError(Exception):
     """An error response of vLLM's serving classes: message, status and parameter."""
 
@@ -109,12 +119,13 @@ def from_validation(error: ValidationError, body: object, place: str = "") -> Re
     path = _body_path(problem["loc"], body, place, missing=kind == "missing")
     if kind == "missing":
         return MissingFieldError(f"The field '{path}' is missing.", param=path)
-    message = str(problem["msg"]).removeprefix("Value error, ")
+    message = _WORDS.get(kind, str(problem["msg"]).removeprefix("Value error, "))
     value = problem.get("input")
     if _about_type(kind):
         given = json_type(value)
         where = f"Invalid type for '{path}'" if path else "Invalid request"
-        text = f"{where}: {message}, got {given}: {describe(value)}."
+        shown = given if value is None else f"{given}: {describe(value)}"
+        text = f"{where}: {message}, got {shown}."
         return InvalidTypeError(text, param=path or None)
     where = f"Invalid value for '{path}'" if path else "Invalid request"
     return InvalidValueError(f"{where}: {message}, got {describe(value)}.", param=path or None)
@@ -265,6 +276,7 @@ def _most_specific(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     a message by the form of every role, and only forms whose `role` or `type` fits matter. Of their
     errors, the deepest is selected; among equals, one about a value rather than its type.
     """
+    problems = [one for one in problems if _ENGINES_OWN not in one["loc"]] or problems
     places = [tuple(problem["loc"]) for problem in problems]
     wrong = [
         problem

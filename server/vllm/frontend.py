@@ -268,6 +268,7 @@ class VllmFrontend:
         fields = parsed.fields
         record.echoes_only = bool(fields.get("echo")) and fields.get("max_tokens") == 0
         record.has_beams = bool(fields.get("use_beam_search"))
+        record.compacts = parsed.compacts
         if parsed.ignored:
             record.answer_headers[IGNORED_HEADER] = ", ".join(parsed.ignored)
         describe_request(record, endpoint, parsed.fields)

@@ -21,6 +21,7 @@ from server.errors import InvalidValueError, RequestError, UnsupportedOperationE
 from server.frontend import ParsedRequest
 from server.request.billing_line import drop_billing_line
 from server.request.body import check_call_arguments, parse_json_object
+from server.request.conversations import settle_conversation
 from server.request.endpoints import answers_in, request_form
 from server.request.fields.limits import (
     bound_tokens,
@@ -46,7 +47,7 @@ from server.request.options.tier import take_tier
 from server.request.templates.variables import settle_variables
 from server.request.thinking import settle_reasoning, settle_thinking
 from server.request.typed.shapes import check_shape, shapes_of
-from server.storage.responses.compaction import expand_compactions, summarise
+from server.storage.responses.compaction import expand_compactions, summarise, take_trigger
 from server.storage.responses.shown_request import shown_request
 from server.storage.responses.storage_options import StorageOptions, take_storage_options
 from server.structured_outputs.constraint import Constraint
@@ -111,6 +112,7 @@ class BodyReader:
             return options
         if options is not None:
             expand_compactions(body)
+        compacts = options is not None and take_trigger(body)
         check_sizes(endpoint, body, rules.limits)
         check_call_arguments(body, rules.max_json_depth)
         drop_billing_line(endpoint, body)
@@ -122,13 +124,16 @@ class BodyReader:
             body,
             lambda path, known: refuse_unknown(unknown_field(path, known), rules.unknown_fields),
         )
+        model = self._models[form]
+        settle_conversation(endpoint, body)
         settle_reasoning(body)
         ignored = apply_field_rules(endpoint, body) + self._settle_variables(endpoint, body)
         if endpoint is Endpoint.COMPACT:
             stamp["output"] = summarise(body, rules.limits.max_model_len)
+        elif compacts:
+            summarise(body, rules.limits.max_model_len)
         ignored += settle_thinking(endpoint, body, rules.thinking)
         drafts, undrafted = settle_drafts(endpoint, body, speculates=rules.speculates)
-        model = self._models[form]
         known, needed = model_field_names(model), required_field_names(model)
         if "top_n" in known and "top_k" in body:
             # Voyage's name in reranking.
@@ -147,6 +152,7 @@ class BodyReader:
             error_field=error_field(endpoint, fields),
             constraints=constraints,
             custom_tools=custom_tools,
+            compacts=compacts and endpoint is Endpoint.RESPONSES,
             forbidding=[name for name in FORBIDDING if fields.get(name)],
             ignored=sorted(ignored + undrafted + unsent + unset),
             drafts=drafts,

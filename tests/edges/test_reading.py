@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
 from server.errors import (
+    InvalidJsonError,
     InvalidTypeError,
     InvalidValueError,
     MissingFieldError,
@@ -119,7 +121,7 @@ def test_parts_that_pydantic_reads_late_are_read_at_once(reader: BodyReader) -> 
 
 
 REFUSALS: list[tuple[Endpoint, dict[str, Any], type[ServerError], str | None]] = [
-    (Endpoint.RESPONSES, {"input": [{}] * 2000}, MissingFieldError, "input[0].id"),
+    (Endpoint.RESPONSES, {"input": [{}] * 2000}, MissingFieldError, "input[0].type"),
     (Endpoint.RESPONSES, {"input": "x", "tools": [{}] * 250}, MissingFieldError, "tools[0].name"),
     (Endpoint.MESSAGES, {"messages": [{"role": "user", "content": [{}] * 9000}], "max_tokens": 1},
      InvalidTypeError, "messages[0].content"),
@@ -245,3 +247,160 @@ def test_parsed_requests_are_frozen(reader: BodyReader) -> None:
     parsed = reader.read(Endpoint.CHAT, raw(messages=[USER]))
     with pytest.raises(FrozenInstanceError):
         parsed.answers = 0  # type: ignore[misc]
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+FUNCTION = CALL["function"]
+
+
+def said(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": "a", **fields}
+
+
+def called(**fields: Any) -> dict[str, Any]:
+    return said(tool_calls=[{k: v for k, v in {**CALL, **fields}.items() if v != "absent"}])
+
+
+def function(**fields: Any) -> dict[str, Any]:
+    return called(function={k: v for k, v in {**FUNCTION, **fields}.items() if v != "absent"})
+
+
+WRONG_MESSAGES = [
+    *((said(tool_calls=value), "invalid_type", "tool_calls") for value in ({}, "", 5, True, "x")),
+    *((said(tool_calls=[value]), "invalid_type", "tool_calls[0]") for value in (5, None, "x", [])),
+    *((called(id=value), "missing_field", "tool_calls[0].id") for value in (None, "absent")),
+    (called(id=5), "invalid_type", "tool_calls[0].id"),
+    *((called(type=value), "missing_field", "tool_calls[0].type") for value in (None, "absent")),
+    (called(type="x"), "invalid_value", "tool_calls[0].type"),
+    (called(function=None), "missing_field", "tool_calls[0].function"),
+    (called(function="f"), "invalid_type", "tool_calls[0].function"),
+    (function(name=None), "missing_field", "tool_calls[0].function.name"),
+    (function(name=5), "invalid_type", "tool_calls[0].function.name"),
+    (function(arguments={"a": 1}), "invalid_type", "tool_calls[0].function.arguments"),
+    *((said(**{name: value}), "invalid_type", name)
+      for name in ("name", "refusal", "reasoning", "reasoning_content") for value in (5, [], True)),
+    ({"role": "tool", "tool_call_id": 5, "content": "x"}, "invalid_type", "tool_call_id"),
+    *(({"role": role, "content": value}, "invalid_type", "content")
+      for role in ("user", "system", "assistant", "tool") for value in ({"type": "text"}, 5, True)),
+    ({"role": "user", "content": None}, "missing_field", "content"),
+    ({"role": "user", "content": [5]}, "invalid_type", "content[0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "code", "field"), WRONG_MESSAGES)
+def test_errors_of_a_message_name_the_field(
+    reader: BodyReader, message: dict[str, Any], code: str, field: str
+) -> None:
+    for endpoint in (Endpoint.CHAT, Endpoint.RENDER_CHAT, Endpoint.TOKENIZE):
+        with pytest.raises(ServerError) as caught:
+            reader.read(endpoint, raw(messages=[USER, message]))
+        assert (caught.value.code, caught.value.param) == (code, f"messages[1].{field}")
+        assert f"'messages[1].{field}'" in caught.value.message
+        assert not any(word in caught.value.message for word in ("None", "dictionary", "True"))
+
+
+def test_null_in_a_message_is_as_absent(reader: BodyReader) -> None:
+    names = ("name", "refusal", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
+    message = said(**dict.fromkeys(names))
+    read = reader.read(Endpoint.CHAT, raw(messages=[USER, message]))
+    assert read.model.messages[1] == said()
+    for call in (function(arguments=None), function(arguments="absent")):
+        read = reader.read(Endpoint.CHAT, raw(messages=[USER, call]))
+        assert read.model.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": ""}
+    for content in ({}, {"content": None}):
+        result = {"role": "tool", "tool_call_id": "1", **content}
+        read = reader.read(Endpoint.CHAT, raw(messages=[USER, called(), result]))
+        assert read.model.messages[2]["content"] == ""
+
+
+TEXT = {"type": "output_text", "text": "one", "annotations": []}
+ANSWER = {"type": "message", "id": "m", "status": "completed", "role": "assistant"}
+ITEMS = Endpoint.RESPONSES, Endpoint.INPUT_TOKENS, Endpoint.COMPACT
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        (ANSWER | {"content": [TEXT, {"type": "output_text", "text": "two"}]}, "one\ntwo"),
+        (ANSWER | {"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+        (ANSWER | {"content": [TEXT, {"type": "refusal", "refusal": "no"}]}, "one\nno"),
+        (ANSWER | {"content": []}, ""),
+        (ANSWER | {"content": "one"}, "one"),
+        (ANSWER | {"content": [TEXT], "status": None, "id": None, "phase": None}, "one"),
+        (ANSWER | {"content": [TEXT | {"annotations": None, "logprobs": None}]}, "one"),
+        ({"role": "assistant", "content": [{"type": "output_text", "text": "one"}]}, "one"),
+        ({"role": "assistant", "type": None, "content": [TEXT, TEXT]}, "one\none"),
+        ({"role": "assistant", "content": [{"type": "input_text", "text": "a"}] * 2}, "a\na"),
+        ({"role": "assistant", "content": None}, ""),
+    ],
+)
+def test_all_text_of_an_answer_in_the_input_is_used(
+    reader: BodyReader, item: dict[str, Any], text: str
+) -> None:
+    for endpoint in ITEMS:
+        model: Any = reader.read(endpoint, raw(input=[USER, item, USER])).model
+        (made,) = construct_input_messages(request_input=[model.input[1]])
+        assert made == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("item", "code", "field"),
+    [
+        (5, "invalid_type", ""),
+        (None, "invalid_type", ""),
+        ({}, "missing_field", ".type"),
+        ({"type": 5}, "invalid_type", ".type"),
+        ({"type": "foo"}, "invalid_value", ".type"),
+        ({"type": "item_reference", "id": "x"}, "invalid_value", ".type"),
+        ({"type": "local_shell_call"}, "invalid_value", ".type"),
+        ({"role": "tool", "content": "x"}, "invalid_value", ".role"),
+        ({"role": None, "content": "x"}, "missing_field", ".role"),
+        ({"role": "user", "content": {"type": "input_text"}}, "invalid_type", ".content"),
+        ({"role": "user", "content": None}, "missing_field", ".content"),
+        ({"role": "user", "content": [TEXT]}, "invalid_value", ".content[0].type"),
+        (ANSWER | {"content": [{"type": "output_text"}]}, "missing_field", ".content[0].text"),
+        (ANSWER | {"content": [TEXT, {"type": "foo"}]}, "invalid_value", ".content[1].type"),
+        (ANSWER | {"content": [{"type": "refusal"}]}, "missing_field", ".content[0].refusal"),
+        (ANSWER | {"content": [5]}, "invalid_type", ".content[0]"),
+        (ANSWER | {"content": [TEXT], "status": "foo"}, "invalid_value", ".status"),
+        (ANSWER | {"content": [TEXT | {"foo": 1}]}, "unknown_field", ".content[0].foo"),
+        ({"type": "function_call", "name": "f", "arguments": "{}"}, "missing_field", ".call_id"),
+        ({"type": "function_call", "call_id": "1", "name": 5}, "invalid_type", ".name"),
+        ({"type": "function_call_output", "call_id": "1"}, "missing_field", ".output"),
+        ({"type": "function_call_output", "call_id": 5, "output": ""}, "invalid_type", ".call_id"),
+        ({"type": "function_call_output", "call_id": "1", "output": {}}, "invalid_type", ".output"),
+        ({"type": "compaction_trigger"}, "invalid_value", ""),
+    ],
+)
+def test_errors_of_an_item_name_the_field(
+    reader: BodyReader, item: object, code: str, field: str
+) -> None:
+    for endpoint in ITEMS:
+        with pytest.raises(ServerError) as caught:
+            reader.read(endpoint, raw(input=[USER, item, USER]))
+        assert (caught.value.code, caught.value.param) == (code, f"input[1]{field}")
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        (b'{"messages": [{"role": "user", "content": "a\\ud83d"}]}', "messages[0].content"),
+        (b'{"user": "\\udc00", "messages": []}', "user"),
+        (b'{"metadata": {"\\ud83d": "x"}}', "metadata"),
+        (b'{"prompt": ["\\ud83d\\ude00", "\\ud83dx"]}', "prompt[1]"),
+        (b'{"prompt": "\\ud8"}', None),
+    ],
+)
+def test_half_a_surrogate_pair_is_named(reader: BodyReader, body: bytes, path: str | None) -> None:
+    with pytest.raises(InvalidJsonError) as caught:
+        reader.read(Endpoint.CHAT, body)
+    assert caught.value.param == path
+    assert path is None or f"'{path}' has half of a surrogate pair" in caught.value.message
+
+
+@pytest.mark.parametrize("value", [{}, 5, True])
+def test_an_input_that_is_no_list_is_refused(reader: BodyReader, value: object) -> None:
+    for endpoint in ITEMS:
+        with pytest.raises(InvalidTypeError) as caught:
+            reader.read(endpoint, raw(input=value))
+        assert caught.value.param == "input"

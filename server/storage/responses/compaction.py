@@ -30,6 +30,12 @@ _HEADING = "Summary of the conversation so far:\n"
 _PREFIX = "rbln1."
 """Prefix of items of this server, with their version."""
 _CONTENT = "encrypted_content"
+_TRIGGER = "compaction_trigger"
+_OF_ANSWERS = (
+    *("tools", "tool_choice", "parallel_tool_calls", "text", "structured_outputs", "stop"),
+    *("top_logprobs", "include", "ignore_eos", "min_tokens"),
+)
+"""Fields of an answer that a summary does not have."""
 _INSTRUCTING_ROLES = ("system", "developer")
 
 
@@ -55,6 +61,30 @@ def expand_compactions(body: JsonObject) -> None:
     for index, item in enumerate(items):
         if isinstance(item, dict) and item.get("type") == COMPACTION:
             items[index] = _message(item, f"input[{index}].{_CONTENT}")
+
+
+def take_trigger(body: JsonObject) -> bool:
+    """Remove a `compaction_trigger` at the end of `input`, and what only other answers obey.
+
+    Returns whether there was one. Raises `InvalidValueError` for one before other items.
+    """
+    items = body.get("input")
+    if not isinstance(items, list):
+        return False
+    found = [
+        n for n, item in enumerate(items) if isinstance(item, dict) and item.get("type") == _TRIGGER
+    ]
+    if not found:
+        return False
+    if found[0] != len(items) - 1:
+        raise InvalidValueError(
+            f"'input[{found[0]}]' must be the last item: a {_TRIGGER} compacts all before it.",
+            param=f"input[{found[0]}]",
+        )
+    body["input"] = items[:-1]
+    for name in _OF_ANSWERS:
+        body.pop(name, None)
+    return True
 
 
 def summarise(body: JsonObject, max_model_len: int) -> list[JsonObject]:

@@ -10,7 +10,7 @@ from pydantic_core import to_json
 
 from server.errors import InternalError
 from server.request.record import RequestRecord
-from server.storage.responses.compaction import compacted
+from server.storage.responses.compaction import compacted, compaction_item
 from server.tools.ending import is_whole
 from server.vllm.responses.items import custom_call
 from server.wire.endpoint import JsonObject
@@ -26,6 +26,8 @@ _PER_TURN = "_per_turn"
 def response_json(answer: Any, stamp: JsonObject, record: RequestRecord) -> bytes:
     """Return the body for vLLM's `ResponsesResponse`; `stamp` are additional fields."""
     response = response_of(answer, stamp, record)
+    if record.compacts:
+        return to_json(with_summary(response))
     is_cut = response["status"] == "incomplete"
     last = len(response["output"]) - 1
     response["output"] = [
@@ -41,10 +43,23 @@ def compacted_json(answer: Any, stamp: JsonObject, record: RequestRecord) -> byt
     `stamp["output"]` has the messages that stay. Raises `InternalError` for an empty summary.
     """
     response = response_of(answer, {}, record)
+    return to_json(compacted(response, stamp["output"], _summary_of(response)))
+
+
+def with_summary(response: JsonObject) -> JsonObject:
+    """Return a response whose one item has its text as a summary, whole at any length.
+
+    Raises `InternalError` for an empty summary.
+    """
+    ended = {"status": "completed", "incomplete_details": None, "completed_at": int(time.time())}
+    return {**response, **ended, "output": [compaction_item(_summary_of(response))]}
+
+
+def _summary_of(response: JsonObject) -> str:
     summary = _text_of(response["output"])
     if not summary:
         raise InternalError("The model returned no summary of the conversation; it is unchanged.")
-    return to_json(compacted(response, stamp["output"], summary))
+    return summary
 
 
 def response_of(answer: Any, stamp: JsonObject, record: RequestRecord | None) -> JsonObject:

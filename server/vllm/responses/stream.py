@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from server.errors import ServerError
 from server.request.record import RequestRecord
-from server.vllm.responses.answer import response_of
+from server.vllm.responses.answer import response_of, with_summary
 from server.vllm.responses.items import OutputItem, TextItem, output_item
 from server.wire.endpoint import JsonObject
 from server.wire.sse import named_frame
@@ -59,7 +59,17 @@ class _ResponseStream:
         the next one begins, or the response ends, which is in the same step of the engine.
         """
         kind = event.type
-        if kind == "response.output_item.added":
+        compacts = self._record is not None and self._record.compacts
+        if compacts and kind == "response.completed":
+            response = with_summary(self._response(event))
+            self._items = response["output"]
+            shown = {"output_index": 0, "item": self._items[0]}
+            yield self._frame({"type": "response.output_item.added", **shown})
+            yield self._frame({"type": "response.output_item.done", **shown})
+            yield self._frame({"type": kind, "response": response})
+        elif compacts and kind not in _SNAPSHOTS:
+            return
+        elif kind == "response.output_item.added":
             yield from self._close(cut=False)
             yield from self._begin(output_item(event.item, self._custom_tools))
             yield from self._grow(event)

@@ -1,0 +1,184 @@
+"""Checks messages of chats and items of `input` before vLLM's models read them.
+
+Those models are unions of dozens of types, some read late: their errors are about another type, or
+have no place. Here each field that all conversations have is checked where it is. Null is as
+absent. Pure functions, linear in the size of the conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from server.descriptions import json_type
+from server.errors import InvalidTypeError, InvalidValueError, MissingFieldError, describe
+from server.wire.endpoint import Endpoint, JsonObject
+
+_MESSAGE_TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
+"""Optional texts of a message."""
+_CALL, _OUTPUT, _MESSAGE, _REASONING = (
+    *("function_call", "function_call_output", "message", "reasoning"),
+)
+_ITEM_TYPES = (
+    *(_MESSAGE, _CALL, _OUTPUT, _REASONING, "custom_tool_call", "custom_tool_call_output"),
+    *("compaction", "compaction_trigger"),
+)
+_ITEM_TEXTS: Mapping[str, Sequence[str]] = {
+    _CALL: ("call_id", "name"),
+    _OUTPUT: ("call_id",),
+    _REASONING: (),
+    _MESSAGE: ("role",),
+}
+"""Required texts of an item by its type."""
+_ROLES = ("user", "assistant", "system", "developer")
+_ANSWER_PARTS: Mapping[str, str | None] = {
+    "output_text": "text",
+    "refusal": "refusal",
+    "input_text": "text",
+    "text": "text",
+}
+_PROMPT_PARTS: Mapping[str, str | None] = {
+    "input_text": "text",
+    "input_image": None,
+    "input_file": None,
+}
+"""Types of the parts of a message, with the field of their text."""
+
+
+def settle_conversation(endpoint: Endpoint, body: JsonObject) -> None:
+    """Check the conversation of `body` and replace what vLLM does not read.
+
+    Raises a `RequestError` that names the first wrong field.
+    """
+    messages, items = body.get("messages"), body.get("input")
+    if isinstance(messages, list) and not endpoint.anthropic:
+        for index, message in enumerate(messages):
+            if isinstance(message, dict):
+                _settle_message(message, f"messages[{index}]")
+    if isinstance(items, list) and endpoint.takes_items:
+        body["input"] = [_settled_item(item, f"input[{index}]") for index, item in enumerate(items)]
+    elif endpoint.takes_items and items is not None and not isinstance(items, str):
+        raise _wrong_type("input", "a string or an array of items", items)
+
+
+def _settle_message(message: JsonObject, path: str) -> None:
+    for name in _MESSAGE_TEXTS:
+        _check(message, name, str, path)
+    calls = _check(message, "tool_calls", list, path)
+    for index, call in enumerate(calls or ()):
+        _settle_call(call, f"{path}.tool_calls[{index}]")
+    content = message.get("content")
+    if content is None and message.get("role") == "tool":
+        message["content"] = ""
+    elif content is not None and not isinstance(content, str | list):
+        raise _wrong_type(f"{path}.content", "a string or an array of parts", content)
+
+
+def _settle_call(call: Any, path: str) -> None:
+    """Check a call of a message; calls of custom tools are calls of functions already."""
+    if not isinstance(call, dict):
+        raise _wrong_type(path, "an object", call)
+    _require(call, "id", str, path)
+    kind = _require(call, "type", str, path)
+    if kind != "function":
+        raise _wrong_value(f"{path}.type", ("function", "custom"), kind)
+    function = _require(call, "function", dict, path)
+    _require(function, "name", str, f"{path}.function")
+    if _check(function, "arguments", str, f"{path}.function") is None:
+        function["arguments"] = ""
+
+
+def _settled_item(item: Any, path: str) -> Any:
+    if not isinstance(item, dict):
+        raise _wrong_type(path, "an object", item)
+    item = {name: value for name, value in item.items() if value is not None}
+    is_message = bool(item.keys() & {"role", "content"})
+    kind = _require(item, "type", str, path) if "type" in item or not is_message else _MESSAGE
+    if kind not in _ITEM_TEXTS:
+        raise _wrong_value(f"{path}.type", _ITEM_TYPES, kind)
+    for name in _ITEM_TEXTS[kind]:
+        _require(item, name, str, path)
+    if kind == _CALL and _check(item, "arguments", str, path) is None:
+        item["arguments"] = "{}"
+    elif kind == _OUTPUT and not isinstance(_require(item, "output", object, path), str | list):
+        raise _wrong_type(f"{path}.output", "a string or an array of parts", item["output"])
+    elif kind == _REASONING:
+        item.setdefault("summary", [])
+    elif kind == _MESSAGE:
+        _settle_content(item, path)
+    return item
+
+
+def _settle_content(item: JsonObject, path: str) -> None:
+    """Check a message of `input`; make one part of the texts of an assistant's."""
+    role = item["role"]
+    if role not in _ROLES:
+        raise _wrong_value(f"{path}.role", _ROLES, role)
+    is_answer = role == "assistant"
+    content = item.setdefault("content", "") if is_answer else item.get("content")
+    if isinstance(content, str) and not (is_answer and item.keys() & {"id", "status"}):
+        return
+    if isinstance(content, str):
+        # vLLM's items with an id or a status have parts.
+        content = [{"type": "output_text", "text": content}]
+    elif not isinstance(_require(item, "content", object, path), list):
+        raise _wrong_type(f"{path}.content", "a string or an array of parts", content)
+    read = [_part(part, f"{path}.content[{n}]", role) for n, part in enumerate(content)]
+    item["content"] = [part for part, _ in read]
+    if is_answer:
+        whole: JsonObject = {"annotations": []}
+        for part, _ in read:
+            whole |= part
+        whole.pop("refusal", None)
+        # As in chats, a line for each part.
+        item["content"] = [
+            {**whole, "type": "output_text", "text": "\n".join(text for _, text in read)}
+        ]
+        item |= {"id": item.get("id", "msg"), "type": _MESSAGE}
+        item.setdefault("status", "completed")
+
+
+def _part(part: Any, path: str, role: str) -> tuple[JsonObject, str]:
+    """Return a part of a message without null, and its text."""
+    if not isinstance(part, dict):
+        raise _wrong_type(path, "an object", part)
+    part = {name: value for name, value in part.items() if value is not None}
+    kind = _require(part, "type", str, path)
+    fields = _ANSWER_PARTS if role == "assistant" else _PROMPT_PARTS
+    if kind not in fields:
+        raise _wrong_value(f"{path}.type", fields, kind)
+    field = fields[kind]
+    return part, "" if field is None else _require(part, field, str, path)
+
+
+_NAMES = {str: "a string", list: "an array", dict: "an object"}
+
+
+def _check(holder: JsonObject, name: str, kind: type, path: str) -> Any:
+    """Return a field of the right type, or None, removing null."""
+    value = holder.get(name)
+    if value is None:
+        holder.pop(name, None)
+    elif not isinstance(value, kind):
+        raise _wrong_type(f"{path}.{name}", _NAMES[kind], value)
+    return value
+
+
+def _require(holder: JsonObject, name: str, kind: type, path: str) -> Any:
+    value = _check(holder, name, kind, path)
+    if value is None:
+        raise MissingFieldError(f"The field '{path}.{name}' is missing.", param=f"{path}.{name}")
+    return value
+
+
+def _wrong_type(path: str, wanted: str, value: object) -> InvalidTypeError:
+    given = json_type(value)
+    shown = given if value is None else f"{given}: {describe(value)}"
+    return InvalidTypeError(
+        f"Invalid type for '{path}': must be {wanted}, got {shown}.", param=path
+    )
+
+
+def _wrong_value(path: str, values: Iterable[str], value: str) -> InvalidValueError:
+    message = f"'{path}' must be one of {', '.join(values)}, got {describe(value)}."
+    return InvalidValueError(message, param=path)
