@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import SchemaValidator, to_json
+from pydantic_core import SchemaValidator, from_json, to_json
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
@@ -113,6 +113,9 @@ class BodyReader:
         if options is not None:
             expand_compactions(body)
         compacts = options is not None and take_trigger(body)
+        if options is not None and compacts:
+            # Stored without it, so that the conversation can go on.
+            options.items = to_json(from_json(options.items)[:-1])
         check_sizes(endpoint, body, rules.limits)
         check_call_arguments(body, rules.max_json_depth)
         drop_billing_line(endpoint, body)

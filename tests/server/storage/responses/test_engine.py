@@ -357,6 +357,42 @@ def test_a_conversation_is_compacted_and_continued(client: openai.OpenAI) -> Non
     assert ask(client, "five", previous_response_id=first.id).output_text
 
 
+def test_a_trigger_compacts_in_a_response(client: openai.OpenAI) -> None:
+    given: Any = {
+        "model": "tiny",
+        "input": [*CONVERSATION, {"type": "compaction_trigger"}],
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+        "tool_choice": "auto",
+        "text": {"format": {"type": "json_object"}},
+        "max_output_tokens": 1,
+    }
+    compacted = client.responses.compact(model="tiny", input=CONVERSATION)
+    whole = client.responses.create(**given)
+    (item,) = whole.output
+    assert (item.type, whole.status, whole.incomplete_details) == ("compaction", "completed", None)
+    assert item.encrypted_content == compacted.output[-1].to_dict()["encrypted_content"]
+    assert whole.usage is not None and compacted.usage is not None
+    assert whole.usage.input_tokens == compacted.usage.input_tokens
+    events = list(client.responses.create(**given, stream=True, store=False))
+    assert [event.type for event in events] == [
+        *("response.created", "response.in_progress"),
+        *("response.output_item.added", "response.output_item.done", "response.completed"),
+    ]
+    last = events[-1].response
+    assert last.status == "completed" and [one.type for one in last.output] == ["compaction"]
+    assert last.output[0].to_dict() == events[2].item.to_dict() == events[3].item.to_dict()
+    assert last.output[0].encrypted_content == item.encrypted_content
+    # The item is input of the next request, and so is the stored conversation.
+    assert ask(client, [item.to_dict(), user("four")]).output_text
+    assert ask(client, "four", previous_response_id=whole.id).output_text
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, [{"type": "compaction_trigger"}, user("four")])
+    assert caught.value.param == "input[0]"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, [{"type": "compaction_trigger"}])
+    assert caught.value.param == "input"
+
+
 def test_a_compaction_that_is_none_is_refused(client: openai.OpenAI) -> None:
     for content in ("", "gAAAAAB", "rbln1.", "rbln1.!!", "rbln1.bnVsbA==", "rbln1.e30="):
         item = {"type": "compaction", "encrypted_content": content}
