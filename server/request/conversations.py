@@ -115,7 +115,7 @@ def _settle_content(item: JsonObject, path: str) -> None:
     if role not in _ROLES:
         raise _wrong_value(f"{path}.role", _ROLES, role)
     is_answer = role == "assistant"
-    content = item.setdefault("content", "") if is_answer else item.get("content")
+    content: Any = item.setdefault("content", "") if is_answer else item.get("content")
     if isinstance(content, str) and not (is_answer and item.keys() & {"id", "status"}):
         return
     if isinstance(content, str):
@@ -151,7 +151,7 @@ def _part(part: Any, path: str, role: str) -> tuple[JsonObject, str]:
     return part, "" if field is None else _require(part, field, str, path)
 
 
-_NAMES = {str: "a string", list: "an array", dict: "an object"}
+_NAMES: Mapping[type, str] = {str: "a string", list: "an array", dict: "an object"}
 
 
 def _check(holder: JsonObject, name: str, kind: type, path: str) -> Any:
