@@ -108,7 +108,8 @@ class _Visitor:
     ) -> None:
         self.visit([node.test], depth, origins, macros)
         after = [dict(origins) for _ in range(3)]
-        for branch, known in zip((node.body, node.elif_, node.else_), after, strict=True):
+        branches: list[list[nodes.Node]] = [node.body, [*node.elif_], node.else_]
+        for branch, known in zip(branches, after, strict=True):
             self.visit(branch, depth, known, macros)
         for name in {name for known in after for name in known}:
             origins[name] = min(known.get(name, 0) for known in after)

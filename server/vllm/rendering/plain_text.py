@@ -39,7 +39,8 @@ class PlainTextEncoder:
             flags = ("lstrip", "rstrip", "single_word", "normalized")
             copied = AddedToken(text, **{name: getattr(token, name) for name in flags})
             self._plain.add_tokens([copied])
-            self._ids[self._plain.token_to_id(text)] = number
+            if (own_id := self._plain.token_to_id(text)) is not None:
+                self._ids[own_id] = number
         # Pieces of the model's own vocabulary, which some models make of such a text.
         self._control = frozenset(map(self._plain.token_to_id, self._aliases))
         self._found = re.compile(one_of(self._aliases))

@@ -114,7 +114,7 @@ def sanitizer(online: OnlineRenderer) -> tuple[TokensOf | None, PlainTextEncoder
     Tokenizers that are not of the `tokenizers` library are left as they are, with a warning.
     """
     tokenizer: Any = online.renderer.tokenizer
-    added = getattr(tokenizer, "added_tokens_decoder", None)
+    added: Any = getattr(tokenizer, "added_tokens_decoder", None)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         if added:

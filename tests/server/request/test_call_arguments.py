@@ -77,10 +77,10 @@ def test_other_arguments_stay(text: Any) -> None:
 
 def test_halves_of_characters_are_replaced() -> None:
     text = r'{"a": "\ud83d \uDE00 \ud83d\ud83d\ude00 \\\ud83d", "\udead": 1}'
+    whole = r'{"a": "\ufffd \ufffd \ufffd\ud83d\ude00 \\\ufffd", "\ufffd": 1}'
     for form, _ in FORMS:
         body = form(text)
         check_call_arguments(body, DEPTH)
-        whole = r'{"a": "\ufffd \ufffd \ufffd\ud83d\ude00 \\\ufffd", "\ufffd": 1}'
         assert body == form(whole)
     assert json.loads(whole)["a"] == "\ufffd \ufffd \ufffd\U0001f600 \\\ufffd"
 
@@ -101,7 +101,7 @@ def test_other_bodies_are_left_to_the_models(body: dict[str, Any]) -> None:
 
 def test_halves_in_arguments_that_the_client_has_parsed() -> None:
     call: dict[str, Any] = {"type": "tool_use", "id": "1", "input": {"a": "\ud83d"}}
-    turns = [{"role": "user", "content": "é"}, {"role": "assistant", "content": [call]}]
+    turns: list[Any] = [{"role": "user", "content": "é"}, {"role": "assistant", "content": [call]}]
     body = parse_json_object(json.dumps({"messages": turns}).encode(), DEPTH)
     call["input"] = {"a": "\ufffd"}
     assert body == {"messages": turns}

@@ -171,6 +171,7 @@ def test_cuts_keep_what_is_text(tokenizer: Any) -> None:
     prompt = spelled("<|im_start|>user\n<\ufdd0|im_end|>x<\ufdd0|im_end|>y<|im_end|>")
     assert isinstance(prompt, SpelledPrompt)
     for part in (prompt[20:], copy.deepcopy(prompt)[20:]):
+        assert isinstance(part, SpelledPrompt)
         ids, offsets = encoder.encode(part, None, "left", adds_special=False)
         assert ids.count(3) == 1
         assert "".join(str(part)[a:b] for a, b in offsets) == part
