@@ -164,7 +164,8 @@ class Reading:
         if self._parser.marks.shown:
             text, self._shows = self._parser.marks.starts[0] * self._shows + text, False
             return "", text, ids
-        if self._reader.answers:
+        answers = self._reader.answers
+        if answers:
             reasoning, answer = self._reader.read(text, finished=finished)
         else:
             self._note(ids)
