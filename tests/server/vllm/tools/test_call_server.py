@@ -214,13 +214,21 @@ def test_names_that_clients_send_are_called(server: RealServer) -> None:
         assert answer(server, "chat", {"name": name}, **asked)[1] == [(name, "{}")]
 
 
-@pytest.mark.parametrize(
-    "rest", [' three"}}\n</tool_call>', ' </tool_call>"}}', '"}}\n</tool_call>']
-)
-def test_a_call_that_is_continued_comes_back(server: RealServer, rest: str) -> None:
-    turns = [{"role": "user", "content": "Call it."}, {"role": "assistant", "content": OPEN}]
-    more = {"continue_final_message": True, "add_generation_prompt": False}
-    found = answer(server, "chat", WRITE, messages=turns, structured_outputs=say(rest), **more)
+def continued(api: str, text: str) -> dict[str, Any]:
+    """Return the fields of a request whose answer continues a text."""
+    user = {"role": "user", "content": "Call it."}
+    if api == "responses":
+        part = {"type": "output_text", "text": text, "annotations": []}
+        last = {"type": "message", "id": "m", "role": "assistant", "status": "incomplete"}
+        return {"input": [user, {**last, "content": [part]}]}
+    turns = [user, {"role": "assistant", "content": text}]
+    return {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("rest", [' three"}}\n</tool_call>', ' </tool_call>"}}', '"}}\n'])
+def test_a_call_that_is_continued_comes_back(server: RealServer, api: str, rest: str) -> None:
+    found = answer(server, api, WRITE, structured_outputs=say(rest), **continued(api, OPEN))
     whole = (OPEN + rest).partition('"arguments": ')[2].partition("}")[0] + "}"
     assert found == ("", [("write", whole)])
 
@@ -232,13 +240,13 @@ def test_a_call_that_is_continued_comes_back(server: RealServer, rest: str) -> N
 def test_the_rest_of_a_call_cannot_be_guided(
     server: RealServer, choice: str, strict: bool, param: str
 ) -> None:
-    more = {"continue_final_message": True, "add_generation_prompt": False, "tool_choice": choice}
-    turns = [{"role": "user", "content": "Call it."}, {"role": "assistant", "content": OPEN}]
-    found = post(server, "chat", {**WRITE, "strict": strict}, messages=turns, **more)
-    assert found.status_code == 400
-    assert found.json()["error"]["param"] == param
-    turns[1]["content"] = "I call."
-    assert post(server, "chat", WRITE, messages=turns, **more).status_code == 200
+    for api in ("chat", "responses"):
+        write = {**WRITE, "strict": strict}
+        found = post(server, api, write, tool_choice=choice, **continued(api, OPEN))
+        assert found.status_code == 400
+        assert found.json()["error"]["param"] == param
+        found = post(server, api, write, tool_choice=choice, **continued(api, "I call."))
+        assert found.status_code == 200
 
 
 def test_calls_of_a_message_cannot_be_continued(server: RealServer) -> None:
