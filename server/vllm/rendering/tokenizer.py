@@ -175,7 +175,7 @@ def render_elsewhere(
             ids, offsets = encoder.encode(
                 text,
                 arguments.get("max_length") if arguments.get("truncation") else None,
-                self.truncation_side,
+                arguments.get("truncation_side") or self.truncation_side,
                 adds_special=arguments.get("add_special_tokens", True),
             )
             return {"input_ids": ids, "offset_mapping": offsets}
