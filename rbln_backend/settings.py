@@ -2,24 +2,34 @@
 
 This is the only module of the backend that reads the environment. `RBLN_*` names outside the table
 of `rbln_backend.variables` belong to the RBLN SDK, which reads them itself. A `VLLM_RBLN_*` name
-outside the table is an error.
+outside the table is an error, unless the SDK is newer than this project, and has new ones.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from rbln_backend.config import STRICT, RblnConfig
 from rbln_backend.errors import ConfigError
-from rbln_backend.variables import BY_NAME, KINDS, OPTION_NAMES, VARIABLES, Status, Variable
+from rbln_backend.variables import (
+    BY_NAME,
+    KINDS,
+    KNOWN_SDK,
+    OPTION_NAMES,
+    VARIABLES,
+    Status,
+    Variable,
+)
 
 _PREFIX = "VLLM_RBLN_"
 _OPTIONS = "additional_config"
@@ -150,6 +160,9 @@ def child_environ(*, settings: bool, **more: str) -> dict[str, str]:
 def _read_environment(environ: Mapping[str, str], found: _Findings) -> None:
     for name in environ:
         if name.startswith(_PREFIX) and name not in BY_NAME:
+            if (version := _newer_sdk()) is not None:
+                found.warnings.append(f"{name} is unknown, and ignored: RBLN SDK {version} is new")
+                continue
             hint = _did_you_mean(name, (known for known in BY_NAME if known.startswith(_PREFIX)))
             raise ConfigError(f"Unknown environment variable {name}{hint}")
     for variable in VARIABLES:
@@ -163,6 +176,15 @@ def _read_environment(environ: Mapping[str, str], found: _Findings) -> None:
         if value is not None:
             value = _checked(variable.kind, value, variable.name, text)
             _take_variable(variable, value, text, found)
+
+
+def _newer_sdk() -> str | None:
+    """Return the version of an installed SDK that this project does not know."""
+    try:
+        version = importlib.metadata.version("rebel-compiler")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return version if Version(version) > Version(KNOWN_SDK) else None
 
 
 def _take_variable(variable: Variable, value: object, text: str, found: _Findings) -> None:

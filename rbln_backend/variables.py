@@ -14,6 +14,9 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
 from rbln_backend.config import WORD, Count, Env, Form, Number, RblnConfig, Switch, read_number
 
+KNOWN_SDK = "0.12.0"
+"""The newest RBLN SDK whose names are in the table."""
+
 KINDS: Mapping[str, Any] = {
     name: kind
     for name, kind in get_type_hints(RblnConfig, include_extras=True).items()
@@ -157,8 +160,19 @@ VARIABLES: tuple[Variable, ...] = (
         accepts=False,
     ),
     Variable("VLLM_RBLN_FLASH_CAUSAL_ATTN", _IDLE, _ONE_OP, accepts=True),
+    Variable(
+        "VLLM_RBLN_USE_NESTED_COMPILE_REGION",
+        _IDLE,
+        "New with SDK 0.12.1. Every graph is compiled whole.",
+        accepts=False,
+    ),
     Variable("VLLM_RBLN_METRICS", _IDLE, "Metrics are always on, at `/metrics`."),
-    Variable("VLLM_RBLN_METRICS_FILE", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
+    Variable(
+        "VLLM_RBLN_METRICS_FILE",
+        _IDLE,
+        "Up to SDK 0.12.0. Metrics are read at `/metrics`.",
+        type=_AnyText,
+    ),
     Variable("VLLM_RBLN_METRICS_DIR", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
     Variable(
         "VLLM_RBLN_NUMA", _IDLE, "The system places threads; `taskset` or a cpuset limits them."
@@ -166,7 +180,11 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "VLLM_RBLN_SORT_BATCH", _IDLE, "Rows go longest first where the NPU's kernels want it."
     ),
-    Variable("VLLM_RBLN_BATCH_ATTN_OPT", _IDLE, "One attention op serves every batch."),
+    Variable(
+        "VLLM_RBLN_BATCH_ATTN_OPT",
+        _IDLE,
+        "One attention op serves every batch.",
+    ),
     Variable("VLLM_RBLN_AUTO_PORT", _IDLE, "Ports are vLLM's."),
     Variable("VLLM_RBLN_NUM_RAY_NODES", _IDLE, "Ray's placement decides.", type=Number),
     Variable("VLLM_RBLN_DISABLE_OFFLOAD", _IDLE, "Weights are never offloaded."),

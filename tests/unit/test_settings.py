@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -22,6 +23,7 @@ DOCUMENTED = [
     "VLLM_RBLN_USE_DYNAMIC_KV_CACHE",
     "VLLM_RBLN_USE_W8A8",
     "VLLM_RBLN_ENABLE_WARM_UP",
+    "VLLM_RBLN_USE_NESTED_COMPILE_REGION",
     "VLLM_RBLN_USE_VLLM_MODEL",
     "VLLM_RBLN_SPECIALIZE_MOE_DECODE",
     "VLLM_RBLN_FLASH_CAUSAL_ATTN",
@@ -264,6 +266,23 @@ def test_an_unknown_variable_is_an_error_with_a_suggestion() -> None:
         "Unknown environment variable VLLM_RBLN_DECODE_BATCH_BUCKET_STRATGY; "
         "did you mean 'VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY'?"
     )
+
+
+@pytest.mark.parametrize(("sdk", "is_known"), [("0.12.0", True), ("0.12.1.dev288", False)])
+def test_a_newer_sdk_may_have_variables_of_its_own(
+    sdk: str, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / f"rebel_compiler-{sdk}.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Name: rebel-compiler\nVersion: {sdk}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environ = {"VLLM_RBLN_OF_TOMORROW": "1"}
+    if is_known:
+        assert "VLLM_RBLN_OF_TOMORROW" in error_of(environ)
+    else:
+        (warning,) = resolve({}, environ).warnings
+        assert "VLLM_RBLN_OF_TOMORROW" in warning
+        assert sdk in warning
 
 
 def test_an_unknown_option_is_an_error_with_a_suggestion() -> None:
