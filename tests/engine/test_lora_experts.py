@@ -111,7 +111,8 @@ def _stacked_and_single(engine: Engine, folder: Path) -> list[Path]:
                     single[f"{one}.lora_B.weight"] = part.contiguous()
     paths = []
     for name, tensors in (("stacked", stacked), ("single", single)):
-        made = make_adapter(engine.checkpoint, folder / name, rank=rank, targets=())
+        named = {"target_modules": [] if name == "stacked" else ["w1", "w2", "w3"]}
+        made = make_adapter(engine.checkpoint, folder / name, rank=rank, targets=(), **named)
         save_file(tensors, made / "adapter_model.safetensors")
         paths.append(made)
     return paths
