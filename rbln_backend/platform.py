@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,7 +94,10 @@ class RblnPlatform(Platform):
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """Do nothing: ``torch.manual_seed`` covers the host."""
+        """Seed what an NPU draws tokens from; ``torch.manual_seed`` covers the host."""
+        # Loaded where graphs are compiled by it.
+        if (sdk := sys.modules.get("rebel")) is not None:
+            sdk.manual_seed(seed)
 
     @classmethod
     def inference_mode(cls) -> Any:

@@ -39,7 +39,7 @@ def capture(
         captured.append(_bind(graph_module, table, inputs))
         raise _CapturedError
 
-    torch._dynamo.reset()
+    _reset()
     try:
         # With gradients on, what the model writes to the KV caches would be traced for autograd.
         with torch.no_grad():
@@ -50,10 +50,18 @@ def capture(
     except torch._dynamo.exc.TorchDynamoException as error:
         raise CompileError(f"the model cannot be captured as one static graph: {error}") from error
     finally:
-        torch._dynamo.reset()
+        _reset()
     if len(captured) != 1:
         raise CompileError(f"capture produced {len(captured)} graphs instead of one")
     return captured[0]
+
+
+def _reset() -> None:
+    """Let Dynamo forget. torch-rbln resets its device with it, which must have nothing to do."""
+    npu = getattr(torch, "rbln", None)
+    if npu is not None:
+        npu.synchronize()
+    torch._dynamo.reset()
 
 
 def _bind(module: fx.GraphModule, table: TensorTable, inputs: Mapping[str, Tensor]) -> Program:
@@ -112,15 +120,15 @@ def _refuse_constants(graph: fx.Graph) -> None:
 def _drop_inert_nodes(graph: fx.Graph) -> None:
     """Erase what computes nothing here, where weights are constant and nothing is differentiated.
 
-    These are ``weight.data``, dropout outside training, and gradient and autocast modes that a
-    model sets around a part of itself.
+    These are ``weight.data``, dropout outside training, gradient and autocast modes that a model
+    sets around a part of itself, and torch's record of what is used.
     """
     # Backwards: the node that leaves an autocast region uses the one that enters it.
     for node in reversed(graph.nodes):
         if _name(node) == "_get_data_attr" or _is_idle_dropout(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif not node.users and _is_idle_mode(node):
+        elif not node.users and (_is_idle_mode(node) or _name(node) == "_log_api_usage_once"):
             graph.erase_node(node)
 
 

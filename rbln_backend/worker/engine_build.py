@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
+from rbln_backend.compiler.device import installed_sdk
 from rbln_backend.compiler.port import CompiledGraph, Compiler
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
@@ -178,7 +179,9 @@ class EngineBuild:
             )
         self._store = open_store(rbln, parts.board)
         self._factory = self._make_factory()
-        self._draws = DeviceSampler() if rbln.sample_on_device else None
+        self._draws: DeviceSampler | None = None
+        if rbln.sample_on_device:
+            self._draws = DeviceSampler(str(getattr(installed_sdk(), "__version__", "0")))
         counts = self._generates and parts.place.counts_steps
         own = (config, parts.compiler, self._groups, tables)
         self._usage = open_usage(*own) if counts else None

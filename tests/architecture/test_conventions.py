@@ -21,7 +21,10 @@ def test_generated_pages_are_fresh() -> None:
 
 
 def test_no_text_is_executed() -> None:
-    """`fx.GraphModule` writes a graph as source and executes it; `CallList` runs graphs instead."""
+    """`fx.GraphModule` writes a graph as source and executes it; `CallList` runs graphs instead.
+
+    But for the SDK, which takes nothing else.
+    """
     forbidden = {"GraphModule", "symbolic_trace", "eval", "exec", "compile"}
     found = set()
     for path in python_files(*PACKAGES):
@@ -32,4 +35,4 @@ def test_no_text_is_executed() -> None:
                 found.add(f"{relative(path)}: {node.func.id}")
             elif isinstance(node.func, ast.Attribute) and node.func.attr in ("GraphModule", "exec"):
                 found.add(f"{relative(path)}: {node.func.attr}")
-    assert found == set()
+    assert found == {"rbln_backend/compiler/sdk/modules.py: GraphModule"}

@@ -78,7 +78,7 @@ def filtered(logprobs: Tensor, fields: dict[str, Any]) -> Tensor:
     ordered, ids = probs.sort(descending=True)
     ordered[fields.get("top_k", len(ordered)) :] = 0
     ordered /= ordered.sum()
-    ordered[ordered.cumsum(0) - ordered >= fields.get("top_p", 2.0)] = 0
+    ordered[ordered.cumsum(0) - ordered >= min(fields.get("top_p", 1.0), 0.995)] = 0
     return torch.zeros_like(probs).scatter(0, ids, ordered / ordered.sum())
 
 
@@ -182,6 +182,18 @@ def test_a_seed_gives_the_tokens_of_the_host(life: Life, cold: Ran, folder: Path
     # Of one row for prompts and decode steps, of two and of four; none while serving.
     assert sum(map(_draws, compiled)) == 3
     assert len(compiled) == len(cold.calls("compile")) == len(on_host.calls("compile")) + 3
+
+
+def test_the_seed_of_the_engine_repeats_draws(checkpoint: Path, folder: Path) -> None:
+    rounds: list[tuple[list[Request], int]] = [
+        ([(ONE_CHUNK, {**KINDS["both"], "max_tokens": 8})], 8)
+    ]
+    first, again, other = (
+        run(Life(checkpoint, rounds, {"seed": seed}), folder, ON_DEVICE).answers[0]
+        for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
 
 
 def test_a_seed_gives_the_same_tokens_with_asynchronous_scheduling(

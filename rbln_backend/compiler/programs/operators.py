@@ -15,7 +15,7 @@ import torch
 from torch._C import FunctionSchema
 
 from rbln_backend.compiler.programs import sdk_schemas
-from rbln_backend.compiler.programs.sdk_schemas import PASSED, passed_schema
+from rbln_backend.compiler.programs.sdk_schemas import PASSED, stored_schema
 from rbln_backend.errors import CompileError
 from rbln_backend.parallel import collectives
 
@@ -23,11 +23,11 @@ Target = Callable[..., Any] | str
 
 # Functions of torch and methods of tensors.
 _BOTH = """
-abs add addmm all any argmax bmm chunk clamp cos cumsum div eq exp expm1 flatten floor gather ge gt
-index_select le log logical_and logical_not logical_or lt masked_fill matmul max maximum mean min
-minimum mm movedim mul narrow ne neg outer permute pow reciprocal relu repeat_interleave reshape
-rsqrt scatter select sigmoid sin softmax split sqrt square squeeze std sub sum tanh tensor_split
-tile topk transpose tril triu unbind unsqueeze var
+abs add addmm all amax any argmax bmm chunk clamp clamp_min cos cumsum div eq exp expm1 flatten
+floor gather ge gt index_select le log logical_and logical_not logical_or lt masked_fill matmul max
+maximum mean min minimum mm movedim mul narrow ne neg outer permute pow reciprocal relu
+repeat_interleave reshape rsqrt scatter select sigmoid sin softmax split sqrt square squeeze std
+sub sum tanh tensor_split tile topk transpose tril triu unbind unsqueeze var
 """
 _FUNCTIONS = """
 arange cat concat einsum empty empty_like full full_like ones ones_like stack where zeros zeros_like
@@ -106,7 +106,7 @@ def schema_of(name: str) -> FunctionSchema | None:
     namespace, _, op_name = qualified.partition("::")
     is_passed = op_name in PASSED and namespace == sdk_schemas.namespace_of(op_name)
     if is_passed and overload == "default":
-        return passed_schema(op_name)
+        return stored_schema(op_name)
     return _torch_op(name)._schema
 
 

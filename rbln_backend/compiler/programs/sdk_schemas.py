@@ -6,6 +6,7 @@ is what the vendor's vllm-rbln 0.12 passes. Here it is compared with what is ins
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -56,8 +57,8 @@ PASSED: Mapping[str, str] = {
     ),
     "custom_moe_glu_group_dequantize": f"Tensor hidden_states, {_BLOCKS}, {_BIASES}",
     "custom_moe_glu_group_dequantize.nvfp4": (
-        f"Tensor hidden_states, {_BLOCKS}, {_BIASES}, *, Tensor gate_scale_2, Tensor up_scale_2,"
-        " Tensor down_scale_2, str weight_dtype"
+        f"Tensor hidden_states, {_BLOCKS}, {_BIASES}, *, Tensor gate_proj_scale_2,"
+        " Tensor up_proj_scale_2, Tensor down_proj_scale_2, str weight_dtype"
     ),
     "custom_moe_glu_w8a8": (
         f"Tensor hidden_states, Tensor hidden_scale, {_BLOCKS}, ScalarType compute_dtype, {_BIASES}"
@@ -71,7 +72,8 @@ PASSED: Mapping[str, str] = {
     "argmax": "Tensor logits",
     "top_k_top_p": "Tensor probs, Tensor k, Tensor p",
 }
-"""By op: the arguments that are passed, by position; behind a dot, a form with further ones."""
+"""By op: the arguments that are passed, by position, and by name behind ``*``; behind a dot, a form
+with further ones by name."""
 
 
 def namespace_of(name: str) -> str:
@@ -82,6 +84,14 @@ def namespace_of(name: str) -> str:
 def passed_schema(name: str) -> torch._C.FunctionSchema:
     """The schema of an op as this backend calls it."""
     return torch._C.parse_schema(f"{namespace_of(name)}::{name}({PASSED[name]}) -> Tensor")
+
+
+def stored_schema(name: str) -> torch._C.FunctionSchema:
+    """The schema of all forms of an op: what only one of them passes is optional."""
+    own = [text for form, text in PASSED.items() if form.startswith(f"{name}.")]
+    further = [re.sub(r"(\w+) (\w+)", r"\1? \2=None", text.split("*, ")[1]) for text in own]
+    arguments = ", *, ".join([PASSED[name], *further])
+    return torch._C.parse_schema(f"{namespace_of(name)}::{name}({arguments}) -> Tensor")
 
 
 def check_ops(*names: str) -> None:
@@ -100,8 +110,16 @@ def _problem(name: str) -> str | None:
     packet = getattr(getattr(torch.ops, namespace_of(name)), op, None)
     if packet is None:
         return "is missing"
-    wanted = packet.default._schema.arguments
-    passed = passed_schema(name).arguments
+    every = packet.default._schema.arguments
+    passed = [one for one in passed_schema(name).arguments if not one.kwarg_only]
+    named = {one.name: one for one in passed_schema(name).arguments if one.kwarg_only}
+    wanted = [one for one in every if one.name not in named]
+    taken = {one.name: one for one in every if one.name in named}
+    if missing := sorted(named.keys() - taken.keys()):
+        return f"has no argument {missing[0]}, which is passed"
+    for keyword, one in taken.items():
+        if not named[keyword].type.isSubtypeOf(one.type):
+            return f"takes {one.real_type} as {keyword}, {named[keyword].real_type} is passed"
     if len(wanted) < len(passed):
         return f"takes {len(wanted)} arguments, {len(passed)} are passed"
     for number, (one, other) in enumerate(zip(wanted, passed, strict=False)):

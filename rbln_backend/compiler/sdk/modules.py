@@ -18,33 +18,11 @@ from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rbln_backend.compiler.programs.call_list import CallList
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.programs.shapes import make_tensors_on
 
 
-class ProgramModule(fx.GraphModule):
-    """A graph module that runs its graph as a list of calls.
-
-    The SDK takes an ``fx.GraphModule``, whose ``forward`` is source text that was executed. Here
-    ``code`` holds that text for whoever reads it, and nothing executes it.
-    """
-
-    _calls: CallList
-
-    def recompile(self) -> fx.graph.PythonCode:
-        """Follow a change of ``graph``."""
-        written = self._graph.python_code(root_module="self")
-        self._code = written.src
-        # The class is this instance's own; a copy of the instance makes calls of its copied graph.
-        type(self)._calls = CallList(self._graph)
-        return written
-
-    def forward(self, *inputs: Any) -> Any:
-        return self._calls(*inputs)
-
-
-def module_of(program: Program, device: torch.device | None) -> ProgramModule:
+def module_of(program: Program, device: torch.device | None) -> fx.GraphModule:
     """A copy of ``program`` whose placeholders are named after what they are bound to.
 
     ``device``: where tensors lie that the graph makes, if not in host memory.
@@ -57,7 +35,12 @@ def module_of(program: Program, device: torch.device | None) -> ProgramModule:
     graph.output(graph.graph_copy(program.graph, copies))
     if device is not None:
         make_tensors_on(graph, device)
-    return ProgramModule(nn.Module(), graph)
+    for node in graph.nodes:
+        # Dynamo names an op without its overload, and the SDK may know patterns of such names.
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and target._overloadname == "default":
+            node.target = target.overloadpacket
+    return fx.GraphModule(nn.Module(), graph)
 
 
 def input_name(binding: str) -> str:

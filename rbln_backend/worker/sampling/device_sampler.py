@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from rbln_backend.compiler.port import CompiledGraph, SamplingGraph
@@ -38,15 +39,20 @@ class _LoadedGraph(NamedTuple):
 
 
 class DeviceSampler:
-    """Draws with the SDK's ``top_k_top_p``, which takes no seed.
+    """Draws with the SDK's ``top_k_top_p``, which takes the seed of the engine, not of a request.
 
     Greedy requests are drawn from their likeliest token alone. A request without ``top_p`` has 1.0,
-    as vLLM samples it; the vendor gives 0.995 to a step of which no request has one.
+    as vLLM samples it, and 0.995 with SDK 0.12.0: vllm-rbln 0.12.0 never gives the op more, until
+    it is mended, and a release for 0.12.1 does.
     """
 
-    def __init__(self) -> None:
-        """Raises ``UnsupportedModelError`` where the installed SDK lacks the op."""
+    def __init__(self, sdk_version: str) -> None:
+        """`sdk_version` is the installed SDK's.
+
+        Raises ``UnsupportedModelError`` where the installed SDK lacks the op.
+        """
         check_ops("top_k_top_p")
+        self._largest_top_p = 1.0 if Version(sdk_version) > Version("0.12.0") else 0.995
         self._loaded: dict[int, _LoadedGraph] = {}
 
     def compile(
@@ -59,7 +65,7 @@ class DeviceSampler:
                 continue
             listener.graph_started(spec)
             started = time.perf_counter()
-            self._loaded[spec.bucket] = _load(spec, graph, factory)
+            self._loaded[spec.bucket] = _load(spec, graph, factory, self._largest_top_p)
             listener.graph_done(spec, "compiled", time.perf_counter() - started)
 
     def takes(self, metadata: SamplingMetadata) -> bool:
@@ -79,17 +85,20 @@ class DeviceSampler:
         graph, inputs = self._loaded[rows]
         places = outputs.arranged(torch.arange(rows))[:count]
         _fill(inputs, places, metadata, vocab_size)
+        inputs["top_p"].clamp_(max=self._largest_top_p)
         (tokens,) = graph.run_over(_LOGITS, logits)
         drawn: list[list[int]] = outputs.arranged(tokens.cpu())[:count, None].tolist()
         return drawn
 
 
-def _load(spec: GraphSpec, graph: CompiledGraph, factory: GraphFactory) -> _LoadedGraph:
-    """Return the graph ``spec`` over logits like those of ``graph``."""
+def _load(
+    spec: GraphSpec, graph: CompiledGraph, factory: GraphFactory, top_p: float
+) -> _LoadedGraph:
+    """Return the graph ``spec`` over logits like those of ``graph``, run once with ``top_p``."""
     inputs = {
         "temperature": torch.ones(spec.bucket),
         "top_k": torch.ones(spec.bucket, dtype=torch.int32),
-        "top_p": torch.ones(spec.bucket),
+        "top_p": torch.full((spec.bucket,), top_p),
     }
     logits = graph.run()[0]
     given = {_LOGITS: torch.zeros(logits.shape, dtype=logits.dtype), **inputs}

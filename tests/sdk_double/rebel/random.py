@@ -1,10 +1,13 @@
-"""The device's random numbers: torch's, on the CPU."""
+"""The device's random numbers: not the host's, and others in each process without a seed."""
 
 from __future__ import annotations
 
 import torch
 
+GENERATOR = torch.Generator()
+GENERATOR.seed()
+
 
 def manual_seed(seed: int) -> None:
     """Seed what the sampling ops draw from."""
-    torch.manual_seed(seed)
+    GENERATOR.manual_seed(seed)

@@ -49,7 +49,14 @@ def with_idle_dropout(x: Tensor) -> Tensor:
     return functional.dropout(functional.dropout(x.cos(), 0.5, False), p=0.0)
 
 
-@pytest.mark.parametrize("function", [without_gradients, without_autocast, with_idle_dropout])
+def with_a_module_made_inside(x: Tensor) -> Tensor:
+    return nn.Identity()(x).cos()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [without_gradients, without_autocast, with_idle_dropout, with_a_module_made_inside],
+)
 def test_what_computes_nothing_is_left_out(function: Callable[[Tensor], Tensor]) -> None:
     program = captured(function)
     assert operators(program) == ["cos"]

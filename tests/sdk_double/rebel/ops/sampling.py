@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from rebel.ops.library import RBLN, define
+from rebel.random import GENERATOR
 from rebel.settings import SETTINGS
 from torch import Tensor
+
+_LARGEST_P = torch.tensor(0.995)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -18,7 +21,11 @@ def argmax(logits: Tensor) -> Tensor:
 
 def top_k_top_p(probs: Tensor, k: Tensor | None = None, p: Tensor | None = None) -> Tensor:
     """A draw from probs [B, V], cut to the k likeliest and to the likeliest that make up p."""
-    return torch.multinomial(_cut(probs, k, p), 1).squeeze(1).to(torch.int32)
+    if p is not None and bool((p > _LARGEST_P).any()):
+        raise RuntimeError(
+            f"p is {float(p.max())}: the vendor's release never gives more than 0.995"
+        )
+    return torch.multinomial(_cut(probs, k, p), 1, generator=GENERATOR).squeeze(1).to(torch.int32)
 
 
 def _cut(probs: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
@@ -53,11 +60,11 @@ def rejection_sample(
         for number, place in enumerate(range(first, end)):
             (left,) = _cut(probs[place][None], *(x if x is None else x[own] for x in (k, p)))
             draft = int(drafts[place])
-            if torch.rand(()) * left.sum() < left[draft]:
+            if torch.rand((), generator=GENERATOR) * left.sum() < left[draft]:
                 accepted[row] += 1
                 continue
             left[draft] = 0
-            recovered[row, number] = torch.multinomial(left, 1)
+            recovered[row, number] = torch.multinomial(left, 1, generator=GENERATOR)
             break
         first = end
     return recovered, accepted
