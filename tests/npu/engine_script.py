@@ -77,7 +77,7 @@ def _answer(
     params = SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=True, **fields)
     answers = []
     for number, batch in enumerate(batches):
-        own = adapters[number] if adapters else [*(None for _ in batch)]
+        own: list[str | None] = adapters[number] if adapters else [None] * len(batch)
         answers.append(_generate(llm.llm_engine, batch, params, abort_after, own, coming_adapter))
     llm.llm_engine.engine_core.shutdown()
     del llm
