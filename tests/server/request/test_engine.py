@@ -117,11 +117,11 @@ def test_a_slow_template_holds_up_nobody(server: RealServer) -> None:
         answered = 0
         while not slow.done():
             assert post(server, CHAT).status_code == 200
-            answered += 1
+            answered += not slow.done()
     answer = slow.result()
-    assert (answer.status_code, code(answer)) == (429, "overloaded")
-    assert "longer than 10 s" in answer.text
-    assert answered > 3
+    assert (answer.status_code, code(answer)) == (400, "invalid_value")
+    assert "longer than 3 s" in answer.text
+    assert answered
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_slow_template_holds_up_nobody(server: RealServer) -> None:
     [
         ({"messages": [{**USER, "content": "x" * 200}] * 300}, {400}),
         # On a busy machine it takes too long before it takes too much.
-        ({"chat_template": DOUBLING}, {413, 429}),
+        ({"chat_template": DOUBLING}, {400, 413}),
         ({"chat_template": "{% for a in messages %}{{ unheard.of }}{% endfor %}"}, {400}),
     ],
 )
