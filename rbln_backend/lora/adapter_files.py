@@ -53,7 +53,7 @@ class _Selection:
         if not all(type(layer) is int for layer in layers):
             raise AdapterError(f"layers_to_transform is {layers!r}, not a list of integers")
         self._layers = frozenset(layers)
-        self._names = {
+        self._names: dict[str, Any] = {
             field: frozenset(value) if isinstance(value := config.get(field), list) else value
             for field in ("target_modules", "exclude_modules")
         }

@@ -104,7 +104,7 @@ class Connection(HttpToolsProtocol):
             _end(self._served)
         self._out.lost()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Return True to answer a client that has only ended its sending side.
 
         A client that has closed its socket sends the same end, and resets the connection when more
