@@ -22,6 +22,11 @@ _OF_TEMPLATES = (
 )
 """The exceptions of templates, raised explicitly or by an unexpected conversation."""
 
+_QUOTES = "\nRendered chat:\n"
+_NOT_CONTINUED = (
+    "The last message cannot be continued: the chat template leaves it out or changes its text."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
@@ -40,10 +45,17 @@ class Rendering:
         template = {"chat_template": self.arguments["chat_template"]}
         variables = {k: v for k, v in self.arguments.items() if k not in template}
         conversation, tokens = self.conversation, self.control_tokens
-        if tokens is None or not tokens.may_occur(conversation, variables):
-            return apply(conversation, **template, **variables)
-        conversation, variables = tokens.mark(conversation, variables)
-        return spelled(apply(conversation, **template, **variables))
+        marked = tokens is not None and tokens.may_occur(conversation, variables)
+        if tokens is not None and marked:
+            conversation, variables = tokens.mark(conversation, variables)
+        try:
+            prompt = apply(conversation, **template, **variables)
+        except ValueError as error:
+            # transformers quotes the whole prompt, with the template's own instructions.
+            if _QUOTES not in str(error):
+                raise
+            raise TemplateError(_NOT_CONTINUED) from None
+        return spelled(prompt) if marked else prompt
 
     def as_job(self) -> bytes:
         """Return the job's bytes."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NoReturn
 
+import pytest
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from default_model.paths import CHECKPOINT
 from server.vllm.rendering.control_tokens import ControlTokens
-from server.vllm.rendering.job import Rendered, render
+from server.vllm.rendering.job import Rendered, Rendering, render
 from server.vllm.rendering.tokenizer import SMALL_MESSAGES, RemoteTemplates
 
 
@@ -63,3 +68,17 @@ async def test_texts_of_control_tokens_are_marked_where_a_server_wants_it() -> N
             prompt = await asyncio.to_thread(templates.apply, here, {}, [message], **options)
             assert prompt == "<|end|><|end|>"
             assert getattr(prompt, "marks", None) == marks
+
+
+@pytest.mark.parametrize("tokens", [None, ControlTokens(frozenset(("<|end|>",)))])
+@pytest.mark.parametrize("answer", ["it", "<|end|>"])
+def test_an_error_does_not_quote_the_prompt(tokens: ControlTokens | None, answer: str) -> None:
+    template = "secret{% for m in messages[:-1] %}{{ m.content }}{% endfor %}"
+    options = {"chat_template": template, "tokenize": False, "continue_final_message": True}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
+    rendering = Rendering(turns, options, {}, tokens)
+    with pytest.raises(TemplateError) as here:
+        rendering.run(AutoTokenizer.from_pretrained(CHECKPOINT).apply_chat_template)
+    assert str(here.value) == render(rendering.as_job()).reason
+    assert str(here.value).startswith("The last message cannot be continued: the chat template ")
+    assert "secret" not in str(here.value)
