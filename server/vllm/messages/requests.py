@@ -31,6 +31,9 @@ def as_chat_request(request: BaseModel, *, merge_inline_system: bool) -> BaseMod
         chat.response_format = ResponseFormat(
             type="json_schema", json_schema=JsonSchemaResponseFormat(name="json_schema", schema={})
         )
+    if not chat.tools and chat.tool_choice is None:
+        # As in a chat. Otherwise vLLM reads the answer as one that may have calls.
+        chat.tool_choice = "none"
     if _is_begun(chat.messages[-1]):
         chat.add_generation_prompt, chat.continue_final_message = False, True
     return chat

@@ -47,7 +47,8 @@ def server(
 ) -> Iterator[RealServer]:
     folder = tmp_path_factory.mktemp("s")
     model = write_thinking_model(folder / "model")
-    with RealServer(model, folder, "--reasoning-parser", request.param) as up:
+    calls = "--enable-auto-tool-choice", "--tool-call-parser", "hermes"
+    with RealServer(model, folder, "--reasoning-parser", request.param, *calls) as up:
         up.until_ready()
         yield up
 
@@ -172,7 +173,11 @@ def test_markers_in_an_answer_are_text(server: RealServer, text: str) -> None:
         assert (blocks, kind, json.loads(answer), stop) == (before, "text", {"n": text}, "end_turn")
 
 
-@pytest.mark.parametrize("text", ["The answer: ", "<think>r</think>It is ", "The tag <think> is"])
+CALL = '<tool_call>\n{"name": "w", "arguments": {"text": "one two'
+BEGUN = ["The answer: ", "<think>r</think>It is ", "The tag <think> is", CALL]
+
+
+@pytest.mark.parametrize("text", BEGUN)
 def test_what_continues_an_answer_is_one(server: RealServer, text: str) -> None:
     begun = [*ASKED, {"role": "assistant", "content": text}]
     thought, said, _, _, count = chat(server, begun, **GO_ON, max_tokens=12)
