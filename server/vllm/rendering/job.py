@@ -50,11 +50,13 @@ class Rendering:
             conversation, variables = tokens.mark(conversation, variables)
         try:
             prompt = apply(conversation, **template, **variables)
-        except ValueError as error:
+        except (TemplateError, ValueError) as error:
             # transformers quotes the whole prompt, with the template's own instructions.
-            if _QUOTES not in str(error):
+            quotes = _QUOTES in str(error)
+            if not quotes and not marked:
                 raise
-            raise TemplateError(_NOT_CONTINUED) from None
+            reason = _NOT_CONTINUED if quotes else str(spelled(str(error)))
+            raise TemplateError(reason) from None
         return spelled(prompt) if marked else prompt
 
     def as_job(self) -> bytes:

@@ -82,3 +82,12 @@ def test_an_error_does_not_quote_the_prompt(tokens: ControlTokens | None, answer
     assert str(here.value) == render(rendering.as_job()).reason
     assert str(here.value).startswith("The last message cannot be continued: the chat template ")
     assert "secret" not in str(here.value)
+
+
+def test_an_error_quotes_texts_without_marks() -> None:
+    template = "{{ raise_exception('Unknown role ' + messages[0].role) }}"
+    options = {"chat_template": template, "tokenize": False}
+    turns = [{"role": "a<|end|>", "content": "q"}]
+    tokens = ControlTokens(frozenset(("<|end|>",)))
+    job = Rendering(turns, options, {}, tokens).as_job()
+    assert render(job).reason == "Unknown role a<|end|>"
