@@ -9,6 +9,7 @@ answer begins with its own text, or with the character that it completes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from tokenizers.decoders import DecodeStream
@@ -28,17 +29,31 @@ _MOST_OPEN_BYTES = 3
 class _StreamBehindOpenCharacter:
     """A decode stream that begins with the tokens of a character that the prompt left open."""
 
-    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int], chars: int, skip: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tokens: Sequence[int],
+        chars: int,
+        skip: bool,
+        token_bytes: TokenBytes,
+    ) -> None:
         """Read `tokens`, which have `chars` whole characters before the open one."""
         # One letter: a decoder may drop the space before the first word of a text.
         letter = tokenizer.encode("a", add_special_tokens=False).ids
         self._stream = DecodeStream(ids=letter, skip_special_tokens=skip)
+        self._unjoined: DecodeStream | None = DecodeStream(ids=letter, skip_special_tokens=skip)
+        self._bytes_of = partial(token_bytes.of, skip_special_tokens=skip)
         self._drop = chars
         for token in tokens:
             self._stream.step(tokenizer, token)
 
     def step(self, tokenizer: Tokenizer, token: int) -> str | None:
         """Return the text of a token, None while it is incomplete."""
+        if self._unjoined is not None and (own := self._bytes_of(token)):
+            if not 0x80 <= own[0] < 0xC0:
+                # It does not continue the open character, which is then no part of the answer.
+                self._stream, self._drop = self._unjoined, 0
+            self._unjoined = None
         text = self._stream.step(tokenizer, token)
         if text and self._drop:
             text, self._drop = text[self._drop :], 0
@@ -58,7 +73,7 @@ def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
         return
     tokens, chars = _open_tokens([token_bytes.of(token) for token in tail])
     detokenizer.stream = _StreamBehindOpenCharacter(  # type: ignore[assignment]
-        tokenizer, tail[len(tail) - tokens :], chars, skip
+        tokenizer, tail[len(tail) - tokens :], chars, skip, token_bytes
     )
 
 
