@@ -53,8 +53,14 @@ class AnswerLogprobs(LogprobsProcessor):
         decode = detokenizer.decode_next
 
         def decode_next(token: int) -> str:
-            self.starts.append(len(detokenizer.output_text))
-            return decode(token)
+            text = decode(token)
+            start = len(detokenizer.output_text)
+            own = token_bytes(self.tokenizer).of(token).decode(errors="replace")
+            # What comes before its own text is left of a character that it does not continue.
+            if own and text.endswith(own):
+                start += len(text) - len(own)
+            self.starts.append(start)
+            return text
 
         detokenizer.decode_next = decode_next  # type: ignore[method-assign, assignment]
 

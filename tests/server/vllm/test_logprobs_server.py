@@ -157,6 +157,7 @@ ECHOES: list[dict[str, Any]] = [
     {"prompt": "one two 漢字 three", "truncate_prompt_tokens": 5, "truncation_side": "left"},
     {"prompt": PROMPT_IDS, "truncate_prompt_tokens": 3, "truncation_side": "left"},
     {"prompt": "a", "allowed_token_ids": [END, *BYTES], "ignore_eos": True, "seed": 3},
+    {"prompt": "a", "allowed_token_ids": [68, 249], "bad_words": ["aa"], "ignore_eos": True},
     {"prompt": "a", "stop": ["!"], "structured_outputs": say("b 漢!")},
     {"prompt": "a", "skip_special_tokens": False, "ignore_eos": True, "allowed_token_ids": [END]},
 ]
