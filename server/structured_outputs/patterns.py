@@ -69,6 +69,7 @@ _NUL, _SECOND = r"\x00", r"\x01"
 _NULS = (_NUL, r"\u0000", "\0")
 """NUL in a class: llguidance 1.7.6 and 1.9.1 add a quote and a backslash to a class that has it."""
 _NOTHING = r"[^\s\S]"
+_POSIX = re.compile(r"\[:\^?[a-z]+:\]")
 _SEVERAL = re.compile(r"\\[dDwWsSpP]")
 _END, _ALL = "end", "all"
 """Marks of a text and of a prefix in a tree of characters; a character is shorter."""
@@ -196,6 +197,8 @@ class _Translation:
         items = list[str]()
         while not pattern.startswith("]", self._at):
             start = self._at
+            if named := _POSIX.match(pattern, start):
+                raise PatternError(f"'{named[0]}' in a class is read differently")
             first = self._member(wide=negated)
             if pattern.startswith("-", self._at) and not pattern.startswith("-]", self._at):
                 self._at += 1

@@ -47,6 +47,7 @@ def test_a_match_is_one_for_python(pattern: str) -> None:
         (r"a\b", "word boundary"),
         (r"\Aa", "escape"),
         ("[]a]", "read differently"),
+        ("[^a[:alpha:]]", "read differently"),
         ("[a", "no end"),
         (r"[a-\d]", "range"),
         (r"\ud800", "surrogate"),
