@@ -84,6 +84,10 @@ class EngineClient(AsyncLLM):
         if isinstance(params, SamplingParams):
             self._check_length(prompt)
             check_logprobs(params, prompt, self.model_config.get_vocab_size())
+            if params.bad_words:
+                ids = bad_word_ids(params.bad_words, self.renderer.tokenizer)
+                # vLLM has no ids for a word of white space alone, and refuses it.
+                params._bad_words_token_ids, params.bad_words = ids, []
             if self.grammars is not None and params.structured_outputs is not None:
                 await self._settle_grammar(params, self.grammars, record)
                 self._settle_reasoning(kwargs)
@@ -113,9 +117,6 @@ class EngineClient(AsyncLLM):
         queue: RequestOutputCollector,
     ) -> None:
         params = request.sampling_params
-        if params is not None and params.bad_words:
-            tokenizer = self.renderer.tokenizer
-            params._bad_words_token_ids = bad_word_ids(params.bad_words, tokenizer)
         if params is not None and parent_req is not None and params.seed is not None:
             assert parent_req.sampling_params.seed is not None
             params.seed = child_seed(parent_req.sampling_params.seed, index)

@@ -30,6 +30,8 @@ def check_sampling_values(
     _check_logprobs(fields, limits)
     for name in (*fields_of_kind(endpoint, FieldKind.STOP), "bad_words"):
         _check_words(name, fields.get(name))
+    if fields.get("allowed_token_ids") == [] and not fields.get("use_beam_search"):
+        raise InvalidValueError("'allowed_token_ids' must not be empty.", param="allowed_token_ids")
     _check_repetition(fields.get(_REPETITION))
 
 

@@ -42,6 +42,7 @@ def check(fields: Fields, *, max_logprobs: int = 20, **defaults: Any) -> None:
         ({"stop": ["a", ""]}, "stop[1]", "must not be empty"),
         ({"stop": ""}, "stop", "must not be empty"),
         ({"bad_words": [""]}, "bad_words[0]", "must not be empty"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
         ({PATTERN: {"max_pattern_size": -1}}, f"{PATTERN}.max_pattern_size", "at least 0, got -1"),
         (
             {PATTERN: {"max_pattern_size": 2, "min_pattern_size": 5}},

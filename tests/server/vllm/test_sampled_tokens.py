@@ -164,6 +164,15 @@ def test_a_row_without_a_token_harms_no_other(server: RealServer) -> None:
     assert found == [alone]
 
 
+@pytest.mark.parametrize("word", ["\n", " "])
+def test_white_space_can_be_banned(server: RealServer, word: str) -> None:
+    body = {"model": "tiny", "prompt": word, "add_special_tokens": False}
+    (token,) = server.client.post("/tokenize", json=body).json()["tokens"]
+    wish = {"logit_bias": {str(token): 100}, "temperature": 0}
+    assert set(tokens(server, **wish)) == {token}
+    assert token not in tokens(server, **wish, bad_words=[word])
+
+
 MIXES: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0, "speculative": False},
@@ -409,37 +418,55 @@ def test_aborted_requests_are_counted_and_pay_what_was_read(server: RealServer) 
         "max_tokens": 240,
         "prompt": [5] * 10,
     }
-    for _ in range(3):
+    started = 0
+    used = before
+    # A stream whose end is there before the client goes away is no aborted one: try another.
+    while started < 3 or (used["aborted"] < 3 and started < 12):
         with server.client.stream("POST", COMPLETIONS, json=long | {"stream": True}) as stream:
             next(stream.iter_lines())
-    late = server.client.post(
-        COMPLETIONS, json=long | {"n": 2}, headers={"x-request-timeout-ms": "60"}
-    )
-    assert late.status_code in (408, 504), late.text
-    used = spending(server, before, aborted=5)
-    assert used["aborted"] == 5
-    # The last one may have been too late for its first token.
-    assert used["prompt"] in (30, 40)
+        started += 1
+        used = spending(server, before)
+    assert 3 <= used["aborted"] <= started
+    assert used["prompt"] == 10 * started
+    streams = used["aborted"]
+    # A limit which is over before the request has reached the engine aborts nothing there.
+    for attempts in range(1, 6):
+        late = server.client.post(
+            COMPLETIONS,
+            json=long | {"n": 2},
+            headers={"x-request-timeout-ms": str(30 * 2**attempts)},
+        )
+        assert late.status_code in (408, 504), late.text
+        used = spending(server, before)
+        if used["aborted"] >= streams + 2:
+            break
+    assert streams + 2 <= used["aborted"] <= started + 2 * attempts
+    # A late request may have been too late for its first token.
+    assert 10 * started <= used["prompt"] <= 10 * (started + attempts)
     assert used["completion"] == used["generated"]
 
 
 def test_a_prompt_that_was_not_read_is_not_paid(server: RealServer) -> None:
     long = {"model": "tiny", "ignore_eos": True, "max_tokens": 200, "prompt": [5] * 10}
-    before = spent(server)
-    running = [
-        threading.Thread(target=lambda: server.client.post(COMPLETIONS, json=long))
-        for _ in range(4)
-    ]
-    for each in running:
-        each.start()
-    time.sleep(0.1)
-    with pytest.raises(httpx.ReadTimeout):
-        # All four rows are in use.
-        server.client.post(COMPLETIONS, json=long, timeout=0.05)
-    for each in running:
-        each.join()
-    used = spending(server, before, aborted=1)
-    assert (used["aborted"], used["prompt"], used["read"]) == (1, 40, 40)
+    # On a busy machine, the fifth may come too late to wait, or not at all: try again.
+    for _ in range(5):
+        before = spent(server)
+        running = [
+            threading.Thread(target=lambda: server.client.post(COMPLETIONS, json=long))
+            for _ in range(4)
+        ]
+        for each in running:
+            each.start()
+        time.sleep(0.1)
+        with pytest.raises(httpx.ReadTimeout):
+            # All four rows are in use.
+            server.client.post(COMPLETIONS, json=long, timeout=0.05)
+        for each in running:
+            each.join()
+        used = spending(server, before, aborted=1)
+        if (found := (used["aborted"], used["prompt"], used["read"])) == (1, 40, 40):
+            break
+    assert found == (1, 40, 40)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
