@@ -177,7 +177,7 @@ def marked_reasoning(parser: type[ReasoningParser] | None) -> type[ReasoningPars
     """
     from rbln_backend.grammar.reasoning import marked_reasoning
 
-    return marked_reasoning(parser)
+    return marked_reasoning(parser)  # type: ignore[arg-type]
 
 
 def grammar_trial(

@@ -172,7 +172,7 @@ def pin_backend(manager: StructuredOutputManager, vllm_config: VllmConfig) -> No
             # It imports vLLM's parsers, which a trial process does not need.
             from rbln_backend.grammar.reasoning import marked_reasoning
 
-            manager.reasoner_cls = marked_reasoning(manager.reasoner_cls)
+            manager.reasoner_cls = marked_reasoning(manager.reasoner_cls)  # type: ignore[arg-type]
 
 
 def _lower_priority() -> None:

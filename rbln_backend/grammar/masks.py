@@ -59,10 +59,12 @@ class StepMasks:
         begun, self._begun = self._begun, None
         if begun is not None and begun[0] is output:
             found: GrammarOutput | None = begun[1].result()
-        elif (found := self._fill_all(output)) is None:
-            return None
         else:
-            self._fill_seconds.observe(time.perf_counter() - started)
+            found = self._fill_all(output)
+            if found is not None:
+                self._fill_seconds.observe(time.perf_counter() - started)
+        if found is None:
+            return None
         self._withhold_ends(found, output)
         self._wait_seconds.observe(time.perf_counter() - started)
         return found
@@ -99,8 +101,10 @@ class StepMasks:
     @staticmethod
     def _withheld(request: Request | None) -> set[int]:
         """Return the tokens that end the grammar, but not the answer."""
-        params = None if request is None else request.sampling_params
-        if params is None or not params.ignore_eos or not request.use_structured_output:
+        if request is None or not request.use_structured_output:
+            return set()
+        params = request.sampling_params
+        if params is None or not params.ignore_eos:
             return set()
         return set(params.all_stop_token_ids).difference(params.stop_token_ids or ())
 

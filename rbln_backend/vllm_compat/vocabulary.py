@@ -17,7 +17,7 @@ def missing_token_ids(tokenizer: Any, vocab_size: int) -> list[int]:
         return []
     known = set(tokenizer.get_vocab().values())
     missing = [token for token in range(vocab_size) if token not in known]
-    fast = getattr(tokenizer, "_tokenizer", None)
+    fast: Any = getattr(tokenizer, "_tokenizer", None)
     if hasattr(fast, "id_to_token"):
         return [token for token in missing if fast.id_to_token(token) is None]
     # In other tokenizers several ids may have one name, such as bytes that are no text.

@@ -25,11 +25,12 @@ class Coordinator(DPCoordinatorProc):
             """Makes messages without content of those that are from no engine."""
 
             def decode(self, bufs: Any) -> EngineCoreOutputs:
-                outputs = decode_outputs(super(), bufs, range(engine_count))
+                decoder: Any = super()
+                outputs = decode_outputs(decoder, bufs, range(engine_count))
                 if outputs is None or outputs.outputs or outputs.utility_output is not None:
                     log_stranger("to the coordinator's port")
                     return EngineCoreOutputs()
                 return outputs
 
-        coordinator.MsgpackDecoder = Decoder  # type: ignore[misc]
+        coordinator.MsgpackDecoder = Decoder  # type: ignore[attr-defined]
         DPCoordinatorProc.run_coordinator(engine_count, *args, **kwargs)

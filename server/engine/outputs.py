@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
@@ -141,13 +141,17 @@ class QueueAwareOutputs(TracedOutputs):
         """Record requests as finished by an abort, in vLLM's metrics."""
         manager = self._engine.logger_manager
         engines = getattr(self._engine.engine_core, "reqs_in_flight", {})
-        for state in states if manager is not None else ():
+        if manager is None:
+            return
+        for state in states:
             stats, times = IterationStats(), state.stats
             assert times is not None
             if state.is_prefilling:
                 # The engine reports times with the first token: all of it counts as waiting.
                 waited = stats.iteration_timestamp - times.arrival_time
-                begun = dict.fromkeys(("scheduled_ts", "first_token_ts", "last_token_ts"), waited)
+                begun: dict[str, Any] = dict.fromkeys(
+                    ("scheduled_ts", "first_token_ts", "last_token_ts"), waited
+                )
                 times = dataclasses.replace(times, **begun)
             stats.update_from_finished_request(
                 FinishReason.ABORT,

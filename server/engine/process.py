@@ -82,7 +82,9 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
     clients: list[Future[EngineCoreClient]] = []
 
     def start_engine() -> EngineCoreClient:
-        from server.engine.coordinator import Coordinator, coordinator
+        from vllm.v1.engine import coordinator
+
+        from server.engine.coordinator import Coordinator
 
         coordinator.DPCoordinatorProc = Coordinator  # type: ignore[misc]
         try:

@@ -157,10 +157,10 @@ def forbid_missing_tokens(model: nn.Module, config: ModelConfig, *, runs_on_host
 def _logits_of(model: Any, hidden: Tensor) -> Tensor:
     """Hidden states [rows, H] to logits [rows, V], -inf for ids without a token."""
     logits: Tensor = model.compute_logits(hidden)
-    values = getattr(model, "missing_logits", None)
+    values: Tensor | None = getattr(model, "missing_logits", None)
     if values is None:
         return logits
-    ids = getattr(model, "missing_ids", None)
+    ids: Tensor | None = getattr(model, "missing_ids", None)
     if ids is None:
         return logits + values
     return logits.index_copy_(1, ids, values.expand(logits.shape[0], -1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import regex  # type: ignore[import-untyped]
+import regex
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-import regex  # type: ignore[import-untyped]
+import regex
 
 _SPACE = " \t\n\r"
 _PLAIN = regex.compile(r'[^"\\\x00-\x1f]*')
