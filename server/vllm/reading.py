@@ -146,12 +146,12 @@ class BodyReader:
             # Clients without tools send an empty list, which vLLM's chat model rejects.
             del fields["tools"]
         self._check_values(endpoint, fields)
-        constraints = self._constraints(endpoint, model, fields)
+        constraints = self._constraints(endpoint, model, fields, unset)
         return ParsedRequest(
             answers=answers_in(endpoint, fields),
             fields=plain_fields(endpoint, fields),
             form=form,
-            model=self._choosing_model(endpoint, form, fields),
+            model=self._choosing_model(endpoint, form, fields, unset),
             error_field=error_field(endpoint, fields),
             constraints=constraints,
             custom_tools=custom_tools,
@@ -167,13 +167,13 @@ class BodyReader:
         )
 
     def _constraints(
-        self, endpoint: Endpoint, model: type[BaseModel], fields: JsonObject
+        self, endpoint: Endpoint, model: type[BaseModel], fields: JsonObject, unset: list[str]
     ) -> list[list[Constraint]]:
         """Return the constraints, before vLLM's model, whose errors show fields of its own."""
         rules = self._rules
         name = "structured_outputs"
         if shape := shapes_of(model).get(name):
-            check_shape(shape, fields.get(name), name, rules.unknown_fields)
+            unset += check_shape(shape, fields.get(name), name, rules.unknown_fields)
         if not rules.guided:
             return []
         return constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)
@@ -200,20 +200,27 @@ class BodyReader:
             check_pooling_limits(endpoint, fields, rules.limits)
         check_choice(endpoint, fields)
 
-    def _choosing_model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
+    def _choosing_model(
+        self, endpoint: Endpoint, form: str, fields: JsonObject, unset: list[str]
+    ) -> BaseModel:
         """Return the request model, with the names of the tools that may be called."""
         choice = ToolChoice.of(fields.get(FIELD))
         if endpoint.chats and FIELD in fields:
             # vLLM's chat model has no list of tools, and treats null as a choice.
             given = fields.pop(FIELD)
             fields |= {} if given is None else {FIELD: choice.mode if choice.listed else given}
-        model = self._model(endpoint, form, fields)
+        model = self._model(endpoint, form, fields, unset)
         if choice.listed:
             allow_names(model, choice)
         return model
 
-    def _model(self, endpoint: Endpoint, form: str, fields: JsonObject) -> BaseModel:
-        """Return the request model; for Anthropic's API, vLLM's chat request."""
+    def _model(
+        self, endpoint: Endpoint, form: str, fields: JsonObject, unset: list[str]
+    ) -> BaseModel:
+        """Return the request model; for Anthropic's API, vLLM's chat request.
+
+        `unset` takes the places of unknown fields that are null.
+        """
         with self._validation_errors(endpoint, form, fields):
             # JSON's own rules and no coercion: a string is not a number, and true is not 1.
             model: BaseModel = _fail_fast_validator(self._models[form]).validate_json(
@@ -221,7 +228,7 @@ class BodyReader:
             )
         _read_lazy_parts(model, fields)
         for name, shape in shapes_of(self._models[form]).items():
-            check_shape(shape, fields.get(name), name, self._rules.unknown_fields)
+            unset += check_shape(shape, fields.get(name), name, self._rules.unknown_fields)
         if endpoint.anthropic:
             with self._validation_errors(endpoint, form, fields):
                 return as_chat_request(model, merge_inline_system=self._rules.merge_inline_system)

@@ -83,31 +83,47 @@ def shape_of(annotation: Any) -> Shape:
     return shape
 
 
-def check_shape(shape: Shape, value: object, path: str, policy: UnknownPolicy) -> None:
+def check_shape(shape: Shape, value: object, path: str, policy: UnknownPolicy) -> list[str]:
     """Raise `UnknownFieldError` for a field that no form of its object has; values are not checked.
 
-    The work is linear in the size of the value.
+    Returns the places of such fields that are null, which is as absent, and takes them out. The
+    work is linear in the size of the value.
     """
+    unset: list[str] = []
+    _check_value(shape, value, path, policy, unset)
+    return unset
+
+
+def _check_value(
+    shape: Shape, value: object, path: str, policy: UnknownPolicy, unset: list[str]
+) -> None:
     if isinstance(value, list) and shape.items is not None:
         for index, item in enumerate(value):
-            check_shape(shape.items, item, f"{path}[{index}]", policy)
+            _check_value(shape.items, item, f"{path}[{index}]", policy, unset)
     elif isinstance(value, dict) and not shape.free:
         forms = [form for form in shape.forms if form.fits(value)]
         if forms:
-            _check_object(forms, value, path, policy)
+            _check_object(forms, value, path, policy, unset)
 
 
 def _check_object(
-    forms: Sequence[ObjectForm], value: Mapping[str, Any], path: str, policy: UnknownPolicy
+    forms: Sequence[ObjectForm],
+    value: dict[str, Any],
+    path: str,
+    policy: UnknownPolicy,
+    unset: list[str],
 ) -> None:
-    for name, inner in value.items():
+    for name, inner in list(value.items()):
         annotations = [form.fields[name] for form in forms if name in form.fields]
         place = f"{path}.{name}"
-        if not annotations:
+        if not annotations and inner is None:
+            unset.append(place)
+            del value[name]
+        elif not annotations:
             known = {known for form in forms for known in form.fields}
             refuse_unknown(unknown_field(place, known), policy)
         elif isinstance(inner, list | dict):
-            check_shape(_union(tuple(annotations)), inner, place, policy)
+            _check_value(_union(tuple(annotations)), inner, place, policy, unset)
 
 
 @cache

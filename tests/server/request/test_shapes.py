@@ -71,6 +71,23 @@ def test_fields_of_no_fitting_form_are_refused(body: dict[str, Any], param: str)
         check_shape(shape, body.get(name), name, "warn")
 
 
+def test_unknown_fields_that_are_null_are_taken_out() -> None:
+    body: Any = {
+        "messages": [{"role": "user", "text": None, "content": [{"type": "text", "url": None}]}],
+        "option": {"siz": None},
+    }
+    unset = [
+        p
+        for n, shape in shapes_of(Request).items()
+        for p in check_shape(shape, body[n], n, "reject")
+    ]
+    assert sorted(unset) == ["messages[0].content[0].url", "messages[0].text", "option.siz"]
+    assert body == {
+        "messages": [{"role": "user", "content": [{"type": "text"}]}],
+        "option": {},
+    }
+
+
 @pytest.mark.parametrize(
     "body",
     [
