@@ -6,6 +6,7 @@ cache root.
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import os
@@ -287,21 +288,30 @@ def import_forged(files: dict[str, bytes], folder: Path, watch: Watch) -> bool:
         write_archive(file, files)
     with watch.over(folder) as seen:
         code = main(["cache", "import", str(bundle), "--cache-root", str(root)])
-        for path in sorted(root.rglob("program.json")):
-            if read_manifest(path.parent).key.fields["backend_sources"] == sources_digest():
-                check_program(path.read_bytes())
+        programs = [
+            check_program(path.read_bytes())
+            for path in sorted(root.rglob("program.json"))
+            if read_manifest(path.parent).key.fields["backend_sources"] == sources_digest()
+        ]
     assert seen == [], seen
+    for program in programs:
+        # The SDK takes source, which is written here, of what has passed: it defines a function.
+        with watch.over(folder) as seen:
+            text = module_of(program, None).code
+        assert {one.partition(" ")[0] for one in seen} <= {"compile", "exec"}, seen
+        assert CODE not in text
+        assert [type(part) for part in ast.parse(text).body] == [ast.FunctionDef]
     assert code in (0, 1)
     assert code == 0 or not root.exists()
     return code == 0
 
 
-def check_program(data: bytes) -> None:
+def check_program(data: bytes) -> Program:
     """Do with an accepted program what a start does, but for running it."""
     program = Program.from_bytes(data)
     assert program.to_bytes() == data
     CallList(program.graph)
-    module_of(program, None)
+    return program
 
 
 def run_campaign(root: Path, count: int, seed: int) -> None:

@@ -86,8 +86,9 @@ class EngineClient(AsyncLLM):
             check_logprobs(params, prompt, self.model_config.get_vocab_size())
             if params.bad_words:
                 ids = bad_word_ids(params.bad_words, self.renderer.tokenizer)
+                params._bad_words_token_ids = ids
                 # vLLM has no ids for a word of white space alone, and refuses it.
-                params._bad_words_token_ids, params.bad_words = ids, []
+                params.bad_words = []
             if self.grammars is not None and params.structured_outputs is not None:
                 await self._settle_grammar(params, self.grammars, record)
                 self._settle_reasoning(kwargs)

@@ -28,9 +28,13 @@ def module_of(program: Program, device: torch.device | None) -> fx.GraphModule:
     ``device``: where tensors lie that the graph makes, if not in host memory.
     """
     graph = fx.Graph()
+    names = [input_name(binding) for binding in program.bindings]
+    # What is bound twice has two names: they are the parameters of a function.
+    counts = [names[:n].count(name) for n, name in enumerate(names)]
+    names = [f"{n}_{count}" if count else n for n, count in zip(names, counts, strict=True)]
     copies: dict[fx.Node, Any] = {
-        node: graph.placeholder(input_name(binding))
-        for node, binding in zip(program.placeholders(), program.bindings, strict=True)
+        node: graph.placeholder(name)
+        for node, name in zip(program.placeholders(), names, strict=True)
     }
     graph.output(graph.graph_copy(program.graph, copies))
     if device is not None:
