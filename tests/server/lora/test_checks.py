@@ -212,7 +212,7 @@ def test_weights_that_were_cut_short(tmp_path: Path) -> None:
     ("content", "words"),
     [
         ("{", "is not valid JSON"),
-        ("[]", "must hold a JSON object, not list"),
+        ("[]", "must hold a JSON object, not an array"),
         ("[" * 100_000, "is not valid JSON"),
         (" " * 1_100_000, "is larger than 1048576 bytes"),
     ],
