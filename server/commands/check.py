@@ -92,8 +92,9 @@ def _refuse(error: LaunchError, out: TextIO, *, as_json: bool) -> int:
 def _inspect(
     config: VllmConfig, args: Namespace, settings: ServerSettings
 ) -> tuple[ModelReport, WeightFiles, ToolSupport | None]:
-    report = api.inspect_model(config)
+    # Before the model, whose graphs depend on the tokenizer: its errors are named here.
     tools = _check_tokenizer(config.model_config, args, settings)
+    report = api.inspect_model(config)
     if config.load_config.load_format == "dummy":
         return report, WeightFiles(), tools
     return report, check_weight_files(config.model_config.model, report.dtype), tools

@@ -19,7 +19,9 @@ class DirectState(RequestState):
 
     direct: DirectFrames
     pushed: list[int]
-    """Tokens whose texts were pushed; vLLM's generator has not counted them."""
+    """Tokens that vLLM's generator has not counted: their texts were pushed, or come at once."""
+    parts_left: int
+    """Outputs before the last of the step that brings them: one text for all of them."""
 
     def make_request_output(
         self,
@@ -30,6 +32,10 @@ class DirectState(RequestState):
         **kwargs: Any,
     ) -> RequestOutput | PoolingRequestOutput | None:
         """Push a text, or return the output that vLLM makes; the arguments are vLLM's."""
+        if finish_reason is None and self.parts_left:
+            self.parts_left -= 1
+            self.pushed += new_token_ids
+            return None
         if finish_reason is None and self.direct.is_open and self._is_read():
             assert self.detokenizer is not None
             # vLLM's generators know what becomes of an empty text, and take it once more.
@@ -64,4 +70,4 @@ def push_to(state: RequestState, direct: DirectFrames) -> None:
     ):
         state.__class__ = DirectState
         assert isinstance(state, DirectState)
-        state.direct, state.pushed = direct, []
+        state.direct, state.pushed, state.parts_left = direct, [], 0

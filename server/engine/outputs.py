@@ -19,7 +19,7 @@ from vllm.v1.engine.output_processor import OutputProcessorOutput
 from vllm.v1.metrics.stats import IterationStats
 
 from rbln_backend.api.requests import PROMPT_PROGRESS, QUEUE_TIMEOUT
-from server.engine.direct_outputs import push_to
+from server.engine.direct_outputs import DirectState, push_to
 from server.engine.open_characters import keep_prompt_out
 from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError, ServerError
@@ -118,6 +118,8 @@ class QueueAwareOutputs(TracedOutputs):
             return [replace(output, new_token_ids=[], new_logprobs=None)]
         if len(tokens) < 2 or not getattr(getattr(state, "detokenizer", None), "stop", None):
             return [output]
+        if isinstance(state, DirectState):
+            state.parts_left = len(tokens) - 1
         given = output.new_logprobs
         *rows, last = (given and given.slice_request(index, 1) for index in range(len(tokens)))
         parts = [

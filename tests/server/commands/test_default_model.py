@@ -197,12 +197,16 @@ def same(whole: Answer, streamed: Answer) -> bool:
     return whole == replace(streamed, calls=calls, complete=list(map(from_json, streamed.complete)))
 
 
+MOST = 150
+"""Tokens of an answer: the calls' special tokens are spelled, the prompt is part of 256."""
+
+
 def every_limit(ask: Any, *args: Any, step: int = 1, **more: Any) -> tuple[Answer, list[Answer]]:
     """Return the full answer, and those of smaller limits, requested in both ways."""
-    full, cut = ask(96, True, *args, **more), list[Answer]()
+    full, cut = ask(MOST, True, *args, **more), list[Answer]()
     assert full.ended == "calls"
     assert full.complete == [arguments for _, arguments in full.calls]
-    for limit in range(1, 96, step):
+    for limit in range(1, MOST, step):
         streamed = ask(limit, True, *args, **more)
         if streamed.ended != "length":
             assert streamed == full
@@ -218,7 +222,7 @@ def every_limit(ask: Any, *args: Any, step: int = 1, **more: Any) -> tuple[Answe
     assert len(cut) > 12
     assert any(not is_whole(text) for one in cut for _, text in one.calls)
     assert not cut[0].calls
-    assert same(ask(96, False, *args, **more), full)
+    assert same(ask(MOST, False, *args, **more), full)
     return full, cut
 
 
@@ -260,11 +264,11 @@ def test_text_and_two_calls_are_cut_where_the_limit_is(client: openai.OpenAI, ap
     assert {len(one.calls) for one in cut} == {0, 1, 2}
     # A stop string cuts as a limit does, and is no reason to call.
     guided["stop"] = "Bo"
-    stopped = getattr(asker, api)(96, True, "auto", **guided)
+    stopped = getattr(asker, api)(MOST, True, "auto", **guided)
     assert stopped.calls[1][1].startswith("{")
     assert not is_whole(stopped.calls[1][1])
     assert len(stopped.complete) < 2
-    assert stopped == getattr(asker, api)(96, False, "auto", **guided)
+    assert stopped == getattr(asker, api)(MOST, False, "auto", **guided)
 
 
 RING: dict[str, Any] = {"name": "ring", "parameters": {"type": "object", "properties": {}}}
