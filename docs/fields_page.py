@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from server.request.fields.field import Field, FieldAction
-from server.request.fields.rendered import RENDERED_CHAT
-from server.request.fields.tables import FIELDS
+from server.request.fields import Field, FieldAction
+from server.request.tables import FIELDS, RENDERED_CHAT
 from server.wire.endpoint import Endpoint
 
 FIELD_HEADER = ("Fields", "", "Why, or how")

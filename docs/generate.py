@@ -51,13 +51,13 @@ from server.observability.declarations import SERVER_METRICS
 from server.observability.history import KEPT as HISTORY_KEPT
 from server.observability.history import PERIOD_S as HISTORY_PERIOD_S
 from server.observability.history import Sample
-from server.request.route_table import OPENINGS, ROUTES, Scope
+from server.request.endpoints import OPENINGS, ROUTES, Scope
 from server.routes.server_info import SERVER_FIELDS
 from server.settings import ENV_PREFIX, ServerSettings
 
 DOCS = Path(__file__).resolve().parent
-ROUTES_BEGIN = "<!-- Written by docs/generate.py from server/request/route_table.py. -->"
-FIELDS_BEGIN = "<!-- Written by docs/generate.py from server/request/fields/tables.py. -->"
+ROUTES_BEGIN = "<!-- Written by docs/generate.py from server/request/endpoints.py. -->"
+FIELDS_BEGIN = "<!-- Written by docs/generate.py from server/request/tables.py. -->"
 WRITTEN_END = "<!-- End of what is written by docs/generate.py. -->"
 NOTICE = "<!-- Written by docs/generate.py from the code; edit the code, then run `make docs`. -->"
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from server import routes
-from server.request.invocation import INVOCATIONS
-from server.request.route_table import ROUTES
+from server.request.endpoints import INVOCATIONS, ROUTES
 from server.wire.endpoint import Endpoint
 
 ROUTES_LIST_BEGIN = "<!-- Written by docs/generate.py from server/routes. -->"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from server.request.route_table import ROUTES
+from server.request.endpoints import ROUTES
 from server.vllm.flag_table import (
     CHECKED_FLAGS,
     FULFILLED_FLAGS,

@@ -36,8 +36,7 @@ from server.observability.history import History
 from server.observability.metrics import ServerMetrics
 from server.observability.traffic import read_traffic
 from server.request.body import CLIENT_GONE, JSON_TYPE, ClientGoneError
-from server.request.record import record_of
-from server.request.request_id import request_id_of
+from server.request.record import record_of, request_id_of
 from server.request.shown_paths import ShownPaths
 from server.routes.admin import admin_router, cache_router, profile_router
 from server.routes.batches import batches_router

@@ -164,6 +164,11 @@ class InvalidValueError(RequestError, code="invalid_value"):
     """A field holds a value that is not allowed."""
 
 
+def invalid_value(path: str, must: str, given: object) -> InvalidValueError:
+    """Return the error of a value; `must` begins with a verb, as in "be 1 to 4"."""
+    return InvalidValueError(f"'{path}' must {must}, got {describe(given)}.", param=path)
+
+
 class UnknownFieldError(RequestError, code="unknown_field"):
     """A field that no request model has."""
 

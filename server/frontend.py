@@ -17,7 +17,7 @@ from starlette.requests import Request
 from server.admission import Capacity
 from server.host.job_counts import JobCounts
 from server.lora.registry import AdapterRegistry
-from server.request.options.draft_options import DraftOptions
+from server.request.options import DraftOptions
 from server.storage.responses.storage_options import StorageOptions
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.gate import GrammarGate

@@ -24,9 +24,9 @@ from server.host.file_watch import FileWatch
 from server.host.regular_files import read_regular
 from server.host.tasks import background_task, in_thread
 from server.key_limits.limits import NO_LIMITS, KeyLimits
-from server.request.options.tier import EVERY_TIER, Tier, Tiers, tiers_of
+from server.request.endpoints import NEVER_GUARDED, Route, Scope, scope_of
+from server.request.options import EVERY_TIER, Tier, Tiers, tiers_of
 from server.request.record import Caller
-from server.request.route_table import NEVER_GUARDED, Route, Scope, scope_of
 from server.settings import ServerSettings, SettingsError
 from server.storage.owners import NO_KEY, owner_of_digest
 

@@ -12,9 +12,8 @@ from http import HTTPStatus
 from starlette.types import Send
 
 from server.errors import ServerError
-from server.request.invocation import INVOCATIONS
-from server.request.record import RequestRecord
-from server.request.request_id import HEADER
+from server.request.endpoints import INVOCATIONS
+from server.request.record import REQUEST_ID_HEADER, RequestRecord
 from server.wire.endpoint import Endpoint
 from server.wire.sse import named_frame
 
@@ -71,7 +70,7 @@ def raw_error_response(error: ServerError, default_headers: Iterable[tuple[bytes
         *((name.encode(), value.encode()) for name, value in error.headers.items()),
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
-        (HEADER, uuid.uuid4().hex.encode("ascii")),
+        (REQUEST_ID_HEADER, uuid.uuid4().hex.encode("ascii")),
         (b"connection", b"close"),
     ]
     lines = [b"HTTP/1.1 %d %s" % (status, status.phrase.encode())]

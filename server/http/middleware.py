@@ -32,10 +32,19 @@ from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, REQUEST_LOGGER, request_id_var
 from server.observability.metrics import ServerMetrics
 from server.request.body import CLIENT_GONE
-from server.request.record import INTERNAL, Caller, RequestRecord, record_of, record_var
-from server.request.request_id import ANTHROPIC_HEADER, HEADER, request_id_of, with_request_id
-from server.request.route_table import Scope as KeyScope
-from server.request.route_table import is_anthropic, route_of, route_path, without_last_slash
+from server.request.endpoints import Scope as KeyScope
+from server.request.endpoints import is_anthropic, route_of, route_path, without_last_slash
+from server.request.record import (
+    ANTHROPIC_ID_HEADER,
+    INTERNAL,
+    REQUEST_ID_HEADER,
+    Caller,
+    RequestRecord,
+    record_of,
+    record_var,
+    request_id_of,
+    with_request_id,
+)
 
 if TYPE_CHECKING:
     from server.observability.tracing import Tracing
@@ -104,7 +113,9 @@ class RequestMiddleware:
 
     def _with_headers(self, send: Send, record: RequestRecord) -> Send:
         """Return a `send` that records the status and adds our headers."""
-        names = (HEADER, ANTHROPIC_HEADER) if record.anthropic else (HEADER,)
+        names = (
+            (REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER) if record.anthropic else (REQUEST_ID_HEADER,)
+        )
         ids = [(name, record.request_id.encode("ascii")) for name in names]
 
         async def send_with_headers(message: Message) -> None:

@@ -7,7 +7,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from server.errors import InvalidTypeError, MissingFieldError, describe
-from server.request.fields.rules import UnknownPolicy, known_fields
+from server.request.rules import UnknownPolicy, known_fields
 from server.wire.endpoint import JsonObject
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -21,8 +21,7 @@ from server import errors
 from server.errors import ErrorEnvelope, ServerError
 from server.frontend import WireSchemas
 from server.request.body import JSON_TYPE
-from server.request.invocation import INVOCATIONS, INVOKED
-from server.request.route_table import NEVER_GUARDED, Scope, route_of, scope_of
+from server.request.endpoints import INVOCATIONS, INVOKED, NEVER_GUARDED, Scope, route_of, scope_of
 from server.wire.endpoint import Endpoint, JsonObject
 
 BODY_FAILURES = (

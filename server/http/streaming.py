@@ -18,8 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.http.chunk_writer import ChunkWriter, chunk_writer
 from server.request.body import ClientGoneError
-from server.request.deadline import Deadline
-from server.request.record import RequestRecord
+from server.request.record import Deadline, RequestRecord
 from server.wire.prompt_progress import PromptProgress
 
 T = TypeVar("T")

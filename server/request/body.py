@@ -1,7 +1,4 @@
-"""Read a request body from the socket and parse it as a JSON object, within limits.
-
-The arguments of earlier calls are JSON within a text, which templates get parsed.
-"""
+"""Read a request body from the socket and parse it as a JSON object, within limits."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import asyncio
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from pydantic_core import from_json
@@ -21,7 +18,6 @@ from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     InvalidJsonError,
-    InvalidValueError,
     MediaTypeError,
     describe,
 )
@@ -35,17 +31,9 @@ MAX_PLAIN_BYTES = 256 * 1024
 MAX_PLAIN_CONTAINERS = 16 * 1024
 """Most objects and arrays of such a body, brackets in texts included; they take about 5 ms."""
 _CHARSET = re.compile(r';\s*charset\s*=\s*"?([^";\s]*)', re.IGNORECASE)
-_MAX_DIGITS = 400
-_MANY_DIGITS = re.compile(rb"\d{%d}" % (_MAX_DIGITS + 1))
+MAX_DIGITS = 400
+MANY_DIGITS = re.compile(rb"\d{%d}" % (MAX_DIGITS + 1))
 _HALF = re.compile("[\ud800-\udfff]")
-_PARTS = re.compile(
-    r'"(?:[^"\\]|\\.)*+"?|(?P<open>[\[{])|(?P<close>[\]}])'
-    rf"|(?<![\d.eE+])(?P<huge>\d{{{_MAX_DIGITS + 1},}})(?![\d.eE])",
-    re.DOTALL,
-)
-"""Of JSON, valid or not: strings, brackets, and integers that are too long."""
-
-
 CLIENT_GONE = 499
 """Status in logs and metrics of a request whose client has closed the connection."""
 
@@ -144,9 +132,9 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
     # Counting brackets is cheap and rules out nearly every body.
     if raw.count(b"{") + raw.count(b"[") > max_depth and _is_deeper(body, max_depth):
         raise InvalidJsonError(f"The request body is nested deeper than the limit of {max_depth}.")
-    if _MANY_DIGITS.search(raw) is not None and _has_huge_number(body):
+    if MANY_DIGITS.search(raw) is not None and _has_huge_number(body):
         # Python refuses to format integers of thousands of digits, in error messages too.
-        raise InvalidJsonError(f"A number in the request body has more than {_MAX_DIGITS} digits.")
+        raise InvalidJsonError(f"A number in the request body has more than {MAX_DIGITS} digits.")
     return body
 
 
@@ -194,7 +182,7 @@ def _halved_text(raw: bytes) -> str | None:
 def _has_huge_number(body: JsonObject) -> bool:
     level: list[object] = [body]
     while level:
-        if any(isinstance(value, int) and abs(value) >= 10**_MAX_DIGITS for value in level):
+        if any(isinstance(value, int) and abs(value) >= 10**MAX_DIGITS for value in level):
             return True
         level = [
             child
@@ -218,46 +206,3 @@ def _is_deeper(body: JsonObject, max_depth: int) -> bool:
         if not level:
             return False
     return True
-
-
-def check_call_arguments(body: JsonObject, max_depth: int) -> None:
-    """Bound the arguments of earlier calls, and replace halves of surrogate pairs by U+FFFD.
-
-    Models write such halves, and the answers that have them come back. Arguments that are no valid
-    JSON pass. Raises `InvalidValueError` for a nesting deeper than `max_depth` or a huge integer.
-    """
-    for name in ("messages", "input"):
-        items = body.get(name)
-        for index, item in enumerate(items if isinstance(items, list) else ()):
-            for path, call in _calls(item):
-                text = call.get("arguments")
-                if isinstance(text, str):
-                    _check_arguments(f"{name}[{index}]{path}.arguments", text, max_depth)
-                    call["arguments"] = replace_halves(text)
-
-
-def _calls(item: object) -> Iterator[tuple[str, JsonObject]]:
-    """Yield the calls of a message or item, with their paths in it."""
-    if not isinstance(item, dict):
-        return
-    yield "", item
-    calls = item.get("tool_calls")
-    for index, call in enumerate(calls if isinstance(calls, list) else ()):
-        if isinstance(call, dict) and isinstance(call.get("function"), dict):
-            yield f".tool_calls[{index}].function", call["function"]
-
-
-def _check_arguments(path: str, text: str, max_depth: int) -> None:
-    deep = text.count("{") + text.count("[") > max_depth
-    if not deep and _MANY_DIGITS.search(text.encode()) is None:
-        return
-    depth = 0
-    for part in _PARTS.finditer(text):
-        depth += (part["open"] is not None) - (part["close"] is not None)
-        if depth > max_depth:
-            limit = f"is nested deeper than the limit of {max_depth}"
-        elif part["huge"] is not None:
-            limit = f"has a number of more than {_MAX_DIGITS} digits"
-        else:
-            continue
-        raise InvalidValueError(f"'{path}' {limit}.", param=path)

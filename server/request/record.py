@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from server.errors import RateLimitError, ServerError
+from server.errors import DeadlineError, InvalidValueError, RateLimitError, ServerError, describe
 from server.key_limits.ledger import KeyUse
 from server.key_limits.limits import NO_LIMITS, KeyLimits
-from server.request.deadline import Deadline
-from server.request.options.draft_options import DraftOptions
-from server.request.options.tier import EVERY_TIER, Tier, Tiers
-from server.request.route_table import Route
+from server.request.endpoints import Route
+from server.request.options import EVERY_TIER, DraftOptions, Tier, Tiers
 from server.wire.direct_frames import DirectFrames
 from server.wire.endpoint import JsonObject
 from server.wire.prompt_progress import PromptProgress
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
 
 Counts = Callable[[], tuple[int, int]]
 """Returns two numbers of tokens."""
@@ -186,3 +189,78 @@ def record_of(scope: Scope) -> RequestRecord:
     """Return the record that the outermost middleware created."""
     record: RequestRecord = scope["state"]["record"]
     return record
+
+
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+_WHOLE_NUMBER = re.compile("0*[1-9][0-9]{0,11}")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """`limit_s` seconds after the request's head; `ends_at` is a `time.perf_counter` value.
+
+    `source` names the flag or header that set it.
+    """
+
+    limit_s: float
+    ends_at: float
+    source: str
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the end, 0 when it is over."""
+        return max(0.0, self.ends_at - time.perf_counter())
+
+    def error(self) -> DeadlineError:
+        """Return the client's error for a missed deadline."""
+        return DeadlineError(
+            f"The answer was not complete after {self.limit_s:g} s, the limit of {self.said_by}.",
+            # A retry would take as long.
+            headers={"x-should-retry": "false"},
+        )
+
+
+def get_deadline(headers: Headers, started: float, max_request_s: float) -> Deadline | None:
+    """Return the deadline of a request that began at `started` (`time.perf_counter`).
+
+    `max_request_s` 0 sets none. Raises `InvalidValueError` for a header that is no positive
+    integer.
+    """
+    wanted = headers.get(TIMEOUT_HEADER)
+    if wanted is None:
+        if not max_request_s:
+            return None
+        return Deadline(max_request_s, started + max_request_s, "--max-request-s")
+    if not _WHOLE_NUMBER.fullmatch(wanted):
+        raise InvalidValueError(
+            f"The header {TIMEOUT_HEADER} must be a positive integer of at most 12 digits, got "
+            f"{describe(wanted)}.",
+            param=TIMEOUT_HEADER,
+        )
+    limit_s = int(wanted) / 1000
+    if max_request_s and max_request_s < limit_s:
+        return Deadline(max_request_s, started + max_request_s, "--max-request-s")
+    return Deadline(limit_s, started + limit_s, TIMEOUT_HEADER)
+
+
+REQUEST_ID_HEADER = b"x-request-id"
+ANTHROPIC_ID_HEADER = b"request-id"
+"""Header in which Anthropic's API returns it."""
+
+_HARMLESS = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the client's id if it is valid, else a new one."""
+    for name, value in headers:
+        if name == REQUEST_ID_HEADER and _HARMLESS.fullmatch(value):
+            return value.decode("ascii")
+    return uuid.uuid4().hex
+
+
+def with_request_id(
+    headers: Iterable[tuple[bytes, bytes]], request_id: str
+) -> list[tuple[bytes, bytes]]:
+    """Return the headers with exactly this id, for handlers that read it from there."""
+    kept = [(name, value) for name, value in headers if name != REQUEST_ID_HEADER]
+    return [*kept, (REQUEST_ID_HEADER, request_id.encode("ascii"))]

@@ -19,7 +19,7 @@ from server.frontend import Frontend, Profiler
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lifecycle import Lifecycle, ServiceStatus
 from server.request.body import read_json_object
-from server.request.fields.rules import known_fields
+from server.request.rules import known_fields
 from server.settings import ServerSettings
 from server.wire.endpoint import JsonObject
 

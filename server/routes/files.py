@@ -26,8 +26,8 @@ from server.errors import (
     describe,
 )
 from server.http.openapi import DescribedRoute, failing
-from server.request.fields.rules import UnknownPolicy, known_fields
 from server.request.record import record_of
+from server.request.rules import UnknownPolicy, known_fields
 from server.settings import ServerSettings
 from server.storage.batches.bodies import LONGEST_S, SHORTEST_S
 from server.storage.batches.service import BatchService

@@ -15,15 +15,9 @@ from server.errors import InvalidJsonError, OverloadedError, QueueTimeoutError
 from server.frontend import Frontend, ParsedRequest
 from server.http.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.request.body import JSON_TYPE, read_body
-from server.request.deadline import deadline_of
-from server.request.invocation import (
-    ADAPTER_HEADER,
-    INVOCATIONS,
-    check_session,
-    invoked_endpoint,
-)
-from server.request.options.tier import FIELD, Tier, granted
-from server.request.record import RequestRecord, record_of
+from server.request.endpoints import ADAPTER_HEADER, INVOCATIONS, check_session, invoked_endpoint
+from server.request.options import TIER_FIELD, Tier, granted_tier
+from server.request.record import RequestRecord, get_deadline, record_of
 from server.routes.response_store import ResponseStore
 from server.settings import ServerSettings
 from server.storage.raw_json import JsonSyntaxError, ShapeError, decode, with_fields
@@ -115,7 +109,7 @@ def _handler(
 
     async def handle(request: Request) -> Response:
         record = record_of(request.scope)
-        record.deadline = deadline_of(request.headers, record.started, settings.max_request_s)
+        record.deadline = get_deadline(request.headers, record.started, settings.max_request_s)
         try:
             endpoint, raw = choose(await read_body(request, settings), request)
             work = respond(endpoint, raw, request)
@@ -133,10 +127,10 @@ def _settle_tier(parsed: ParsedRequest, stamp: JsonObject, record: RequestRecord
 
     Raises `PermissionDeniedError` for a tier that is not allowed.
     """
-    record.tier = granted(parsed.tier, record.caller.tiers)
+    record.tier = granted_tier(parsed.tier, record.caller.tiers)
     shows_tier = parsed.storage_options is not None
     if shows_tier or parsed.tier is not None or record.tier is not Tier.DEFAULT:
-        stamp[FIELD] = record.tier.value
+        stamp[TIER_FIELD] = record.tier.value
 
 
 def _fit(permit: Permit, parsed: ParsedRequest, record: RequestRecord) -> None:

@@ -21,7 +21,7 @@ from server.errors import (
     UnsupportedFieldError,
 )
 from server.frontend import Frontend, ParsedRequest
-from server.request.options.tier import Tier
+from server.request.options import Tier
 from server.request.record import RequestRecord, record_of
 from server.storage.raw_json import all_fields_of, object_of, string_of
 from server.storage.responses.events import END_EVENTS

@@ -11,7 +11,7 @@ from server.errors import OverloadedError, UnsupportedOperationError
 from server.frontend import Frontend
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
-from server.request.fields.rules import known_fields
+from server.request.rules import known_fields
 from server.settings import ServerSettings
 from server.structured_outputs.validation import FIELDS, Verdict, validate
 from server.wire.endpoint import JsonObject

@@ -23,7 +23,7 @@ from vllm.v1.structured_output.request import get_structured_output_key
 
 from rbln_backend.api.requests import NO_TOKEN_LEFT, PROGRESS_ARGS
 from server.errors import ContextLengthError, InternalError, ServerError
-from server.request.options.tier import Tier
+from server.request.options import Tier
 from server.request.record import RequestRecord, record_var
 from server.structured_outputs.constraint import (
     Constraint,

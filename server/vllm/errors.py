@@ -39,7 +39,7 @@ from server.errors import (
     UnsupportedOperationError,
     describe,
 )
-from server.request.fields.shared import MAX_TOKENS_FIELDS
+from server.request.fields import MAX_TOKENS_FIELDS
 from server.vllm.sampling import no_token_left
 from server.wire.endpoint import JsonObject
 

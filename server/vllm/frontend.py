@@ -37,10 +37,10 @@ from server.host.job_counts import JobCounts
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.host.tasks import in_thread
 from server.request.endpoints import forms_of
-from server.request.fields.lookup import extra_schemas, refused_fields
-from server.request.fields.rules import IGNORED_HEADER
+from server.request.options import check_priority_header, check_rank_header, check_tier
 from server.request.record import RequestRecord, record_of
-from server.request.scheduling import check_priority_header, check_rank_header, check_tier
+from server.request.rules import IGNORED_HEADER
+from server.request.tables import extra_schemas, refused_fields
 from server.settings import ServerSettings
 from server.storage.responses.storage_options import StorageOptions
 from server.structured_outputs.setup import make_gate

@@ -19,34 +19,29 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 
 from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
 from server.frontend import ParsedRequest
-from server.request.billing_line import drop_billing_line
-from server.request.body import check_call_arguments, parse_json_object
-from server.request.conversations import settle_conversation
+from server.request.body import parse_json_object
+from server.request.conversation import drop_billing_line, normalize_conversation
 from server.request.endpoints import answers_in, request_form
-from server.request.fields.limits import (
-    bound_tokens,
-    check_limits,
-    check_pooling_limits,
-    refuse_media,
+from server.request.options import (
+    filter_variables,
+    normalize_thinking,
+    pop_drafts,
+    pop_progress,
+    pop_tier,
 )
-from server.request.fields.lookup import error_field, plain_fields
-from server.request.fields.ranges import check_ranges
-from server.request.fields.rules import (
+from server.request.rules import (
     accepted_fields,
     apply_field_rules,
+    check_shape,
     model_field_names,
     refuse_unknown,
     required_field_names,
+    shapes_of,
     unknown_field,
 )
-from server.request.fields.sampling_values import check_sampling_values
-from server.request.fields.sizes import check_sizes
-from server.request.options.draft_options import settle_drafts
-from server.request.options.progress import take_progress
-from server.request.options.tier import take_tier
-from server.request.templates.variables import settle_variables
-from server.request.thinking import settle_reasoning, settle_thinking
-from server.request.typed.shapes import check_shape, shapes_of
+from server.request.sizes import check_call_arguments, check_sizes
+from server.request.tables import error_field, plain_fields
+from server.request.values import bound_tokens, check_values
 from server.storage.responses.compaction import expand_compactions, summarise, take_trigger
 from server.storage.responses.shown_request import shown_request
 from server.storage.responses.storage_options import StorageOptions, take_storage_options
@@ -93,60 +88,85 @@ class BodyReader:
         Raises the `ServerError` of the first check that fails.
         """
         rules = self._rules
+        # JSON, whose depth is bounded before anything walks it.
         body = parse_json_object(raw, rules.max_json_depth)
+        # The form decides on vLLM's request model; the served model may not answer it.
         form = request_form(endpoint, body)
         if form not in rules.offered:
             raise UnsupportedOperationError(
                 f"{endpoint.value} is not offered: the served model {rules.does}."
             )
+        model = self._models[form]
         if form == "rerank" and isinstance(body.get("documents"), list):
             # Cohere's clients also send objects.
             body["documents"] = [
                 one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one
                 for one in body["documents"]
             ]
-        shows = endpoint is Endpoint.RESPONSES
-        stamp = shown_request(body, rules.sampling) if shows else {}
+        # What the answer shows of the request is what the client sent, so before any change.
+        stamp = shown_request(body, rules.sampling) if endpoint is Endpoint.RESPONSES else {}
+        # The stored conversation goes in front; without it, only the options are known.
         options = take_storage_options(endpoint, body, before)
         if options is not None and options.previous is not None and before is None:
             return options
+        compacts = False
         if options is not None:
             expand_compactions(body)
-        compacts = options is not None and take_trigger(body)
-        if options is not None and compacts:
-            # Stored without it, so that the conversation can go on.
-            options.items = to_json(from_json(options.items)[:-1])
+            compacts = take_trigger(body)
+            if compacts:
+                # Stored without it, so that the conversation can go on.
+                options.items = to_json(from_json(options.items)[:-1])
+        # Sizes: after this, all work is linear in what the limits allow.
         check_sizes(endpoint, body, rules.limits)
         check_call_arguments(body, rules.max_json_depth)
+        # Fields that vLLM's models do not have leave the body.
         drop_billing_line(endpoint, body)
-        tier = take_tier(endpoint, body)
-        returns_progress, unsent = take_progress(endpoint, body)
+        tier = pop_tier(endpoint, body)
+        returns_progress, ignored = pop_progress(endpoint, body)
+        # Custom tools and their calls become functions, and the conversation is checked with these.
         check_tools(endpoint, body)
         custom_tools = take_custom_tools(
             endpoint,
             body,
             lambda path, known: refuse_unknown(unknown_field(path, known), rules.unknown_fields),
         )
-        model = self._models[form]
-        settle_conversation(endpoint, body)
-        settle_reasoning(body)
-        ignored = apply_field_rules(endpoint, body) + self._settle_variables(endpoint, body)
-        if endpoint is Endpoint.COMPACT:
-            stamp["output"] = summarise(body, rules.limits.max_model_len)
-        elif compacts:
-            summarise(body, rules.limits.max_model_len)
-        ignored += settle_thinking(endpoint, body, rules.thinking)
-        drafts, undrafted = settle_drafts(endpoint, body, speculates=rules.speculates)
+        normalize_conversation(endpoint, body)
+        # The documented fields: granted and ignored ones leave, refused ones are errors.
+        ignored += apply_field_rules(endpoint, body)
+        template = body.get("chat_template")
+        own = declared_by(template) if rules.own_templates and isinstance(template, str) else None
+        ignored += filter_variables(endpoint, body, rules.variables, rules.unknown_fields, own)
+        if compacts or endpoint is Endpoint.COMPACT:
+            # After the rules, which are about what the client sent: a request for a summary.
+            output = summarise(body, rules.limits.max_model_len)
+            if endpoint is Endpoint.COMPACT:
+                stamp["output"] = output
+        # After the variables, which a client may set itself: thinking becomes one of them.
+        ignored += normalize_thinking(endpoint, body, rules.thinking)
+        drafts, undrafted = pop_drafts(endpoint, body, speculates=rules.speculates)
         known, needed = model_field_names(model), required_field_names(model)
         if "top_n" in known and "top_k" in body:
             # Voyage's name in reranking.
             body.setdefault("top_n", body.pop("top_k"))
+        # All other fields are the model's, or unknown.
         fields, unset = accepted_fields(body, known, needed, rules.unknown_fields, endpoint)
         if not fields.get("tools", True):
             # Clients without tools send an empty list, which vLLM's chat model rejects.
             del fields["tools"]
-        self._check_values(endpoint, fields)
-        constraints = self._constraints(endpoint, model, fields, unset)
+        # Values, before the models, whose errors name other fields, no limit or no field.
+        if endpoint.anthropic:
+            # In this API an upper bound, which may exceed the context.
+            bound_tokens(endpoint, fields, rules.limits)
+        check_values(endpoint, fields, rules.limits, rules.sampling)
+        rules.tools.check(endpoint, fields)
+        check_choice(endpoint, fields)
+        constraints: list[list[Constraint]] = []
+        name = "structured_outputs"
+        if shape := shapes_of(model).get(name):
+            unset += check_shape(shape, fields.get(name), name, rules.unknown_fields)
+        if rules.guided:
+            constraints = constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)
+        # vLLM's model last: types, then unknown fields of nested objects.
         return ParsedRequest(
             answers=answers_in(endpoint, fields),
             fields=plain_fields(endpoint, fields),
@@ -157,7 +177,7 @@ class BodyReader:
             custom_tools=custom_tools,
             compacts=compacts and endpoint is Endpoint.RESPONSES,
             forbidding=[name for name in FORBIDDING if fields.get(name)],
-            ignored=sorted(ignored + undrafted + unsent + unset),
+            ignored=sorted(ignored + undrafted + unset),
             drafts=drafts,
             returns_progress=returns_progress,
             tier=tier,
@@ -165,40 +185,6 @@ class BodyReader:
             storage_options=options,
             is_large=is_large,
         )
-
-    def _constraints(
-        self, endpoint: Endpoint, model: type[BaseModel], fields: JsonObject, unset: list[str]
-    ) -> list[list[Constraint]]:
-        """Return the constraints, before vLLM's model, whose errors show fields of its own."""
-        rules = self._rules
-        name = "structured_outputs"
-        if shape := shapes_of(model).get(name):
-            unset += check_shape(shape, fields.get(name), name, rules.unknown_fields)
-        if not rules.guided:
-            return []
-        return constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)
-
-    def _settle_variables(self, endpoint: Endpoint, body: JsonObject) -> list[str]:
-        """Leave in `body` the variables that its template declares; return the ignored ones."""
-        rules = self._rules
-        template = body.get("chat_template")
-        own = declared_by(template) if rules.own_templates and isinstance(template, str) else None
-        return settle_variables(endpoint, body, rules.variables, rules.unknown_fields, own)
-
-    def _check_values(self, endpoint: Endpoint, fields: JsonObject) -> None:
-        rules = self._rules
-        if endpoint.anthropic:
-            # In this API an upper bound, which may exceed the context.
-            bound_tokens(endpoint, fields, rules.limits)
-        check_limits(endpoint, fields, rules.limits)
-        check_ranges(fields)
-        check_sampling_values(endpoint, fields, rules.limits, rules.sampling)
-        if rules.text_only:
-            refuse_media(endpoint, fields)
-        rules.tools.check(endpoint, fields)
-        if endpoint.pools:
-            check_pooling_limits(endpoint, fields, rules.limits)
-        check_choice(endpoint, fields)
 
     def _choosing_model(
         self, endpoint: Endpoint, form: str, fields: JsonObject, unset: list[str]

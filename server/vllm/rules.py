@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from rbln_backend import api
 from server import bounds
-from server.request.fields.limits import REPORT_MODE, RequestLimits
-from server.request.fields.rules import UnknownPolicy
-from server.request.templates.variables import TemplateVariables
-from server.request.thinking import ThinkingSupport
+from server.request.options import TemplateVariables, ThinkingSupport
+from server.request.rules import UnknownPolicy
+from server.request.sizes import RequestLimits
+from server.request.values import REPORT_MODE
 from server.settings import ServerSettings
 from server.tools.support import ToolSupport
 from server.vllm.messages.requests import merges_inline_system, thinking_support_of
@@ -39,7 +39,6 @@ class RequestRules:
     limits: RequestLimits
     unknown_fields: UnknownPolicy
     max_json_depth: int
-    text_only: bool
     merge_inline_system: bool
     thinking: ThinkingSupport
     variables: TemplateVariables
@@ -80,6 +79,7 @@ def make_request_rules(
             missing_ids=missing,
             max_queued_tokens=scheduler.max_num_queued_tokens,
             has_priorities=scheduler.policy == "priority",
+            text_only=not model.is_multimodal_model,
             transfers_kv=config.kv_transfer_config is not None,
             extra_args=_extra_args(config),
             max_logprobs=model.max_logprobs,
@@ -87,7 +87,6 @@ def make_request_rules(
         ),
         unknown_fields=settings.unknown_fields,
         max_json_depth=bounds.MAX_JSON_DEPTH,
-        text_only=not model.is_multimodal_model,
         merge_inline_system=merges_inline_system(
             getattr(state, "anthropic_serving_messages", None)
         ),

@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from server.request.route_table import ROUTES
+from server.request.endpoints import ROUTES
 from tests.conformance.own_server import ADMIN_KEY
 from tests.conformance.target import Target
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.errors import ContextLengthError, InvalidValueError, ServerError
-from server.request.fields.sizes import MAX_FIELDS, check_sizes
+from server.request.sizes import MAX_FIELDS, check_sizes
 from server.wire.endpoint import Endpoint
 from tests.server.request.limits import LIMITS
 

@@ -27,9 +27,8 @@ from server.errors import (
 )
 from server.frontend import ParsedRequest
 from server.host.job_pool import JobPool, process_starter
-from server.request.fields.limits import RequestLimits
-from server.request.templates.variables import TemplateVariables
-from server.request.thinking import ThinkingSupport
+from server.request.options import TemplateVariables, ThinkingSupport
+from server.request.sizes import RequestLimits
 from server.settings import ServerSettings
 from server.tools.support import NO_CALLS, ToolSupport
 from server.vllm.handlers import request_models
@@ -56,10 +55,10 @@ RULES = RequestRules(
         vocab_size=500,
         max_queued_tokens=16384,
         has_priorities=False,
+        text_only=True,
     ),
     unknown_fields="reject",
     max_json_depth=64,
-    text_only=True,
     merge_inline_system=False,
     thinking=ThinkingSupport(),
     variables=TemplateVariables(arguments=frozenset(("tokenize",))),

@@ -27,8 +27,7 @@ from server.lora.registry import AdapterRegistry
 from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in
-from server.request.options.progress import take_progress
-from server.request.options.tier import take_tier
+from server.request.options import pop_progress, pop_tier
 from server.request.record import record_of
 from server.service import serve
 from server.settings import ServerSettings
@@ -98,8 +97,8 @@ class ScriptedFrontend:
         options = take_storage_options(endpoint, body, before)
         if options is not None and options.previous is not None and before is None:
             return options
-        tier = take_tier(endpoint, body)
-        returns_progress, _ = take_progress(endpoint, body)
+        tier = pop_tier(endpoint, body)
+        returns_progress, _ = pop_progress(endpoint, body)
         return ParsedRequest(
             answers=answers_in(endpoint, body),
             fields=body,

@@ -17,7 +17,7 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from server.errors import NotFoundError, RequestError
-from server.request.options.tier import Tier
+from server.request.options import Tier
 from server.request.record import InternalRequest
 from server.storage.batches import table
 from server.storage.batches.batch import Batch, LineError, Status

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from msgspec import Raw
 from pydantic_core import to_json
 
-from server.request.options.tier import Tier
+from server.request.options import Tier
 from server.storage.jobs import RESPONSES
 from server.storage.raw_json import (
     JsonText,

@@ -22,7 +22,7 @@ from server.admission import Admission
 from server.errors import StorageFullError, StorageUnavailableError
 from server.host.tasks import background_task
 from server.lifecycle import Lifecycle, ServicePhase
-from server.request.options.tier import Tier
+from server.request.options import Tier
 from server.request.record import InternalRequest
 from server.storage.database import Database, P, T, Work
 from server.storage.jobs import JobLoop

@@ -14,7 +14,7 @@ from server.admission import Admission
 from server.errors import InvalidValueError
 from server.host.tasks import background_task, run_to_completion
 from server.lifecycle import Lifecycle
-from server.request.options.tier import Tier
+from server.request.options import Tier
 from server.request.record import RequestRecord
 from server.settings import ServerSettings
 from server.storage.jobs import RESPONSES

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from server.request.thinking import ThinkingSupport
+from server.request.options import ThinkingSupport
 
 if TYPE_CHECKING:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from vllm.exceptions import VLLMValidationError
 
 from server.errors import ContextLengthError
-from server.request.options.tier import Tier
+from server.request.options import Tier
 from server.request.record import record_of
 from server.vllm.errors import TOO_LONG_PARAMETERS
 from server.vllm.messages.answers import message_of

@@ -12,7 +12,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from server.errors import InvalidValueError
-from server.request.templates.variables import TemplateVariables
+from server.request.options import TemplateVariables
 
 if TYPE_CHECKING:
     from vllm.renderers.online_renderer import OnlineRenderer

@@ -14,7 +14,7 @@ import pytest
 import schemathesis
 from starlette._utils import get_route_path
 
-from server.request.route_table import route_path
+from server.request.endpoints import route_path
 from tests.server.scripted import Running, ScriptedLauncher, running
 
 CHAT = "/v1/chat/completions"

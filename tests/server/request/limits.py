@@ -1,6 +1,6 @@
 """Limits of a small server."""
 
-from server.request.fields.limits import RequestLimits
+from server.request.sizes import RequestLimits
 
 LIMITS = RequestLimits(
     max_messages=4,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.request.billing_line import drop_billing_line
+from server.request.conversation import drop_billing_line
 from server.wire.endpoint import Endpoint
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.37; cch=fa690;"

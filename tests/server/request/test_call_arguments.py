@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidJsonError, InvalidValueError
-from server.request.body import check_call_arguments, parse_json_object
+from server.request.body import parse_json_object
+from server.request.sizes import check_call_arguments
 
 DEPTH = 8
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from server.request.endpoints import forms_of
-from server.request.fields.field import FieldKind
-from server.request.fields.lookup import fields_by_name, kind_of_field, prompt_fields
-from server.request.fields.rules import model_field_names
-from server.request.fields.shared import SHARED
+from server.request.fields import SHARED, FieldKind
+from server.request.rules import model_field_names
+from server.request.tables import fields_by_name, kind_of_field, prompt_fields
 from server.vllm.handlers import request_models
 from server.wire.endpoint import Endpoint
 from tests.edges.corpus import BODIES, endpoint_of, large_fields
@@ -21,7 +20,7 @@ CONTENT.append(FieldKind.TOKENS)
 
 def test_every_field_that_may_be_large_says_what_it_holds() -> None:
     for form, name in large_fields():
-        assert name in fields_by_name(endpoint_of(form)), "server/request/fields/shared.py"
+        assert name in fields_by_name(endpoint_of(form)), "server/request/fields.py"
 
 
 def test_no_field_is_described_that_no_model_has() -> None:

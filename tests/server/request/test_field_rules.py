@@ -18,10 +18,9 @@ from openai.types.responses import (
 )
 
 from server.errors import UnsupportedFieldError
-from server.request.fields.field import FieldAction
-from server.request.fields.lookup import extra_schemas, refused_fields
-from server.request.fields.rules import apply_field_rules
-from server.request.fields.tables import FIELDS
+from server.request.fields import FieldAction
+from server.request.rules import apply_field_rules
+from server.request.tables import FIELDS, extra_schemas, refused_fields
 from server.vllm.handlers import request_models
 from server.wire.endpoint import Endpoint
 

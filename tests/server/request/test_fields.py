@@ -19,10 +19,10 @@ from server.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
-from server.request.fields.limits import RequestLimits, check_limits
-from server.request.fields.rules import accepted_fields
-from server.request.options.tier import Tier
-from server.request.scheduling import check_priority_header, check_tier
+from server.request.options import Tier, check_priority_header, check_tier
+from server.request.rules import accepted_fields
+from server.request.sizes import RequestLimits
+from server.request.values import check_values
 from server.wire.endpoint import Endpoint
 from tests.server.request.limits import LIMITS
 
@@ -37,7 +37,7 @@ def accept(**body: Any) -> dict[str, Any]:
 
 
 def check(body: dict[str, Any], limits: RequestLimits = LIMITS) -> None:
-    check_limits(Endpoint.COMPLETION if "prompt" in body else Endpoint.CHAT, body, limits)
+    check_values(Endpoint.COMPLETION if "prompt" in body else Endpoint.CHAT, body, limits, {})
 
 
 def test_known_fields_pass_unchanged() -> None:

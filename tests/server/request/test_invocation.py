@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 from server.errors import MissingFieldError
-from server.request.invocation import INVOKED, invoked_endpoint
+from server.request.endpoints import INVOKED, invoked_endpoint
 from server.wire.endpoint import Endpoint
 
 POOLING = frozenset({Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.SCORE, Endpoint.POOLING})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from server.errors import InvalidValueError, UnsupportedFieldError
-from server.request.fields.kv_transfer import check_kv_transfer
+from server.request.values import check_values
+from server.wire.endpoint import Endpoint
+from tests.server.request.limits import LIMITS
 
 OFFER: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -28,7 +31,8 @@ OFFER: dict[str, Any] = {
 
 
 def check(value: Any, *, is_on: bool = True, **body: Any) -> None:
-    check_kv_transfer("kv_transfer_params", value, body, is_on=is_on)
+    limits = replace(LIMITS, transfers_kv=is_on)
+    check_values(Endpoint.CHAT, {**body, "kv_transfer_params": value}, limits, {})
 
 
 def test_an_offer_passes() -> None:

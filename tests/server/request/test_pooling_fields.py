@@ -9,8 +9,8 @@ import pytest
 
 from server.errors import InvalidValueError, ServerError, UnsupportedFieldError
 from server.request.endpoints import request_form
-from server.request.fields.limits import check_pooling_limits
-from server.request.fields.lookup import prompt_fields
+from server.request.tables import prompt_fields
+from server.request.values import check_values
 from server.wire.endpoint import Endpoint
 from tests.server.request.limits import LIMITS
 
@@ -79,7 +79,7 @@ def test_a_body_is_told_by_what_it_holds(
 )
 def test_limits(body: dict[str, Any], error: type[ServerError], param: str, words: str) -> None:
     with pytest.raises(error) as caught:
-        check_pooling_limits(endpoint_of(body), body, LIMITS)
+        check_values(endpoint_of(body), body, LIMITS, {})
     assert caught.value.param == param
     assert words in caught.value.message
 
@@ -93,9 +93,9 @@ def test_dimensions_are_those_of_the_model(
     field: str, allowed: tuple[int, ...] | range, value: int, words: str
 ) -> None:
     limits = replace(LIMITS, dimensions=allowed)
-    check_pooling_limits(Endpoint.EMBEDDINGS, {field: allowed[0]}, limits)
+    check_values(Endpoint.EMBEDDINGS, {field: allowed[0]}, limits, {})
     with pytest.raises(InvalidValueError, match=f"{words} for this model, got {value}") as caught:
-        check_pooling_limits(Endpoint.EMBEDDINGS, {field: value}, limits)
+        check_values(Endpoint.EMBEDDINGS, {field: value}, limits, {})
     assert caught.value.param == field
 
 
@@ -109,4 +109,4 @@ def test_dimensions_are_those_of_the_model(
     ],
 )
 def test_what_is_within_the_limits_passes(body: dict[str, Any]) -> None:
-    check_pooling_limits(Endpoint.EMBEDDINGS, body, LIMITS)
+    check_values(Endpoint.EMBEDDINGS, body, LIMITS, {})

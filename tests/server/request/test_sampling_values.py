@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError
-from server.request.fields.sampling_values import check_sampling_values
+from server.request.values import check_values
 from server.wire.endpoint import Endpoint
 from tests.server.request.limits import LIMITS
 
@@ -18,7 +18,7 @@ PATTERN = "repetition_detection"
 
 def check(fields: Fields, *, max_logprobs: int = 20, **defaults: Any) -> None:
     limits = replace(LIMITS, max_logprobs=max_logprobs)
-    check_sampling_values(Endpoint.CHAT, fields, limits, defaults)
+    check_values(Endpoint.CHAT, fields, limits, defaults)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from server.errors import UnknownFieldError
-from server.request.typed.shapes import check_shape, shape_of, shapes_of
+from server.request.rules import check_shape, shape_of, shapes_of
 from server.vllm.handlers import request_models
 
 

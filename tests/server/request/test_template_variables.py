@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, UnknownFieldError, UnsupportedFieldError
-from server.request.templates.variables import TemplateVariables, settle_variables
+from server.request.options import TemplateVariables, filter_variables
 from server.vllm.rendering.variables import declared_by
 from server.wire.endpoint import Endpoint
 
@@ -19,7 +19,7 @@ VARIABLES = TemplateVariables(
 
 
 def settle(endpoint: Endpoint, body: dict[str, Any], **options: Any) -> list[str]:
-    return settle_variables(endpoint, body, VARIABLES, options.pop("policy", "reject"), **options)
+    return filter_variables(endpoint, body, VARIABLES, options.pop("policy", "reject"), **options)
 
 
 def test_declared_variables_pass_and_switches_of_other_models_are_ignored() -> None:
@@ -55,9 +55,9 @@ def test_other_names_are_unknown_fields() -> None:
 def test_texts_that_no_template_shows_are_refused(endpoint: Endpoint, name: str) -> None:
     variables = TemplateVariables(chat=frozenset(), score=frozenset())
     with pytest.raises(UnsupportedFieldError) as caught:
-        settle_variables(endpoint, {name: ["a text"]}, variables, "reject")
+        filter_variables(endpoint, {name: ["a text"]}, variables, "reject")
     assert caught.value.param == name
-    assert settle_variables(endpoint, {name: None}, variables, "reject") == []
+    assert filter_variables(endpoint, {name: None}, variables, "reject") == []
     # Documents are what a score is about.
     assert settle(Endpoint.RERANK, {"documents": ["a"], "instruction": "b"}) == []
 

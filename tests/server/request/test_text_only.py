@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from server.errors import UnsupportedFieldError
-from server.request.fields.limits import refuse_media
-from server.request.fields.lookup import prompt_fields
+from server.request.tables import prompt_fields
+from server.request.values import check_values
 from server.wire.endpoint import Endpoint
+from tests.server.request.limits import LIMITS
 
+TEXT_ONLY = replace(LIMITS, text_only=True)
 TEXT = {"type": "text", "text": "a"}
 URL = {"url": "http://10.0.0.1/"}
 IMAGE = {"type": "image_url", "image_url": URL}
@@ -46,7 +49,7 @@ def said(*parts: Any) -> dict[str, Any]:
 )
 def test_media_are_refused_with_their_place(body: dict[str, Any], param: str) -> None:
     with pytest.raises(UnsupportedFieldError) as caught:
-        refuse_media(endpoint_of(body), body)
+        check_values(endpoint_of(body), body, TEXT_ONLY, {})
     assert caught.value.param == param
     assert "text alone" in caught.value.message
 
@@ -63,4 +66,4 @@ def test_media_are_refused_with_their_place(body: dict[str, Any], param: str) ->
     ],
 )
 def test_text_passes(body: dict[str, Any]) -> None:
-    refuse_media(endpoint_of(body), body)
+    check_values(endpoint_of(body), body, TEXT_ONLY, {})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError
-from server.request.thinking import ThinkingSupport, settle_thinking
+from server.request.options import ThinkingSupport, normalize_thinking
 from server.wire.endpoint import Endpoint
 
 PLAIN = ThinkingSupport()
@@ -44,21 +44,21 @@ def test_anthropics_thinking_is_the_models_switch(
     thinking: ThinkingSupport, kind: str, kwargs: dict[str, Any] | None, ignored: list[str]
 ) -> None:
     body: dict[str, Any] = {"thinking": {"type": kind}}
-    assert settle_thinking(Endpoint.MESSAGES, body, thinking) == ignored
+    assert normalize_thinking(Endpoint.MESSAGES, body, thinking) == ignored
     assert body == ({} if kwargs is None else {"chat_template_kwargs": kwargs})
 
 
 def test_what_the_template_is_told_directly_wins() -> None:
     own = {"enable_thinking": False, "other": 1}
     body: dict[str, Any] = {"thinking": {"type": "enabled"}, "chat_template_kwargs": own}
-    settle_thinking(Endpoint.MESSAGES, body, SWITCHED)
+    normalize_thinking(Endpoint.MESSAGES, body, SWITCHED)
     assert body["chat_template_kwargs"] == own
 
 
 @pytest.mark.parametrize("given", [{}, {"type": "deep"}, {"type": []}, 7, []])
 def test_a_kind_of_thinking_that_is_none_is_refused(given: object) -> None:
     with pytest.raises(InvalidValueError) as caught:
-        settle_thinking(Endpoint.MESSAGES, {"thinking": given}, SWITCHED)
+        normalize_thinking(Endpoint.MESSAGES, {"thinking": given}, SWITCHED)
     assert caught.value.param == "thinking.type"
 
 
@@ -73,7 +73,7 @@ def test_a_kind_of_thinking_that_is_none_is_refused(given: object) -> None:
 def test_an_effort_that_nobody_hears_is_told(
     endpoint: Endpoint, body: dict[str, Any], path: str
 ) -> None:
-    assert settle_thinking(endpoint, body, PLAIN) == [path]
-    assert settle_thinking(endpoint, body, SWITCHED) == []
-    assert settle_thinking(endpoint, body, ThinkingSupport(effort=True)) == []
-    assert settle_thinking(endpoint, {"reasoning": None}, PLAIN) == []
+    assert normalize_thinking(endpoint, body, PLAIN) == [path]
+    assert normalize_thinking(endpoint, body, SWITCHED) == []
+    assert normalize_thinking(endpoint, body, ThinkingSupport(effort=True)) == []
+    assert normalize_thinking(endpoint, {"reasoning": None}, PLAIN) == []

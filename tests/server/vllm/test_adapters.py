@@ -13,8 +13,8 @@ import pytest
 from server.errors import EngineFailedError, InternalError
 from server.frontend import LaunchError
 from server.lora.port import EngineAdapter
+from server.request.endpoints import route_of
 from server.request.record import RequestRecord
-from server.request.route_table import route_of
 from server.settings import ServerSettings
 from tests.server.adapter_folders import TARGETS, write_adapter
 

@@ -27,8 +27,8 @@ from vllm.v1.metrics.stats import IterationStats
 from server.engine.direct_outputs import DirectState
 from server.engine.outputs import QueueAwareOutputs
 from server.http.streaming import HeldStream, SseResponse
+from server.request.endpoints import route_of
 from server.request.record import RequestRecord, record_var
-from server.request.route_table import route_of
 from server.vllm.serving import adapted
 from server.vllm.streams import text_chunks
 from server.vllm.streams.stamps import stamped_frames

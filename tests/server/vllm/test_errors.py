@@ -9,8 +9,8 @@ from server.errors import OverloadedError, ServerError, describe
 from server.http.error_responses import error_frame
 from server.observability.declarations import OUTCOMES
 from server.observability.logging import JsonFormatter, TextFormatter, request_id_var
+from server.request.endpoints import route_of
 from server.request.record import RequestRecord
-from server.request.route_table import route_of
 from server.wire.endpoint import Endpoint
 
 

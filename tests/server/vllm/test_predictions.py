@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from openai.types import CompletionUsage
 
+from server.request.endpoints import route_of
 from server.request.record import Counts, RequestRecord, record_var
-from server.request.route_table import route_of
 from server.vllm.streams.stamps import add_prediction_counts
 
 pytestmark = pytest.mark.engine

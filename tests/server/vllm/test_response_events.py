@@ -18,8 +18,8 @@ from vllm.parser import ParserManager
 
 from default_model.paths import CHECKPOINT
 from server.errors import DrainingError
+from server.request.endpoints import route_of
 from server.request.record import RequestRecord
-from server.request.route_table import route_of
 from server.vllm.responses.stream import response_frames
 from server.vllm.serving import adapted
 

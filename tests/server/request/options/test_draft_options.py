@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, RequestError, UnsupportedFieldError
-from server.request.fields.lookup import extra_schemas
-from server.request.options.draft_options import DraftOptions, settle_drafts
+from server.request.options import DraftOptions, pop_drafts
+from server.request.tables import extra_schemas
 from server.wire.endpoint import Endpoint
 
 TEXT = {"type": "content", "content": "a b"}
@@ -43,7 +43,7 @@ def test_a_chat_says_what_it_wants(
     body: dict[str, Any], speculates: bool, options: DraftOptions, ignored: list[str]
 ) -> None:
     body = {"model": "m", **body}
-    assert settle_drafts(Endpoint.CHAT, body, speculates=speculates) == (options, ignored)
+    assert pop_drafts(Endpoint.CHAT, body, speculates=speculates) == (options, ignored)
     assert body.keys() <= {"model", "n"}
 
 
@@ -51,16 +51,16 @@ def test_a_chat_says_what_it_wants(
     "endpoint", [Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.RESPONSES, Endpoint.MESSAGES]
 )
 def test_every_answer_can_be_had_without_drafts(endpoint: Endpoint) -> None:
-    assert settle_drafts(endpoint, {"speculative": False}, speculates=True)[0].off
+    assert pop_drafts(endpoint, {"speculative": False}, speculates=True)[0].off
     assert extra_schemas(endpoint)["speculative"]["type"] == ["boolean", "null"]
 
 
 def test_elsewhere_the_fields_stay_unknown() -> None:
     body = {"prediction": TEXT}
-    assert settle_drafts(Endpoint.COMPLETION, body, speculates=True) == (DraftOptions(), [])
+    assert pop_drafts(Endpoint.COMPLETION, body, speculates=True) == (DraftOptions(), [])
     assert body == {"prediction": TEXT}
     body = {"speculative": False}
-    assert settle_drafts(Endpoint.EMBEDDINGS, body, speculates=True) == (DraftOptions(), [])
+    assert pop_drafts(Endpoint.EMBEDDINGS, body, speculates=True) == (DraftOptions(), [])
     assert body == {"speculative": False}
 
 
@@ -85,6 +85,6 @@ def test_what_is_no_wish_is_refused_by_name(
     body: dict[str, Any], speculates: bool, error: type[RequestError], param: str
 ) -> None:
     with pytest.raises(error) as caught:
-        settle_drafts(Endpoint.CHAT, dict(body), speculates=speculates)
+        pop_drafts(Endpoint.CHAT, dict(body), speculates=speculates)
     assert caught.value.param == param
     assert param in caught.value.message

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, PermissionDeniedError
-from server.request.options.tier import Tier, granted, take_tier, tiers_of
+from server.request.options import Tier, granted_tier, pop_tier, tiers_of
 from server.settings import SettingsError
 from server.wire.endpoint import Endpoint
 from tests.server.http.test_auth import ring
@@ -31,7 +31,7 @@ KEYS = "anyone=k1\njobs[flex]=k2\ngold[priority+default]=k3\n"
 )
 def test_tiers_of_bodies(endpoint: Endpoint, requested: str | None, found: str | None) -> None:
     body: dict[str, Any] = {"service_tier": requested, "model": "m"}
-    assert take_tier(endpoint, body) == found
+    assert pop_tier(endpoint, body) == found
     assert body == {"model": "m"}
 
 
@@ -46,18 +46,18 @@ def test_tiers_of_bodies(endpoint: Endpoint, requested: str | None, found: str |
 )
 def test_unknown_tiers_are_rejected(endpoint: Endpoint, requested: object) -> None:
     with pytest.raises(InvalidValueError, match="'service_tier' must be one of 'auto'"):
-        take_tier(endpoint, {"service_tier": requested})
+        pop_tier(endpoint, {"service_tier": requested})
 
 
 def test_the_first_tier_of_a_key_is_what_it_gets_without_a_word() -> None:
     gold = tiers_of("priority+default")
-    assert [granted(requested, gold) for requested in (None, "auto", "default")] == [
+    assert [granted_tier(requested, gold) for requested in (None, "auto", "default")] == [
         *(Tier.PRIORITY, Tier.PRIORITY, Tier.DEFAULT)
     ]
     with pytest.raises(
         PermissionDeniedError, match=r"'flex' is not allowed.*: 'priority', 'default'\."
     ):
-        granted("flex", gold)
+        granted_tier("flex", gold)
 
 
 def test_tiers_behind_the_name_of_a_key(tmp_path: Path) -> None:

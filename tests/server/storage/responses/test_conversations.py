@@ -14,9 +14,9 @@ import pytest
 
 from server import bounds
 from server.errors import InvalidValueError, OverloadedError, StorageUnavailableError
-from server.request.options.tier import Tier
+from server.request.endpoints import route_of
+from server.request.options import Tier
 from server.request.record import RequestRecord
-from server.request.route_table import route_of
 from server.settings import ServerSettings
 from server.storage.quotas import Reservation
 from server.storage.responses import conversations, table

@@ -1,21 +1,24 @@
 """Size limits of each field, checked first, so that all later work is bounded.
 
-One walk counts items and values and measures texts. `server.request.fields.limits` and the request
-models check what the values mean. Pure functions.
+One walk counts items and values and measures texts. The arguments of earlier calls are JSON within
+a text, which templates get parsed: they have limits of their own. `server.request.values` and the
+request models check what the values mean. Pure functions.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from server.errors import ContextLengthError, InvalidValueError, describe
+from server.request.body import MANY_DIGITS, MAX_DIGITS
 from server.request.endpoints import is_message
-from server.request.fields.field import FieldKind
-from server.request.fields.limits import RequestLimits
-from server.request.fields.lookup import kind_of_field
+from server.request.fields import FieldKind
+from server.request.tables import kind_of_field
+from server.tools.ending import replace_halves
 from server.wire.endpoint import Endpoint, JsonObject
 
 MAX_FIELDS = 256
@@ -26,6 +29,48 @@ _ANY = 1 << 62
 _CONVERSATIONS = (FieldKind.MESSAGES, FieldKind.CONVERSATION)
 _PROMPTS = (FieldKind.PROMPTS, FieldKind.TEXT)
 _TEXTS = (*_CONVERSATIONS, *_PROMPTS)
+_MIN_TEXT_CHARS = 1 << 20
+_CHARS_PER_TOKEN = 16
+"""Characters per token of the context: a longer text does not fit, except in rare scripts."""
+_PARTS = re.compile(
+    r'"(?:[^"\\]|\\.)*+"?|(?P<open>[\[{])|(?P<close>[\]}])'
+    rf"|(?<![\d.eE+])(?P<huge>\d{{{MAX_DIGITS + 1},}})(?![\d.eE])",
+    re.DOTALL,
+)
+"""Of JSON, valid or not: strings, brackets, and integers that are too long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Limits of one server; lengths are in tokens."""
+
+    max_messages: int
+    max_prompts: int
+    max_tools: int
+    max_n: int
+    max_stop: int
+    max_logit_bias: int
+    max_model_len: int
+    vocab_size: int
+    """One more than the last id that the tokenizer has a token for."""
+    max_queued_tokens: int | None
+    has_priorities: bool
+    text_only: bool = False
+    """True if conversations may have no images, audio or video."""
+    transfers_kv: bool = False
+    missing_ids: frozenset[int] = frozenset()
+    """Ids without a token."""
+    extra_args: frozenset[str] | None = frozenset()
+    """Accepted keys of `vllm_xargs`; None accepts any but those that the server sets."""
+    max_logprobs: int = 20
+    """Most log-probabilities of a token; -1: as many as the vocabulary has tokens."""
+    dimensions: range | tuple[int, ...] = ()
+    """Lengths that an embedding may be cut to; empty for a model that was not trained for it."""
+
+    @property
+    def text_chars(self) -> int:
+        """Most characters of one text."""
+        return max(_MIN_TEXT_CHARS, _CHARS_PER_TOKEN * self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +205,46 @@ def _check_text(name: str, text: str, kind: FieldKind, most: int) -> None:
         f"server is {most}.",
         param=name,
     )
+
+
+def check_call_arguments(body: JsonObject, max_depth: int) -> None:
+    """Bound the arguments of earlier calls, and replace halves of surrogate pairs by U+FFFD.
+
+    Models write such halves, and the answers that have them come back. Arguments that are no valid
+    JSON pass. Raises `InvalidValueError` for a nesting deeper than `max_depth` or a huge integer.
+    """
+    for name in ("messages", "input"):
+        items = body.get(name)
+        for index, item in enumerate(items if isinstance(items, list) else ()):
+            for path, call in _calls(item):
+                text = call.get("arguments")
+                if isinstance(text, str):
+                    _check_arguments(f"{name}[{index}]{path}.arguments", text, max_depth)
+                    call["arguments"] = replace_halves(text)
+
+
+def _calls(item: object) -> Iterator[tuple[str, JsonObject]]:
+    """Yield the calls of a message or item, with their paths in it."""
+    if not isinstance(item, dict):
+        return
+    yield "", item
+    calls = item.get("tool_calls")
+    for index, call in enumerate(calls if isinstance(calls, list) else ()):
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            yield f".tool_calls[{index}].function", call["function"]
+
+
+def _check_arguments(path: str, text: str, max_depth: int) -> None:
+    deep = text.count("{") + text.count("[") > max_depth
+    if not deep and MANY_DIGITS.search(text.encode()) is None:
+        return
+    depth = 0
+    for part in _PARTS.finditer(text):
+        depth += (part["open"] is not None) - (part["close"] is not None)
+        if depth > max_depth:
+            limit = f"is nested deeper than the limit of {max_depth}"
+        elif part["huge"] is not None:
+            limit = f"has a number of more than {MAX_DIGITS} digits"
+        else:
+            continue
+        raise InvalidValueError(f"'{path}' {limit}.", param=path)

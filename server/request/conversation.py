@@ -7,18 +7,18 @@ absent. Pure functions, linear in the size of the conversation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.descriptions import json_type
-from server.errors import InvalidTypeError, InvalidValueError, MissingFieldError, describe
+from server.errors import InvalidTypeError, MissingFieldError, describe, invalid_value
 from server.wire.endpoint import Endpoint, JsonObject
 
 _MESSAGE_TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
 """Optional texts of a message."""
-_CALL, _OUTPUT, _MESSAGE, _REASONING = (
-    *("function_call", "function_call_output", "message", "reasoning"),
-)
+_CALL, _OUTPUT = "function_call", "function_call_output"
+_MESSAGE, _REASONING = "message", "reasoning"
 _ITEM_TYPES = (
     *(_MESSAGE, _CALL, _OUTPUT, _REASONING, "custom_tool_call", "custom_tool_call_output"),
     *("compaction", "compaction_trigger"),
@@ -45,7 +45,7 @@ _PROMPT_PARTS: Mapping[str, str | None] = {
 """Types of the parts of a message, with the field of their text."""
 
 
-def settle_conversation(endpoint: Endpoint, body: JsonObject) -> None:
+def normalize_conversation(endpoint: Endpoint, body: JsonObject) -> None:
     """Check the conversation of `body` and replace what vLLM does not read.
 
     Raises a `RequestError` that names the first wrong field.
@@ -54,19 +54,24 @@ def settle_conversation(endpoint: Endpoint, body: JsonObject) -> None:
     if isinstance(messages, list) and not endpoint.anthropic:
         for index, message in enumerate(messages):
             if isinstance(message, dict):
-                _settle_message(message, f"messages[{index}]")
+                _normalize_message(message, f"messages[{index}]")
     if isinstance(items, list) and endpoint.takes_items:
-        body["input"] = [_settled_item(item, f"input[{index}]") for index, item in enumerate(items)]
+        body["input"] = [
+            _normalized_item(item, f"input[{index}]") for index, item in enumerate(items)
+        ]
     elif endpoint.takes_items and items is not None and not isinstance(items, str):
         raise _wrong_type("input", "a string or an array of items", items)
 
 
-def _settle_message(message: JsonObject, path: str) -> None:
+def _normalize_message(message: JsonObject, path: str) -> None:
     for name in _MESSAGE_TEXTS:
         _check(message, name, str, path)
+    # Many clients send vLLM's `reasoning` by this name.
+    if (reasoning := message.pop("reasoning_content", None)) is not None:
+        message.setdefault("reasoning", reasoning)
     calls = _check(message, "tool_calls", list, path)
     for index, call in enumerate(calls or ()):
-        _settle_call(call, f"{path}.tool_calls[{index}]")
+        _check_call(call, f"{path}.tool_calls[{index}]")
     content = message.get("content")
     if content is None and message.get("role") == "tool":
         message["content"] = ""
@@ -74,28 +79,28 @@ def _settle_message(message: JsonObject, path: str) -> None:
         raise _wrong_type(f"{path}.content", "a string or an array of parts", content)
 
 
-def _settle_call(call: Any, path: str) -> None:
+def _check_call(call: Any, path: str) -> None:
     """Check a call of a message; calls of custom tools are calls of functions already."""
     if not isinstance(call, dict):
         raise _wrong_type(path, "an object", call)
     _require(call, "id", str, path)
     kind = _require(call, "type", str, path)
     if kind != "function":
-        raise _wrong_value(f"{path}.type", ("function", "custom"), kind)
+        raise invalid_value(f"{path}.type", "be one of function, custom", kind)
     function = _require(call, "function", dict, path)
     _require(function, "name", str, f"{path}.function")
     if _check(function, "arguments", str, f"{path}.function") is None:
         function["arguments"] = ""
 
 
-def _settled_item(item: Any, path: str) -> Any:
+def _normalized_item(item: Any, path: str) -> Any:
     if not isinstance(item, dict):
         raise _wrong_type(path, "an object", item)
     item = {name: value for name, value in item.items() if value is not None}
     is_message = bool(item.keys() & {"role", "content"})
     kind = _require(item, "type", str, path) if "type" in item or not is_message else _MESSAGE
     if kind not in _ITEM_TEXTS:
-        raise _wrong_value(f"{path}.type", _ITEM_TYPES, kind)
+        raise invalid_value(f"{path}.type", f"be one of {', '.join(_ITEM_TYPES)}", kind)
     for name in _ITEM_TEXTS[kind]:
         _require(item, name, str, path)
     if kind == _CALL and _check(item, "arguments", str, path) is None:
@@ -105,15 +110,15 @@ def _settled_item(item: Any, path: str) -> Any:
     elif kind == _REASONING:
         item.setdefault("summary", [])
     elif kind == _MESSAGE:
-        _settle_content(item, path)
+        _normalize_content(item, path)
     return item
 
 
-def _settle_content(item: JsonObject, path: str) -> None:
+def _normalize_content(item: JsonObject, path: str) -> None:
     """Check a message of `input`; make one part of the texts of an assistant's."""
     role = item["role"]
     if role not in _ROLES:
-        raise _wrong_value(f"{path}.role", _ROLES, role)
+        raise invalid_value(f"{path}.role", f"be one of {', '.join(_ROLES)}", role)
     is_answer = role == "assistant"
     content: Any = item.setdefault("content", "") if is_answer else item.get("content")
     if isinstance(content, str) and not (is_answer and item.keys() & {"id", "status"}):
@@ -146,7 +151,7 @@ def _part(part: Any, path: str, role: str) -> tuple[JsonObject, str]:
     kind = _require(part, "type", str, path)
     fields = _ANSWER_PARTS if role == "assistant" else _PROMPT_PARTS
     if kind not in fields:
-        raise _wrong_value(f"{path}.type", fields, kind)
+        raise invalid_value(f"{path}.type", f"be one of {', '.join(fields)}", kind)
     field = fields[kind]
     return part, "" if field is None else _require(part, field, str, path)
 
@@ -179,6 +184,40 @@ def _wrong_type(path: str, wanted: str, value: object) -> InvalidTypeError:
     )
 
 
-def _wrong_value(path: str, values: Iterable[str], value: str) -> InvalidValueError:
-    message = f"'{path}' must be one of {', '.join(values)}, got {describe(value)}."
-    return InvalidValueError(message, param=path)
+# Claude Code's billing line changes with every request and says nothing to a model.
+
+_BILLING = re.compile(r"^x-anthropic-billing-header:.*(?:\n|\Z)", re.MULTILINE)
+_SYSTEM_ROLES = ("system", "developer")
+
+
+def drop_billing_line(endpoint: Endpoint, body: JsonObject) -> None:
+    """Drop the line from the system texts of a body, in place, if the API is Anthropic's.
+
+    A prefix match ends at the first token that differs, so the line would prevent every match.
+    Anthropic's API shows it to no model, either.
+    """
+    if not endpoint.anthropic:
+        return
+    if "system" in body:
+        body["system"] = _without_line(body["system"])
+    turns = body.get("messages")
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, dict) and turn.get("role") in _SYSTEM_ROLES and "content" in turn:
+            turn["content"] = _without_line(turn["content"])
+
+
+def _without_line(content: Any) -> Any:
+    """Return a text, or a list of parts, without the line; parts that become empty go."""
+    if isinstance(content, str):
+        return _BILLING.sub("", content)
+    if not isinstance(content, list):
+        return content
+    kept = []
+    for part in content:
+        if isinstance(part, dict) and isinstance(given := part.get("text"), str):
+            text = _BILLING.sub("", given)
+            if given and not text:
+                continue
+            part["text"] = text
+        kept.append(part)
+    return kept

@@ -1,1 +1,0 @@
-"""Fields of each API: one table, and the checks that read it."""

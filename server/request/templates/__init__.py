@@ -1,1 +1,0 @@
-"""Chat templates: the variables that a request may set."""

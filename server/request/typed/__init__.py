@@ -1,1 +1,0 @@
-"""Objects nested in a request, checked against the types of its model."""
