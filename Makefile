@@ -22,7 +22,7 @@ fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test test-fast test-nixl lint bench dashboards chart docs docs-site models published flags upstream lock wheel image clean
+.PHONY: help install dev serve test test-tools test-fast test-nixl lint bench dashboards chart docs docs-site models published flags upstream lock wheel image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -38,8 +38,10 @@ serve: install ## Serve MODEL (a folder, smollm2) on HOST:PORT; ARGS go to the s
 	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: dev ## Run TESTS with pytest, except those marked wide; ARGS go to pytest
-	$(scripts)/install_test_tools.sh
 	$(quiet) $(python) -m pytest -m 'not wide' --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
+
+test-tools: ## As root: install the Debian packages without which `make test` skips tests
+	$(scripts)/install_test_tools.sh
 
 test-fast: dev ## Unit and architecture tests that start no engine and take under ten seconds each
 	$(quiet) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 2 tests/unit tests/architecture $(ARGS)

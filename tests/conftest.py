@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests.checkpoints import CheckpointCache
+from tests.debian_tools import pytest_terminal_summary  # noqa: F401 (a hook)
 
 # A busy machine is no fault of what is tested.
 settings.register_profile("untimed", deadline=None)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs missing Debian packages for tests: Prometheus with promtool
-# (tests/operators), Chromium with its driver and curl (the console's tests) and nginx (tests/kubernetes;
-# Helm comes with requirements/dev.lock). Does nothing if all are installed. A user other than root, or a
-# machine without apt-get, gets a warning: tests/debian_tools.py then skips these tests.
+# make test-tools: installs the Debian packages that tests use and this machine lacks: Prometheus with
+# promtool (tests/operators), Chromium with its driver and curl (the console's tests) and nginx
+# (tests/kubernetes). A user other than root, or a machine without apt-get, gets a warning; pytest then
+# skips and counts these tests (tests/debian_tools.py).
 set -euo pipefail
 
 declare -A package=(

@@ -1,6 +1,6 @@
 """A real Prometheus with the configuration of deploy/prometheus, scraping every second.
 
-Needs Debian's prometheus: deploy/scripts/install_test_tools.sh.
+Needs Debian's prometheus: `make test-tools`.
 """
 
 from __future__ import annotations

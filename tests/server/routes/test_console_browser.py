@@ -1,6 +1,6 @@
 """The console in a real browser: a start, a key, charts, a chat, batches, an engine's death.
 
-Needs Debian's chromium and chromium-driver: deploy/scripts/install_test_tools.sh.
+Needs Debian's chromium and chromium-driver: `make test-tools`.
 """
 
 from __future__ import annotations

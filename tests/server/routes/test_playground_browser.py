@@ -1,6 +1,6 @@
 """The console's playground in a real browser, over answers that a script streams.
 
-Needs Debian's chromium and chromium-driver: deploy/scripts/install_test_tools.sh.
+Needs Debian's chromium and chromium-driver: `make test-tools`.
 """
 
 from __future__ import annotations
