@@ -88,7 +88,7 @@ def pages() -> dict[Path, str]:
         DOCS / "metrics.md": metrics_page(),
         DOCS / "models.md": models_page(),
         DOCS / "observability.md": observability_page(),
-        DOCS / "results.md": results_page(),
+        DOCS / "dev/results.md": results_page(),
         DOCS / "security.md": security_page(),
         DOCS / "server_info.md": server_info_page(),
         DOCS / "vllm_serve.md": vllm_serve_page(),
@@ -299,7 +299,7 @@ def vllm_serve_page() -> str:
         _table(upstream_page.FLAG_HEADER, upstream_page.refused_flag_rows()),
         "Settings of the same name in both (`--host`, `--api-key`, `--ssl-keyfile` and others) are "
         "in [configuration.md](configuration.md#server). What the engine refuses, such as "
-        "`--enforce-eager`, is in [documents.md](documents.md) and "
+        "`--enforce-eager`, is in [documents.md](dev/documents.md) and "
         "[models.md](models.md#what-is-refused).",
     )
 

@@ -1,6 +1,6 @@
-"""docs/results.md and README's table of speed, from the saved results.
+"""docs/dev/results.md and README's table of speed, from the saved results.
 
-Each row of docs/results.md is a result file, how it was measured, and the pages that quote it.
+Each row of docs/dev/results.md is a result file, how it was measured, and the pages that quote it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.runner.figures import Figure, find, ratios, read_run, shown
 RESULT_BLOCKS = (
     "# Measurements and where they are quoted",
     "Look up which file of `benchmarks/results` backs a figure, and repeat it with the command "
-    "([benchmarks](../benchmarks/README.md)). Beside each report lie its figures by round "
+    "([benchmarks](../../benchmarks/README.md)). Beside each report lie its figures by round "
     "(`.json`). *Disturbed* counts samples during which other processes used more than a tenth of "
     "a core: such times are no measurement. Reports since 26 November 2026 leave them out "
     "of every figure; in earlier ones only ratios within a round count. Reports written before "
@@ -42,13 +42,13 @@ PROCESSORS = {
     ("6", "106"): "Intel Xeon Ice Lake 2.8 GHz, AVX-512",
 }
 """CPU family and model, as reports have them from `lscpu` -> processor."""
-_README = "[README](../README.md#what-ran-where)"
-_QUANTIZED = "[quantization](quantization.md#speed-and-memory)"
+_README = "[README](../../README.md#what-ran-where)"
+_QUANTIZED = "[quantization](../quantization.md#speed-and-memory)"
 _QUOTED: dict[str, str] = {
     f"2026-11-21-{_AMD_AVX2}-compare": _README,
     f"2026-11-21-{_AMD_AVX2}-step_profile": "[decision 15]"
-    "(decisions/0015-async-scheduling-is-left-off.md), [decision 17]"
-    "(decisions/0017-graphs-are-recorded-and-repeated.md)",
+    "(../decisions/0015-async-scheduling-is-left-off.md), [decision 17]"
+    "(../decisions/0017-graphs-are-recorded-and-repeated.md)",
     f"2026-11-23-{_INTEL}-quantized-1.2b": _QUANTIZED,
     f"2026-11-23-{_INTEL}-quantized-gpt-oss-0.9b": _QUANTIZED,
     f"2026-11-24-{_AMD}-compare": _README,
@@ -69,7 +69,7 @@ def result_rows() -> Iterable[tuple[str, ...]]:
         text = path.read_text(encoding="utf-8")
         command = re.search(r"`python -m (benchmarks[. ][^`]*)`", text)
         yield (
-            f"[{stem.partition('core-')[2]}, {stem[:10]}](../benchmarks/results/{path.name})",
+            f"[{stem.partition('core-')[2]}, {stem[:10]}](../../benchmarks/results/{path.name})",
             f"`{_shortened(command[1])}`" if command else "",
             processor_of(text),
             disturbance_of(text),

@@ -210,7 +210,7 @@ HONOURED_FLAGS: Mapping[str, tuple[str, ...]] = {
 CHECKED_FLAGS: Mapping[str, str] = {
     "enforce_eager": "refused: every graph is compiled",
     "async_scheduling": "off unless given; not with pipeline stages or drafts "
-    "([engine](engine.md#asynchronous-scheduling))",
+    "([engine](dev/engine.md#asynchronous-scheduling))",
     "enable_chunked_prefill": "on; `--no-enable-chunked-prefill` is refused",
     "quantization": "the formats of [quantization.md](quantization.md)",
     "quantization_config": "the formats of [quantization.md](quantization.md)",
