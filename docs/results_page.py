@@ -46,9 +46,6 @@ _README = "[README](../../README.md#what-ran-where)"
 _QUANTIZED = "[quantization](../quantization.md#speed-and-memory)"
 _QUOTED: dict[str, str] = {
     f"2026-11-21-{_AMD_AVX2}-compare": _README,
-    f"2026-11-21-{_AMD_AVX2}-step_profile": "[decision 15]"
-    "(../decisions/0015-async-scheduling-is-left-off.md), [decision 17]"
-    "(../decisions/0017-graphs-are-recorded-and-repeated.md)",
     f"2026-11-23-{_INTEL}-quantized-1.2b": _QUANTIZED,
     f"2026-11-23-{_INTEL}-quantized-gpt-oss-0.9b": _QUANTIZED,
     f"2026-11-24-{_AMD}-compare": _README,

@@ -15,7 +15,7 @@ ELSEWHERE = "repository"
 # The index page says what README does.
 _LEFT_OUT = ("README.md",)
 # Links of docs/index.md whose pages have a section of the navigation to themselves.
-_OWN_SECTIONS = ("decisions/index.md", "runbooks/")
+_OWN_SECTIONS = ("dev/decisions/index.md", "runbooks/")
 _OUTSIDE = ("*.md", "benchmarks/**/*.md", "examples/*.md")
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^( *```)(\w*)(.*)$")
@@ -54,10 +54,10 @@ def _navigation(index: str) -> list[dict[str, list[str]]]:
     sections["Repository"] = [
         page for page in outside if page not in linked and "/results/" not in page
     ]
-    for folder in ("decisions", "runbooks"):
+    for folder in ("dev/decisions", "runbooks"):
         pages = {f"{folder}/{path.name}" for path in (ROOT / "docs" / folder).glob("*.md")}
         first = f"{folder}/index.md"
-        sections[folder.capitalize()] = [first, *sorted(pages - {first})]
+        sections[posixpath.basename(folder).capitalize()] = [first, *sorted(pages - {first})]
     return [{name: pages} for name, pages in sections.items()]
 
 

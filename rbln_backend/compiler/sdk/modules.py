@@ -1,8 +1,8 @@
 """A program as the SDK is given graphs: what Dynamo would have handed to its backend.
 
-The vendor goes through ``torch.compile``; decision 37 says why this does not. A graph's inputs are
-all its tensors, weights among them, under names that come from the tensor table and are the same
-in every graph, cold and warm. Every node has its ``example_value``.
+The vendor goes through ``torch.compile``; docs/dev/decisions/12-npu.md says why this does not. A
+graph's inputs are all its tensors, weights among them, under names that come from the tensor table
+and are the same in every graph, cold and warm. Every node has its ``example_value``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compaction of a conversation: the request for a summary, and the item with the summary.
 
-The item is encoded plain text, not encrypted. A client can send any text in it; it becomes an
-assistant message and is validated like other input
-(docs/decisions/0068-compaction-items-carry-their-summary.md).
+The item is encoded plain text, not encrypted: its owner has the conversation already, and a key
+would have to be shared by replicas. A client can send any text in it; it becomes an assistant
+message and is validated like other input.
 """
 
 from __future__ import annotations
