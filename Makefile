@@ -22,7 +22,7 @@ fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test test-tools test-fast test-nixl lint bench dashboards chart docs docs-site models published flags upstream lock wheel image clean
+.PHONY: help install dev serve test test-tools test-fast test-nixl lint bench dashboards chart docs docs-site published flags upstream lock wheel image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -66,14 +66,11 @@ dashboards: dev ## Rewrite the generated dashboards of deploy/grafana
 chart: dev ## Rewrite values.schema.json of the Helm chart
 	$(python) -m deploy.kubernetes.generate
 
-docs: dev ## Rewrite the generated pages of docs/
+docs: dev ## Rewrite the generated tables of README and docs/
 	$(quiet) $(python) docs/generate.py
 
 docs-site: build/site-tools/.stamp ## Build the documentation site into build/site; SOURCE makes links to the code
 	SOURCE="$(SOURCE)" NO_MKDOCS_2_WARNING=1 build/site-tools/bin/mkdocs build
-
-models: dev ## Compare model families (ARGS, else all) with transformers for docs/models.md
-	$(quiet) $(python) docs/models.py $(ARGS)
 
 published: dev ## Run `check` on published models (ARGS, else all) for docs/models.md
 	$(quiet) $(python) docs/published.py $(ARGS)

@@ -1,318 +1,264 @@
-"""Write docs/configuration.md, metrics.md, models.md, observability.md, results.md,
-server_info.md and vllm_serve.md.
+"""Rewrite the tables of the pages that come from the code or from saved results.
 
-Also the table of routes in docs/security.md, those of routes, errors and fields in
-docs/http_api.md, and that of speed in README. The results in models.md are those of docs/models.py
-and docs/published.py.
-
-`python docs/generate.py` rewrites the pages; with `--check` it changes nothing and exits with 1
-when a page is not what the code says.
+A table stands between `<!-- generated: NAME -->` and `<!-- /generated -->`; everything else in a
+page is written by hand. `python docs/generate.py` rewrites the tables; with `--check` it changes
+nothing and exits with 1 when a table is stale, or a page lacks a route.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import upstream_page
-from errors_page import ERROR_HEADER, ERRORS_BEGIN, between, error_rows
-from fields_page import FIELD_HEADER, field_tables
-from models_page import HEADER, conditions, family_rows, load_results, refusal_rows
-from observability_page import (
-    ALERT_HEADER,
-    PANEL_HEADER,
-    PARAGRAPHS,
-    SET_UP,
-    SPAN_HEADER,
-    TRACES,
-    alert_rows,
-    dashboard_parts,
-    span_rows,
-)
-from published_page import PUBLISHED_HEADER, published_rows, published_summary
+import saved_tables
 from pydantic import SecretStr
-from results_page import (
-    README_BEGIN,
-    RESULT_BLOCKS,
-    RESULT_HEADER,
-    comparison_table,
-    result_rows,
-)
-from routes_page import ROUTE_LIST_HEADER, ROUTES_LIST_BEGIN, route_list_rows
+from saved_tables import code, table
+from upstream_routes import absent_routes
 
 from rbln_backend.config import GRAPH, RblnConfig
 from rbln_backend.reporting.declared_metrics import METRICS, MetricDecl
 from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
+from rbln_backend.unsupported import FEATURES
 from rbln_backend.variables import KINDS, OPTION_NAMES, VARIABLES, Status, form_of
+from server.errors import ServerError
 from server.observability.declarations import SERVER_METRICS
-from server.observability.history import KEPT as HISTORY_KEPT
-from server.observability.history import PERIOD_S as HISTORY_PERIOD_S
 from server.observability.history import Sample
 from server.request.endpoints import OPENINGS, ROUTES, Scope
+from server.request.fields import Field, FieldAction
+from server.request.tables import FIELDS, RENDERED_CHAT
 from server.routes.server_info import SERVER_FIELDS
 from server.settings import ENV_PREFIX, ServerSettings
+from server.vllm import flag_table
+from server.wire.endpoint import Endpoint
 
 DOCS = Path(__file__).resolve().parent
-ROUTES_BEGIN = "<!-- Written by docs/generate.py from server/request/endpoints.py. -->"
-FIELDS_BEGIN = "<!-- Written by docs/generate.py from server/request/tables.py. -->"
-WRITTEN_END = "<!-- End of what is written by docs/generate.py. -->"
-NOTICE = "<!-- Written by docs/generate.py from the code; edit the code, then run `make docs`. -->"
+_TABLE = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write or check the pages; return the exit code."""
-    parser = argparse.ArgumentParser(description="Generate the reference pages from the code.")
+    parser = argparse.ArgumentParser(description="Generate the tables of the pages.")
     parser.add_argument("--check", action="store_true", help="fail if a page is stale")
     check = parser.parse_args(arguments).check
-    stale = [
-        path
-        for path, text in pages().items()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text
-    ]
+    used: set[str] = set()
+    stale = []
+    for path in [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        used |= {match[2] for match in _TABLE.finditer(text)}
+        written = _TABLE.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", text)
+        if written != text:
+            stale.append(path)
+            if not check:
+                path.write_text(written, encoding="utf-8")
     for path in stale:
-        if not check:
-            path.write_text(pages()[path], encoding="utf-8")
         sys.stdout.write(f"{path.name}: {'stale, run `make docs`' if check else 'written'}\n")
-    return 1 if check and stale else 0
+    faults = [*(f"no page has the table {name}" for name in sorted(TABLES.keys() - used))]
+    faults += _unlisted("http_api.md", (route.template for route in ROUTES))
+    faults += _unlisted("vllm_serve.md", absent_routes({route.template for route in ROUTES}))
+    for fault in faults:
+        sys.stdout.write(f"{fault}\n")
+    return 1 if faults or (check and stale) else 0
 
 
-def pages() -> dict[Path, str]:
-    """Return each generated page and its text."""
-    return {
-        DOCS.parent / "README.md": readme_page(),
-        DOCS / "configuration.md": configuration_page(),
-        DOCS / "http_api.md": http_api_page(),
-        DOCS / "metrics.md": metrics_page(),
-        DOCS / "models.md": models_page(),
-        DOCS / "observability.md": observability_page(),
-        DOCS / "dev/results.md": results_page(),
-        DOCS / "security.md": security_page(),
-        DOCS / "server_info.md": server_info_page(),
-        DOCS / "vllm_serve.md": vllm_serve_page(),
-    }
+def _unlisted(page: str, routes: Iterable[str]) -> Iterator[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    for route in routes:
+        if not re.search(rf"[ `]{re.escape(route)}`", text):
+            yield f"{page} lacks the route {route}"
 
 
-def readme_page() -> str:
-    """Return README: by hand, except the table of speed."""
-    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    return between(text, README_BEGIN, WRITTEN_END, "\n".join(comparison_table()))
+def _backend_fields() -> str:
+    rows = []
+    for name, field in RblnConfig.model_fields.items():
+        names = [
+            code(variable.name)
+            for variable in VARIABLES
+            if variable.field == name and variable.status is not Status.ALIAS
+        ]
+        doc = " ".join(str(field.description).split())
+        meaning = f"{doc} *graph*" if GRAPH in field.metadata else doc
+        default = _default(field.default)
+        rows.append((code(name), form_of(KINDS[name]).json, default, meaning, ", ".join(names)))
+    return table(("Field", "Values", "Default", "Meaning", "Variable"), rows)
 
 
-def configuration_page() -> str:
-    """Return the page of all settings."""
-    return _page(
-        "# Configuration",
-        NOTICE,
-        "Look up a setting, its default and its variable. "
-        "Three things are configured: the engine by vLLM's own flags, the backend by `RblnConfig`, "
-        "and the HTTP server by `ServerSettings`. A wrong name or value is refused at start, with "
-        "the nearest known name or the allowed values.",
-        "## Backend",
-        'A field is set by `--additional-config \'{"rbln": {"<field>": <value>}}\'`, else by its '
-        "variable, else its default applies. As in vllm-rbln, a field may also stand in "
-        '`--additional-config` itself: `{"<field>": <value>}`. Other keys there are errors. '
-        "Booleans of variables are `true`, `1`, `yes`, `on`, `false`, `0`, `no` or `off`. A field "
-        "marked *graph* changes compiled graphs: another "
-        "value needs other artifacts.",
-        _table(("Field", "Values", "Default", "Meaning", "Variable"), _field_rows()),
-        "### Environment variables",
-        "All documented names of the RBLN stack for the backend. Unknown `VLLM_RBLN_*` names are "
-        "errors; the RBLN SDK reads other `RBLN_*` names itself.",
-        _table(("Variable", "Value", "Field", "Status", "Meaning or reason"), _variable_rows()),
-        "### Options of vllm-rbln",
-        "Keys of vllm-rbln 0.12's `additional_config` with other names are accepted, too.",
-        _table(("Key", "Same as"), ((_code(k), _code(v)) for k, v in OPTION_NAMES.items())),
-        "## Server",
-        "A setting comes from its flag, else its variable, else the file of `--config`, else its "
-        "default.",
-        _table(("Flag", "Variable", "Values", "Default", "Meaning"), _setting_rows()),
-    )
+def _backend_variables() -> str:
+    rows = []
+    for variable in sorted(VARIABLES, key=lambda variable: variable.name):
+        target = code(variable.field) if variable.field else ""
+        status = variable.status.value
+        if variable.status is Status.REFUSED:
+            status = f"refused unless {code(str(variable.accepts).lower())}"
+        rows.append((code(variable.name), variable.form.text, target, status, variable.doc))
+    return table(("Variable", "Value", "Field", "Status", "Meaning or reason"), rows)
 
 
-def metrics_page() -> str:
-    """Return the page of all metrics."""
-    header = ("Metric", "Kind", "Labels", "Meaning")
-    return _page(
-        "# Metrics",
-        NOTICE,
-        "Look up what a metric counts. `/metrics` serves three families: "
-        "vLLM's own `vllm:*`, untouched and documented by vLLM; "
-        "the server's; and the engine's, collected from all worker processes. Units are base "
-        "units. Labels hold values of small closed sets, never a request id or a prompt.",
-        "## Server",
-        _table(header, map(_metric_row, SERVER_METRICS)),
-        "## Engine",
-        "Counters and histograms are sums over ranks. A gauge is the most recent, the largest or "
-        "the sum of its ranks' values, as its kind says.",
-        _table(header, map(_metric_row, METRICS)),
-        "## Histogram buckets",
-        _table(
-            ("Metric", "Upper bounds"),
+def _settings() -> str:
+    return table(
+        ("Flag", "Variable", "Values", "Default", "Meaning"),
+        (
             (
-                (_code(m.name), ", ".join(f"{bound:g}" for bound in m.buckets))
-                for m in (*SERVER_METRICS, *METRICS)
-                if m.buckets
-            ),
+                code("--" + name.replace("_", "-")),
+                code(ENV_PREFIX + name.upper()),
+                _kind(setting.annotation),
+                _default(setting.default),
+                setting.description or "",
+            )
+            for name, setting in ServerSettings.model_fields.items()
         ),
     )
 
 
-def models_page() -> str:
-    """Return the page of model families."""
-    results = load_results()
-    return _page(
-        "# Models",
-        NOTICE,
-        "Find out whether a model runs. "
-        "Models run through vLLM's own model code, captured as one graph. Families have no code of "
-        "their own here, except the text models of multimodal checkpoints "
-        "(`rbln_backend/text_models/`). `rbln-serve check MODEL` reports within seconds whether a "
-        "model can run, from its configuration and tokenizer alone; `rbln-serve serve` refuses the "
-        "same models for the same reasons before it reads a weight.",
-        "## Families that were compared with transformers",
-        "A tiny member of each family with random weights (`tests/checkpoint_families.py`) "
-        "continues prompts of one token to four windows greedily by 64 tokens in float32: each "
-        "alone, in a batch of mixed lengths, and after a prefix hit. The columns count the tokens "
-        "that equal those of transformers in float32 on the same weights; up to the first token "
-        "that differs, the log-probabilities of the three most likely tokens are compared as well. "
-        "All runs were on the emulated device, none on an NPU. "
-        "`python docs/models.py [FAMILY ...]` measures again.",
-        "\n".join(conditions(results)) or "Nothing was measured yet.",
-        _table(HEADER, family_rows(results)),
-        "## Published models",
-        "Results of `rbln-serve check` on the `config.json` of published models, from their public "
-        "pages (`docs/published_configs.json`), for the emulated device with enough memory. It "
-        "reads no weights; the table above and the tests show whether a family computes the right "
-        "tokens. `python docs/published.py` checks again. " + published_summary(),
-        _table(PUBLISHED_HEADER, published_rows()),
-        "## What is refused",
-        "A refusal is one line: the feature, why this backend lacks it, and what to do instead.",
-        _table(("Feature", "Known from", "The backend is one ...", "Instead"), refusal_rows()),
-        "vLLM itself refuses unknown architectures and weight formats, contradictory sizes, and "
-        "custom model code without `--trust-remote-code`.",
+def _kind(annotation: object) -> str:
+    """Return the accepted values of a server setting in words."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(code(str(choice)) for choice in get_args(annotation))
+    if get_origin(annotation) is tuple:
+        return f"list of {_kind(get_args(annotation)[0])}"
+    if inner := [part for part in get_args(annotation) if part is not type(None)]:
+        return " or ".join(_kind(part) for part in inner)
+    names: dict[object, str] = {str: "text", int: "integer", float: "number", bool: "boolean"}
+    return (names | {Path: "path", SecretStr: "text that is never shown"})[annotation]
+
+
+def _default(value: object) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return code(str(value).lower())
+    return code(str(list(value) if isinstance(value, tuple) else value))
+
+
+def _metrics(metrics: Sequence[MetricDecl]) -> str:
+    rows = []
+    for metric in metrics:
+        merges = metric.kind == "gauge" and metric.across_ranks != "mostrecent"
+        kind = f"{metric.kind}, {metric.across_ranks}" if merges else metric.kind
+        rows.append((code(metric.name), kind, ", ".join(map(code, metric.labels)), metric.help))
+    return table(("Metric", "Kind", "Labels", "Meaning"), rows)
+
+
+def _buckets() -> str:
+    metrics = [metric for metric in (*SERVER_METRICS, *METRICS) if metric.buckets]
+    return table(
+        ("Metric", "Upper bounds"),
+        ((code(m.name), ", ".join(f"{bound:g}" for bound in m.buckets or ())) for m in metrics),
     )
 
 
-def observability_page() -> str:
-    """Return the page of traces, dashboards and alerts."""
-    parts = [
-        block
-        for heading, picture, rows in dashboard_parts()
-        for block in (heading, picture, _table(PANEL_HEADER, rows))
-    ]
-    return _page(
-        "# Observability",
-        NOTICE,
-        PARAGRAPHS[0],
-        SET_UP,
-        *PARAGRAPHS[1:],
-        "## Traces",
-        *TRACES,
-        _table(SPAN_HEADER, span_rows()),
-        "## Alerts",
-        "critical pages, warning needs attention on the same day, info is a hint. Each name links "
-        "to its runbook; the expressions are in `deploy/prometheus/alerts.yml`.",
-        _table(ALERT_HEADER, alert_rows()),
-        "## Dashboards",
-        *parts,
-    )
+def _refusals() -> str:
+    rows = ((f.name, f.known_from, f.why, f.instead) for f in FEATURES)
+    return table(("Feature", "Known from", "The backend is one ...", "Instead"), rows)
 
 
-def security_page() -> str:
-    """Return the page of security: by hand, except the table of routes."""
-    header = ("Routes", "No keys set", "API keys alone", "Admin keys too")
-    return _with_written("security.md", ROUTES_BEGIN, _table(header, _route_rows()))
+def _errors() -> str:
+    rows = []
+    for cls in sorted(_error_classes(ServerError), key=lambda cls: cls.status):
+        meaning = " ".join(str(cls.__doc__).partition("\n\n")[0].split())
+        # What follows a name of the code is for its readers.
+        short = meaning.partition("; `")[0].rstrip(".")
+        rows.append((str(cls.status), code(cls.code), code(cls.error_type), short))
+    return table(("Status", "`code`", "`type`", "Meaning"), rows)
 
 
-def http_api_page() -> str:
-    """Return the page of the HTTP interface: by hand, except routes, errors and fields."""
-    tables = (f"{head}\n\n{_table(FIELD_HEADER, rows)}" for head, rows in field_tables())
-    text = _with_written("http_api.md", FIELDS_BEGIN, "\n\n".join(tables))
-    text = between(text, ERRORS_BEGIN, WRITTEN_END, _table(ERROR_HEADER, error_rows()))
-    routes = _table(ROUTE_LIST_HEADER, route_list_rows())
-    return between(text, ROUTES_LIST_BEGIN, WRITTEN_END, routes)
+def _error_classes(cls: type[ServerError]) -> Iterator[type[ServerError]]:
+    """Yield a class and its subclasses that have a code of their own."""
+    if "code" in vars(cls) and cls is not ServerError:
+        yield cls
+    for subclass in cls.__subclasses__():
+        yield from _error_classes(subclass)
 
 
-def _with_written(name: str, begin: str, written: str) -> str:
-    """Return a hand-written page with the text between its two marks replaced."""
-    return between((DOCS / name).read_text(encoding="utf-8"), begin, WRITTEN_END, written)
-
-
-def _route_rows() -> Iterable[tuple[str, ...]]:
+def _route_access() -> str:
+    rows = []
     for scope, opens in OPENINGS.items():
-        named = [_code(route.template) for route in ROUTES if route.scope is scope]
+        names = [code(route.template) for route in ROUTES if route.scope is scope]
         if scope is Scope.ADAPTERS:
-            named.append("`DELETE /v1/lora_adapters/{name}`")
-        yield ", ".join(named), *opens
+            names.append("`DELETE /v1/lora_adapters/{name}`")
+        rows.append((", ".join(names), *opens))
+    return table(("Routes", "No keys set", "API keys alone", "Admin keys too"), rows)
 
 
-def server_info_page() -> str:
-    """Return the page of `/v1/server_info`."""
-    header = ("Field", "Type", "Meaning")
-    parts: list[str] = []
+_APIS: Mapping[str, Sequence[Field]] = {
+    "`/v1/chat/completions`": FIELDS[Endpoint.CHAT],
+    "`/v1/completions`": FIELDS[Endpoint.COMPLETION],
+    "`/v1/responses`": FIELDS[Endpoint.RESPONSES],
+    "`…/input_tokens`": FIELDS[Endpoint.INPUT_TOKENS],
+    "`…/compact`": FIELDS[Endpoint.COMPACT],
+    "`/v1/messages`": FIELDS[Endpoint.MESSAGES],
+    "`…/render`": RENDERED_CHAT,
+    "others": FIELDS[Endpoint.EMBEDDINGS],
+}
+_Rule = tuple[FieldAction, str]
+
+
+def _fields() -> str:
+    """Return the rules of several APIs as one table, then those of each API alone.
+
+    Fields that are obeyed as documented are left out.
+    """
+    apis: dict[tuple[_Rule, str], list[str]] = {}
+    for api, fields in _APIS.items():
+        for row in fields:
+            if row.action is None or (row.action is FieldAction.OBEYED and not row.why):
+                continue
+            if api == "`/v1/completions`" and row.path.startswith("messages[]"):
+                continue
+            rule = (row.action, f"{row.why}{_exception(row)}")
+            apis.setdefault((rule, row.path), []).append(api)
+    groups: dict[tuple[tuple[str, ...], _Rule], list[str]] = {}
+    for (rule, path), names in apis.items():
+        groups.setdefault((tuple(names), rule), []).append(path)
+    order = list(FieldAction)
+    rows = sorted(groups.items(), key=lambda group: order.index(group[0][1][0]))
+    parts = [_field_table("Several APIs", [row for row in rows if len(row[0][0]) > 1])]
+    parts += [_field_table(api, [row for row in rows if row[0][0] == (api,)]) for api in _APIS]
+    return "\n\n".join(parts)
+
+
+def _field_table(title: str, rows: Sequence[tuple[Any, list[str]]]) -> str:
+    cells = []
+    for (names, (action, why)), paths in rows:
+        apis = (", ".join(names),) if len(names) > 1 else ()
+        cells.append((", ".join(map(code, paths)), action.value, why, *apis))
+    header = ("Fields", "Rule", "Why, or how") + (("APIs",) if title == "Several APIs" else ())
+    return f"### {title}\n\n{table(header, cells)}"
+
+
+def _exception(row: Field) -> str:
+    """Return the values that pass, or the items to which a row applies."""
+    if row.when:
+        return f"; where it is {code(json.dumps(dict(row.when)))}"
+    if row.only:
+        return f"; where it is {' or '.join(code(json.dumps(value)) for value in row.only)}"
+    if not row.same:
+        return ""
+    values = " or ".join(code(json.dumps(value)) for value in row.same)
+    return f"; {values} passes" if len(row.same) == 1 else f"; {values} pass"
+
+
+def _server_info() -> str:
+    parts = []
     for name, section in {**SECTIONS, "kv.groups[]": KvGroupInfo}.items():
-        parts += [f"## `{name}`", str(section.__doc__), _table(header, _section_rows(section))]
-    return _page(
-        "# `GET /v1/server_info`",
-        NOTICE,
-        "Query what a server runs and how, as one JSON object. "
-        "It answers at any time, while the engine starts and after it died. Until the engine "
-        "reports a section, it is null; `runtime` also on an NPU. Fields are added, never renamed. "
-        "There are no secrets.",
-        "## Top level",
-        _table(("Field", "Meaning"), ((_code(name), doc) for name, doc in SERVER_FIELDS.items())),
-        "The engine's sections follow.",
-        *parts,
-        "## `GET /v1/server_info/history`",
-        f"The traffic of the last {HISTORY_PERIOD_S * HISTORY_KEPT / 60:g} minutes, as drawn by "
-        "the console: samples in memory since the service became ready. The answer is an object "
-        "with `period_s` (seconds between samples) and `samples`, the oldest first. "
-        "`?after=NUMBER` skips samples up to that number. Counts divided by `seconds` are rates.",
-        _table(header, _section_rows(Sample)),
-    )
+        parts += [f"## `{name}`", str(section.__doc__), _members(section)]
+    return "\n\n".join(parts)
 
 
-def results_page() -> str:
-    """Return the page of result files."""
-    title, before, after = RESULT_BLOCKS
-    return _page(title, NOTICE, before, _table(RESULT_HEADER, result_rows()), after)
-
-
-def vllm_serve_page() -> str:
-    """Return the page of routes and flags of `vllm serve` that this server lacks."""
-    return _page(
-        "# Moving from `vllm serve`",
-        NOTICE,
-        upstream_page.INTRODUCTION,
-        "## Absent routes",
-        _table(upstream_page.ROUTE_HEADER, upstream_page.absent_route_rows()),
-        "## Flags with another name or nothing to do",
-        _table(upstream_page.ACCEPTED_HEADER, upstream_page.accepted_flag_rows()),
-        "## Flags of which some values are refused",
-        _table(upstream_page.ACCEPTED_HEADER, upstream_page.checked_flag_rows()),
-        "## Flags as in vLLM",
-        _table(upstream_page.HONOURED_HEADER, upstream_page.honoured_flag_rows()),
-        "## Refused flags",
-        _table(upstream_page.FLAG_HEADER, upstream_page.refused_flag_rows()),
-        "Settings of the same name in both (`--host`, `--api-key`, `--ssl-keyfile` and others) are "
-        "in [configuration.md](configuration.md#server). What the engine refuses, such as "
-        "`--enforce-eager`, is in [documents.md](dev/documents.md) and "
-        "[models.md](models.md#what-is-refused).",
-    )
-
-
-def _section_rows(section: type) -> Iterable[tuple[str, ...]]:
+def _members(section: type) -> str:
+    rows = []
     for name, hint in get_type_hints(section, include_extras=True).items():
         assert get_origin(hint) is Annotated, name
         kind, doc = get_args(hint)
-        yield _code(name), _json_kind(kind), doc
+        rows.append((code(name), _json_kind(kind), doc))
+    return table(("Field", "Type", "Meaning"), rows)
 
 
 def _json_kind(annotation: object) -> str:
-    """Return the JSON type of an answer's field in words."""
     if get_origin(annotation) is list:
         return "list"
     names = {str: "text", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -320,84 +266,57 @@ def _json_kind(annotation: object) -> str:
     return " or ".join(names[part] for part in parts)
 
 
-def _field_rows() -> Iterable[tuple[str, ...]]:
-    for name, field in RblnConfig.model_fields.items():
-        names = [
-            _code(variable.name)
-            for variable in VARIABLES
-            if variable.field == name and variable.status is not Status.ALIAS
-        ]
-        doc = " ".join(str(field.description).split())
-        yield (
-            _code(name),
-            form_of(KINDS[name]).json,
-            _default(field.default),
-            f"{doc} *graph*" if GRAPH in field.metadata else doc,
-            ", ".join(names),
-        )
+def _by_text(flags: Mapping[str, str], header: Sequence[str]) -> str:
+    by_text: dict[str, list[str]] = {}
+    for name, text in flags.items():
+        by_text.setdefault(text, []).append(_flag(name))
+    return table(header, ((", ".join(names), text) for text, names in by_text.items()))
 
 
-def _variable_rows() -> Iterable[tuple[str, ...]]:
-    for variable in sorted(VARIABLES, key=lambda variable: variable.name):
-        target = _code(variable.field) if variable.field else ""
-        status = variable.status.value
-        if variable.status is Status.REFUSED:
-            accepted = str(variable.accepts).lower()
-            status = f"refused unless {_code(accepted)}"
-        yield _code(variable.name), variable.form.text, target, status, variable.doc
+def _renamed_flags() -> str:
+    renamed = {name: _flag(own) for name, own in flag_table.RENAMED_FLAGS.items()}
+    return _by_text({**renamed, **flag_table.FULFILLED_FLAGS}, ("Flags", "Here"))
 
 
-def _setting_rows() -> Iterable[tuple[str, ...]]:
-    for name, setting in ServerSettings.model_fields.items():
-        yield (
-            _code("--" + name.replace("_", "-")),
-            _code(ENV_PREFIX + name.upper()),
-            _kind(setting.annotation),
-            _default(setting.default),
-            setting.description or "",
-        )
+def _honoured_flags() -> str:
+    flags = flag_table.HONOURED_FLAGS.items()
+    rows = ((about, ", ".join(map(_flag, names))) for about, names in flags)
+    return table(("About", "Flags"), rows)
 
 
-def _metric_row(metric: MetricDecl) -> tuple[str, ...]:
-    merges = metric.kind == "gauge" and metric.across_ranks != "mostrecent"
-    kind = f"{metric.kind}, {metric.across_ranks}" if merges else metric.kind
-    return _code(metric.name), kind, ", ".join(map(_code, metric.labels)), metric.help
+def _flag(name: str) -> str:
+    return code("--" + name.replace("_", "-"))
 
 
-def _kind(annotation: object) -> str:
-    """Return the accepted values of a server setting in words."""
-    if get_origin(annotation) is Literal:
-        return ", ".join(_code(str(choice)) for choice in get_args(annotation))
-    if get_origin(annotation) is tuple:
-        return f"list of {_kind(get_args(annotation)[0])}"
-    inner = [part for part in get_args(annotation) if part is not type(None)] or [annotation]
-    names: dict[object, str] = {str: "text", int: "integer", float: "number", bool: "boolean"}
-    names |= {Path: "path", SecretStr: "text that is never shown"}
-    return " or ".join(names.get(part, str(part)) for part in inner)
-
-
-def _default(value: object) -> str:
-    if value is None:
-        return "unset"
-    if isinstance(value, bool):
-        return _code(str(value).lower())
-    return _code(str(list(value) if isinstance(value, tuple) else value))
-
-
-def _code(text: str) -> str:
-    return f"`{text}`"
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
-
-
-def _page(*blocks: str) -> str:
-    return "\n\n".join(blocks) + "\n"
-
+TABLES: Mapping[str, Callable[[], str]] = {
+    "alerts": saved_tables.alerts,
+    "backend-fields": _backend_fields,
+    "backend-options": lambda: table(
+        ("Key", "Same as"), ((code(key), code(field)) for key, field in OPTION_NAMES.items())
+    ),
+    "backend-variables": _backend_variables,
+    "checked-flags": lambda: _by_text(flag_table.CHECKED_FLAGS, ("Flags", "Here")),
+    "comparisons": saved_tables.comparisons,
+    "engine-metrics": lambda: _metrics(METRICS),
+    "errors": _errors,
+    "fields": _fields,
+    "histogram-buckets": _buckets,
+    "history": lambda: _members(Sample),
+    "honoured-flags": _honoured_flags,
+    "published-models": saved_tables.published_models,
+    "refusals": _refusals,
+    "refused-flags": lambda: _by_text(flag_table.REFUSED_FLAGS, ("Flags", "Why they are refused")),
+    "renamed-flags": _renamed_flags,
+    "result-files": saved_tables.result_files,
+    "route-access": _route_access,
+    "server-info": _server_info,
+    "server-info-top": lambda: table(
+        ("Field", "Meaning"), ((code(name), doc) for name, doc in SERVER_FIELDS.items())
+    ),
+    "server-metrics": lambda: _metrics(SERVER_METRICS),
+    "settings": _settings,
+    "speed": saved_tables.speed,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

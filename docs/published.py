@@ -20,8 +20,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from generate import DOCS, pages
-from published_page import RESULTS, load_verdicts
+import generate
+from saved_tables import DOCS, PUBLISHED, load_published
 
 from rbln_backend.settings import child_environ
 from tests.checkpoint_tokenizer import tokenizer_files, train_tokenizer
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = args.models or list(models)
     if unknown := [name for name in names if name not in models]:
         parser.error(f"not in {CONFIGS.name}: {', '.join(unknown)}")
-    verdicts = load_verdicts()
+    verdicts = load_published()
     found = ask({name: models[name] for name in names})
     changed = [name for name in found if found[name] != verdicts.get(name)]
     for name in changed:
@@ -49,10 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.check:
         return 1 if changed else 0
     merged = {name: (verdicts | found)[name] for name in models if name in verdicts | found}
-    RESULTS.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
-    page = DOCS / "models.md"
-    page.write_text(pages()[page], encoding="utf-8")
-    return 0
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(merged[name])}" for name in merged)
+    PUBLISHED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    return generate.main([])
 
 
 def ask(models: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""One scene for tests and pictures: a server with everything on, its devices, and Prometheus."""
+"""The scene of the live tests: a server with everything on, its devices, and Prometheus."""
 
 from __future__ import annotations
 
