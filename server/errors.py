@@ -54,7 +54,8 @@ class ServerError(Exception):
     `status`, `error_type` and `code` are those of the response, `outcome` is the label of the
     request metrics. `headers` are sent with the response; `retry_after_s` adds `retry-after` in
     seconds and `retry-after-ms`, which OpenAI's clients read first. `rejection` is the metric label
-    of the limit that was reached. `anthropic_code` is an error code that Anthropic's clients read.
+    of the limit that was reached, one of `REJECTIONS`. `anthropic_code` is an error code that
+    Anthropic's clients read.
     """
 
     status: ClassVar[int] = 500
@@ -70,11 +71,15 @@ class ServerError(Exception):
         status: int | None = None,
         error_type: str | None = None,
         outcome: str | None = None,
+        rejection: str | None = None,
+        meaning: str | None = None,
     ) -> None:
         cls.code = code
         cls.status = cls.status if status is None else status
         cls.error_type = error_type or cls.error_type
         cls.outcome = outcome or cls.outcome
+        cls.rejection = rejection or cls.rejection
+        cls.__doc__ = meaning or cls.__doc__
 
     def __init__(
         self,
@@ -84,8 +89,10 @@ class ServerError(Exception):
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
         anthropic_code: str | None = None,
+        rejection: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.rejection = rejection or self.rejection
         self.anthropic_code = anthropic_code
         # Both may contain text of the client, whose length is not bounded.
         self.message = clip(message, _MAX_MESSAGE)
@@ -126,8 +133,8 @@ class ServerError(Exception):
         OpenAI documents the fields next to `type`; its server also nests them in `error`.
         """
         error = self.envelope()["error"]
-        beside = {"code": error["code"], "message": error["message"], "param": error["param"]}
-        return {"type": "error", **beside, "error": error, "sequence_number": number}
+        fields = {"code": error["code"], "message": error["message"], "param": error["param"]}
+        return {"type": "error", **fields, "error": error, "sequence_number": number}
 
 
 class RequestError(
@@ -136,234 +143,117 @@ class RequestError(
     """The request is wrong; sending it again does not help."""
 
 
-class InvalidJsonError(RequestError, code="invalid_json"):
-    """The body is not a JSON object."""
-
-
-class MediaTypeError(RequestError, status=415, code="unsupported_media_type"):
-    """The body is declared as something else than JSON."""
-
-
-class ContentEncodingError(RequestError, status=415, code="unsupported_content_encoding"):
-    """The body is compressed; only uncompressed bodies are accepted."""
-
-
-class BodyTooLargeError(RequestError, status=413, code="body_too_large"):
-    """The body is larger than the limit."""
-
-
-class MissingFieldError(RequestError, code="missing_field"):
-    """A required field is absent."""
-
-
-class InvalidTypeError(RequestError, code="invalid_type"):
-    """A field holds a value of the wrong JSON type."""
-
-
-class InvalidValueError(RequestError, code="invalid_value"):
-    """A field holds a value that is not allowed."""
+# The table: a class each row, in the order of the documents.
+# fmt: off
+class InvalidJsonError(RequestError, code="invalid_json",
+    meaning="The body is not a JSON object."): ...
+class MediaTypeError(RequestError, status=415, code="unsupported_media_type",
+    meaning="The body is declared as something else than JSON."): ...
+class ContentEncodingError(RequestError, status=415, code="unsupported_content_encoding",
+    meaning="The body is compressed; only uncompressed bodies are accepted."): ...
+class BodyTooLargeError(RequestError, status=413, code="body_too_large",
+    meaning="The body is larger than the limit."): ...
+class MissingFieldError(RequestError, code="missing_field",
+    meaning="A required field is absent."): ...
+class InvalidTypeError(RequestError, code="invalid_type",
+    meaning="A field holds a value of the wrong JSON type."): ...
+class InvalidValueError(RequestError, code="invalid_value",
+    meaning="A field holds a value that is not allowed."): ...
+class UnknownFieldError(RequestError, code="unknown_field",
+    meaning="A field that no request model has."): ...
+class UnsupportedFieldError(RequestError, code="unsupported_field",
+    meaning="A documented field of the API that this server does not support."): ...
+class ContextLengthError(RequestError, code="context_length_exceeded",
+    meaning="Prompt and answer do not fit into the model's context."): ...
+class InvalidSchemaError(RequestError, code="invalid_json_schema",
+    meaning="A JSON schema that is too large, cyclic, not supported, or slow to compile."): ...
+class InvalidGrammarError(RequestError, code="invalid_grammar",
+    meaning="A regex, choice, grammar or structural tag that is too large, wrong or "
+    "slow to compile."): ...
+class InvalidAdapterError(RequestError, code="invalid_adapter",
+    meaning="A LoRA adapter that does not fit the served model, or lies outside --lora-root."): ...
+class AdapterExistsError(RequestError, code="adapter_exists",
+    meaning="A LoRA adapter of this name is loaded."): ...
+class NoAdapterSlotError(RequestError, status=409, code="no_adapter_slot",
+    meaning="All slots for LoRA adapters are in use."): ...
+class AuthenticationError(RequestError, status=401, error_type="authentication_error",
+    code="invalid_api_key",
+    meaning="The request has no API key, or an unknown one."): ...
+class PermissionDeniedError(RequestError, status=403, error_type="permission_error",
+    code="permission_denied",
+    meaning="The request's API key is not allowed on this route."): ...
+class BodyTimeoutError(RequestError, status=408, code="body_timeout",
+    meaning="The client took too long to send the body."): ...
+class InvalidHttpError(RequestError, code="invalid_http",
+    meaning="The bytes received are not an HTTP/1.1 request."): ...
+class HeadersTooLargeError(RequestError, status=431, code="headers_too_large",
+    meaning="The request's line and headers are larger than the limit."): ...
+class HeaderTimeoutError(RequestError, status=408, code="header_timeout",
+    meaning="The client took too long to send the headers."): ...
+class OriginError(RequestError, code="origin_refused",
+    meaning="A page of this origin may not send this request."): ...
+class TransferCodingError(RequestError, status=501, code="unsupported_transfer_encoding",
+    meaning="The body has a transfer coding besides chunked."): ...
+class WebSocketError(RequestError, code="websocket_unsupported",
+    meaning="The request asks for a WebSocket upgrade, which is not supported."): ...
+class RouteNotFoundError(RequestError, status=404, code="route_not_found",
+    meaning="No such path."): ...
+class MethodNotAllowedError(RequestError, status=405, code="method_not_allowed",
+    meaning="The path exists, but not for this method."): ...
+class HeadlessError(RequestError, status=404, code="headless",
+    meaning="A headless server has no API."): ...
+class ModelNotFoundError(RequestError, status=404, code="model_not_found",
+    meaning="The requested model is not served here."): ...
+class NotFoundError(RequestError, status=404, code="not_found",
+    meaning="The requested object does not exist."): ...
+class UnsupportedOperationError(RequestError, code="unsupported_operation",
+    meaning="The served model or engine cannot do this."): ...
+class StorageFullError(RequestError, status=507, code="storage_full",
+    meaning="A storage quota, or the disk, is full."): ...
+class NotEnabledError(ServerError, status=501, error_type=_INVALID, code="not_enabled",
+    outcome="client_error",
+    meaning="The option that this route needs was not given at start."): ...
+class OverloadedError(ServerError, status=429, error_type=_LIMIT, code="overloaded",
+    outcome="rejected", rejection="engine",
+    meaning="A limit of running and waiting work is reached; `rejection` is one of "
+    "`REJECTIONS`."): ...
+class RateLimitError(ServerError, status=429, error_type=_LIMIT, code="rate_limit_exceeded",
+    outcome="rejected",
+    meaning="A limit of the request's API key is reached; `rejection` is one of `REJECTIONS`."): ...
+class ClientConnectionsError(ServerError, status=429, error_type=_LIMIT,
+    code="too_many_client_connections", outcome="rejected",
+    meaning="A client address has reached its limit of connections."): ...
+class TooManyConnectionsError(ServerError, status=503, error_type=_AWAY,
+    code="too_many_connections", outcome="rejected",
+    meaning="The server has reached its limit of connections."): ...
+class QueueTimeoutError(ServerError, status=503, error_type=_AWAY, code="queue_timeout",
+    outcome="timeout", rejection="queue_timeout",
+    meaning="The request waited in the queue for longer than --max-queue-s."): ...
+class DeadlineError(ServerError, status=504, error_type="timeout_error", code="deadline_exceeded",
+    outcome="timeout",
+    meaning="The request's deadline passed before the answer was complete."): ...
+class StorageUnavailableError(ServerError, status=503, error_type=_AWAY, code="storage_unavailable",
+    meaning="The data directory cannot be read or written."): ...
+class NotTriedError(ServerError, status=503, error_type=_AWAY, code="grammar_not_tried",
+    outcome="timeout",
+    meaning="A grammar could not be compiled in time because the machine is busy."): ...
+class NotReadyError(ServerError, status=503, error_type=_AWAY, code="not_ready", outcome="rejected",
+    meaning="The service is still starting."): ...
+class DrainingError(ServerError, status=503, error_type=_AWAY, code="draining", outcome="rejected",
+    meaning="The service is shutting down or drained; it accepts no requests, and "
+    "cuts late ones off."): ...
+class ReaderFailedError(ServerError, status=503, error_type=_AWAY, code="reader_failed",
+    meaning="The process that parses large requests exited; the next request starts another."): ...
+class EngineFailedError(ServerError, status=503, error_type=_AWAY, code="engine_failed",
+    meaning="The engine process has exited; the service is about to exit."): ...
+class InternalError(ServerError, code="internal_error",
+    meaning="A fault of the server; its log has the details under the request id."): ...
+# fmt: on
 
 
 def invalid_value(path: str, must: str, given: object) -> InvalidValueError:
     """Return the error of a value; `must` begins with a verb, as in "be 1 to 4"."""
     return InvalidValueError(f"'{path}' must {must}, got {describe(given)}.", param=path)
-
-
-class UnknownFieldError(RequestError, code="unknown_field"):
-    """A field that no request model has."""
-
-
-class UnsupportedFieldError(RequestError, code="unsupported_field"):
-    """A documented field of the API that this server does not support."""
-
-
-class ContextLengthError(RequestError, code="context_length_exceeded"):
-    """Prompt and answer do not fit into the model's context."""
-
-
-class InvalidSchemaError(RequestError, code="invalid_json_schema"):
-    """A JSON schema that is too large, cyclic, not supported, or slow to compile."""
-
-
-class InvalidGrammarError(RequestError, code="invalid_grammar"):
-    """A regex, choice, grammar or structural tag that is too large, wrong or slow to compile."""
-
-
-class InvalidAdapterError(RequestError, code="invalid_adapter"):
-    """A LoRA adapter that does not fit the served model, or lies outside --lora-root."""
-
-
-class AdapterExistsError(RequestError, code="adapter_exists"):
-    """A LoRA adapter of this name is loaded."""
-
-
-class NoAdapterSlotError(RequestError, status=409, code="no_adapter_slot"):
-    """All slots for LoRA adapters are in use."""
-
-
-class AuthenticationError(
-    RequestError, status=401, error_type="authentication_error", code="invalid_api_key"
-):
-    """The request has no API key, or an unknown one."""
-
-
-class PermissionDeniedError(
-    RequestError, status=403, error_type="permission_error", code="permission_denied"
-):
-    """The request's API key is not allowed on this route."""
-
-
-class BodyTimeoutError(RequestError, status=408, code="body_timeout"):
-    """The client took too long to send the body."""
-
-
-class InvalidHttpError(RequestError, code="invalid_http"):
-    """The bytes received are not an HTTP/1.1 request."""
-
-
-class HeadersTooLargeError(RequestError, status=431, code="headers_too_large"):
-    """The request's line and headers are larger than the limit."""
-
-
-class HeaderTimeoutError(RequestError, status=408, code="header_timeout"):
-    """The client took too long to send the headers."""
-
-
-class OriginError(RequestError, code="origin_refused"):
-    """A page of this origin may not send this request."""
-
-
-class TransferCodingError(RequestError, status=501, code="unsupported_transfer_encoding"):
-    """The body has a transfer coding besides chunked."""
-
-
-class WebSocketError(RequestError, code="websocket_unsupported"):
-    """The request asks for a WebSocket upgrade, which is not supported."""
-
-
-class RouteNotFoundError(RequestError, status=404, code="route_not_found"):
-    """No such path."""
-
-
-class MethodNotAllowedError(RequestError, status=405, code="method_not_allowed"):
-    """The path exists, but not for this method."""
-
-
-class HeadlessError(RequestError, status=404, code="headless"):
-    """A headless server has no API."""
-
-
-class ModelNotFoundError(RequestError, status=404, code="model_not_found"):
-    """The requested model is not served here."""
-
-
-class NotFoundError(RequestError, status=404, code="not_found"):
-    """The requested object does not exist."""
-
-
-class UnsupportedOperationError(RequestError, code="unsupported_operation"):
-    """The served model or engine cannot do this."""
-
-
-class StorageFullError(RequestError, status=507, code="storage_full"):
-    """A storage quota, or the disk, is full."""
-
-
-class NotEnabledError(
-    ServerError, status=501, error_type=_INVALID, code="not_enabled", outcome="client_error"
-):
-    """The option that this route needs was not given at start."""
-
-
-class OverloadedError(
-    ServerError, status=429, error_type=_LIMIT, code="overloaded", outcome="rejected"
-):
-    """A limit of running and waiting work is reached; `rejection` is one of `REJECTIONS`."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        rejection: str = "engine",
-        param: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message, param=param, retry_after_s=retry_after_s)
-        self.rejection = rejection
-
-
-class RateLimitError(
-    ServerError, status=429, error_type=_LIMIT, code="rate_limit_exceeded", outcome="rejected"
-):
-    """A limit of the request's API key is reached; `rejection` is one of `REJECTIONS`."""
-
-    def __init__(self, message: str, *, rejection: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message, retry_after_s=retry_after_s)
-        self.rejection = rejection
-
-
-class ClientConnectionsError(
-    ServerError,
-    status=429,
-    error_type=_LIMIT,
-    code="too_many_client_connections",
-    outcome="rejected",
-):
-    """A client address has reached its limit of connections."""
-
-
-class TooManyConnectionsError(
-    ServerError, status=503, error_type=_AWAY, code="too_many_connections", outcome="rejected"
-):
-    """The server has reached its limit of connections."""
-
-
-class QueueTimeoutError(
-    ServerError, status=503, error_type=_AWAY, code="queue_timeout", outcome="timeout"
-):
-    """The request waited in the queue for longer than --max-queue-s."""
-
-    rejection = "queue_timeout"
-
-
-class DeadlineError(
-    ServerError, status=504, error_type="timeout_error", code="deadline_exceeded", outcome="timeout"
-):
-    """The request's deadline passed before the answer was complete."""
-
-
-class StorageUnavailableError(
-    ServerError, status=503, error_type=_AWAY, code="storage_unavailable"
-):
-    """The data directory cannot be read or written."""
-
-
-class NotTriedError(
-    ServerError, status=503, error_type=_AWAY, code="grammar_not_tried", outcome="timeout"
-):
-    """A grammar could not be compiled in time because the machine is busy."""
-
-
-class NotReadyError(
-    ServerError, status=503, error_type=_AWAY, code="not_ready", outcome="rejected"
-):
-    """The service is still starting."""
-
-
-class DrainingError(ServerError, status=503, error_type=_AWAY, code="draining", outcome="rejected"):
-    """The service is shutting down or drained; it accepts no requests, and cuts late ones off."""
-
-
-class ReaderFailedError(ServerError, status=503, error_type=_AWAY, code="reader_failed"):
-    """The process that parses large requests exited; the next request starts another."""
-
-
-class EngineFailedError(ServerError, status=503, error_type=_AWAY, code="engine_failed"):
-    """The engine process has exited; the service is about to exit."""
-
-
-class InternalError(ServerError, code="internal_error"):
-    """A fault of the server; its log has the details under the request id."""
 
 
 REJECTIONS = (

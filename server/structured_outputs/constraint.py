@@ -46,7 +46,7 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class SchemaLimits:
-    """Size limits of a constraint; see `SchemaSettings`."""
+    """Size limits of a constraint; see `ServerSettings`."""
 
     max_bytes: int
     max_depth: int

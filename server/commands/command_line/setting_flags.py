@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import types
 import typing
-from inspect import get_annotations
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from server.settings import ENV_PREFIX, ServerSettings
+from server.settings import ENV_PREFIX, SECTIONS, ServerSettings
 
 # Last words of names that say more than their type.
 _METAVARS = {
@@ -27,24 +26,17 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each setting, in a group for each class of settings."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    """Add one flag for each setting, in groups."""
+    group: argparse._ActionsContainer = parser
     for name, field in ServerSettings.model_fields.items():
-        title = _group_of(name)
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        groups[title].add_argument(flag_of(name), **_form(name, field), help=_help(name, field))
+        if name in SECTIONS:
+            group = parser.add_argument_group(SECTIONS[name])
+        group.add_argument(flag_of(name), **_form(name, field), help=_help(name, field))
 
 
 def flag_of(name: str) -> str:
     """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
-
-
-def _group_of(name: str) -> str:
-    """Return the description of the class that declares a setting."""
-    owner = next(cls for cls in ServerSettings.__mro__ if name in get_annotations(cls))
-    return (owner.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
 def _form(name: str, field: FieldInfo) -> dict[str, Any]:
