@@ -27,8 +27,8 @@ from server.errors import (
 from server.frontend import Frontend
 from server.host.tasks import background_task
 from server.http.auth import Access
-from server.http.middleware import GateMiddleware, RequestMiddleware
-from server.http.origins import allow_origins
+from server.http.middleware import AccessMiddleware, RequestMiddleware, allow_origins
+from server.http.openapi import openapi_router
 from server.lifecycle import Lifecycle
 from server.observability.bucket_advice import BucketAdvice
 from server.observability.event_loop import follow_event_loop
@@ -47,7 +47,6 @@ from server.routes.inference import add_inference_routes
 from server.routes.lora import lora_router
 from server.routes.metrics import metrics_router
 from server.routes.models import models_router
-from server.routes.openapi import openapi_router
 from server.routes.response_store import ResponseStore
 from server.routes.responses import responses_router
 from server.routes.server_info import history_router, server_info_router
@@ -109,7 +108,7 @@ def create_app(
     # Only those outside of the gate, which catches all others.
     app.add_exception_handler(Exception, _fail)
     # The last one added is the first to see a request.
-    app.add_middleware(GateMiddleware, lifecycle=lifecycle, admission=admission, access=access)
+    app.add_middleware(AccessMiddleware, lifecycle=lifecycle, admission=admission, access=access)
     allow_origins(app, settings)
     app.add_middleware(
         RequestMiddleware,

@@ -21,9 +21,8 @@ from server import bounds
 from server.admission import Admission
 from server.app import create_app
 from server.frontend import EngineLauncher, Frontend, LaunchError, RunningEngine
-from server.http.connections import Connections
-from server.http.listener import HttpServer, http_config, serve_http
-from server.http.tls import Tls
+from server.http.listener import HttpServer, Tls, http_config, serve_http
+from server.http.transport import Connections
 from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.settings import ServerSettings

@@ -30,7 +30,7 @@ _VLLM_SECRET = "--hf-token"
 def check_secrets(parser: argparse.ArgumentParser, settings: ServerSettings) -> None:
     """Exit with 2 for invalid keys or certificates, before the server listens."""
     from server.http.auth import Access
-    from server.http.tls import Tls
+    from server.http.listener import Tls
 
     try:
         Access(settings)

@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import httptools
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -30,11 +33,9 @@ from server.errors import (
     WebSocketError,
     describe,
 )
-from server.http.chunk_writer import chunk_extension
-from server.http.connections import Connections, ConnectionSlot
-from server.http.error_responses import raw_error_response
-from server.http.http10 import http10_app
-from server.http.transport import LingeringTransport
+from server.http.streaming import chunk_extension
+from server.http.transport import Connections, ConnectionSlot, LingeringTransport
+from server.request.record import REQUEST_ID_HEADER
 from server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
@@ -220,7 +221,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._served = cycle
         if cycle.scope["http_version"] == "1.0":
-            app = http10_app(app, cycle)
+            app = _http10_app(app, cycle)
         cycle.scope["extensions"] = chunk_extension(cycle, self._wire)
         super()._start_asgi_task(cycle, app)
 
@@ -369,7 +370,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if error is not self._slot.refusal:
             self._slot.count(error.code)
-        self._out.write(raw_error_response(error, self.server_state.default_headers))
+        self._out.write(_raw_error_response(error, self.server_state.default_headers))
         self._out.linger()
 
 
@@ -388,3 +389,56 @@ def _end(cycle: RequestResponseCycle) -> None:
     """Signal a disconnect to a request's handler."""
     cycle.disconnected = True
     cycle.message_event.set()
+
+
+def _raw_error_response(
+    error: ServerError, default_headers: Iterable[tuple[bytes, bytes]]
+) -> bytes:
+    """Return a complete HTTP/1.1 error response with a new request id and `connection: close`.
+
+    For errors found before a request reaches the application.
+    """
+    body = error.body()
+    status = HTTPStatus(error.status)
+    headers = [
+        *default_headers,
+        *((name.encode(), value.encode()) for name, value in error.headers.items()),
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (REQUEST_ID_HEADER, uuid.uuid4().hex.encode("ascii")),
+        (b"connection", b"close"),
+    ]
+    lines = [b"HTTP/1.1 %d %s" % (status, status.phrase.encode())]
+    lines += [name + b": " + value for name, value in headers]
+    return b"\r\n".join([*lines, b"", body])
+
+
+def _http10_app(app: Any, cycle: RequestResponseCycle) -> Any:
+    """Return the ASGI application of a cycle of HTTP/1.0.
+
+    Its clients read neither chunks nor interim responses: a body without a length ends with the
+    connection.
+    """
+    cycle.waiting_for_100_continue = False
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        has_length = True
+
+        async def send_unchunked(message: Message) -> None:
+            nonlocal has_length
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message["headers"]}
+                has_length = b"content-length" in names
+                if not has_length:
+                    # Uvicorn sends chunks unless this is set.
+                    cycle.chunked_encoding = cycle.keep_alive = False
+                elif cycle.keep_alive and b"connection" not in names:
+                    message["headers"] = [*message["headers"], (b"connection", b"keep-alive")]
+            elif not has_length:
+                # Uvicorn compares it with the body.
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_unchunked)
+
+    return respond

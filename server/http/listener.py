@@ -1,19 +1,27 @@
-"""Uvicorn's server on `server.http.connection`."""
+"""Uvicorn's server on `server.http.connection`, and its TLS context that follows its files."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import socket
-from collections.abc import Generator
+import ssl
+from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 
 from server import bounds
+from server.host.file_watch import FileWatch
+from server.host.regular_files import read_regular
+from server.host.tasks import background_task, in_thread
 from server.http.connection import Connection
-from server.http.connections import Connections
-from server.http.tls import Tls
-from server.settings import ServerSettings
+from server.http.transport import Connections
+from server.settings import ServerSettings, SettingsError
 
 _TICK_S = 1.0
 
@@ -88,3 +96,115 @@ def http_config(app: object, settings: ServerSettings, tls: Tls | None) -> uvico
         timeout_graceful_shutdown=1,
         ssl_context_factory=None if tls is None else lambda *_: tls.context,
     )
+
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_CERTIFICATES = {
+    "none": ssl.CERT_NONE,
+    "optional": ssl.CERT_OPTIONAL,
+    "required": ssl.CERT_REQUIRED,
+}
+_MAX_FILE_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """Contents of the files; `authorities` is None without --ssl-ca-certs."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes | None
+
+
+class Tls:
+    """The TLS context of `settings` and its reload."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Build the context. Raises `SettingsError` naming the invalid file or flag."""
+        self._settings = settings
+        files = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
+        self._watch = FileWatch([file for file in files if file is not None])
+        self.context = self._build(self._read())
+
+    @asynccontextmanager
+    async def following_files(self) -> AsyncIterator[None]:
+        """Reload changed certificates while the block runs, with --enable-ssl-refresh."""
+        if not self._settings.enable_ssl_refresh:
+            yield
+            return
+        async with background_task(self._watch.follow(self._reload)):
+            yield
+
+    def _read(self) -> _Contents:
+        settings = self._settings
+        assert settings.ssl_certfile is not None
+        assert settings.ssl_keyfile is not None
+        return _Contents(
+            _read_file("--ssl-certfile", settings.ssl_certfile),
+            _read_file("--ssl-keyfile", settings.ssl_keyfile),
+            None
+            if settings.ssl_ca_certs is None
+            else _read_file("--ssl-ca-certs", settings.ssl_ca_certs),
+        )
+
+    def _build(self, contents: _Contents) -> ssl.SSLContext:
+        settings = self._settings
+        # Python's defaults: TLS 1.2 and later, no weak ciphers.
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.verify_mode = _CLIENT_CERTIFICATES[settings.ssl_cert_reqs]
+        try:
+            self._load(context, contents)
+            if settings.ssl_ciphers is not None:
+                context.set_ciphers(settings.ssl_ciphers)
+        except (OSError, ValueError) as error:
+            raise SettingsError(
+                f"TLS cannot be set up from --ssl-certfile {settings.ssl_certfile}, --ssl-keyfile "
+                f"{settings.ssl_keyfile}, --ssl-ca-certs {settings.ssl_ca_certs} and --ssl-ciphers "
+                f"{settings.ssl_ciphers}: {error}"
+            ) from None
+        return context
+
+    def _load(self, context: ssl.SSLContext, contents: _Contents) -> None:
+        secret = self._settings.ssl_keyfile_password
+        with ExitStack() as stack:
+            certificate = stack.enter_context(_memory_file(contents.certificate))
+            key = stack.enter_context(_memory_file(contents.key))
+            # A callable keeps OpenSSL from prompting for a password on the terminal.
+            context.load_cert_chain(
+                certificate, key, lambda: "" if secret is None else secret.get_secret_value()
+            )
+            if contents.authorities is not None:
+                authorities = stack.enter_context(_memory_file(contents.authorities))
+                context.load_verify_locations(authorities)
+
+    async def _reload(self) -> None:
+        """Load the files into the live context after a new context has accepted them.
+
+        OpenSSL drops the old key as soon as it loads a certificate that does not match it.
+        """
+        try:
+            contents = await in_thread(self._read)
+            self._build(contents)
+            # From memory and without an await: no handshake sees a partial update.
+            self._load(self.context, contents)
+        except (SettingsError, OSError) as error:
+            logger.error("Kept the previous TLS certificate: %s", error)
+        else:
+            logger.info("Reloaded the TLS certificate")
+
+
+def _read_file(flag: str, path: Path) -> bytes:
+    try:
+        return read_regular(path, _MAX_FILE_BYTES)
+    except OSError as error:
+        raise SettingsError(f"{flag} {path} cannot be read: {error}") from None
+
+
+@contextmanager
+def _memory_file(content: bytes) -> Iterator[str]:
+    """Yield the path of an in-memory file with `content`: OpenSSL loads certificates by path."""
+    with os.fdopen(os.memfd_create("tls"), "wb") as file:
+        file.write(content)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"

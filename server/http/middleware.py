@@ -1,4 +1,4 @@
-"""Middlewares of every request: request id, log line, metrics, span, access and readiness.
+"""Middlewares of every request: id, log line, metrics, span; access, readiness, errors; CORS.
 
 Pure ASGI: Starlette's BaseHTTPMiddleware hides a client's disconnect from the handler, so that a
 request would not be aborted. Invariants: every response carries X-Request-Id; a request for the
@@ -7,33 +7,54 @@ engine is refused unless the service is ready; each request is counted once, wit
 
 from __future__ import annotations
 
+import asyncio
+import json
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.admission import Admission
 from server.errors import (
     ContentEncodingError,
     InternalError,
+    OriginError,
     OverloadedError,
     RateLimitError,
     ServerError,
     describe,
 )
 from server.http.auth import Access
-from server.http.error_responses import send_error
-from server.http.spans import METHODS, begin_span, end_span
 from server.key_limits.headers import rate_headers
 from server.lifecycle import Lifecycle
+from server.observability.genai import (
+    CACHE_READ_TOKENS,
+    INPUT_TOKENS,
+    MAX_TEXT,
+    OUTPUT_TOKENS,
+    AttributeValue,
+    operation_attributes,
+    operation_of,
+)
 from server.observability.logging import FIELDS, REQUEST_LOGGER, request_id_var
 from server.observability.metrics import ServerMetrics
 from server.request.body import CLIENT_GONE
+from server.request.endpoints import (
+    INVOCATIONS,
+    is_anthropic,
+    route_of,
+    route_path,
+    without_last_slash,
+)
 from server.request.endpoints import Scope as KeyScope
-from server.request.endpoints import is_anthropic, route_of, route_path, without_last_slash
 from server.request.record import (
     ANTHROPIC_ID_HEADER,
     INTERNAL,
@@ -45,9 +66,13 @@ from server.request.record import (
     request_id_of,
     with_request_id,
 )
+from server.settings import ServerSettings
+from server.wire.endpoint import Endpoint
+from server.wire.sse import named_frame
 
 if TYPE_CHECKING:
     from server.observability.tracing import Tracing
+
 
 logger = logging.getLogger(REQUEST_LOGGER)
 
@@ -188,7 +213,7 @@ class RequestMiddleware:
         )
 
 
-class GateMiddleware:
+class AccessMiddleware:
     """Checks access, readiness and admission, and turns exceptions into error responses."""
 
     def __init__(
@@ -253,7 +278,7 @@ class GateMiddleware:
             use.enter(caller.limits.max_in_flight)
         except RateLimitError as error:
             if error.rejection == "key_in_flight":
-                # No time is exact: one of its answers must end.
+                # It depends on the answers that run, so it is an estimate.
                 error.retry_in(self._admission.retry_after_s())
             raise
         record.on_end.append(lambda: use.end(sum(record.tokens.total())))
@@ -269,3 +294,163 @@ def _check_encoding(scope: Scope) -> None:
                 # RFC 9110: the content codings that are accepted.
                 headers={"accept-encoding": "identity"},
             )
+
+
+# Errors, as a response or as the last frame of a stream that has begun.
+
+# Streams of /invocations are chats or completions, whose error frames are equal.
+_ENDPOINTS = {INVOCATIONS: Endpoint.CHAT} | {endpoint.value: endpoint for endpoint in Endpoint}
+_MAX_SEND_S = 0.5
+
+
+async def send_error(error: ServerError, send: Send, record: RequestRecord) -> None:
+    """Send the error in the endpoint's format, unless the response is complete; set the outcome."""
+    if record.complete:
+        return
+    record.note(error)
+    endpoint = _ENDPOINTS.get(record.route.template)
+    if not record.status:
+        body = error.anthropic_body(record.request_id) if record.anthropic else error.body()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers += [(k.encode(), v.encode()) for k, v in error.headers.items()]
+        start = {"type": "http.response.start", "status": error.status, "headers": headers}
+        await send(start)
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+    elif record.stream and endpoint is not None:
+        make = record.failure_frames
+        frames = error_frame(error, endpoint, record) if make is None else make(error)
+        # A client that stopped reading must not hold the connection.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_SEND_S):
+                last = {"type": "http.response.body", "body": frames.encode(), "more_body": False}
+                await send(last)
+
+
+def error_frame(error: ServerError, endpoint: Endpoint, record: RequestRecord) -> str:
+    """Return the SSE frames that end a failed stream, in the endpoint's format."""
+    if endpoint is Endpoint.RESPONSES:
+        return named_frame("error", json.dumps(error.response_event(record.sent_frames)))
+    if endpoint.anthropic:
+        return named_frame("error", error.anthropic_body(record.request_id))
+    return f"data: {error.body().decode()}\n\ndata: [DONE]\n\n"
+
+
+# The span of a request: HTTP attributes at its start, outcome and tokens at its end.
+
+METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
+"""The methods that metrics and spans name; others share one label."""
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+def begin_span(tracing: Tracing, scope: Scope, record: RequestRecord, request_id: str) -> None:
+    """Start the span of a request and give its context to the engine's spans."""
+    remote = record.internal is None
+    attributes: dict[str, AttributeValue] = {"http.request.header.x-request-id": [request_id]}
+    if remote:
+        attributes |= _http_attributes(scope, record)
+    operation = operation_of(record.route.template)
+    if operation is not None:
+        attributes |= operation_attributes(operation)
+    method = record.method if record.method in METHODS else "HTTP"
+    name = operation or f"{method} {record.route.template}"
+    record.span = tracing.begin(name, scope["headers"], attributes, remote=remote)
+    record.trace_headers = tracing.context_of(record.span)
+
+
+def end_span(tracing: Tracing, record: RequestRecord) -> None:
+    """End the span of a request with the tokens that the engine has processed so far."""
+    span, record.span = record.span, None
+    if span is None:
+        return
+    outcome = record.final_outcome()
+    attributes: dict[str, AttributeValue] = {"rbln_serve.outcome": outcome}
+    if record.tokens.used:
+        prompt, completion = record.tokens.total()
+        attributes |= {INPUT_TOKENS: prompt, OUTPUT_TOKENS: completion}
+        attributes[CACHE_READ_TOKENS] = record.tokens.of_prefix()[0]
+    if record.caller.key is not None:
+        attributes["rbln_serve.key"] = record.caller.key
+    if record.status and record.internal is None:
+        attributes["http.response.status_code"] = record.status
+    # The status of the error: a stream that failed has already sent 200.
+    status = record.status if record.error is None else record.error.status
+    if record.error is not None:
+        attributes["error.type"] = record.error.code
+    elif outcome == "aborted":
+        attributes["error.type"] = outcome
+    elif status >= 400:
+        attributes["error.type"] = str(status)
+    tracing.end(span, attributes, failed=status >= 500)
+
+
+def _http_attributes(scope: Scope, record: RequestRecord) -> dict[str, AttributeValue]:
+    known = record.method in METHODS
+    found: dict[str, AttributeValue] = {
+        "http.request.method": record.method if known else "_OTHER",
+        "http.route": record.route.template,
+        "url.path": scope["path"][:MAX_TEXT],
+        "url.scheme": scope["scheme"],
+        "network.protocol.version": scope["http_version"],
+    }
+    if not known:
+        found["http.request.method_original"] = record.method[:MAX_TEXT]
+    headers = dict(scope["headers"])
+    if (agent := headers.get(b"user-agent")) is not None:
+        found["user_agent.original"] = agent.decode("latin-1")[:MAX_TEXT]
+    return found | _server_attributes(scope, headers.get(b"host", b"").decode("latin-1"))
+
+
+def _server_attributes(scope: Scope, host: str) -> dict[str, AttributeValue]:
+    """Return the address in the Host header, else the socket's."""
+    try:
+        named = urlsplit(f"//{host}")
+        address, port = named.hostname, named.port
+    except ValueError:
+        address, port = None, None
+    if not address and scope.get("server"):
+        address, port = scope["server"]
+    if not address:
+        return {}
+    port = port or _DEFAULT_PORTS.get(scope["scheme"], 0)
+    return {"server.address": address[:MAX_TEXT], "server.port": port}
+
+
+# Pages of other origins: the CORS headers.
+
+
+class OriginsMiddleware(CORSMiddleware):
+    """Starlette's middleware, which refuses a preflight request with the error envelope."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        try:
+            await super().__call__(scope, receive, send)
+        except ServerError as error:
+            await send_error(error, send, record_of(scope))
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Return the response of an allowed preflight request. Raises `OriginError`."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        failed = bytes(response.body).decode().removeprefix("Disallowed CORS ")
+        headers = {k: v for k, v in response.headers.items() if not k.startswith("content-")}
+        raise OriginError(
+            f"The preflight request of this page is refused for its: {failed} (--allowed-origins, "
+            "--allowed-methods, --allowed-headers).",
+            headers=headers,
+        )
+
+
+def allow_origins(app: FastAPI, settings: ServerSettings) -> None:
+    """Allow pages of other origins to call the API and read the gate's errors."""
+    if not settings.allowed_origins:
+        return
+    app.add_middleware(
+        OriginsMiddleware,
+        allow_origins=settings.allowed_origins,
+        allow_methods=settings.allowed_methods,
+        allow_headers=settings.allowed_headers,
+        allow_credentials=settings.allow_credentials,
+        expose_headers=("x-request-id", "request-id", "retry-after", "retry-after-ms"),
+    )

@@ -6,9 +6,12 @@ errors that all routes of its scope share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fastapi import APIRouter, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
@@ -18,8 +21,9 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from server import errors
-from server.errors import ErrorEnvelope, ServerError
-from server.frontend import WireSchemas
+from server.errors import ErrorEnvelope, NotReadyError, ServerError
+from server.frontend import Frontend, WireSchemas
+from server.lifecycle import Lifecycle
 from server.request.body import JSON_TYPE
 from server.request.endpoints import INVOCATIONS, INVOKED, NEVER_GUARDED, Scope, route_of, scope_of
 from server.wire.endpoint import Endpoint, JsonObject
@@ -124,11 +128,7 @@ def openapi_document(
         title="rbln-serve",
         version=version,
         servers=[{"url": root_path or "/"}],
-        routes=[
-            *routes,
-            *(_inference(endpoint, engine) for endpoint in engine.requests),
-            _invocations(engine),
-        ],
+        routes=[*routes, *_inference_routes(engine)],
     )
     for path in document["paths"].values():
         for operation in path.values():
@@ -137,54 +137,79 @@ def openapi_document(
     schemas = document["components"]["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    document["components"]["schemas"] = {**schemas, **_error_schemas(), **engine.definitions}
+    envelope: Any = [("error", "serialization", TypeAdapter(ErrorEnvelope))]
+    error_schemas = TypeAdapter.json_schemas(envelope, ref_template=_REFERENCE)[1]["$defs"]
+    document["components"]["schemas"] = {**schemas, **error_schemas, **engine.definitions}
     document["components"]["securitySchemes"] = _KEYS
     return document
 
 
-def _error_schemas() -> dict[str, JsonObject]:
-    wanted: Any = [("error", "serialization", TypeAdapter(ErrorEnvelope))]
-    _, document = TypeAdapter.json_schemas(wanted, ref_template=_REFERENCE)
-    found: dict[str, JsonObject] = document["$defs"]
-    return found
-
-
-def _inference(endpoint: Endpoint, engine: WireSchemas) -> DescribedRoute:
+def _inference(
+    path: str,
+    summary: str,
+    request: JsonObject,
+    answer: JsonObject,
+    *failures: type[ServerError],
+    streams: bool,
+) -> DescribedRoute:
     """Return a route for the document only; the served one exists before the engine does."""
-    content: JsonObject = {JSON_TYPE: {"schema": engine.answers[endpoint]}}
-    if endpoint in engine.streaming:
+    content: JsonObject = {JSON_TYPE: {"schema": answer}}
+    if streams:
         content["text/event-stream"] = {}
-    stored = (errors.StorageFullError,) if endpoint is Endpoint.RESPONSES else ()
     return DescribedRoute(
-        endpoint.value,
+        path,
         _undefined,
         methods=["POST"],
-        summary=_SUMMARIES.get(endpoint, "For models that pool."),
+        summary=summary,
         response_class=Response,
         response_description="The answer.",
-        responses={200: {"content": content}, **failing(*_INFERENCE_FAILURES, *stored)},
-        openapi_extra=taking(engine.requests[endpoint]),
+        responses={200: {"content": content}, **failing(*_INFERENCE_FAILURES, *failures)},
+        openapi_extra=taking(request),
     )
 
 
-def _invocations(engine: WireSchemas) -> DescribedRoute:
-    """Return the route of all bodies that `INVOKED` endpoints take, for the document only."""
+def _inference_routes(engine: WireSchemas) -> Iterator[DescribedRoute]:
+    for endpoint, request in engine.requests.items():
+        yield _inference(
+            endpoint.value,
+            _SUMMARIES.get(endpoint, "For models that pool."),
+            request,
+            engine.answers[endpoint],
+            *((errors.StorageFullError,) if endpoint is Endpoint.RESPONSES else ()),
+            streams=endpoint in engine.streaming,
+        )
     invoked = [endpoint for endpoint in INVOKED if endpoint in engine.requests]
-    content: JsonObject = {
-        JSON_TYPE: {"schema": {"anyOf": [engine.answers[endpoint] for endpoint in invoked]}}
-    }
-    if any(endpoint in engine.streaming for endpoint in invoked):
-        content["text/event-stream"] = {}
-    return DescribedRoute(
+    yield _inference(
         INVOCATIONS,
-        _undefined,
-        methods=["POST"],
-        summary="Answer as the endpoint that the body's fields name; for hosts such as SageMaker.",
-        response_class=Response,
-        response_description="The answer.",
-        responses={200: {"content": content}, **failing(*_INFERENCE_FAILURES)},
-        openapi_extra=taking({"anyOf": [engine.requests[endpoint] for endpoint in invoked]}),
+        "Answer as the endpoint that the body's fields name; for hosts such as SageMaker.",
+        {"anyOf": [engine.requests[endpoint] for endpoint in invoked]},
+        {"anyOf": [engine.answers[endpoint] for endpoint in invoked]},
+        streams=any(endpoint in engine.streaming for endpoint in invoked),
     )
 
 
 def _undefined() -> None: ...
+
+
+def openapi_router(
+    lifecycle: Lifecycle, frontend: Callable[[], Frontend], version: str, root_path: str
+) -> APIRouter:
+    """Return the route; the document exists once the engine has started."""
+    router = APIRouter(route_class=DescribedRoute)
+    written: list[bytes] = []
+
+    def write(routes: Sequence[BaseRoute]) -> bytes:
+        schemas = frontend().schemas()
+        return json.dumps(openapi_document(routes, schemas, version, root_path)).encode()
+
+    @router.get("/openapi.json", response_model=JsonObject, responses=failing(NotReadyError))
+    async def document(request: Request) -> Response:
+        """Return the OpenAPI document."""
+        if not lifecycle.started and (refusal := lifecycle.refusal()) is not None:
+            raise refusal
+        if not written:
+            # Takes about a second, so it runs in a thread.
+            written.append(await asyncio.to_thread(write, request.app.routes))
+        return Response(written[0], media_type="application/json")
+
+    return router

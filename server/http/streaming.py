@@ -2,7 +2,7 @@
 
 Invariants: a disconnect cancels the work within one iteration of the event loop, so that the
 engine aborts the request; an error before the first content frame raises, so that it gets its own
-status; an error later raises as well, and `server.http.error_responses` ends the stream.
+status; an error later raises as well, and `server.http.middleware` ends the stream.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from server.http.chunk_writer import ChunkWriter, chunk_writer
 from server.request.body import ClientGoneError
 from server.request.record import Deadline, RequestRecord
 from server.wire.prompt_progress import PromptProgress
@@ -32,6 +32,7 @@ _SSE_HEADERS = [
 COMMENT = ": keep-alive\n\n"
 PING = 'event: ping\ndata: {"type": "ping"}\n\n'
 """The keep-alive frame of Anthropic's API, where the others send a comment."""
+_EXTENSION, _WRITER = "rbln_serve.chunks", "writer"
 _END = {"type": "http.response.body", "body": b"", "more_body": False}
 
 
@@ -185,12 +186,12 @@ class SseResponse(Response):
         """Send the stream; a disconnect closes its source."""
         async with aclosing(self._frames):
             try:
-                pump = self._pump(send, _CountedWriter.of(scope, self._record))
+                pump = self._pump(send, _chunk_writer(scope, self._record))
                 await until_disconnect(receive, pump, self._record.deadline)
             except ClientGoneError:
                 self._record.outcome = "aborted"
 
-    async def _pump(self, send: Send, writer: _CountedWriter | None) -> None:
+    async def _pump(self, send: Send, writer: ChunkWriter | None) -> None:
         direct = self._record.direct
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         beside = [asyncio.ensure_future(self._keep_alive(send))] if self._keep_alive_s else []
@@ -237,30 +238,52 @@ async def _send_progress(progress: PromptProgress, send: Send) -> None:
         await send(_chunk(frame))
 
 
-class _CountedWriter:
-    """Writes frames of a stream to its connection and counts them in the request's record."""
+def _chunk(frame: str) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": frame.encode(), "more_body": True}
 
-    def __init__(self, chunks: ChunkWriter, record: RequestRecord) -> None:
-        self._chunks = chunks
-        self._record = record
 
-    @classmethod
-    def of(cls, scope: Scope, record: RequestRecord) -> _CountedWriter | None:
-        """Return the writer of a request; None where its connection has none."""
-        chunks = chunk_writer(scope)
-        return None if chunks is None else cls(chunks, record)
+class ChunkWriter:
+    """Writes chunks of a streamed response's body to its connection, past the application's layers.
+
+    They are written as uvicorn's `send` does for a message, and counted in the request's record.
+    """
+
+    __slots__ = ("_cycle", "_transport", "record")
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+        self._cycle = cycle
+        self._transport = transport
+        self.record: RequestRecord
 
     @property
     def is_ready(self) -> bool:
-        """True while the client reads."""
-        return self._chunks.is_ready
+        """True between the response's head and end, while the client reads."""
+        cycle = self._cycle
+        return (
+            cycle.chunked_encoding is True
+            and not cycle.flow.write_paused
+            and not cycle.response_complete
+            and not cycle.disconnected
+            and not self._transport.is_closing()
+        )
 
     def write(self, frame: bytes) -> None:
-        """Send a frame."""
-        self._record.sent_frames += 1
-        self._record.sent_bytes += len(frame)
-        self._chunks.write(frame)
+        """Send a frame; call it only while `is_ready`, never with empty bytes."""
+        self.record.sent_frames += 1
+        self.record.sent_bytes += len(frame)
+        self._transport.write(b"%x\r\n%b\r\n" % (len(frame), frame))
 
 
-def _chunk(frame: str) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": frame.encode(), "more_body": True}
+def chunk_extension(
+    cycle: RequestResponseCycle, transport: asyncio.Transport
+) -> dict[str, dict[object, object]]:
+    """Return the `extensions` of an ASGI scope whose response `transport` sends."""
+    return {_EXTENSION: {_WRITER: ChunkWriter(cycle, transport)}}
+
+
+def _chunk_writer(scope: Scope, record: RequestRecord) -> ChunkWriter | None:
+    """Return the writer of a request; None where a connection has none, such as HTTP/1.0's."""
+    writer: ChunkWriter | None = scope.get("extensions", {}).get(_EXTENSION, {}).get(_WRITER)
+    if writer is not None:
+        writer.record = record
+    return writer

@@ -12,12 +12,19 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from typing_extensions import get_type_hints, is_typeddict
 
-from server.errors import InvalidValueError, UnknownFieldError, UnsupportedFieldError, describe
+from server.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    MissingFieldError,
+    UnknownFieldError,
+    UnsupportedFieldError,
+    describe,
+)
 from server.request.fields import Field, FieldAction
 from server.request.tables import FIELDS, fields_by_name
 from server.wire.endpoint import Endpoint, JsonObject
@@ -368,3 +375,22 @@ def _alternatives(annotation: Any) -> Iterator[Any]:
         yield from _alternatives(get_args(annotation)[0])
     elif not getattr(annotation, "__module__", "").startswith(_ENGINES_OWN):
         yield annotation
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(model: type[Body], body: JsonObject, unknown_fields: UnknownPolicy) -> Body:
+    """Return the body as a model; raises `RequestError` for the first invalid field."""
+    known = known_fields(body, model.model_fields, unknown_fields)
+    try:
+        return model.model_validate(known, strict=True)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = str(problem["loc"][0])
+        if problem["type"] == "missing":
+            raise MissingFieldError(f"The field '{name}' is missing.", param=name) from None
+        raise InvalidTypeError(
+            f"Invalid type for '{name}': {problem['msg']}, got {describe(problem['input'])}.",
+            param=name,
+        ) from None

@@ -14,9 +14,9 @@ from server.errors import (
     StorageFullError,
     StorageUnavailableError,
 )
-from server.http.model_body import parse_body
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
+from server.request.rules import parse_body
 from server.routes.files import listed, owner_of, page_of
 from server.settings import ServerSettings
 from server.storage.batches.bodies import CreateBatchBody, batch_request

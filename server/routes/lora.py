@@ -23,13 +23,13 @@ from server.errors import (
     describe,
 )
 from server.frontend import Frontend
-from server.http.model_body import parse_body
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lora.adapter import Adapter, AdapterObject
 from server.lora.registry import AdapterRegistry
 from server.observability.metrics import ServerMetrics
 from server.request.body import read_json_object
 from server.request.record import record_of
+from server.request.rules import parse_body
 from server.request.shown_paths import ShownPaths
 from server.settings import ServerSettings
 from server.wire.endpoint import JsonObject

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.http.connections import client_of
+from server.http.transport import client_of
 from server.settings import ServerSettings
 from tests.debian_tools import debian_tool
 from tests.server.certificates import make_authority
@@ -387,7 +387,7 @@ async def test_an_answer_of_a_drain_ends_its_connection(tmp_path: Path) -> None:
 def test_the_limit_of_open_files_is_raised_and_kept_to() -> None:
     import resource
 
-    from server.http.connections import _connection_limit
+    from server.http.transport import _connection_limit
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.http.tls import Tls
+from server.http.listener import Tls
 from server.settings import ServerSettings, SettingsError
 from tests.server.certificates import Authority, make_authority
 from tests.server.scripted import Running, running, said

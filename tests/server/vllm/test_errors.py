@@ -6,7 +6,7 @@ import json
 import logging
 
 from server.errors import OverloadedError, ServerError, describe
-from server.http.error_responses import error_frame
+from server.http.middleware import error_frame
 from server.observability.declarations import OUTCOMES
 from server.observability.logging import JsonFormatter, TextFormatter, request_id_var
 from server.request.endpoints import route_of
