@@ -45,7 +45,7 @@ def _navigation(index: str) -> list[dict[str, list[str]]]:
     for line in index.splitlines():
         if heading := _HEADING.match(line):
             section = heading[1]
-            sections[section] = []
+            sections.setdefault(section, [])
         elif line.startswith("| ["):
             links = _CONTENTS_LINK.findall(line.split("|")[1])
             sections[section] += [_in_site(link) for link in links if link not in _OWN_SECTIONS]
