@@ -50,7 +50,7 @@ def alerts() -> str:
     for group in yaml.safe_load(_ALERTS.read_text(encoding="utf-8"))["groups"]:
         for rule in group["rules"]:
             name = rule["alert"]
-            summary = _LABEL.sub(r"*\1*", rule["annotations"]["summary"])
+            summary = _LABEL.sub(r"`<\1>`", rule["annotations"]["summary"])
             severity = ", ".join(rule["labels"].values())
             after = str(rule.get("for", "at once"))
             rows.append((f"[{name}](runbooks/{name}.md)", severity, after, summary))

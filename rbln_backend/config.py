@@ -192,9 +192,9 @@ class RblnConfig(BaseModel):
     """
     prefill_step_tokens: OptionalNumber = None
     """Fixed cost of a prefill step, in tokens: a prompt is cut into smaller chunks where padding
-    would cost more. Unset: the largest chunk, which cuts nothing. With kernels `aten` and for
-    data-parallel engines, which compute padding: 16, times experts per chosen expert for a mixture
-    of experts (128 with 4 of 32).
+    would cost more. Unset: the largest chunk, so that no prompt is cut. With kernels `aten` and
+    for data-parallel engines, which compute padding: 16, times experts per chosen expert for a
+    mixture of experts (128 with 4 of 32).
     """
     prefill_prompts: Annotated[OptionalNumber, Env("VLLM_RBLN_PREFILL_PROMPTS")] = None
     """Largest number of prompts that share a prefill chunk; each takes 16 tokens of it or more.
