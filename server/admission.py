@@ -4,7 +4,7 @@ A request acquires a permit before its body is parsed. The permit grows to the n
 answers and is released after the last byte. Permits of the tier flex are counted apart. Used from
 the event loop only. Invariant: `in_flight` is the sum of the weights of all permits but those of
 flex, `flex_in_flight` of those, and neither exceeds `limit`.
-The permits of API keys are divided between them (`key_limits/permit_shares.py`).
+The permits are divided between the API keys (`PermitShares`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from server.errors import OverloadedError
-from server.key_limits.ledger import KeyLedger
-from server.key_limits.permit_shares import PermitShares
+from server.key_limits import KeyLedger
 
 MIN_WAITING = 32
 """Least number of waiting answers where `max_in_flight` is derived."""
@@ -28,6 +28,8 @@ _SPREAD = 1.5
 _NEWEST_SHARE = 0.1
 """Weight of the newest permit in the mean time that permits are held."""
 _REFUSED_OVER_S = 10.0
+_KEPT = 4
+"""One of so many permits is kept for the API keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Admission:
         self.keys = KeyLedger()
         """Use of the API keys' own limits."""
         self._shares = PermitShares(dict)
-        self._wanted = max_in_flight
+        self._max_in_flight = max_in_flight
         self._clock = clock
         self._held_s: float | None = None
         self._since: dict[Permit, float] = {}
@@ -66,7 +68,7 @@ class Admission:
     def open(self, capacity: Capacity) -> None:
         """Start issuing permits for an engine of this capacity."""
         runs = capacity.max_num_seqs
-        self.limit = self._wanted or runs + max(runs, MIN_WAITING)
+        self.limit = self._max_in_flight or runs + max(runs, MIN_WAITING)
         self.max_queued_tokens = capacity.max_queued_tokens
         self.rows = capacity.decode_buckets or (runs,)
 
@@ -98,7 +100,7 @@ class Admission:
         self._count(owner, weight - held)
         return weight
 
-    def step_back(self, permit: Permit) -> None:
+    def move_to_flex(self, permit: Permit) -> None:
         """Count a permit among those of flex. Raises `OverloadedError`."""
         if self.flex_in_flight + permit.weight > self.limit:
             raise self._refusal(permit.weight, self.flex_in_flight, " of the tier flex")
@@ -106,8 +108,8 @@ class Admission:
         self.flex_in_flight += permit.weight
         del self._since[permit]
 
-    def give_back(self, permit: Permit) -> None:
-        """Free the weight of a permit that has not stepped back."""
+    def free(self, permit: Permit) -> None:
+        """Free the weight of a permit that is not one of flex."""
         self._count(permit.owner, -permit.weight)
         held_s = self._clock() - self._since.pop(permit)
         if self._held_s is None:
@@ -171,9 +173,9 @@ class Permit:
         if weight != self.weight:
             self.weight = self._admission.resize(self.owner, self.weight, weight)
 
-    def step_back(self) -> None:
+    def move_to_flex(self) -> None:
         """Count the permit among those of the tier flex. Raises `OverloadedError`."""
-        self._admission.step_back(self)
+        self._admission.move_to_flex(self)
         self._is_flex = True
 
     def release(self) -> None:
@@ -182,7 +184,7 @@ class Permit:
             self._admission.flex_in_flight -= self.weight
             self.weight = 0
         if self.weight:
-            self._admission.give_back(self)
+            self._admission.free(self)
             self.weight = 0
 
 
@@ -202,3 +204,40 @@ class _Recent:
 
     def count(self, now: float) -> float:
         return self._value * math.exp((self._at - now) / self._over_s) if self._value else 0.0
+
+
+class PermitShares:
+    """Counts the permits of each owner, and divides them. Invariant: the counts are positive.
+
+    A quarter of the permits is kept for the keys, by their weights. The other permits are for every
+    request. So a key that floods the server leaves permits to the others, and a key alone on a
+    server with one key has all of them.
+    """
+
+    def __init__(self, weights: Callable[[], Mapping[str, float]]) -> None:
+        """`weights` returns the current weights of the keys by owner."""
+        self._weights = weights
+        self._permits: Counter[str] = Counter()
+
+    def fits(self, owner: str, more: int, limit: int) -> bool:
+        """Return whether `owner` may take `more` permits of `limit`; less than 1 always fits.
+
+        The permits that are free in total are not checked.
+        """
+        total = self._permits.total() + more
+        if more <= 0 or total <= limit - limit // _KEPT:
+            return True
+        weights = self._weights()
+        if len(weights) < 2:
+            return True
+        total_weight = sum(weights.values())
+        kept = {key: int(limit * w / total_weight / _KEPT) for key, w in weights.items()}
+        permits = {**self._permits, owner: self._permits[owner] + more}
+        beyond = sum(max(0, number - kept.get(key, 0)) for key, number in permits.items())
+        return permits[owner] <= kept.get(owner, 0) or beyond <= limit - sum(kept.values())
+
+    def add(self, owner: str, more: int) -> None:
+        """Count `more` permits of `owner`; negative ones are released."""
+        self._permits[owner] += more
+        if not self._permits[owner]:
+            del self._permits[owner]

@@ -23,7 +23,7 @@ from server.errors import AuthenticationError, PermissionDeniedError
 from server.host.file_watch import FileWatch
 from server.host.regular_files import read_regular
 from server.host.tasks import background_task, in_thread
-from server.key_limits.limits import NO_LIMITS, KeyLimits
+from server.key_limits import NO_LIMITS, KeyLimits
 from server.request.endpoints import NEVER_GUARDED, Route, Scope, scope_of
 from server.request.options import EVERY_TIER, Tier, Tiers, tiers_of
 from server.request.record import Caller

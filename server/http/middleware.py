@@ -33,7 +33,7 @@ from server.errors import (
     describe,
 )
 from server.http.auth import Access
-from server.key_limits.headers import rate_headers
+from server.key_limits import rate_headers
 from server.lifecycle import Lifecycle
 from server.observability.genai import (
     CACHE_READ_TOKENS,
@@ -234,7 +234,7 @@ class AccessMiddleware:
             await self._pass(record, scope, receive, send)
         except ServerError as error:
             if record.key_use is not None and isinstance(error, _REFUSALS):
-                record.key_use.forgive()
+                record.key_use.refund()
             await send_error(error, send, record)
         except Exception:
             # The boundary of a request: an error must not end the process.

@@ -14,8 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from server.errors import DeadlineError, InvalidValueError, RateLimitError, ServerError, describe
-from server.key_limits.ledger import KeyUse
-from server.key_limits.limits import NO_LIMITS, KeyLimits
+from server.key_limits import NO_LIMITS, KeyLimits, KeyUse
 from server.request.endpoints import Route
 from server.request.options import EVERY_TIER, DraftOptions, Tier, Tiers
 from server.wire.direct_frames import DirectFrames

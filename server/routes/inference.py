@@ -141,7 +141,7 @@ def _fit(permit: Permit, parsed: ParsedRequest, record: RequestRecord) -> None:
         return
     permit.grow(parsed.answers)
     if record.tier is Tier.FLEX:
-        permit.step_back()
+        permit.move_to_flex()
 
 
 def _is_prelude(frame: str) -> bool:

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 
 from server.errors import AuthenticationError, PermissionDeniedError, ServerError
 from server.http.auth import Access, KeyRing
-from server.key_limits.limits import NO_LIMITS
+from server.key_limits import NO_LIMITS
 from server.request.endpoints import OPEN, OPENINGS, ROUTES, UNGUARDED, Route, Scope, route_of
 from server.settings import ServerSettings, SettingsError, load_settings
 from server.wire.endpoint import Endpoint

@@ -7,10 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.errors import RateLimitError
-from server.key_limits.headers import duration, rate_headers
-from server.key_limits.ledger import KeyLedger, KeyUse, RateState
-from server.key_limits.limits import NO_LIMITS, KeyLimits
-from server.key_limits.token_bucket import TokenBucket
+from server.key_limits import (
+    NO_LIMITS,
+    KeyLedger,
+    KeyLimits,
+    KeyUse,
+    RateState,
+    TokenBucket,
+    duration,
+    rate_headers,
+)
 from tests.server.load.test_admission import Clock
 
 
@@ -128,11 +134,11 @@ def test_places_in_flight_come_back_at_the_end() -> None:
 def test_a_refused_request_gives_its_request_back() -> None:
     client = Client(KeyLimits(requests_per_minute=5))
     use = client.request()
-    use.forgive()
+    use.refund()
     use.end(0)
     assert client.remaining() == {"requests": 5}
     refused = client.ledger.use("alice", "alice", client.limits)
-    refused.forgive()
+    refused.refund()
     refused.end(3)
     assert client.remaining() == {"requests": 5}
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.key_limits.permit_shares import PermitShares
+from server.admission import PermitShares
 
 
 def _flood(shares: PermitShares, owner: str, limit: int, taken: int = 0) -> int:
