@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from server.admission import Capacity
-from server.host.job_counts import JobCounts
+from server.host.job_pool import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.request.options import DraftOptions
 from server.storage.responses.storage_options import StorageOptions

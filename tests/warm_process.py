@@ -273,7 +273,7 @@ def _serve() -> None:
     import setproctitle
 
     from rbln_backend.vllm_compat.patches import inspect_models_here
-    from server.host.importing import without_garbage_collection
+    from server.host.tasks import without_garbage_collection
     from tests.graph_cache import trace_once
 
     # It finds the place of the title by the environment, which commands replace.

@@ -79,8 +79,8 @@ def run_server(
 ) -> int:
     """Serve until the end; `joined` combines the service with work that uses its URL."""
     from rbln_backend.host.process_life import outlive_readers
-    from server.host.importing import without_garbage_collection
-    from server.host.run_folder import run_folder
+    from server.host.files import run_folder
+    from server.host.tasks import without_garbage_collection
 
     outlive_readers()
     export_log_level(settings)

@@ -15,7 +15,7 @@ from rbln_backend.errors import PlatformError
 from server.engine.config import engine_config
 from server.engine.launch_errors import launch_error
 from server.frontend import LaunchError
-from server.host.importing import without_garbage_collection
+from server.host.tasks import without_garbage_collection
 from server.settings import ServerSettings, export_log_level
 
 if TYPE_CHECKING:

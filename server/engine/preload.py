@@ -12,7 +12,7 @@ import signal
 
 from rbln_backend import api
 from rbln_backend.host.process_life import outlive_readers
-from server.host.importing import without_garbage_collection
+from server.host.tasks import without_garbage_collection
 
 _PR_SET_PDEATHSIG = 1
 _FORK_SERVER = os.getpid()

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from server.admission import Capacity
 from server.errors import HeadlessError
 from server.frontend import ParsedRequest, WireSchemas
-from server.host.job_counts import JobCounts
+from server.host.job_pool import JobCounts
 from server.storage.responses.storage_options import StorageOptions
 from server.tools.support import ToolSupport
 from server.wire.endpoint import Endpoint, JsonObject

@@ -14,8 +14,7 @@ from server.engine.launch_errors import launch_error
 from server.frontend import LaunchError
 from server.headless.connections import Address, FrontWatch, remote_ends
 from server.headless.frontend import HeadlessFrontend
-from server.host.importing import without_garbage_collection
-from server.host.tasks import in_daemon_thread, in_thread
+from server.host.tasks import in_daemon_thread, in_thread, without_garbage_collection
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import resource
 import signal
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -77,7 +78,8 @@ class JobPool:
         timeout_s: float,
         start_timeout_s: float = _START_TIMEOUT_S + _END_S,
     ) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """Seconds that a job may take."""
         self._start_timeout_s = start_timeout_s
         self._max_waiting = size * _WAITING_PER_PROCESS
         self._waiting = 0
@@ -87,11 +89,6 @@ class JobPool:
         self._slots: asyncio.LifoQueue[_WorkerSlot] = asyncio.LifoQueue()
         for _ in range(size):
             self._slots.put_nowait(_WorkerSlot(name, start))
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that a job may take."""
-        return self._timeout_s
 
     async def run(self, job: bytes, shares: float = 1, *, waits: bool = False) -> bytes:
         """Return the answer to a job; its timeout is `shares` times that of the pool.
@@ -108,7 +105,7 @@ class JobPool:
             self._waiting -= 1
         try:
             await self._ensure_started(slot)
-            return await self._run_in(slot, job, shares * self._timeout_s)
+            return await self._run_in(slot, job, shares * self.timeout_s)
         finally:
             self._slots.put_nowait(slot)
 
@@ -251,3 +248,32 @@ def limit_growth() -> None:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+# Results and durations of jobs, for the metrics.
+
+GRAMMAR_RESULTS = (
+    *("ok", "known", "refused", "spent", "timeout", "crashed", "overloaded", "not_started"),
+)
+"""Results of grammar checks, the label of their metric."""
+READING_RESULTS = ("ok", "refused", "timeout", "crashed", "overloaded", "not_started")
+"""Results of reading large bodies, the label of their metric."""
+_MAX_DURATIONS = 4096
+
+
+class JobCounts:
+    """Results and durations of jobs since the last scrape."""
+
+    def __init__(self) -> None:
+        self.results: Counter[str] = Counter()
+        # Bounded, in case /metrics is never scraped.
+        self.seconds: deque[float] = deque(maxlen=_MAX_DURATIONS)
+        self.sizes: deque[int] = deque(maxlen=_MAX_DURATIONS)
+
+    def note(self, result: str, seconds: float | None = None, size: int | None = None) -> None:
+        """Count a job's result, its duration if it ran, and the bytes of what it made."""
+        self.results[result] += 1
+        if seconds is not None:
+            self.seconds.append(seconds)
+        if size is not None:
+            self.sizes.append(size)

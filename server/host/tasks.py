@@ -1,12 +1,13 @@
-"""Background tasks, and blocking work in daemon threads."""
+"""Background tasks, blocking work in daemon threads, and imports."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -56,3 +57,17 @@ async def in_thread(work: Callable[[], T]) -> T:
     Threads of `asyncio.to_thread` delay the exit of the process.
     """
     return await asyncio.wrap_future(in_daemon_thread(work))
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Disable the garbage collector in the block, then freeze the objects that exist.
+
+    For imports, where it frees nothing and costs a fifth of the time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -20,8 +20,7 @@ from pydantic import SecretStr
 from starlette.types import Scope as AsgiScope
 
 from server.errors import AuthenticationError, PermissionDeniedError
-from server.host.file_watch import FileWatch
-from server.host.regular_files import read_regular
+from server.host.files import FileWatch, read_regular
 from server.host.tasks import background_task, in_thread
 from server.key_limits import NO_LIMITS, KeyLimits
 from server.request.endpoints import NEVER_GUARDED, Route, Scope, scope_of

@@ -16,8 +16,7 @@ from pathlib import Path
 import uvicorn
 
 from server import bounds
-from server.host.file_watch import FileWatch
-from server.host.regular_files import read_regular
+from server.host.files import FileWatch, read_regular
 from server.host.tasks import background_task, in_thread
 from server.http.connection import Connection
 from server.http.transport import Connections

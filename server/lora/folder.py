@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from server.descriptions import json_type
 from server.errors import InvalidAdapterError, describe
-from server.host.regular_files import read_regular
+from server.host.files import read_regular
 from server.wire.endpoint import JsonObject
 
 CONFIG_FILE = "adapter_config.json"

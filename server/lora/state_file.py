@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from rbln_backend.host.replaced_files import replace_file, sync_directory
-from server.host.regular_files import read_regular
+from server.host.files import read_regular
 
 logger = logging.getLogger(__name__)
 

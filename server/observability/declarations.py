@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rbln_backend.api.reports import MetricDecl
 from server.errors import REJECTIONS
-from server.host.job_counts import GRAMMAR_RESULTS, READING_RESULTS
+from server.host.job_pool import GRAMMAR_RESULTS, READING_RESULTS
 from server.structured_outputs.request_constraints import GUIDES
 
 MAX_ADAPTERS_SHOWN = 100

@@ -27,7 +27,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from rbln_backend.api.reports import MetricDecl
 from server.admission import Admission
 from server.errors import REJECTIONS
-from server.host.job_counts import JobCounts
+from server.host.job_pool import JobCounts
 from server.lifecycle import Lifecycle, ServicePhase
 from server.lora.adapter import State
 from server.observability.declarations import (

@@ -22,8 +22,8 @@ from server.errors import (
     OverloadedError,
     RequestError,
 )
-from server.host.job_counts import JobCounts
 from server.host.job_pool import (
+    JobCounts,
     JobCrashedError,
     JobSpentError,
     JobTimeoutError,

@@ -33,8 +33,7 @@ from server.errors import (
     describe,
 )
 from server.frontend import ParsedRequest, Profiler, WireSchemas
-from server.host.job_counts import JobCounts
-from server.host.job_pool import JobPool, WorkerStartError, process_starter
+from server.host.job_pool import JobCounts, JobPool, WorkerStartError, process_starter
 from server.host.tasks import in_thread
 from server.request.endpoints import forms_of
 from server.request.options import check_priority_header, check_rank_header, check_tier

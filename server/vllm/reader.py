@@ -17,8 +17,8 @@ from server.errors import (
     RequestError,
 )
 from server.frontend import ParsedRequest
-from server.host.job_counts import JobCounts
 from server.host.job_pool import (
+    JobCounts,
     JobCrashedError,
     JobPool,
     JobTimeoutError,

@@ -22,7 +22,7 @@ from server import bounds
 from server.admission import Capacity
 from server.errors import ContextLengthError, InternalError, OverloadedError
 from server.frontend import LaunchError, ParsedRequest, WireSchemas
-from server.host.job_counts import JobCounts
+from server.host.job_pool import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.observability.tracing import Tracing
 from server.request.body import parse_json_object

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from server.host.run_folder import run_folder
+from server.host.files import run_folder
 
 _HOLD = """
 import sys
 from pathlib import Path
-from server.host.run_folder import run_folder
+from server.host.files import run_folder
 with run_folder(Path(sys.argv[1])) as folder:
     (folder / "url").write_text("http://127.0.0.1:1")
     print(folder, flush=True)
