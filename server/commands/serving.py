@@ -19,7 +19,7 @@ from server.settings import ServerSettings, SettingsError, export_log_level, exp
 
 if TYPE_CHECKING:
     from server.engine.launch import VllmLauncher
-    from server.headless.launch import HeadlessLauncher
+    from server.headless import HeadlessLauncher
 
 _BACKLOG = 2048
 _SWITCH_S = 0.001
@@ -124,7 +124,7 @@ def _launcher(
     settings: ServerSettings, engine_argv: list[str], run_dir: Path
 ) -> VllmLauncher | HeadlessLauncher:
     if settings.headless:
-        from server.headless.launch import HeadlessLauncher
+        from server.headless import HeadlessLauncher
 
         return HeadlessLauncher(engine_argv, settings, run_dir)
     from server.engine.launch import VllmLauncher

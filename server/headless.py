@@ -1,20 +1,31 @@
-"""Launches data-parallel engines that the front end of another server uses."""
+"""`--headless`: data-parallel engines of this host for the front end of another server.
+
+A front end that has gone is noticed by the connections of the engine processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncGenerator, Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
+import psutil
+from starlette.requests import Request
+
 from rbln_backend.api.reports import ProgressReader
+from server.admission import Capacity
 from server.engine.launch import Launcher
 from server.engine.launch_errors import launch_error
-from server.frontend import LaunchError
-from server.headless.connections import Address, FrontWatch, remote_ends
-from server.headless.frontend import HeadlessFrontend
+from server.errors import HeadlessError
+from server.frontend import LaunchError, ParsedRequest, WireSchemas
+from server.host.job_pool import JobCounts
 from server.host.tasks import in_daemon_thread, in_thread, without_garbage_collection
+from server.storage.responses.storage_options import StorageOptions
+from server.tools.support import ToolSupport
+from server.wire.endpoint import Endpoint, JsonObject
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,7 +33,92 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOST_AFTER = 4
 _POLL_S = 0.1
+
+
+class Address(NamedTuple):
+    """Host and port of the other end of a TCP connection."""
+
+    ip: str
+    port: int
+
+
+class FrontWatch:
+    """Compares the engines' connections with all that they ever had.
+
+    ZeroMQ connects again for ever to a front end that has gone, without an error, and a front end
+    that starts again has other ports. A connection counts as lost if it is absent several times in
+    a row.
+    """
+
+    def __init__(self, ends: Callable[[], Collection[Address]]) -> None:
+        self._ends = ends
+        self._seen = set(ends())
+        self._absent = 0
+
+    def lost(self) -> Address | None:
+        """Return an end that was connected and no longer is; call it a few times a second."""
+        ends = set(self._ends())
+        self._seen |= ends
+        gone = self._seen - ends
+        self._absent = self._absent + 1 if gone else 0
+        return min(gone) if self._absent >= _LOST_AFTER else None
+
+
+class HeadlessFrontend:
+    """Implements `server.frontend.Frontend`; `front` is the address of the server with the API."""
+
+    keep_alive_s = 0.0
+    tracing = None
+    adapters = None
+    grammars = None
+    profiler = None
+    endpoints: frozenset[Endpoint] = frozenset()
+    capacity = Capacity(max_num_seqs=1, max_queued_tokens=None)
+    tools = ToolSupport("none", None, "a headless server has no API")
+
+    def __init__(self, front: str) -> None:
+        self._front = front
+        self._reading = JobCounts()
+
+    def schemas(self) -> WireSchemas:
+        """Return no schema."""
+        return WireSchemas(requests={}, answers={}, definitions={}, streaming=())
+
+    async def read(
+        self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
+    ) -> ParsedRequest | StorageOptions:
+        """Raise `HeadlessError`."""
+        raise self._refusal()
+
+    def take_reading(self) -> JobCounts:
+        """Return no counts."""
+        return self._reading
+
+    async def handle(
+        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
+    ) -> bytes | AsyncGenerator[str, None]:
+        """Raise `HeadlessError`."""
+        raise self._refusal()
+
+    async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:
+        """Raise `HeadlessError`: the server with the API resets all engines."""
+        raise self._refusal()
+
+    async def tokenizer_info(self) -> JsonObject | None:
+        """Raise `HeadlessError`."""
+        raise self._refusal()
+
+    async def models(self) -> list[JsonObject]:
+        """Return no model."""
+        return []
+
+    def _refusal(self) -> HeadlessError:
+        return HeadlessError(
+            "This server has no API: --headless runs engines for the server whose "
+            f"--data-parallel-address is {self._front}. Send requests to that server."
+        )
 
 
 class HeadlessEngines:
@@ -31,12 +127,12 @@ class HeadlessEngines:
     def __init__(self, manager: CoreEngineProcManager, front: str) -> None:
         self._manager = manager
         self._front = front
-        self._watch = FrontWatch(partial(front_ends, manager, front))
+        self._watch = FrontWatch(partial(_front_ends, manager, front))
         self.frontend = HeadlessFrontend(front)
 
     def failure(self) -> str | None:
         """Return why an engine has ended, or that the front end has; None while both run."""
-        if (ended := ended_engine(self._manager)) is not None:
+        if (ended := _ended_engine(self._manager)) is not None:
             return ended
         if (end := self._watch.lost()) is not None:
             return f"the front end at {self._front} has closed its connection ({end.ip}:{end.port})"
@@ -101,8 +197,8 @@ class HeadlessLauncher(Launcher):
     async def _until_ready(self, manager: CoreEngineProcManager, front: str, ranks: int) -> None:
         """Wait for the ranks and their connections; raise `LaunchError` if an engine ends."""
         # An engine connects after its ranks are ready.
-        while not (self._are_ready(ranks) and front_ends(manager, front)):
-            if (ended := ended_engine(manager)) is not None:
+        while not (self._are_ready(ranks) and _front_ends(manager, front)):
+            if (ended := _ended_engine(manager)) is not None:
                 reported = ProgressReader(self._run_dir).poll().failure
                 raise LaunchError(reported or ended)
             await asyncio.sleep(_POLL_S)
@@ -112,14 +208,27 @@ class HeadlessLauncher(Launcher):
         return len(files) >= ranks and ProgressReader(self._run_dir).poll().phase == "ready"
 
 
-def front_ends(manager: CoreEngineProcManager, front: str) -> frozenset[Address]:
-    """Return the ends of the engines' connections to the front end."""
-    pids = [process.pid for process in manager.processes if process.pid is not None]
+def _front_ends(manager: CoreEngineProcManager, front: str) -> frozenset[Address]:
+    """Return the remote ends of the engines' established connections to the front end."""
+    ends: set[Address] = set()
     # The connection of the handshake ends when all engines are ready.
-    return remote_ends(pids, without=urlsplit(front).port)
+    ignored_ports = {urlsplit(front).port}
+    for process in manager.processes:
+        try:
+            # A process that has ended has no connections.
+            connections = psutil.Process(process.pid).net_connections("tcp") if process.pid else ()
+        except psutil.Error:
+            continue
+        for connection in connections:
+            if connection.status == psutil.CONN_LISTEN:
+                # Ranks of one host are connected to each other, at these ports.
+                ignored_ports.add(connection.laddr.port)
+            elif connection.status == psutil.CONN_ESTABLISHED:
+                ends.add(Address(*connection.raddr))
+    return frozenset(end for end in ends if end.port not in ignored_ports)
 
 
-def ended_engine(manager: CoreEngineProcManager) -> str | None:
+def _ended_engine(manager: CoreEngineProcManager) -> str | None:
     """Return the name and exit code of an engine process that has ended, None without one."""
     for name, code in manager.finished_procs().items():
         return f"engine process {name} ended with exit code {code}"
