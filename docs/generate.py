@@ -26,8 +26,8 @@ from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
 from rbln_backend.unsupported import FEATURES
 from rbln_backend.variables import KINDS, OPTION_NAMES, VARIABLES, Status, form_of
 from server.errors import ServerError
-from server.observability.declarations import SERVER_METRICS
-from server.observability.history import Sample
+from server.observability.metrics import SERVER_METRICS
+from server.observability.traffic import Sample
 from server.request.endpoints import OPENINGS, ROUTES, Scope
 from server.request.fields import Field, FieldAction
 from server.request.tables import FIELDS, RENDERED_CHAT

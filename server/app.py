@@ -30,11 +30,8 @@ from server.http.auth import Access
 from server.http.middleware import AccessMiddleware, RequestMiddleware, allow_origins
 from server.http.openapi import openapi_router
 from server.lifecycle import Lifecycle
-from server.observability.bucket_advice import BucketAdvice
-from server.observability.event_loop import follow_event_loop
-from server.observability.history import History
-from server.observability.metrics import ServerMetrics
-from server.observability.traffic import read_traffic
+from server.observability.metrics import ServerMetrics, follow_event_loop
+from server.observability.traffic import BucketAdvice, History, read_traffic
 from server.request.body import CLIENT_GONE, JSON_TYPE, ClientGoneError
 from server.request.record import record_of, request_id_of
 from server.request.shown_paths import ShownPaths

@@ -41,7 +41,7 @@ from server.engine.start_parts import StartParts
 from server.engine.watch import HangWatch, IdleWatch
 from server.engine.weight_files import read_ahead, refuse_damaged_weights
 from server.host.tasks import in_daemon_thread, in_thread, without_garbage_collection
-from server.observability.vllm_log import bound_vllm_log
+from server.observability.logging import bound_vllm_log
 from server.settings import ServerSettings
 from server.vllm.importing import allow_stop_strings, import_serving
 

@@ -14,7 +14,7 @@ from vllm.tracing import SpanAttributes, SpanKind, extract_trace_context, instru
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from server.observability.genai import (
+from server.observability.tracing import (
     CACHE_READ_TOKENS,
     FINISH_REASONS,
     INPUT_TOKENS,

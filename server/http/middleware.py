@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -35,17 +34,18 @@ from server.errors import (
 from server.http.auth import Access
 from server.key_limits import rate_headers
 from server.lifecycle import Lifecycle
-from server.observability.genai import (
+from server.observability.logging import FIELDS, REQUEST_LOGGER, request_id_var
+from server.observability.metrics import ServerMetrics
+from server.observability.tracing import (
     CACHE_READ_TOKENS,
     INPUT_TOKENS,
     MAX_TEXT,
     OUTPUT_TOKENS,
     AttributeValue,
+    Tracing,
     operation_attributes,
     operation_of,
 )
-from server.observability.logging import FIELDS, REQUEST_LOGGER, request_id_var
-from server.observability.metrics import ServerMetrics
 from server.request.body import CLIENT_GONE
 from server.request.endpoints import (
     INVOCATIONS,
@@ -69,10 +69,6 @@ from server.request.record import (
 from server.settings import ServerSettings
 from server.wire.endpoint import Endpoint
 from server.wire.sse import named_frame
-
-if TYPE_CHECKING:
-    from server.observability.tracing import Tracing
-
 
 logger = logging.getLogger(REQUEST_LOGGER)
 

@@ -1,7 +1,9 @@
 """The server's log: one line per event on stderr, as text or JSON, with the request's id.
 
 Configures the loggers of `server`, uvicorn, asyncio and, in this process, `rbln_backend`; vLLM
-configures its own.
+configures its own, which is filtered here. Parts of the text may be written by clients. Invariants:
+only records begin at the start of a line; control characters, including terminal escape codes, are
+written as `\\xNN`; a record has a bounded length.
 """
 
 from __future__ import annotations
@@ -10,10 +12,58 @@ import json
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Collection
 from contextvars import ContextVar
+from types import TracebackType
 
-from server.observability.log_text import MAX_CHARS, clipped, exception_text, shown
+MAX_CHARS = 4000
+_MAX_LINES = 60
+_MAX_REASON = 200
+_MAX_FRAMES = 20
+_INDENT = "\n    | "
+_CONTROLS = (*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0))
+"""C0 and C1 controls without tab and line feed; a line feed begins another line."""
+_BIDI = (0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Unicode line separators and bidirectional controls."""
+_ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS}
+_ESCAPES |= {code: f"\\u{code:04x}" for code in _BIDI}
+
+ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
+
+
+def shown(text: str) -> str:
+    """Return `text` bounded and escaped, with lines after the first indented behind a bar."""
+    lines = clipped(text, MAX_CHARS).translate(_ESCAPES).split("\n")
+    if len(lines) > _MAX_LINES:
+        lines[_MAX_LINES:] = [f"... {len(lines) - _MAX_LINES} more lines"]
+    return _INDENT.join(lines)
+
+
+def clipped(text: str, most: int) -> str:
+    """Return a text cut to `most` characters, with the number of characters left out."""
+    left_out = len(text) - most
+    return text if left_out <= 0 else f"{text[:most]}... ({left_out} more characters)"
+
+
+def exception_text(info: ExcInfo) -> str:
+    """Return the traceback of an exception and of its causes, with truncated messages.
+
+    An exception's message may quote a client's request.
+    """
+    parts: list[str] = []
+    error: BaseException | None = info[1]
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = traceback.extract_tb(error.__traceback__)[-_MAX_FRAMES:]
+        places = "".join(traceback.format_list(frames))
+        reason = repr(clipped(str(error), _MAX_REASON)) if str(error) else ""
+        parts.append(f"{places}{type(error).__name__}: {reason}")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    parts.reverse()
+    return "Traceback (most recent call last):\n" + "\nwhich led to:\n".join(parts)
+
 
 request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The id of the current task's request."""
@@ -99,3 +149,48 @@ class _RouteFilter(logging.Filter):
         if fields is None or "route" not in fields:
             return True
         return self._routes is not None and fields["route"] not in self._routes
+
+
+_PER_REQUEST = (
+    *("vllm.entrypoints", "vllm.renderers", "vllm.inputs", "vllm.sampling_params"),
+    *("vllm.parser", "vllm.tool_parsers", "vllm.reasoning"),
+    *("vllm.tokenizers", "vllm.utils", "vllm.v1.engine.input_processor", "vllm.lora"),
+)
+"""Packages that log about single requests."""
+_SWALLOWING = ("vllm.parser", "vllm.tool_parsers", "vllm.reasoning")
+"""Packages that log an exception and continue: the log is the only trace of it."""
+_VLLM_REQUEST_LOGGER = "vllm.entrypoints.serve.utils.request_logger"
+"""Logs prompts with --enable-log-requests."""
+
+
+def bound_vllm_log() -> None:
+    """Drop vLLM's records about single requests and bound the length of all others; idempotent.
+
+    They have parts of requests: roles and names, prompts in exception messages, and a traceback for
+    each invalid request. The server itself logs each server error. With VLLM_LOGGING_LEVEL=DEBUG
+    the log stays as it is.
+    """
+    logger = logging.getLogger("vllm")
+    if logger.isEnabledFor(logging.DEBUG):
+        return
+    for handler in logger.handlers:
+        if _is_shown not in handler.filters:
+            handler.addFilter(_is_shown)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Return whether a record is logged; text of clients is removed from it."""
+    if record.name != _VLLM_REQUEST_LOGGER and record.name.startswith(_PER_REQUEST):
+        if record.levelno < logging.ERROR or not record.name.startswith(_SWALLOWING):
+            return False
+        record.msg = f"{clipped(str(record.msg), 200)} {_kind(record.exc_info)}".rstrip()
+        record.args, record.exc_info, record.exc_text = (), None, None
+        return True
+    record.msg, record.args = shown(record.getMessage()), ()
+    if record.exc_info and record.exc_info[0] is not None:
+        record.exc_text = shown(exception_text(record.exc_info))
+    return True
+
+
+def _kind(info: ExcInfo | tuple[None, None, None] | None) -> str:
+    return "" if info is None or info[0] is None else f"({info[0].__name__})"

@@ -12,8 +12,8 @@ from server.admission import Admission
 from server.frontend import Frontend
 from server.http.openapi import DescribedRoute
 from server.lifecycle import Lifecycle
-from server.observability.bucket_advice import BucketAdvice
 from server.observability.metrics import CONTENT_TYPE, ServerMetrics
+from server.observability.traffic import BucketAdvice
 from server.settings import ServerSettings
 from server.storage.services import StorageServices
 

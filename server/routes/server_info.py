@@ -24,8 +24,7 @@ from server.errors import InvalidValueError, describe
 from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
 from server.lifecycle import Lifecycle
-from server.observability.bucket_advice import BucketAdvice
-from server.observability.history import PERIOD_S, History, Sample
+from server.observability.traffic import PERIOD_S, BucketAdvice, History, Sample
 from server.request.record import record_of
 from server.request.shown_paths import ShownPaths
 from server.settings import ServerSettings

@@ -18,8 +18,7 @@ from typing import Any
 from server.errors import BodyTooLargeError, InternalError, ServerError
 from server.frontend import ParsedRequest
 from server.host.job_pool import MEMORY_BYTES, limit_growth
-from server.observability.logging import configure, request_id_var
-from server.observability.vllm_log import bound_vllm_log
+from server.observability.logging import bound_vllm_log, configure, request_id_var
 from server.settings import ServerSettings
 from server.storage.responses.storage_options import StorageOptions
 from server.vllm.reading import BodyReader

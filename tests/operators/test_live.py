@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.generate import DASHBOARDS
 from rbln_backend.reporting.declared_metrics import METRICS
-from server.observability.declarations import SERVER_METRICS
+from server.observability.metrics import SERVER_METRICS
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
 from tests.debian_tools import debian_tool

@@ -12,7 +12,7 @@ from contextlib import aclosing
 
 from starlette.responses import Response
 
-from server.observability.genai import (
+from server.observability.tracing import (
     FINISH_REASONS,
     OPERATIONS,
     RESPONSE_ID,

@@ -6,8 +6,7 @@ import asyncio
 import dataclasses
 
 from server.host.tasks import background_task
-from server.observability.history import KEPT, History
-from server.observability.traffic import PaddedWork, Traffic
+from server.observability.traffic import KEPT, History, PaddedWork, Traffic
 
 
 async def test_a_sample_has_the_work_of_its_interval_and_the_state_at_its_end() -> None:

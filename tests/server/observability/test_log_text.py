@@ -9,9 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.observability.log_text import MAX_CHARS, exception_text, shown
-from server.observability.logging import JsonFormatter, TextFormatter
-from server.observability.vllm_log import bound_vllm_log
+from server.observability.logging import (
+    MAX_CHARS,
+    JsonFormatter,
+    TextFormatter,
+    bound_vllm_log,
+    exception_text,
+    shown,
+)
 
 FORGED = "x\n12:00:00 INFO    server.service: all is well\r\x1b[2J\x07\u2028\u202e\x85end"
 HUGE = "secret " * 200_000

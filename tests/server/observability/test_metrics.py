@@ -13,10 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from rbln_backend.reporting.description import BucketsInfo, DescriptionWriter
 from server.host.tasks import background_task
-from server.observability.bucket_advice import BucketAdvice
-from server.observability.declarations import MAX_ADAPTERS_SHOWN, OUTCOMES
-from server.observability.event_loop import follow_event_loop
-from server.observability.metrics import ServerMetrics
+from server.observability.metrics import (
+    MAX_ADAPTERS_SHOWN,
+    OUTCOMES,
+    ServerMetrics,
+    follow_event_loop,
+)
+from server.observability.traffic import BucketAdvice
 from server.structured_outputs.request_constraints import GUIDES, constraints_of, kind_of
 from server.wire.endpoint import Endpoint
 from tests.server.adapter_folders import write_adapter

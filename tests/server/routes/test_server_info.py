@@ -16,7 +16,7 @@ from rbln_backend.reporting.description import (
     LimitsInfo,
 )
 from rbln_backend.reporting.progress import ProgressWriter
-from server.observability.history import Sample
+from server.observability.traffic import Sample
 from server.routes.server_info import SERVER_FIELDS
 from tests.server.real_server import RealServer
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running

@@ -7,8 +7,8 @@ import logging
 
 from server.errors import OverloadedError, ServerError, describe
 from server.http.middleware import error_frame
-from server.observability.declarations import OUTCOMES
 from server.observability.logging import JsonFormatter, TextFormatter, request_id_var
+from server.observability.metrics import OUTCOMES
 from server.request.endpoints import route_of
 from server.request.record import RequestRecord
 from server.wire.endpoint import Endpoint
