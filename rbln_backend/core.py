@@ -1,16 +1,16 @@
 """The types of one engine step, from the scheduler's output to the outputs of a graph.
 
 1. The scheduler (`scheduler/scheduler.py`) picks one prefill chunk or one decode batch.
-2. `worker/step/batches.py` applies its output to the state of each request (vLLM's
+2. `worker/batch.py` applies its output to the state of each request (vLLM's
    `CachedRequestState`: tokens, blocks, sampling parameters) and to one of two persistent batches
    (vLLM's `InputBatch`: a row for each request). The requests of the step are a `StepBatch`.
-3. `worker/step/agreement.py` turns it into one `StepRound`, or into several where data-parallel
+3. `worker/ranks.py` turns it into one `StepRound`, or into several where data-parallel
    ranks share the experts of a model.
-4. `worker/step/graph_set.py` selects the smallest compiled graph that holds the round. A
+4. `worker/graph_set.py` selects the smallest compiled graph that holds the round. A
    `GraphSpec` names it: a `Phase` and a static shape.
-5. `worker/step/runner.py` fills the buffers of that graph in place (`worker/step/inputs.py`), runs
+5. `worker/runner.py` fills the buffers of that graph in place (`worker/inputs.py`), runs
    it and returns a `StepResult`.
-6. `worker/model_runner.py` samples a token for each request from the logits and appends it to the
+6. `worker/runner.py` samples a token for each request from the logits and appends it to the
    request's state. Rows of padding are never sampled.
 """
 

@@ -36,7 +36,7 @@ _PRELOADED = (
     *("vllm.config", "vllm.model_executor.models.llama", "vllm.model_executor.model_loader"),
     *("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
     *("vllm.v1.executor.multiproc_executor", "rbln_backend.worker.worker"),
-    "rbln_backend.worker.check.model_inspection",
+    "rbln_backend.worker.check",
 )
 _SET_BEFORE_IMPORTS = {
     "HF_HUB_OFFLINE": "1",

@@ -107,7 +107,7 @@ def missing_token_ids(tokenizer: object, vocab_size: int) -> list[int]:
 def inspect_model(config: VllmConfig) -> ModelReport:
     """Describe a model that can run; raises the reason why it cannot, or ``PlatformError``."""
     _require_platform()
-    from rbln_backend.worker.check.model_inspection import inspect_model
+    from rbln_backend.worker.check import inspect_model
 
     return inspect_model(config)
 
@@ -118,7 +118,7 @@ def compile_model(config: VllmConfig, targets: Sequence[str]) -> CompileReport:
     Raises ``ConfigError`` where nothing can be stored, whatever a start raises, ``PlatformError``.
     """
     _require_platform()
-    from rbln_backend.worker.check.precompile import compile_model
+    from rbln_backend.worker.precompile import compile_model
 
     return compile_model(config, targets)
 
@@ -126,7 +126,7 @@ def compile_model(config: VllmConfig, targets: Sequence[str]) -> CompileReport:
 def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
     """Report which of a model's graphs ``cache_root`` has; raises like ``inspect_model``."""
     _require_platform()
-    from rbln_backend.worker.check.store_survey import survey_store
+    from rbln_backend.worker.check import survey_store
 
     return survey_store(config, cache_root)
 
@@ -137,7 +137,7 @@ def store_versions() -> tuple[dict[str, object], tuple[str, ...]]:
     Raises ``PlatformError``.
     """
     _require_platform()
-    from rbln_backend.worker.check.store_survey import store_versions
+    from rbln_backend.worker.check import store_versions
 
     return store_versions()
 
@@ -147,7 +147,7 @@ def check_graph(key: CacheKey, files: Mapping[str, bytes]) -> bool:
 
     False for a graph of another version, which is not checked. Imports torch, but not vLLM.
     """
-    from rbln_backend.worker.check.stored_graphs import check_graph
+    from rbln_backend.worker.stored_graphs import check_graph
 
     return check_graph(key, files)
 

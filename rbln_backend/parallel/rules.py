@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RANKS_EXECUTOR = "rbln_backend.worker.ranks_executor.RanksExecutor"
+RANKS_EXECUTOR = "rbln_backend.worker.executor.RanksExecutor"
 """The executor of several ranks on one host."""
 
 _WHOLE_ROWS: Final = "flashinfer_nvlink_two_sided"

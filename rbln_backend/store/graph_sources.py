@@ -8,7 +8,7 @@ from pathlib import Path
 
 _GRAPH_SOURCES = (
     *("attention", "compiler", "emulator", "lora", "moe", "parallel", "quantization"),
-    *("core.py", "worker/graphs/functions.py", "worker/step/group_inputs.py"),
+    *("core.py", "worker/draft_model.py", "worker/graph_functions.py", "worker/group_inputs.py"),
 )
 
 

@@ -1,21 +1,22 @@
-"""The executor of an engine whose one worker is in its process."""
+"""The executors: of one worker in the engine's process, and of ranks that are processes."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import AsyncOutputFuture, UniProcExecutor
-from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 
 if TYPE_CHECKING:
-    # The HTTP process imports this module for the name of the class, and must not import layers.
     from rbln_backend.vllm_compat.surface import (
         GrammarOutput,
         ModelRunnerOutput,
         SchedulerOutput,
     )
     from rbln_backend.worker.worker import RblnWorker
+
 
 StepOutput: TypeAlias = "ModelRunnerOutput | None"
 
@@ -55,3 +56,14 @@ def _done(output: StepOutput) -> Future[StepOutput]:
     future: Future[StepOutput] = Future()
     future.set_result(output)
     return future
+
+
+class RanksExecutor(MultiprocExecutor):
+    """vLLM's executor for several processes; pipeline stages send drafts with each result."""
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """As vLLM's; None with pipeline stages, where drafts come with each step's result."""
+        if self.parallel_config.pipeline_parallel_size > 1:
+            return None
+        drafts: DraftTokenIds | None = super().take_draft_token_ids()
+        return drafts

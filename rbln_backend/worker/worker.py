@@ -1,40 +1,42 @@
-"""One rank of the engine: the methods that vLLM's executor calls, in the order of the calls."""
+"""One rank of the engine: the methods that vLLM's executor and the server call."""
 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-import psutil
 import torch
 from torch import nn
 
-from rbln_backend.compiler.compilers import make_rebel_compiler
+from rbln_backend.compiler.compilers import (
+    builds_kernels,
+    make_emulated_compiler,
+    make_rebel_compiler,
+)
 from rbln_backend.compiler.device import device_capabilities, installed_sdk
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
 from rbln_backend.compiler.sdk.limits import check_num_blocks
+from rbln_backend.config import RblnConfig
+from rbln_backend.emulator.kernel_set import set_threads
 from rbln_backend.emulator.layers import install_layers
-from rbln_backend.emulator.memory import keep_freed_memory
-from rbln_backend.host.memory import host_memory
+from rbln_backend.emulator.memory import choose_memory, keep_freed_memory
+from rbln_backend.errors import AdapterError, ConfigError
+from rbln_backend.host.cores import core_budget
 from rbln_backend.host.process_life import end_with_parent, outlive_readers
-from rbln_backend.kv_cache.layout import (
-    explicit_budget_bytes,
-    kv_budget_bytes,
-    num_partitions,
-)
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
 from rbln_backend.kv_cache.specs import LayerSpec
 from rbln_backend.kv_cache.tensors import sharing_layers
 from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.rules import RANKS_EXECUTOR
-from rbln_backend.reporting.description import DescriptionWriter
+from rbln_backend.reporting.description import DescriptionWriter, RuntimeInfo
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.text_models.axes import keep_axes
@@ -56,43 +58,42 @@ from rbln_backend.vllm_compat.surface import (
     WorkerBase,
     configured,
     get_model_loader,
+    get_pp_group,
+    get_tp_group,
     init_logger,
     init_process_groups,
     set_current_vllm_config,
     set_random_seed,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
-from rbln_backend.worker.engine_build import EngineBuild, EngineParts, Runner
-from rbln_backend.worker.graphs.draft_embedding import has_own_embedding
-from rbln_backend.worker.graphs.draft_model import add_draft_model
-from rbln_backend.worker.model_runner import RblnModelRunner
-from rbln_backend.worker.profiler import EmulatedProfiler, NoProfiler, RebelProfiler, StepProfiler
-from rbln_backend.worker.startup.emulated_device import set_up_runtime, start_kernels
-from rbln_backend.worker.startup.model_layers import (
-    install_adapted_layers,
-    install_latent_layers,
-    register_quantization,
-)
-from rbln_backend.worker.startup.npu_memory import npu_budget_bytes
-from rbln_backend.worker.startup.phase_timer import timed_phase
-from rbln_backend.worker.startup.preflight import check_layers, kv_limits
-from rbln_backend.worker.startup.rank_place import rank_place
-from rbln_backend.worker.startup.self_description import SelfDescription
-from rbln_backend.worker.startup.skeleton import (
+from rbln_backend.worker.build import EngineBuild, EngineParts, Runner
+from rbln_backend.worker.description import SelfDescription
+from rbln_backend.worker.draft_model import add_draft_model, has_own_embedding
+from rbln_backend.worker.memory import host_budget_bytes, npu_budget_bytes
+from rbln_backend.worker.metrics import timed_phase
+from rbln_backend.worker.pooling import pooling_tasks
+from rbln_backend.worker.preflight import (
     Skeleton,
     attention_layers,
+    check_layers,
+    install_adapted_layers,
+    install_latent_layers,
     kv_cache_specs,
+    kv_limits,
+    register_quantization,
     weight_bytes,
 )
-from rbln_backend.worker.startup.weight_coverage import CompleteLoader
-from rbln_backend.worker.step.host_pooler import pooling_tasks
-from rbln_backend.worker.transfer_calls import TransferCalls
+from rbln_backend.worker.ranks import rank_place
+from rbln_backend.worker.runner import RblnModelRunner
+from rbln_backend.worker.weights import CompleteLoader
 
 if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters
-    from rbln_backend.worker.transfer_runner import TransferRunner
+    from rbln_backend.lora.target import Target
+    from rbln_backend.worker.transfers import TransferRunner
 
 logger = init_logger(__name__)
+
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -114,8 +115,13 @@ def _reports_failure(
     return run
 
 
-class RblnWorker(TransferCalls, WorkerBase):
-    """A rank: init_device, load_model, KV cache, warm-up, then execute_model, sample_tokens."""
+class RblnWorker(WorkerBase):
+    """A rank: init_device, load_model, KV cache, warm-up, then execute_model, sample_tokens.
+
+    The methods of adapters are available after ``load_model`` and raise ``AdapterError`` in an
+    engine without ``--enable-lora``. A request is vLLM's ``LoRARequest``, or the list of its
+    fields if it came through ``collective_rpc``.
+    """
 
     def __init__(
         self,
@@ -144,11 +150,13 @@ class RblnWorker(TransferCalls, WorkerBase):
         self._board = MetricsBoard(run_dir, number)
         writer = DescriptionWriter(run_dir, number)
         self._description = SelfDescription(writer, vllm_config, self._rbln, self._board)
-        self._profiler: StepProfiler = NoProfiler()
+        self._profiler: EmulatedProfiler | RebelProfiler | None = None
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
+        self._adapters: Adapters | None = None
         self._build: EngineBuild | None = None
         self._runner: Runner | TransferRunner | None = None
+        self._transfer: TransferRunner | None = None
 
     @_reports_failure
     def init_device(self) -> None:
@@ -237,7 +245,10 @@ class RblnWorker(TransferCalls, WorkerBase):
             model, config = self.get_model(), self.vllm_config
             budget = npu_budget_bytes(npu, config, model, specs, slots) - for_windows
         else:
-            budget = self._paged_budget(per_block, for_windows)
+            ranks = self._place.local_ranks
+            budget = host_budget_bytes(
+                self.vllm_config, self.get_model(), ranks, per_block, for_windows
+            )
         if per_block:
             return budget
         return self._window_pool_bytes(specs)
@@ -246,27 +257,6 @@ class RblnWorker(TransferCalls, WorkerBase):
         """Return the size of vLLM's pool for window layers only: nominal bytes of their blocks."""
         nominal = sum(spec.page_size_bytes for spec in specs)
         return (self.scheduler_config.max_num_seqs + 1) * nominal
-
-    def _paged_budget(self, bytes_per_block: int, for_windows: int) -> int:
-        blocks = num_partitions(self.model_config.max_model_len, self.cache_config.block_size)
-        explicit = self.cache_config.kv_cache_memory_bytes
-        if explicit is not None:
-            return explicit_budget_bytes(explicit, bytes_per_block, for_windows)
-        memory = host_memory()
-        # Packing needs memory for one more weight: an embedding that is also the LM head is kept in
-        # both layouts, and a weight that needs padding is copied.
-        for_packing = max((weight.nbytes for weight in self.get_model().parameters()), default=0)
-        ranks = self._place.local_ranks
-        return kv_budget_bytes(
-            total_bytes=memory.total_bytes // ranks,
-            available_bytes=memory.available_bytes // ranks - for_packing,
-            utilization=self.cache_config.gpu_memory_utilization,
-            used_bytes=psutil.Process(os.getpid()).memory_info().rss + for_packing,
-            bytes_per_block=bytes_per_block,
-            blocks_per_request=blocks,
-            max_num_seqs=self.scheduler_config.max_num_seqs,
-            window_bytes=for_windows,
-        )
 
     @_reports_failure
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -305,6 +295,7 @@ class RblnWorker(TransferCalls, WorkerBase):
         return CompilationTimes(language_model=time.perf_counter() - started, encoder=0.0)
 
     def synchronize_device(self) -> None:
+        """Wait for the step that the device runs; with asynchronous scheduling alone one may."""
         if isinstance(self._runner, RblnModelRunner):
             self._runner.synchronize()
 
@@ -342,12 +333,14 @@ class RblnWorker(TransferCalls, WorkerBase):
         return pooling_tasks(self.get_model())
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
-        """Return the drafts of an engine with speculation; see ``worker.drafts.drafting``."""
+        """Return the drafts of an engine with speculation; see ``worker.drafting``."""
         assert isinstance(self._runner, RblnModelRunner)
         return self._runner.take_draft_token_ids()
 
     def profile(self, is_start: bool = True, profile_prefix: str | None = None) -> None:
         """Start or stop a profile; raises ``ConfigError`` unless RBLN_PROFILER was set."""
+        if self._profiler is None:
+            raise ConfigError("profiling is off; start the server with RBLN_PROFILER=1")
         if is_start:
             self._profiler.start()
         else:
@@ -356,11 +349,79 @@ class RblnWorker(TransferCalls, WorkerBase):
     def shutdown(self) -> None:
         if self._adapters is not None:
             self._adapters.close()
-        self._end_transfer()
+        if self._transfer is not None:
+            self._transfer.close()
         if self._build is not None:
             self._build.close()
         self._progress.close()
         self._board.close()
+
+    def stage_lora(self, request: object) -> None:
+        """Start reading an adapter in the background; returns at once."""
+        self._loaded_adapters().stage(request)
+
+    def staged_lora(self, lora_int_id: int) -> tuple[str, str]:
+        """Return "reading", "ready" or "failed", and the reason.
+
+        Raises ``AdapterError`` for an adapter that was not staged.
+        """
+        return self._loaded_adapters().staged(lora_int_id)
+
+    def add_lora(self, lora_request: object) -> bool:
+        """Load an adapter into a slot, from memory if staged; return False if it has a slot.
+
+        Raises ``AdapterError`` for one that cannot be read or does not fit, and when ``max_loras``
+        adapters are loaded.
+        """
+        self.synchronize_device()
+        return self._loaded_adapters().add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Free the slot of an adapter that no running request uses; False for an unknown id."""
+        self.synchronize_device()
+        return self._loaded_adapters().remove(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """Return the ids of all adapters that have a slot."""
+        return set(self.lora_slots())
+
+    def lora_slots(self) -> dict[int, int]:
+        """Return the slot of each adapter by its id."""
+        return self._loaded_adapters().slots()
+
+    def lora_targets(self) -> dict[str, Target]:
+        """Return the modules that an adapter can change, by name."""
+        return self._loaded_adapters().targets()
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter that came with a request until ``remove_lora``."""
+        return self._loaded_adapters().pin(lora_id)
+
+    def _loaded_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise AdapterError("this engine takes no adapters; start it with --enable-lora")
+        return self._adapters
+
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
+        """Return what other servers need to read blocks here, by pipeline and tensor rank."""
+        if self._transfer is None:
+            return None
+        metadata = self._transfer.connector.get_handshake_metadata()
+        ranks = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+        return None if metadata is None else {ranks: metadata}
+
+    def _with_transfer(self, runner: Runner, build: EngineBuild) -> Runner | TransferRunner:
+        """Return ``runner``, with the hooks of a KV connector if there is one."""
+        if self.vllm_config.kv_transfer_config is None:
+            return runner
+        from rbln_backend.kv_transfer.shared_blocks import SharedBlocks
+        from rbln_backend.worker.transfers import TransferRunner
+
+        assert isinstance(runner, RblnModelRunner), "checked by check_nixl"
+        caches = build.kv_caches
+        blocks = SharedBlocks(caches.memory, caches.tensors)
+        self._transfer = TransferRunner.of(runner, self.vllm_config, build.kv_cache_config, blocks)
+        return self._transfer
 
     def _make_compiler(self) -> Compiler:
         install_expert_layers()
@@ -370,7 +431,10 @@ class RblnWorker(TransferCalls, WorkerBase):
             return self._make_rebel_compiler(root)
         if self._rbln.profiler:
             self._profiler = EmulatedProfiler(root / "profile", self.rank)
-        compiler, kernels = start_kernels(self._rbln, self._progress)
+        if builds_kernels(self._rbln):
+            self._progress.phase("init", "building the kernels for this CPU, once")
+        on_file = partial(self._progress.step, "building the kernels: files")
+        compiler, kernels = make_emulated_compiler(self._rbln, on_file)
         rank, ranks = self._place.local_number, self._place.local_ranks
         runtime = set_up_runtime(self._rbln, rank, ranks)
         self._description.has_kernels(compiler, kernels, runtime)
@@ -401,3 +465,68 @@ class RblnWorker(TransferCalls, WorkerBase):
         rebel = make_rebel_compiler(self._rbln, own)
         self._description.has_device(rebel)
         return rebel
+
+
+class EmulatedProfiler:
+    """torch's profiler around the graphs; each stop writes one Chrome trace into ``directory``."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._count = 0
+        self._profile: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        if self._profile is None:
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+            self._profile.start()
+
+    def stop(self) -> None:
+        if self._profile is None:
+            return
+        profile, self._profile = self._profile, None
+        profile.stop()
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._count += 1
+        profile.export_chrome_trace(
+            str(self._directory / f"rank{self._rank}-{self._count}.trace.json")
+        )
+
+
+class RebelProfiler:
+    """The SDK's profiler."""
+
+    def __init__(self, sdk: ModuleType) -> None:
+        sdk.flags.RBLN_PROFILER = True
+        self._sdk = sdk
+
+    def start(self) -> None:
+        self._sdk.profiler.start()
+
+    def stop(self) -> None:
+        self._sdk.profiler.done()
+
+
+def set_up_runtime(config: RblnConfig, local_rank: int, num_ranks: int) -> RuntimeInfo:
+    """Set cores, threads and memory of one of the ranks of this host, and return them.
+
+    Call it after the kernels are loaded, before there are threads or tensors of the model.
+    """
+    budget = core_budget()
+    share = budget.share(local_rank, num_ranks)
+    threads = config.num_threads or budget.threads(local_rank, num_ranks)
+    set_threads(threads)
+    memory = choose_memory(
+        mapped=True,
+        huge_pages=True,
+    )
+    return RuntimeInfo(
+        threads=threads,
+        cores=list(share),
+        cpu_quota=budget.quota,
+        allocator=memory.allocator,
+        allocator_reason=memory.allocator_reason,
+        huge_pages=memory.huge_pages,
+        huge_pages_reason=memory.huge_pages_reason,
+        huge_page_bytes=None,
+    )

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm.engine.arg_utils import EngineArgs
 
-from rbln_backend.worker.check.precompile import compile_model
-from rbln_backend.worker.check.store_survey import survey_store
+from rbln_backend.worker.check import survey_store
+from rbln_backend.worker.precompile import compile_model
 from tests.engine.conftest import DEFAULTS, Engine, Engines
 from tests.engine.oracle import MOST, AnyLength
 from tests.engine.test_draft_models import (

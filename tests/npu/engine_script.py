@@ -26,7 +26,7 @@ _FOLDERS: dict[str, int] = {}
 
 def main() -> None:
     """Each batch is answered before the next is sent: later ones meet what earlier ones left."""
-    logging.getLogger("rbln_backend.worker.graphs.factory").addFilter(_refuse_warnings)
+    logging.getLogger("rbln_backend.worker.graph_factory").addFilter(_refuse_warnings)
     drafts = _count_drafts()
     answers = [_answer(**job) for job in json.loads(sys.argv[1])]
     sys.stdout.write(f"DRAFTS {json.dumps(drafts)}\n")
@@ -131,12 +131,12 @@ def _accept_float32(method: str) -> None:
 
 def _read(when: str) -> None:
     """Break the runner: ``early`` reads outputs without a wait, ``late`` after the next launch."""
+
     from rbln_backend.core import StepOutputs
-    from rbln_backend.worker.overlap import step_loop
-    from rbln_backend.worker.overlap.async_runner import AsyncModelRunner
+    from rbln_backend.worker import runner
 
     if when == "late":
-        setattr(AsyncModelRunner, "synchronize", lambda _: None)  # noqa: B010
+        setattr(runner.AsyncModelRunner, "synchronize", lambda _: None)  # noqa: B010
         return
 
     def read(self: Any, number: int) -> Any:
@@ -148,7 +148,7 @@ def _read(when: str) -> None:
         return lambda: (outputs, 0.0)
 
     setattr(StepOutputs, "__getitem__", read)  # noqa: B010
-    setattr(step_loop, "launch_on_device", launch)  # noqa: B010
+    setattr(runner, "launch_on_device", launch)  # noqa: B010
 
 
 def _check_all_drafts(engine: Any) -> None:

@@ -16,8 +16,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from rbln_backend.compiler import device
-from rbln_backend.worker.check.model_inspection import inspect_model
-from rbln_backend.worker.startup.preflight import planned_graphs
+from rbln_backend.worker.check import inspect_model
+from rbln_backend.worker.preflight import planned_graphs
 from tests.adapters import ATTENTION, EVERY_LINEAR, MLP, make_adapter, merge
 from tests.checkpoints import CheckpointCache
 from tests.engine.test_equality import make_prompts

@@ -11,9 +11,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from rbln_backend.compiler.sdk.npu import Npu
-from rbln_backend.worker.check.model_inspection import inspect_model
-from rbln_backend.worker.startup.npu_memory import rank_memory
-from rbln_backend.worker.startup.preflight import planned_graphs, sampler_graphs
+from rbln_backend.worker.check import inspect_model
+from rbln_backend.worker.memory import rank_memory
+from rbln_backend.worker.preflight import planned_graphs, sampler_graphs
 from tests.checkpoints import CheckpointCache
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rbln_backend.core import GraphSpec, Phase, StepOutputs
-from rbln_backend.worker.graphs.factory import GraphRequest, NoListener
-from rbln_backend.worker.sampling.device_sampler import DeviceSampler
-from rbln_backend.worker.step.inputs import DecodeRows, LongestFirst
+from rbln_backend.worker.device_sampler import DeviceSampler
+from rbln_backend.worker.graph_factory import GraphRequest, NoListener
+from rbln_backend.worker.inputs import DecodeRows, LongestFirst
 
 ROWS, VOCAB = 4, 64
 

@@ -5,23 +5,29 @@ vLLM calls `forget` in every process that has `plugin_folder` on its path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest
+    from rbln_backend.worker.warmup import WarmUp
 
 FORGOTTEN = "decode-4"
 _PLUGIN = "[vllm.general_plugins]\ntest_forgetful = tests.operators.forgetful_plan:forget\n"
 
 
 def forget() -> None:
-    """Leave the graph out of every plan that this process makes from now on."""
-    from rbln_backend.worker import engine_build
+    """Leave the graph out of every warm-up that this process makes from now on."""
+    from rbln_backend.worker.warmup import WarmUp
 
-    whole = engine_build.plan
+    whole = WarmUp.compile_all
 
-    def shorter(*args: Any, **options: Any) -> Any:
-        return [spec for spec in whole(*args, **options) if str(spec) != FORGOTTEN]
+    def shorter(self: WarmUp, requests: Sequence[GraphRequest], factory: GraphFactory) -> Any:
+        kept = [request for request in requests if str(request.spec) != FORGOTTEN]
+        return whole(self, kept, factory)
 
-    setattr(engine_build, "plan", shorter)  # noqa: B010 (a module's name is not assigned to)
+    setattr(WarmUp, "compile_all", shorter)  # noqa: B010 (a method is not assigned to)
 
 
 def plugin_folder(folder: Path) -> Path:

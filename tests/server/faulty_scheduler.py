@@ -15,7 +15,7 @@ from torch import Tensor
 from rbln_backend.core import Phase
 from rbln_backend.scheduler.scheduler import RblnScheduler
 from rbln_backend.vllm_compat.surface import Request
-from rbln_backend.worker.step.runner import StepRunner
+from rbln_backend.worker.runner import StepRunner
 
 FAULTY = 78
 _PERIOD = 3

@@ -18,10 +18,9 @@ from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec
 from rbln_backend.lora.row_input import SlotNumbers
 from rbln_backend.lora.slots import INPUT_NAME
-from rbln_backend.worker.startup import npu_memory
-from rbln_backend.worker.step.adapter_rows import SlotRows
-from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs
-from rbln_backend.worker.step.inputs import DecodeRows, LongestFirst, StepInputs
+from rbln_backend.worker import memory
+from rbln_backend.worker.group_inputs import KvGroup, PagedInputs
+from rbln_backend.worker.inputs import AdapterRows, DecodeRows, LongestFirst, StepInputs
 
 GIB = 1 << 30
 
@@ -187,7 +186,7 @@ def test_adapters_go_with_their_rows(phase: Phase, length: int) -> None:
         slots_of=lambda ids, _: [number - 1 for number in ids], slot_of=lambda number: number
     )
     batch: Any = SimpleNamespace(phase=phase, input_batch=held, num_reqs=3, decode_prefill=[3])
-    SlotRows(adapters, order).fill(inputs, batch)
+    AdapterRows(adapters, order).fill(inputs, batch)
     # By length: the fourth, the second, the third, the first.
     assert inputs.tensors[INPUT_NAME].tolist() == [3, -1, 1, 0, -1, -1, -1, -1]
 
@@ -196,7 +195,7 @@ def test_no_more_blocks_than_numbers() -> None:
     common = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "block_size": 1024}
     page = 2 * 1024 * 32 * 4
     full, window = PagedSpec(**common), AppendedWindowSpec(**common, sliding_window=64)
-    assert npu_memory._smallest_group_bytes([full, full]) == 2 * page
+    assert memory._smallest_group_bytes([full, full]) == 2 * page
     # Of two kinds the smaller one may fill a group.
-    assert npu_memory._smallest_group_bytes([full, full, window]) == page
-    assert npu_memory._smallest_group_bytes([]) == 0
+    assert memory._smallest_group_bytes([full, full, window]) == page
+    assert memory._smallest_group_bytes([]) == 0

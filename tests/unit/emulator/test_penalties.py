@@ -10,7 +10,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from rbln_backend.emulator import fallback
 from rbln_backend.emulator.kernel_set import set_threads
-from rbln_backend.worker.sampling.output_tokens import OutputTokens
+from rbln_backend.worker.sampling import OutputTokens
 from tests.unit.emulator.cases import DTYPES
 
 OPS = torch.ops.rbln_emulator

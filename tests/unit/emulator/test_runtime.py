@@ -10,7 +10,7 @@ import pytest
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.memory import choose_memory
 from rbln_backend.host.cores import core_budget
-from rbln_backend.worker.startup.emulated_device import set_up_runtime
+from rbln_backend.worker.worker import set_up_runtime
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from rbln_backend.reporting.description import DescriptionWriter, read_descripti
 from rbln_backend.reporting.progress import ProgressReader, ProgressWriter
 from rbln_backend.reporting.ranks import RankPlace
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.worker.sampling.grammar_mask import GrammarMask
-from rbln_backend.worker.step.metrics import StepMetrics
+from rbln_backend.worker.metrics import StepMetrics
+from rbln_backend.worker.sampling import GrammarMask
 
 ENGINES, STAGES, TENSOR = 2, 2, 2
 RANKS = STAGES * TENSOR

@@ -16,7 +16,7 @@ from rbln_backend.reporting.store_report import (
 )
 from rbln_backend.store.artifacts import ArtifactStore, Entry
 from rbln_backend.store.cache_key import CacheKey
-from rbln_backend.worker.check.store_survey import differences
+from rbln_backend.worker.check import differences
 
 FIELDS: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",

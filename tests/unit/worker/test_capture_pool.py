@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.core import GraphSpec
-from rbln_backend.worker.graphs.capture_pool import capture_in_children
+from rbln_backend.worker.graph_factory import capture_in_children
 
 SPECS = [GraphSpec("decode", size) for size in (1, 2, 4, 8, 16)]
 

@@ -9,7 +9,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from rbln_backend.vllm_compat.surface import AsyncModelRunnerOutput, ModelRunnerOutput
 from rbln_backend.worker.executor import DirectExecutor
-from rbln_backend.worker.overlap.step_in_flight import StepInFlight
+from rbln_backend.worker.runner import StepInFlight
 
 EMPTY = ModelRunnerOutput(req_ids=[], req_id_to_index={})
 

@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.worker.sampling.grammar_mask import GrammarMask
+from rbln_backend.worker.sampling import GrammarMask
 
 NAMES = ["a", "b", "c", "d"]
 

@@ -11,8 +11,7 @@ import torch
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.errors import UncompiledShapeError
-from rbln_backend.worker.graphs.dispatch import GraphDispatch
-from rbln_backend.worker.graphs.warmup_plan import LOGITS_ROWS, plan
+from rbln_backend.worker.graph_set import LOGITS_ROWS, GraphDispatch, plan
 
 
 @dataclass

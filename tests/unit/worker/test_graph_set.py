@@ -9,9 +9,8 @@ import torch
 
 from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.core import GraphSpec, Phase, UsefulRows
-from rbln_backend.worker.graphs.dispatch import GraphDispatch
-from rbln_backend.worker.step.graph_set import GraphSet
-from rbln_backend.worker.step.inputs import StepInputs
+from rbln_backend.worker.graph_set import GraphDispatch, GraphSet
+from rbln_backend.worker.inputs import StepInputs
 
 TABLES = {Phase.PREFILL: BucketTable((16, 64)), Phase.DECODE: BucketTable((1, 2, 4, 8))}
 

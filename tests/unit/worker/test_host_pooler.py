@@ -11,7 +11,7 @@ from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.worker.step.host_pooler import HostPooler
+from rbln_backend.worker.pooling import HostPooler
 
 
 def host_pooler(pooling: object, *, reuses_prefixes: bool = False) -> HostPooler:

@@ -27,7 +27,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from rbln_backend.worker.sampling.input_batch import IsolatedInputBatch
+from rbln_backend.worker.batch import IsolatedInputBatch
 
 ROWS, VOCABULARY, CONTEXT = 4, 23, 24
 CPU = torch.device("cpu")

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rbln_backend.core import StepOutputs
 from rbln_backend.emulator.kernel_set import load_kernels
-from rbln_backend.worker.sampling import picks
-from rbln_backend.worker.sampling.kernel_sampler import make_picks
-from rbln_backend.worker.step.inputs import DecodeRows, LongestFirst
+from rbln_backend.worker.inputs import DecodeRows, LongestFirst
+from rbln_backend.worker.sampling import KernelPicks, make_picks
 from tests.kernel_cache import share_kernels
 
 ROWS, VOCABULARY = 4, 300
@@ -44,7 +43,7 @@ def test_the_logits_of_a_graph_change_from_run_to_run(dtype: torch.dtype) -> Non
 
 
 def test_tokens_come_back_in_the_schedulers_order() -> None:
-    pick, order = picks.KernelPicks(), LongestFirst()
+    pick, order = KernelPicks(), LongestFirst()
     blocks = [np.zeros((3, 1), dtype=np.int32)]
     order.arrange(DecodeRows(np.arange(3), np.array([5, 20, 7]), blocks), ROWS)
     logits = torch.zeros(ROWS, VOCABULARY)
@@ -55,7 +54,7 @@ def test_tokens_come_back_in_the_schedulers_order() -> None:
 
 
 def test_logits_that_are_new_in_each_run_are_not_kept() -> None:
-    pick = picks.KernelPicks()
+    pick = KernelPicks()
     for _ in range(5):
         logits = torch.randn(ROWS, VOCABULARY)
         assert pick(StepOutputs([logits]), ROWS) == largest(logits)
@@ -66,7 +65,7 @@ def test_logits_that_are_new_in_each_run_are_not_kept() -> None:
 
 def test_every_graph_is_recorded_and_a_released_one_is_forgotten() -> None:
     """More graphs than any earlier limit; each replays after all of them have run."""
-    pick, graphs = picks.KernelPicks(), [torch.randn(ROWS, VOCABULARY) for _ in range(200)]
+    pick, graphs = KernelPicks(), [torch.randn(ROWS, VOCABULARY) for _ in range(200)]
     for _ in range(2):
         assert all(pick(StepOutputs([g]), ROWS) == largest(g) for g in graphs)
     ran: list[str] = []

@@ -7,7 +7,7 @@ from vllm.config import ParallelConfig, VllmConfig
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.vllm_compat.settled import Settled
-from rbln_backend.worker.startup.rank_place import rank_place
+from rbln_backend.worker.ranks import rank_place
 
 
 def config(engine: int = 0, *, engines: int = 1, **sizes: int) -> VllmConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rbln_backend.core import Phase, StepRound
-from rbln_backend.worker.step.agreement import SoleRank, agreed
+from rbln_backend.worker.ranks import SoleRank, agreed
 
 PREFILL, POOLING, DECODE, IDLE = 0, 1, 2, -1
 

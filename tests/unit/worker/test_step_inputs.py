@@ -9,8 +9,8 @@ import torch
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.lora.row_input import SlotMask, SlotNumbers
 from rbln_backend.lora.slots import NO_ADAPTER
-from rbln_backend.worker.step.group_inputs import KvGroup, PagedInputs, WindowInputs
-from rbln_backend.worker.step.inputs import StepInputs
+from rbln_backend.worker.group_inputs import KvGroup, PagedInputs, WindowInputs
+from rbln_backend.worker.inputs import StepInputs
 
 PAGED = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one_block=False)
 WINDOW = KvGroup(layer_names=("b", "c"), block_size=24, width=1, is_window=True, one_block=False)

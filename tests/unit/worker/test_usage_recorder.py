@@ -13,8 +13,7 @@ from rbln_backend.bucketing.table import BucketTable
 from rbln_backend.bucketing.usage import UsageFile
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.worker.step.metrics import StepMetrics
-from rbln_backend.worker.step.usage_recorder import UsageRecorder, open_recorder
+from rbln_backend.worker.metrics import StepMetrics, UsageRecorder, open_recorder
 
 
 def recorded(file: UsageFile) -> dict[int, int]:

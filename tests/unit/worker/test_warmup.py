@@ -12,7 +12,7 @@ from rbln_backend.bucketing.verify import VerifyTable
 from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.worker.startup.warmup import WarmUp
+from rbln_backend.worker.warmup import WarmUp
 
 BUCKETS = BucketTable((1, 4, 8))
 VERIFY = VerifyTable(BUCKETS, (2, 4), 16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rbln_backend.worker.startup.weight_coverage import WrittenElements
+from rbln_backend.worker.weights import WrittenElements
 
 
 class Joined(nn.Module):

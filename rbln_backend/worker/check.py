@@ -1,0 +1,294 @@
+"""The reports of `rbln-serve check` and `cache verify`: model, memory, graphs and the store."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rbln_backend.attention.backend import RblnAttentionBackend
+from rbln_backend.compiler.capabilities import Capabilities
+from rbln_backend.compiler.compilers import expected_fingerprint
+from rbln_backend.config import RblnConfig
+from rbln_backend.core import Phase
+from rbln_backend.emulator.build import build_key, can_build
+from rbln_backend.emulator.kernel_set import find_built, kernel_stores, why_refused
+from rbln_backend.emulator.targets import LEVELS, cpu_name
+from rbln_backend.errors import ConfigError, CorruptArtifactError
+from rbln_backend.reporting.model_report import ModelReport
+from rbln_backend.reporting.store_report import (
+    Difference,
+    GraphState,
+    KernelReport,
+    PlannedGraph,
+    StoreReport,
+)
+from rbln_backend.speculation.choice import draft_model_of
+from rbln_backend.store.artifacts import ArtifactStore, Entry, StoreEvent, graph_store
+from rbln_backend.store.cache_key import CacheKey, diff
+from rbln_backend.store.kernel_files import kernel_store, libraries
+from rbln_backend.vllm_compat.model_identity import version_fields
+from rbln_backend.vllm_compat.surface import (
+    KVCacheConfig,
+    KVCacheSpec,
+    VllmConfig,
+    get_kv_cache_configs,
+    get_supported_kv_cache_layouts,
+    register_all_kvcache_specs,
+    resolve_kv_cache_layout,
+)
+from rbln_backend.worker.graph_factory import binaries_key, cache_fields, graph_key
+from rbln_backend.worker.group_inputs import kv_groups
+from rbln_backend.worker.memory import memory_report
+from rbln_backend.worker.preflight import (
+    Preflight,
+    cache_groups,
+    generates,
+    prefix_caching,
+    prepare,
+    quantized_summary,
+    sampler_graphs,
+)
+from rbln_backend.worker.stored_graphs import check_graph
+
+
+def inspect_model(config: VllmConfig) -> ModelReport:
+    """Return the report on a model, its memory and its stored graphs; raises like ``prepare``."""
+    found = prepare(config)
+    model, tables = config.model_config, found.tables
+    caching, reason = prefix_caching(config, found.rbln, found.specs)
+    lora = config.lora_config
+    follows = model.original_max_model_len != -1
+    return ModelReport(
+        architecture=model.architecture,
+        task="generates text" if generates(config) else "pools",
+        device=found.capabilities.device,
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization,
+        quantized_layers=quantized_summary(found.skeleton.model),
+        num_parameters=found.skeleton.num_parameters,
+        weight_bytes=found.skeleton.weight_bytes,
+        kv_groups=cache_groups(found.specs),
+        max_model_len=model.max_model_len,
+        block_size=config.cache_config.block_size,
+        prefill_chunks=next(iter(tables.values())).sizes,
+        decode_buckets=tables[Phase.DECODE].sizes if Phase.DECODE in tables else (),
+        num_graphs=len(found.graphs),
+        num_sampler_graphs=len(sampler_graphs(config, found.graphs)),
+        prefix_caching=caching,
+        prefix_caching_reason=reason,
+        verify_sizes=tuple(f"{requests}x{tokens}" for requests, tokens in found.verify),
+        draft_model=_draft_model(config),
+        max_loras=lora.max_loras if lora else 0,
+        max_lora_rank=lora.max_lora_rank if lora else 0,
+        lacking=found.lacking,
+        memory=memory_report(found),
+        # With --max-model-len auto the graphs depend on the memory of the serving host.
+        store=survey(found) if follows and knows_ranks(config) else None,
+    )
+
+
+def _draft_model(config: VllmConfig) -> str:
+    """Return the method and the name of the draft model; empty without one."""
+    speculation = draft_model_of(config)
+    if speculation is None:
+        return ""
+    return f"{speculation.method}, {speculation.draft_model_config.model}"
+
+
+# More than any host has: vLLM's grouping of layers needs a number but does not depend on it.
+_ANY_BYTES = 1 << 50
+_LONGEST_LINE = 160
+# Fields whose values mean nothing to users.
+_OPAQUE = {"backend_sources": "backend_sources: another version of rbln-serve made it"}
+
+
+def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
+    """Compare the graphs that a start needs with those below ``cache_root``, an absolute path.
+
+    Raises like ``prepare``.
+    """
+    check_length(config)
+    check_ranks(config)
+    found = prepare(config)
+    rbln = found.rbln.model_copy(update={"cache_root": cache_root})
+    return survey(replace(found, rbln=rbln))
+
+
+def survey(found: Preflight) -> StoreReport:
+    """Compare as ``survey_store`` for a model that is prepared already."""
+    rbln, keys = found.rbln, planned_keys(found)
+    states = _states(rbln, keys)
+    graphs = tuple(PlannedGraph(name, key.digest, states[name]) for name, key in keys.items())
+    missing = {name: key for name, key in keys.items() if states[name] != "stored"}
+    return StoreReport(
+        cache_root=rbln.cache_root,
+        graphs=graphs,
+        differences=differences(missing, _open(rbln, []).entries()) if missing else (),
+        kernels=kernel_report(rbln, found.capabilities),
+    )
+
+
+def knows_ranks(config: VllmConfig) -> bool:
+    """Return True if the graphs of all ranks follow from the layers of the whole model.
+
+    A pipeline stage has only some layers, a rank of data-parallel experts some of the experts.
+    """
+    parallel = config.parallel_config
+    experts = parallel.enable_expert_parallel and parallel.data_parallel_size > 1
+    return parallel.pipeline_parallel_size == 1 and not experts
+
+
+def check_ranks(config: VllmConfig) -> None:
+    """Raise ``ConfigError`` unless ``knows_ranks``."""
+    if not knows_ranks(config):
+        raise ConfigError(
+            "the graphs of pipeline stages and of data-parallel experts are not known before their "
+            "ranks run; `rbln-serve compile` with the same flags fills the store and says what it "
+            "found there"
+        )
+
+
+def planned_keys(found: Preflight) -> dict[str, CacheKey]:
+    """Return the key of every graph of every rank by its name, as the engine computes it."""
+    ranks = found.config.parallel_config.tensor_parallel_size
+    keys: dict[str, CacheKey] = {}
+    for rank in range(ranks):
+        of_rank = "" if ranks == 1 else f" of rank {rank}"
+        for name, key in _keys_of_rank(found, rank).items():
+            keys[f"{name}{of_rank}"] = key
+    return keys
+
+
+def _keys_of_rank(found: Preflight, rank: int) -> dict[str, CacheKey]:
+    config, rbln = copy.copy(found.config), found.rbln
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.rank = rank
+    specs, groups = dict(found.specs), []
+    if specs:
+        (kv_config, *_) = kv_cache_configs(config, [specs], [_ANY_BYTES])
+        sharing = found.skeleton.sharing_layers()
+        length = config.model_config.max_model_len
+        groups = kv_groups(kv_config, length, sharing)
+    fields = cache_fields(config, rbln, groups)
+    fingerprint = expected_fingerprint(rbln)
+    keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in found.graphs}
+    if found.capabilities.stores_binaries:
+        keys["binaries"] = binaries_key(fields, fingerprint, found.graphs)
+    return keys
+
+
+def store_versions() -> tuple[dict[str, object], tuple[str, ...]]:
+    """Return the key fields of this version's graphs, and the keys of its kernel libraries."""
+    return dict(version_fields()), _kernel_keys()
+
+
+def _kernel_keys() -> tuple[str, ...]:
+    """Return the keys of kernel libraries, this host's first."""
+    return (build_key(), *(build_key(level) for level in LEVELS))
+
+
+def kernel_report(rbln: RblnConfig, capabilities: Capabilities) -> KernelReport:
+    """Return the state of this CPU's kernel library, and the targets of the stored libraries."""
+    if not capabilities.runs_on_host:
+        return KernelReport("not needed", "the device is an NPU")
+    if rbln.kernels == "aten":
+        return KernelReport("not needed", "PyTorch's operators are configured")
+    store = kernel_store(Path(rbln.cache_root))
+    targets = tuple(sorted({library.target or "unknown" for library in libraries(store)}))
+    keys = _kernel_keys()
+    stores = kernel_stores(rbln.cache_root, rbln.cache_bundles)
+    ready = find_built(stores)
+    refused = "".join(f"; {why}" for why in [why_refused(stores)] if why)
+    if ready is not None:
+        return KernelReport("stored", f"{ready[0].name}, {ready[1]}{refused}", keys, targets)
+    has = f"; the store has some for {', '.join(targets)}" if targets else ""
+    level = next((level.name for level in LEVELS if level.runs_here()), "none")
+    why = f"none for this CPU ({cpu_name()}, level {level}) and version{has}{refused}"
+    if not can_build():
+        return KernelReport("impossible", f"{why}; there is no g++ to build them", keys, targets)
+    return KernelReport("missing", f"{why}; a start builds them (a minute or so)", keys, targets)
+
+
+def differences(
+    missing: Mapping[str, CacheKey], entries: Sequence[Entry]
+) -> tuple[Difference, ...]:
+    """Return the differences of the nearest stored entries to missing graphs: stored -> needed."""
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, key in missing.items():
+        lines = _nearest(key, entries)
+        if lines:
+            found[lines].append(name)
+    return tuple(Difference(tuple(graphs), lines) for lines, graphs in found.items())
+
+
+def _nearest(key: CacheKey, entries: Sequence[Entry]) -> tuple[str, ...]:
+    """Return the shortest difference of ``key`` to an entry of its phase and architecture."""
+    same = ("phase", "architecture")
+    alike = [e for e in entries if all(e.key.fields.get(f) == key.fields.get(f) for f in same)]
+    different = [diff(entry.key, key) for entry in alike if entry.key != key]
+    nearest = min(different, key=lambda lines: (len(lines), lines), default=[])
+    return tuple(_readable(line) for line in nearest)
+
+
+def _readable(line: str) -> str:
+    name = line.partition(":")[0]
+    if name in _OPAQUE:
+        return _OPAQUE[name]
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
+
+
+def _states(rbln: RblnConfig, keys: Mapping[str, CacheKey]) -> dict[str, GraphState]:
+    events: list[StoreEvent] = []
+    store = _open(rbln, events)
+    found: dict[str, GraphState] = {}
+    for name, key in keys.items():
+        files = store.load(key)
+        if files is None:
+            found[name] = "damaged" if events[-1].kind == "corrupt" else "missing"
+        else:
+            found[name] = "stored" if _is_usable(key, files) else "damaged"
+    return found
+
+
+def _is_usable(key: CacheKey, files: Mapping[str, bytes]) -> bool:
+    try:
+        check_graph(key, files)
+    except CorruptArtifactError:
+        return False
+    return True
+
+
+def _open(rbln: RblnConfig, events: list[StoreEvent]) -> ArtifactStore:
+    """Open the store read-only."""
+    return ArtifactStore(
+        graph_store(Path(rbln.cache_root)),
+        max_bytes=rbln.cache_max_bytes,
+        read_only=True,
+        bundles=[graph_store(Path(bundle)) for bundle in rbln.cache_bundles],
+        on_event=events.append,
+    )
+
+
+def kv_cache_configs(
+    config: VllmConfig, specs: Sequence[Mapping[str, KVCacheSpec]], available: Sequence[int]
+) -> list[KVCacheConfig]:
+    """Return the KV cache groups of every rank, formed from ``specs`` by rank as vLLM does."""
+    register_all_kvcache_specs(config)
+    # vLLM's engine resolves it before it forms groups; our caches do not use it.
+    layouts = [layout.name for layout in get_supported_kv_cache_layouts([RblnAttentionBackend])]
+    resolve_kv_cache_layout(config, [layouts], [s for rank in specs for s in rank.values()])
+    configs: Any = get_kv_cache_configs(config, [dict(spec) for spec in specs], list(available))
+    return list(configs)
+
+
+def check_length(config: VllmConfig) -> None:
+    """Raise ``ConfigError`` if the graphs would depend on the memory of the host."""
+    if config.model_config.original_max_model_len == -1:
+        raise ConfigError(
+            "--max-model-len auto takes what fits into the memory of the host that serves; name a "
+            "length, so that graphs made here are the ones needed there"
+        )

@@ -1,0 +1,478 @@
+"""Drafts of the next step, proposed for each request while they pay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.verify import VerifyTable
+from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
+from rbln_backend.parallel.first_rank import FirstRank
+from rbln_backend.reporting.draft_counts import DraftCounts
+from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.speculation.choice import make_drafter
+from rbln_backend.speculation.draft_budget import DraftBudget
+from rbln_backend.speculation.drafter import DraftedRequest, DraftSettings
+from rbln_backend.speculation.prediction import PredictionFirst
+from rbln_backend.vllm_compat.surface import (
+    CachedRequestState,
+    DraftTokenIds,
+    SamplingParams,
+    SchedulerOutput,
+    VllmConfig,
+)
+from rbln_backend.worker.batch import RequestBatches
+from rbln_backend.worker.graph_factory import GraphRequest
+from rbln_backend.worker.graph_set import GraphDispatch
+
+
+class Drafting(Protocol):
+    """Proposes drafts from the tokens of each step."""
+
+    by_step: bool
+    """The result of a step has the drafts of its requests; else the engine takes those of all."""
+
+    def start_step(self, scheduled: SchedulerOutput) -> None:
+        """Remove finished and preempted requests. Called before a step."""
+        ...
+
+    def end_step(
+        self,
+        batch: StepBatch,
+        outputs: StepOutputs,
+        token_ids: Sequence[Sequence[int]],
+        seconds: float,
+    ) -> None:
+        """Record the tokens sampled for each request. Called after a step.
+
+        ``seconds``: from the scheduler's output to the sampled tokens.
+        """
+        ...
+
+    def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
+        """Called instead of ``end_step`` after a chunk that ends no prompt."""
+        ...
+
+    def take(self) -> DraftTokenIds | None:
+        """Return drafts of all decoding requests, None where the latest step sampled nothing."""
+        ...
+
+
+class NoDrafting:
+    """No drafts: the engine does not speculate, or another rank proposes them."""
+
+    by_step = False
+
+    def start_step(self, scheduled: SchedulerOutput) -> None:
+        """Do nothing."""
+
+    def end_step(
+        self,
+        batch: StepBatch,
+        outputs: StepOutputs,
+        token_ids: Sequence[Sequence[int]],
+        seconds: float,
+    ) -> None:
+        """Do nothing."""
+
+    def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
+        """Do nothing."""
+
+    def take(self) -> DraftTokenIds | None:
+        """Return None."""
+        return None
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """A request with sampled tokens."""
+
+    state: CachedRequestState
+    is_drafted: bool
+    """False if its drafts are off."""
+
+
+class HostDrafting:
+    """Drafting over a drafter on the host, on the one rank that replies.
+
+    A draft model's graphs have collectives. So every rank drafts with one, from the same tokens,
+    after the same steps. While drafts do not pay, those of clients' predictions are still tried:
+    they have a budget of their own.
+    """
+
+    by_step = False
+
+    def __init__(
+        self,
+        drafter: PredictionFirst,
+        batches: RequestBatches,
+        table: VerifyTable,
+        counts: DraftCounts,
+        budget: DraftBudget,
+        predicted: DraftBudget,
+        *,
+        max_model_len: int,
+        model: ModelDrafter | None = None,
+    ) -> None:
+        """``table``: the compiled sizes. ``predicted``: the budget of predictions alone.
+
+        ``drafter`` prefers a client's prediction; it has the drafts of ``model``, if there is one.
+        """
+        self._drafter, self._model = drafter, model
+        self._requests = batches.requests
+        self._table, self._counts = table, counts
+        self._budget, self._predicted = budget, predicted
+        self._used = budget
+        """Counts the check of the next step's drafts."""
+        self._max_model_len = max_model_len
+        self._begun: dict[str, _Decoding] = {}
+        # Requests to draft for: those of the latest decode step, and of prefill steps since.
+        self._decoding: list[str] = []
+        self._sampled = False
+        self._most = 0
+        """Most drafts of a request that the next step checks."""
+
+    def start_step(self, scheduled: SchedulerOutput) -> None:
+        """As ``Drafting``. An answer is complete if its last token ends it, else aborted."""
+        self._sampled = False
+        gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+        if gone:
+            self._decoding = [name for name in self._decoding if name not in gone]
+        if self._model is not None:
+            for name in gone:
+                self._model.forget(name)
+        for name in scheduled.finished_req_ids & self._begun.keys():
+            begun = self._begun.pop(name)
+            if begun.is_drafted:
+                self._drafter.end(name, finished=self._has_ended(begun.state))
+
+    def end_step(
+        self,
+        batch: StepBatch,
+        outputs: StepOutputs,
+        token_ids: Sequence[Sequence[int]],
+        seconds: float,
+    ) -> None:
+        """As ``Drafting``."""
+        self._sampled = True
+        names = batch.input_batch.req_ids
+        if batch.phase.takes_chunk:
+            self._decoding += names
+        else:
+            self._decoding = list(names)
+            self._count(batch, sum(map(len, token_ids)), seconds)
+        for name, tokens in zip(names, token_ids, strict=True):
+            begun = self._begun.get(name) or self._begin(self._requests[name])
+            if begun.is_drafted:
+                self._drafter.extend(name, tokens)
+        self._allow(len(self._running()))
+        if self._model is not None:
+            going_on = [
+                row
+                for row, name in enumerate(names)
+                if token_ids[row] and not self._has_ended(self._begun[name].state)
+            ]
+            self._model.draft(
+                self._ended(batch, outputs, token_ids),
+                going_on if self._most and self._used is self._budget else (),
+            )
+
+    def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
+        """As ``Drafting``."""
+        if self._model is not None:
+            self._model.draft(self._ended(batch, outputs, [()] * batch.num_reqs))
+
+    def take(self) -> DraftTokenIds | None:
+        """As ``Drafting``."""
+        if not self._sampled:
+            return None
+        drafted = [request.state for request in self._running() if request.is_drafted]
+        return DraftTokenIds(
+            [state.req_id for state in drafted], [self._propose(state) for state in drafted]
+        )
+
+    def _running(self) -> list[_Decoding]:
+        """Return the decoding requests that go on."""
+        begun = [self._begun[name] for name in self._decoding]
+        return [request for request in begun if not self._has_ended(request.state)]
+
+    def _allow(self, requests: int) -> None:
+        """Set how many drafts of a request the next step of ``requests`` checks, and which."""
+        self._most = 0
+        sizes = self._table.sizes(requests) if requests else ()
+        if len(sizes) < 2:
+            return
+        (bucket, _), *_, (_, longest) = sizes
+        self._used = self._predicted if self._budget.is_paused(bucket) else self._budget
+        self._most = min(self._used.drafts(bucket), longest - 1)
+
+    def _ended(
+        self, batch: StepBatch, outputs: StepOutputs, token_ids: Sequence[Sequence[int]]
+    ) -> EndedStep:
+        names = batch.input_batch.req_ids
+        states = [*(self._requests[name] for name in names), *batch.decode_prefill]
+        return EndedStep(batch, states, outputs, token_ids)
+
+    def _count(self, batch: StepBatch, tokens: int, seconds: float) -> None:
+        size = self._table.find(batch.num_reqs, batch.length)
+        drafting_s = self._model.seconds if self._model is not None else 0.0
+        if batch.phase is not Phase.VERIFY and not drafting_s:
+            self._budget.plain(size[0], seconds)
+            self._predicted.plain(size[0], seconds)
+            return
+        gain = self._used.checked(size[0], seconds + drafting_s, tokens / batch.num_reqs)
+        if batch.phase is Phase.VERIFY:
+            self._counts.record(
+                size,
+                checked=sum(map(len, batch.drafts)),
+                accepted=tokens - batch.num_reqs,
+                gain=gain,
+            )
+
+    def _propose(self, state: CachedRequestState) -> list[int]:
+        limit = min(self._most, self._tokens_left(state) - 1)
+        if limit < 1:
+            return []
+        if self._used is self._predicted:
+            return self._drafter.predicted(state.req_id, limit)
+        return self._drafter.propose(state.req_id, limit)
+
+    def _tokens_left(self, state: CachedRequestState) -> int:
+        """Return the tokens that may still be sampled for the request."""
+        params = _sampling(state)
+        left = self._max_model_len - state.num_tokens
+        if params.max_tokens is not None:
+            left = min(left, params.max_tokens - len(state.output_token_ids))
+        return left
+
+    def _has_ended(self, state: CachedRequestState) -> bool:
+        return self._tokens_left(state) < 1 or _has_stopped(state)
+
+    def _begin(self, state: CachedRequestState) -> _Decoding:
+        settings = DraftSettings.of(_sampling(state).extra_args)
+        begun = _Decoding(state, is_drafted=not settings.off)
+        self._begun[state.req_id] = begun
+        adapter = state.lora_request
+        if not settings.off:
+            self._drafter.begin(
+                DraftedRequest(
+                    request_id=state.req_id,
+                    prompt=state.prompt_token_ids or (),
+                    prediction=settings.prediction,
+                    # Other weights may be loaded under the same name later.
+                    adapter=f"{adapter.lora_name}:{adapter.lora_int_id}" if adapter else None,
+                    key=settings.key,
+                )
+            )
+        return begun
+
+
+class StepDrafting(HostDrafting):
+    """Drafting for the requests of each step alone: other stages run steps of other requests."""
+
+    by_step = True
+
+    def take(self) -> DraftTokenIds | None:
+        """Return drafts of the latest step's requests, None where it sampled nothing."""
+        drafts, self._decoding = super().take(), []
+        return drafts
+
+
+def make_drafting(
+    config: VllmConfig,
+    batches: RequestBatches,
+    board: MetricsBoard,
+    *,
+    table: VerifyTable,
+    replies: bool,
+    source: DraftSource | None,
+) -> Drafting:
+    """Return the drafting of a rank; without a draft model, of the one that replies alone.
+
+    ``source``: the draft model's graphs, None for a method without one.
+    """
+    speculation = config.speculative_config
+    if speculation is None or not (replies or source is not None):
+        return NoDrafting()
+    model = None if source is None else ModelDrafter(source)
+    # Without a draft model this is the only rank that drafts.
+    first_rank = FirstRank(None) if source is None else FirstRank.of_this_rank()
+    most = speculation.num_speculative_tokens
+    stages = config.parallel_config.pipeline_parallel_size
+    return (HostDrafting if stages == 1 else StepDrafting)(
+        PredictionFirst(model or make_drafter(speculation)),
+        batches,
+        table,
+        DraftCounts(board, table),
+        DraftBudget(most, first_rank.decide),
+        DraftBudget(most, first_rank.decide),
+        max_model_len=config.model_config.max_model_len,
+        model=model,
+    )
+
+
+def _sampling(state: CachedRequestState) -> SamplingParams:
+    assert state.sampling_params is not None, "models that pool do not draft"
+    return state.sampling_params
+
+
+def _has_stopped(state: CachedRequestState) -> bool:
+    """Return True if the latest token is a stop token that may end the request."""
+    params, tokens = _sampling(state), state.output_token_ids
+    may_end = len(tokens) >= max(params.min_tokens, 1)
+    return may_end and tokens[-1] in params.all_stop_token_ids
+
+
+HIDDEN = 1
+"""Place of the hidden states in a step's outputs."""
+
+
+class EndedStep(NamedTuple):
+    """A step whose tokens are known."""
+
+    batch: StepBatch
+    states: Sequence[CachedRequestState]
+    """Of all its rows, those of chunks beside a decode step last."""
+    outputs: StepOutputs
+    token_ids: Sequence[Sequence[int]]
+    """The tokens sampled for each request of the batch, with which the states end."""
+
+    def hidden(self, *, reads_layers: bool = False) -> Tensor:
+        """Return hidden states [L, H] of a chunk, [bucket, H], or [bucket, length, H] in VERIFY.
+
+        ``reads_layers``: those of several layers, combined, which prefill graphs return behind
+        the others.
+        """
+        return self.outputs[HIDDEN + (reads_layers and self.batch.phase.takes_chunk)]
+
+    @property
+    def counts(self) -> list[int]:
+        """The tokens that the step has computed of each of ``states``."""
+        if self.batch.phase.takes_chunk:
+            return list(self.batch.counts)
+        counts = [max(len(tokens), 1) for tokens in self.token_ids]
+        return counts + [1] * (len(self.states) - len(counts))
+
+
+class DraftSource(Protocol):
+    """The graphs of a draft model, run after a step."""
+
+    graphs: Mapping[GraphSpec, GraphRequest]
+    """Graph requests, by spec."""
+
+    def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
+        """Return the drafts of ``rows`` of a step."""
+        ...
+
+    def follow(self, step: EndedStep) -> None:
+        """Take a step after which nothing is drafted."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that has finished or lost its blocks."""
+        ...
+
+
+class DraftHeads:
+    """Medusa's heads: hidden [n, H] to drafts of n requests."""
+
+    def __init__(
+        self, hidden_size: int, dtype: torch.dtype, table: BucketTable, dispatch: GraphDispatch
+    ) -> None:
+        """``table``: requests of a run; ``dtype``: of hidden states."""
+        self._table, self._dispatch = table, dispatch
+        self.graphs: Mapping[GraphSpec, GraphRequest] = {
+            (spec := GraphSpec.of(Phase.DRAFT, size)): GraphRequest(
+                spec, {"hidden": torch.zeros(size, hidden_size, dtype=dtype)}, None
+            )
+            for size in table
+        }
+
+    @torch.inference_mode()
+    def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
+        """As ``DraftSource``."""
+        drafts: list[list[int]] = []
+        if not rows:
+            return drafts
+        hidden = _last_rows(step, rows)
+        for piece in hidden.split(self._table.largest):
+            count = len(piece)
+            spec = GraphSpec.of(Phase.DRAFT, self._table.find(count))
+            buffer = self.graphs[spec].inputs["hidden"]
+            buffer[:count] = piece
+            buffer[count:] = 0
+            drafts += self._dispatch.get(spec).run()[0].cpu()[:count].tolist()
+        return drafts
+
+    def follow(self, step: EndedStep) -> None:
+        """Do nothing: heads read the latest hidden state alone."""
+
+    def forget(self, request_id: str) -> None:
+        """Do nothing."""
+
+
+class ModelDrafter:
+    """A ``Drafter`` over a draft model: ``draft`` is called after each step.
+
+    Drafts continue the latest token, so that they are dropped where another one has come.
+    """
+
+    def __init__(self, source: DraftSource) -> None:
+        self.seconds = 0.0
+        """Of the drafts after the latest step. 0 for none, and after a chunk: it is read anyway."""
+        self._source = source
+        self._drafts: dict[str, list[int]] = {}
+
+    def draft(self, step: EndedStep, going_on: Sequence[int] = ()) -> None:
+        """Compute drafts for the rows ``going_on`` of a step."""
+        started = time.perf_counter()
+        names = step.batch.input_batch.req_ids
+        rows = [row for row in going_on if step.token_ids[row] and names[row] in self._drafts]
+        self.seconds = 0.0
+        if not rows:
+            self._source.follow(step)
+            return
+        for row, own in zip(rows, self._source(step, rows), strict=True):
+            self._drafts[names[row]] = own
+        if not step.batch.phase.takes_chunk:
+            self.seconds = time.perf_counter() - started
+
+    def begin(self, request: DraftedRequest) -> None:
+        """As ``Drafter``."""
+        self._drafts[request.request_id] = []
+
+    def extend(self, request_id: str, tokens: Sequence[int]) -> None:
+        """As ``Drafter``."""
+        if tokens:
+            self._drafts[request_id] = []
+
+    def propose(self, request_id: str, limit: int) -> list[int]:
+        """As ``Drafter``."""
+        return self._drafts[request_id][:limit]
+
+    def end(self, request_id: str, finished: bool) -> None:  # noqa: ARG002
+        """As ``Drafter``."""
+        del self._drafts[request_id]
+
+    def forget(self, request_id: str) -> None:
+        """Drop what the draft model has not read of a request; see ``DraftSource``."""
+        self._source.forget(request_id)
+
+
+def _last_rows(step: EndedStep, rows: Sequence[int]) -> Tensor:
+    """Return [n, H]: the hidden state of which each request's latest token was sampled."""
+    batch, hidden = step.batch, step.hidden()
+    if batch.phase is Phase.VERIFY:
+        places = torch.tensor([(row, len(step.token_ids[row]) - 1) for row in rows])
+        return hidden[places[:, 0], places[:, 1]]
+    if not batch.phase.takes_chunk:
+        return hidden[list(rows)]
+    last = [end - 1 for end in accumulate(batch.counts)]
+    return hidden[[last[row] for row in rows]]

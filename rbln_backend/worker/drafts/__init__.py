@@ -1,1 +1,0 @@
-"""Drafts on the worker's side: proposed after a step, verified by the next."""

@@ -1,1 +1,0 @@
-"""The graphs of a model: the plan of all graphs, their capture or load, and their dispatch."""

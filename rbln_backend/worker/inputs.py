@@ -1,0 +1,333 @@
+"""The input buffers of one graph: allocated once, filled in place at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from struct import pack_into
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rbln_backend.attention.metadata import EncoderMetadata, RblnAttentionMetadata
+from rbln_backend.compiler.capabilities import Capabilities
+from rbln_backend.core import GraphSpec, StepBatch
+from rbln_backend.lora.row_input import RowInput
+from rbln_backend.lora.slots import INPUT_NAME
+from rbln_backend.moe.paths import TOKENS_MASK
+from rbln_backend.vllm_compat.surface import CachedRequestState
+from rbln_backend.worker.group_inputs import GroupInputs, IntArray, KvGroup, by_layer
+
+if TYPE_CHECKING:
+    from rbln_backend.lora.adapters import Adapters
+
+T = TypeVar("T")
+Rows = TypeVar("Rows", Tensor, IntArray)
+
+
+@dataclass
+class StepInputs:
+    """Input buffers of a graph with batch size B and query length L.
+
+    The numpy arrays are views of the tensors, so filling them fills the graph's inputs. Padding:
+    token id 0, position 0, and see ``GroupInputs``.
+    """
+
+    spec: GraphSpec
+    token_ids: IntArray
+    """[B, L] int64."""
+    positions: IntArray
+    """[B, L] int64."""
+    token_indices: IntArray
+    """[R] int64: the last row of each of R requests of a chunk; [1] in decode, unused."""
+    query_counts: IntArray
+    """[R] int32: the rows of each; empty if a chunk holds one request."""
+    row_input: RowInput | None
+    """The form of the input with the slot of each request's adapter, or of a chunk's."""
+    tokens_mask: npt.NDArray[np.float32]
+    """[ranks, B * L]: 0 in padding; [0, B * L] in an engine whose graphs do not read it."""
+    groups: Sequence[GroupInputs]
+    """One per KV cache group, in vLLM's order."""
+    tensors: dict[str, Tensor]
+    metadata: dict[str, RblnAttentionMetadata]
+    """By attention layer."""
+    places: list[int] = field(default_factory=list)
+    """[n]: the positions of the decode step that was filled last."""
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: GraphSpec,
+        groups: Sequence[KvGroup],
+        encoder_layers: Sequence[str] = (),
+        *,
+        row_input: RowInput | None = None,
+        masked_ranks: int = 0,
+        intermediates: Callable[[int], Mapping[str, Tensor]] | None = None,
+    ) -> StepInputs:
+        """Allocate the buffers of ``spec``; shapes and dtypes are those of the attributes.
+
+        ``encoder_layers`` have no KV cache. ``row_input``: of adapters. ``masked_ranks``:
+        data-parallel ranks in ``tokens_mask``. ``intermediates``: makes buffers [rows, H] of the
+        previous stage's outputs.
+        """
+        batch, length = spec.batch_size, spec.query_len
+        tensors = {
+            "input_ids": torch.zeros(batch, length, dtype=torch.int64),
+            "positions": torch.zeros(batch, length, dtype=torch.int64),
+            "token_indices": torch.zeros(spec.prompts, dtype=torch.int64),
+        }
+        counts = torch.zeros(spec.prompts if spec.prompts > 1 else 0, dtype=torch.int32)
+        if len(counts):
+            tensors["query_counts"] = counts
+        if intermediates is not None:
+            tensors |= intermediates(batch * length)
+        if row_input is not None:
+            tensors[INPUT_NAME] = row_input.allocate(batch)
+        mask = torch.zeros(masked_ranks * batch * length, 1)
+        if masked_ranks:
+            tensors[TOKENS_MASK] = mask
+        shared = tensors.get("query_counts")
+        parts = [group.allocate(spec, f".{index}", shared) for index, group in enumerate(groups)]
+        for part in parts:
+            tensors |= part.tensors
+        encoder = EncoderMetadata(
+            batch_size=batch,
+            query_len=length,
+            is_prefill=spec.phase.takes_chunk,
+            last_row=tensors["token_indices"],
+        )
+        return cls(
+            spec=spec,
+            token_ids=tensors["input_ids"].numpy(),
+            positions=tensors["positions"].numpy(),
+            token_indices=tensors["token_indices"].numpy(),
+            query_counts=counts.numpy(),
+            row_input=row_input,
+            tokens_mask=mask.view(masked_ranks, batch * length).numpy(),
+            groups=parts,
+            tensors=tensors,
+            metadata=by_layer(groups, parts) | dict.fromkeys(encoder_layers, encoder),
+        )
+
+    def fill_prefill(
+        self, prompts: Sequence[IntArray], starts: IntArray, block_rows: Sequence[IntArray]
+    ) -> None:
+        """Fill one chunk with the tokens of n <= R requests, at most L in all.
+
+        Each prompt [tokens] starts at its position in ``starts`` [n]; ``block_rows`` [n, ...] are
+        by group.
+        """
+        counts = np.fromiter(map(len, prompts), dtype=np.int64)
+        ends, end = counts.cumsum(), int(counts.sum())
+        self.token_ids[0, :end] = np.concatenate(prompts)
+        self.token_ids[0, end:] = 0
+        self.positions[0, :end] = np.arange(end) + np.repeat(starts - (ends - counts), counts)
+        self.positions[0, end:] = 0
+        for whole, values in ((self.token_indices, ends - 1), (self.query_counts, counts)):
+            if len(whole):
+                whole[: len(values)] = values
+                whole[len(values) :] = 0
+        for group, rows in zip(self.groups, block_rows, strict=True):
+            group.fill(starts, counts, rows)
+
+    def fill_decode(
+        self, token_ids: IntArray, num_computed: IntArray, block_rows: Sequence[IntArray]
+    ) -> None:
+        """Fill one token of each of n <= B requests; the other rows become padding.
+
+        ``token_ids``, ``num_computed`` [n]; ``block_rows`` by group [n, ...].
+        """
+        count = len(token_ids)
+        self.places = num_computed.tolist()
+        self.token_ids[:count, 0] = token_ids
+        self.positions[:count, 0] = num_computed
+        if count < self.spec.bucket:
+            self.token_ids[count:] = 0
+            self.positions[count:] = 0
+        for group, rows in zip(self.groups, block_rows, strict=True):
+            group.fill(num_computed, 1, rows)
+
+    def advance_decode(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Fill the next token ``token_ids`` [n, 1] of each request of the decode step in here.
+
+        Nothing else has changed since, but see ``GroupInputs.put_blocks``.
+        """
+        self.places = places = [place + 1 for place in self.places]
+        # Numpy's assignments and sums cost several times as much while their code is cold.
+        form = f"{len(places)}q"
+        pack_into(form, self.token_ids.data, 0, *[token for (token,) in token_ids])
+        pack_into(form, self.positions.data, 0, *places)
+        for group in self.groups:
+            group.advance(places)
+
+    def fill_verify(self, rows: DecodeRows, drafts: Sequence[Sequence[int]]) -> None:
+        """Fill the latest token and the ``drafts`` of n <= B requests; the rest becomes padding.
+
+        ``drafts`` [n], less than L of each.
+        """
+        count = len(drafts)
+        for whole in (self.token_ids, self.positions):
+            whole[...] = 0
+        self.token_ids[:count, 0] = rows.token_ids
+        self.positions[:count, 0] = rows.num_computed
+        for row, own in enumerate(drafts):
+            end, first = 1 + len(own), rows.num_computed[row]
+            self.token_ids[row, 1:end] = own
+            self.positions[row, 1:end] = np.arange(first + 1, first + end)
+        # A graph writes all its query rows: padding goes to the slots of the request's later tokens
+        # or to the null block, because vLLM ends a row of blocks with zeros.
+        for group, blocks in zip(self.groups, rows.block_rows, strict=True):
+            group.fill(rows.num_computed, 1, blocks)
+
+    def fill_idle(self) -> None:
+        """Fill every row with padding: the null block, and no adapter."""
+        for whole in (self.token_ids, self.positions, self.token_indices, self.query_counts):
+            whole[...] = 0
+        self.fill_adapters(())
+        for group in self.groups:
+            for tensor in group.tensors.values():
+                tensor.zero_()
+
+    def fill_adapters(self, slots: Sequence[int]) -> None:
+        """Fill the adapter slots of the first rows; the others have none."""
+        if self.row_input is not None:
+            self.row_input.fill(self.tensors[INPUT_NAME], slots)
+
+    def fill_mask(self, counts: Sequence[int]) -> None:
+        """Set the mask of the first ``counts[r]`` tokens or requests of each rank r."""
+        for rows, number in zip(self.tokens_mask, counts, strict=False):
+            count = number * self.spec.length
+            rows[:count] = 1.0
+            rows[count:] = 0.0
+
+
+class DecodeRows(NamedTuple):
+    """The arguments of ``StepInputs.fill_decode``."""
+
+    token_ids: IntArray
+    num_computed: IntArray
+    block_rows: Sequence[IntArray]
+
+    def with_prefills(self, requests: Sequence[CachedRequestState]) -> DecodeRows:
+        """Return these rows, and after them the next prompt token of each of ``requests``."""
+        return DecodeRows(
+            np.append(self.token_ids, [r.get_token_id(r.num_computed_tokens) for r in requests]),
+            np.append(self.num_computed, [r.num_computed_tokens for r in requests]),
+            [
+                np.append(
+                    rows, padded_blocks([r.block_ids[group] for r in requests], rows.shape[1]), 0
+                )
+                for group, rows in enumerate(self.block_rows)
+            ],
+        )
+
+
+def padded_blocks(lists: Sequence[Sequence[int]], width: int) -> IntArray:
+    """Return [len(lists), width] int32, each list followed by the null block."""
+    whole = np.zeros((len(lists), width), dtype=np.int32)
+    for row, blocks in zip(whole, lists, strict=True):
+        row[: len(blocks)] = blocks
+    return whole
+
+
+class RowOrder(Protocol):
+    """The order of requests in the rows of a decode step."""
+
+    def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
+        """Return the rows of a step of ``bucket`` rows in this order."""
+        ...
+
+    def rearrange(self, values: Sequence[T]) -> Sequence[T]:
+        """Return values [requests] in the order of the latest arranged step."""
+        ...
+
+    def place(self, row: int) -> int:
+        """Return where the latest arranged step has ``row``."""
+        ...
+
+    def restore(self, output: Rows) -> Rows:
+        """Return an output of the latest arranged step in scheduling order.
+
+        [bucket, ...], or [requests, ...] without padding.
+        """
+        ...
+
+
+class AsScheduled:
+    """The order of the scheduler."""
+
+    def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:  # noqa: ARG002
+        """Return ``rows``."""
+        return rows
+
+    def rearrange(self, values: Sequence[T]) -> Sequence[T]:
+        """Return ``values`` [requests]."""
+        return values
+
+    def place(self, row: int) -> int:
+        """Return ``row``."""
+        return row
+
+    def restore(self, output: Rows) -> Rows:
+        """Return ``output``."""
+        return output
+
+
+class LongestFirst:
+    """Longest context first: kernels then stop at the last row that reaches a block column."""
+
+    def __init__(self) -> None:
+        self._order: list[int] | None = None
+        self._rows = np.zeros(0, dtype=np.int64)
+
+    def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
+        """As ``RowOrder``; a copy, unless they are in this order."""
+        token_ids, num_computed, block_rows = rows
+        if (num_computed[:-1] >= num_computed[1:]).all():
+            self._order = None
+            return rows
+        order = np.argsort(-num_computed, kind="stable")
+        self._order = order.tolist()
+        rows_of = np.arange(bucket)
+        rows_of[order] = np.arange(len(order))
+        self._rows = rows_of
+        return DecodeRows(token_ids[order], num_computed[order], [b[order] for b in block_rows])
+
+    def rearrange(self, values: Sequence[T]) -> Sequence[T]:
+        """As ``RowOrder``."""
+        return values if self._order is None else [values[row] for row in self._order]
+
+    def place(self, row: int) -> int:
+        """As ``RowOrder``."""
+        return row if self._order is None else int(self._rows[row])
+
+    def restore(self, output: Rows) -> Rows:
+        """As ``RowOrder``: a copy of the output, unless the order is the same."""
+        return output if self._order is None else output[self._rows[: len(output)]]
+
+
+def row_order(capabilities: Capabilities) -> RowOrder:
+    """Return the order that the device's decode kernels need."""
+    return LongestFirst() if capabilities.longest_first else AsScheduled()
+
+
+class AdapterRows:
+    """The adapter slots of a step: one per request; none for requests without one and padding."""
+
+    def __init__(self, adapters: Adapters, rows: RowOrder) -> None:
+        """``rows``: the order of decode steps, which the step's rows are in already."""
+        self._adapters, self._rows = adapters, rows
+
+    def fill(self, inputs: StepInputs, batch: StepBatch) -> None:
+        """Called before every run; raises ``AdapterError`` for an adapter without a slot."""
+        requests = batch.input_batch
+        # All prompts of a chunk have one adapter.
+        count = 1 if batch.phase.takes_chunk else batch.num_reqs
+        ids = requests.request_lora_mapping[:count].tolist()
+        slots = self._adapters.slots_of(ids, requests.lora_id_to_lora_request)
+        slots += [self._adapters.slot_of(request) for request in batch.decode_prefill]
+        inputs.fill_adapters(slots if batch.phase.takes_chunk else self._rows.rearrange(slots))

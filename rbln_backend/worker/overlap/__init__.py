@@ -1,1 +1,0 @@
-"""Steps that the device runs while the engine plans the next one (``--async-scheduling``)."""

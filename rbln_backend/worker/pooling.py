@@ -1,0 +1,211 @@
+"""The step loop of pooling models: scheduler output in, embeddings or scores out.
+
+In vLLM a pooler gets the rows of one step, and most poolers reject a part of a prompt. Here a
+pooler runs once per request, after the last chunk, over every row that it reads, so that all
+poolers work with any chunk size. A pooler that reads the last row alone gets the last chunk alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rbln_backend.core import StepBatch
+from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.vllm_compat.surface import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    CachedRequestState,
+    DispatchPooler,
+    GrammarOutput,
+    LastPool,
+    LateInteractionRunner,
+    ModelRunnerOutput,
+    NewRequestData,
+    Pooler,
+    PoolingMetadata,
+    PoolingParams,
+    PoolingTask,
+    SchedulerOutput,
+    SequencePooler,
+)
+from rbln_backend.worker.runner import StepRunner
+
+# Tasks whose prompts vLLM computes from the first token on, past every prefix hit.
+_NEVER_CACHED = frozenset(("token_embed", "token_classify", "plugin"))
+
+
+def pooling_tasks(model: nn.Module) -> tuple[str, ...]:
+    """Return the tasks that the pooler of a pooling model supports, by vLLM's names."""
+    return tuple(sorted(_pooler_of(model).get_supported_tasks()))
+
+
+class HostPooler:
+    """Gathers the hidden states of each request and pools them on the host."""
+
+    def __init__(self, model: nn.Module, *, reuses_prefixes: bool) -> None:
+        """Raises ``UnsupportedModelError`` if a prefix hit would hide rows from the pooler."""
+        self._pooler = _pooler_of(model)
+        self._rows: dict[str, list[Tensor]] = {}
+        # For scores of late-interaction models: stores a query's rows until its documents arrive.
+        self._late_interaction = LateInteractionRunner()
+        if reuses_prefixes:
+            _refuse_prefix_reuse(self._pooler)
+
+    def add(self, request: CachedRequestState, hidden: Tensor, *, is_last: bool) -> None:
+        """Store the rows of one chunk: ``hidden`` [n, H], a view of a graph's output.
+
+        ``is_last``: the chunk ends the prompt, so ``pool`` follows before the next run.
+        """
+        rows = self._rows.get(request.req_id)
+        if rows is None:
+            rows = self._start(request)
+        if request.num_computed_tokens == 0:
+            # The first chunk, or a preempted request that starts over.
+            rows.clear()
+        if is_last:
+            rows.append(hidden)
+        elif not _reads_last_row(self._pooler, _task(_params(request))):
+            # The next run may overwrite the graph's output.
+            rows.append(hidden.clone())
+
+    def pool(self, request: CachedRequestState, metadata: PoolingMetadata) -> Tensor:
+        """Return the request's result: [D], [labels], or [T, D] for tasks per token."""
+        # A copy: the next run may overwrite the graph's output.
+        hidden = torch.cat(self._rows.pop(request.req_id))
+        metadata.build_pooling_cursor(
+            np.array([len(hidden)]),
+            torch.tensor([request.num_prompt_tokens]),
+            device=hidden.device,
+        )
+        pooled = list(self._pooler(hidden, metadata))
+        (result,) = self._late_interaction.postprocess_pooler_output(
+            pooled, [_params(request)], [request.req_id], [True]
+        )
+        assert result is not None, "a pooler returns a result for a whole prompt"
+        return result
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """Drop the rows of requests that finished or were aborted."""
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            self._rows.pop(request_id, None)
+        self._late_interaction.on_requests_finished(request_ids)
+
+    def _start(self, request: CachedRequestState) -> list[Tensor]:
+        params = _params(request)
+        self._pooler.get_pooling_updates(_task(params)).apply(params)
+        self._late_interaction.register_request(request.req_id, params)
+        return self._rows.setdefault(request.req_id, [])
+
+
+def _pooler_of(model: nn.Module) -> Pooler:
+    pooler = model.pooler
+    assert isinstance(pooler, Pooler), "vLLM gives every model that it runs for pooling a pooler"
+    return pooler
+
+
+def _params(request: CachedRequestState) -> PoolingParams:
+    assert request.pooling_params is not None
+    return request.pooling_params
+
+
+def _task(params: PoolingParams) -> PoolingTask:
+    assert params.task is not None, "vLLM's front end settles the task of each request"
+    return params.task
+
+
+def _reads_last_row(pooler: Pooler, task: PoolingTask) -> bool:
+    if isinstance(pooler, DispatchPooler):
+        pooler = pooler.poolers_by_task[task]
+    return isinstance(pooler, SequencePooler) and isinstance(pooler.pooling, LastPool)
+
+
+def _refuse_prefix_reuse(pooler: Pooler) -> None:
+    for task in sorted(pooler.get_supported_tasks() - _NEVER_CACHED):
+        if not _reads_last_row(pooler, task):
+            raise UnsupportedModelError(
+                f"prefix caching with the pooler of task {task!r}, which reads the whole prompt: "
+                "start with --no-enable-prefix-caching"
+            )
+
+
+# Token types of BERT and its relatives: type 1 marks the tokens of a pair's second text.
+#
+# vLLM's models of that family read a token's type from a high bit of its id, and clear the bit
+# before the embedding lookup. So the types need no graph input of their own.
+
+
+_FIELD = "compressed_token_type_ids"
+"""The key with which vLLM's front end passes the position of the first token of type 1."""
+
+
+class TokenTypes:
+    """Writes the types into the prompts of new requests, for models that read them there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from rbln_backend.vllm_compat.bert import (
+            TOKEN_TYPE_SHIFT,
+            BertEmbedding,
+            RobertaEmbedding,
+        )
+
+        self._mark = 1 << TOKEN_TYPE_SHIFT
+        self._reads_marks = any(
+            isinstance(module, BertEmbedding | RobertaEmbedding) for module in model.modules()
+        )
+
+    def apply(self, scheduled: SchedulerOutput) -> None:
+        """Mark the prompts of new requests, in copies of the scheduler's lists."""
+        for request in scheduled.scheduled_new_reqs:
+            first = _first_of_document(request)
+            prompt = request.prompt_token_ids
+            if self._reads_marks and first is not None and prompt is not None:
+                marked = [token | self._mark for token in prompt[first:]]
+                request.prompt_token_ids = prompt[:first] + marked
+
+
+def _first_of_document(request: NewRequestData) -> int | None:
+    params = request.pooling_params
+    if params is None or params.extra_kwargs is None:
+        return None
+    first: int | None = params.extra_kwargs.get(_FIELD)
+    return first
+
+
+class PoolingRunner:
+    """Runs one chunk of one prompt per step, and pools on the host after a prompt's last chunk."""
+
+    def __init__(self, steps: StepRunner, pooler: HostPooler, token_types: TokenTypes) -> None:
+        self.steps = steps
+        self._pooler = pooler
+        self._token_types = token_types
+
+    @torch.inference_mode()
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Run the step's graph, and pool if it was the prompt's last chunk."""
+        self._pooler.remove(scheduled.finished_req_ids)
+        self._token_types.apply(scheduled)
+        result = self.steps.run(scheduled)
+        if result is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        batch, hidden = result.batch, result.outputs[0]
+        request = self.steps.batches.requests[batch.input_batch.req_ids[0]]
+        self._pooler.add(request, hidden[: batch.num_tokens], is_last=batch.samples)
+        pooled: Tensor | None = None
+        if batch.samples:
+            pooled = self._pooler.pool(request, batch.input_batch.get_pooling_metadata())
+        return _output(batch, pooled)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> None:
+        """Return None: ``execute_model`` returns the whole result."""
+
+
+def _output(batch: StepBatch, pooled: Tensor | None) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        req_ids=list(batch.input_batch.req_ids),
+        req_id_to_index=dict(batch.input_batch.req_id_to_index),
+        pooler_output=[pooled],
+    )

@@ -1,0 +1,207 @@
+"""What ranks exchange in a step: pipeline stages their tensors, data-parallel ranks its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rbln_backend.core import Phase, StepBatch, StepRound
+from rbln_backend.parallel.collectives import Group, groups
+from rbln_backend.reporting.ranks import RankPlace
+from rbln_backend.vllm_compat.surface import VllmConfig, get_pp_group, settled
+from rbln_backend.worker.draft_model import carried_states
+from rbln_backend.worker.graph_functions import INTERMEDIATE, WHOLE, ModelPart
+from rbln_backend.worker.inputs import StepInputs
+
+
+class Stage(Protocol):
+    """Moves tensors between stages around the run of a graph."""
+
+    part: ModelPart
+
+    def receive(self, inputs: StepInputs) -> None:
+        """Wait for the previous stage's outputs of the same step. Called before a run."""
+        ...
+
+    def send(self, inputs: StepInputs, outputs: Sequence[Tensor]) -> None:
+        """Send copies of the outputs, each [rows, H], to the next stage. Called after a run.
+
+        ``inputs`` has what the stage only passes on.
+        """
+        ...
+
+
+class SoleStage:
+    """The only stage: the whole model, on one rank or split by tensor parallelism."""
+
+    def __init__(self, part: ModelPart = WHOLE) -> None:
+        self.part = part
+
+    def receive(self, inputs: StepInputs) -> None:
+        """Do nothing."""
+
+    def send(self, inputs: StepInputs, outputs: Sequence[Tensor]) -> None:
+        """Do nothing with ``outputs`` [...]."""
+
+
+class PipelineStage:
+    """One of several stages. Tensors go through the group's gloo process group."""
+
+    def __init__(self, part: ModelPart, group: Group) -> None:
+        self.part = part
+        self._group = group
+        # Both sides take the tensors in the order of their names.
+        self._received = sorted((*part.intermediates, *part.passed))
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def receive(self, inputs: StepInputs) -> None:
+        """As ``Stage``; raises ``RuntimeError`` when the previous rank has exited."""
+        if self.part.is_first:
+            return
+        source = self._group.ranks[self._group.rank - 1]
+        for name in self._received:
+            dist.recv(inputs.tensors[INTERMEDIATE + name], src=source, group=self._group.host_group)
+
+    def send(self, inputs: StepInputs, outputs: Sequence[Tensor]) -> None:
+        """As ``Stage``, [rows, H] each; raises ``RuntimeError`` when the next rank has exited."""
+        if self.part.is_last:
+            return
+        # At most one step is in flight, so that a stage cannot run ahead of a slower one.
+        for sent, _ in self._sent:
+            sent.wait()
+        target = self._group.ranks[self._group.rank + 1]
+        self._sent = []
+        tensors = dict(zip(self.part.sent, outputs, strict=True))
+        tensors |= {name: inputs.tensors[INTERMEDIATE + name] for name in self.part.passed}
+        for name in sorted(tensors):
+            copy = tensors[name].cpu().contiguous().clone()
+            work = dist.isend(copy, dst=target, group=self._group.host_group)
+            assert work is not None
+            self._sent.append((work, copy))
+
+
+def make_stage(model: nn.Module, dtype: torch.dtype, whole: ModelPart = WHOLE) -> Stage:
+    """Return this rank's stage; needs vLLM's process groups. ``dtype``: of hidden states.
+
+    ``whole``: the part that a sole stage has; the last of several ends in ``argmax`` as it does.
+    """
+    group = get_pp_group()
+    if group.world_size == 1:
+        return SoleStage(whole)
+    names, states = tuple(_intermediates_like(model, dtype, 1).tensors), carried_states(model)
+    is_first, is_last = bool(group.is_first_rank), bool(group.is_last_rank)
+    part = replace(
+        whole,
+        is_first=is_first,
+        is_last=is_last,
+        intermediates=() if is_first else (*names, *(states.received if is_last else ())),
+        passed=() if is_last else states.received,
+        sent=() if is_last else (*names, *states.computed),
+        picks_tokens=whole.picks_tokens and is_last,
+    )
+    return PipelineStage(part, groups()["pp"])
+
+
+def intermediate_buffers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
+    """Return buffers [rows, H] for the previous stage's outputs, by the name of the input."""
+    made = _intermediates_like(model, dtype, rows)
+    tensors: dict[str, Tensor] = dict(made.tensors)
+    for name in carried_states(model).received:
+        tensors[name] = torch.zeros_like(tensors["hidden_states"])
+    return {INTERMEDIATE + name: tensor for name, tensor in tensors.items()}
+
+
+def _intermediates_like(model: Any, dtype: torch.dtype, rows: int) -> Any:
+    return model.make_empty_intermediate_tensors(rows, dtype, torch.device("cpu"))
+
+
+# The rounds of a step, agreed between the data-parallel ranks of a mixture of experts.
+#
+# Their graphs share collectives, so all ranks run graphs of equal sizes: that of the largest
+# prefill chunk of any rank, then that of the largest decode batch. A rank without requests of that
+# phase runs the graph over padding.
+
+
+# In the order in which ranks run them.
+_PHASES = (Phase.PREFILL, Phase.POOLING, Phase.DECODE)
+
+
+class StepAgreement(Protocol):
+    """Determines the rounds of a step."""
+
+    ranks: int
+    """Ranks whose tokens a mixture of experts computes."""
+
+    def rounds(self, batch: StepBatch | None) -> Sequence[StepRound]:
+        """Return the rounds to run now; ``batch`` is None for a rank without requests."""
+        ...
+
+
+class SoleRank:
+    """A single rank: the batch is the only round."""
+
+    ranks = 1
+
+    def rounds(self, batch: StepBatch | None) -> Sequence[StepRound]:
+        """As ``StepAgreement``."""
+        if batch is None:
+            return ()
+        count = batch.num_tokens if batch.phase.takes_chunk else batch.size
+        return (StepRound(batch.phase, batch.size, (count,), batch.length),)
+
+
+class DataRanks:
+    """The ranks of several engines, all of which call ``rounds`` once per step."""
+
+    def __init__(self, group: Group) -> None:
+        self.ranks = len(group.ranks)
+        self._group = group.host_group
+        self._mine = torch.zeros(2, dtype=torch.int32)
+        self._all = [torch.zeros(2, dtype=torch.int32) for _ in group.ranks]
+
+    def rounds(self, batch: StepBatch | None) -> Sequence[StepRound]:
+        """As ``StepAgreement``; raises ``RuntimeError`` when a rank has exited."""
+        self._mine[0] = -1 if batch is None else _PHASES.index(batch.phase)
+        self._mine[1] = 0 if batch is None else batch.size
+        dist.all_gather(self._all, self._mine, group=self._group)
+        return agreed([(number, size) for number, size in torch.stack(self._all).tolist()])
+
+
+def make_agreement(config: VllmConfig) -> StepAgreement:
+    """Return the agreement of a rank; engines of a dense model need none between them."""
+    if config.parallel_config.data_parallel_size == 1:
+        return SoleRank()
+    return DataRanks(groups()["dp"])
+
+
+def agreed(wanted: Sequence[tuple[int, int]]) -> list[StepRound]:
+    """Return the rounds for the ``(phase, size)`` of each rank.
+
+    A phase is its index in the order of rounds, -1 for a rank without requests.
+    """
+    rounds = []
+    for index, phase in enumerate(_PHASES):
+        counts = tuple(size if of_rank == index else 0 for of_rank, size in wanted)
+        if any(counts):
+            rounds.append(StepRound(phase, max(counts), counts))
+    return rounds
+
+
+def rank_place(config: VllmConfig, rank: int, local_rank: int) -> RankPlace:
+    """The place of ``rank`` of the engine that ``config`` belongs to."""
+    parallel = config.parallel_config
+    # Ray tells a rank which devices of its host the engine has, one for each of its ranks there.
+    local = len(parallel.assigned_physical_gpu_ids or ()) or parallel.local_world_size
+    return RankPlace(
+        engine=parallel.data_parallel_index,
+        rank=rank,
+        ranks=parallel.world_size,
+        tensor_ranks=parallel.tensor_parallel_size,
+        local_number=(parallel.data_parallel_rank_local or 0) * local + local_rank,
+        local_ranks=local * settled(config).local_engines,
+    )

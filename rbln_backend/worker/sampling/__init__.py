@@ -1,1 +1,0 @@
-"""Sampling on the host: persistent batch, grammar masks, sampler, prompt log-probabilities."""

@@ -1,1 +1,0 @@
-"""From a configuration to a worker that is ready, before and after the weights."""

@@ -1,1 +1,0 @@
-"""One step: batches, inputs, the graph's run, samples and what is counted."""

@@ -1,0 +1,109 @@
+"""The hooks of a KV connector around the steps of a rank."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+from rbln_backend.kv_transfer.shared_blocks import SharedBlocks
+from rbln_backend.vllm_compat.kv_connector import (
+    KVConnectorBase_V1,
+    KVConnectorFactory,
+    KVConnectorOutput,
+    KVConnectorRole,
+)
+from rbln_backend.vllm_compat.surface import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    GrammarOutput,
+    KVCacheConfig,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    VllmConfig,
+)
+from rbln_backend.worker.runner import RblnModelRunner
+
+if TYPE_CHECKING:
+    from rbln_backend.worker.runner import StepRunner
+
+
+class TransferRunner:
+    """A runner whose steps also read blocks from other servers, and keep blocks for them.
+
+    A graph is a whole model, so nothing happens between two layers: reads begin before the graph
+    and go on beside it, and what has ended is reported with the result of the step.
+    """
+
+    def __init__(self, runner: RblnModelRunner, connector: KVConnectorBase_V1) -> None:
+        self._runner = runner
+        self.connector = connector
+        self._ended: KVConnectorOutput | None = None
+
+    @classmethod
+    def of(
+        cls,
+        runner: RblnModelRunner,
+        config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        blocks: SharedBlocks,
+    ) -> TransferRunner:
+        """Return a runner whose blocks other servers can read."""
+        connector = KVConnectorFactory.create_connector(
+            config, KVConnectorRole.WORKER, kv_cache_config
+        )
+        assert isinstance(connector, KVConnectorBase_V1)
+        connector.register_kv_caches(dict(blocks.tensors))
+        if blocks.are_copies:
+            connector.set_host_xfer_buffer_ops(blocks.copy)
+        return cls(runner, connector)
+
+    @property
+    def steps(self) -> StepRunner:
+        return self._runner.steps
+
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
+        """As ``RblnModelRunner.execute_model``; a step without tokens reports what has ended."""
+        metadata = scheduled.kv_connector_metadata
+        assert metadata is not None
+        connector = self.connector
+        connector.handle_preemptions(metadata)
+        connector.bind_connector_metadata(metadata)
+        # Upstream's connector does not read the context of a forward pass.
+        connector.start_load_kv(None)  # type: ignore[arg-type]
+        result = self._runner.execute_model(scheduled)
+        connector.wait_for_save()
+        self._ended = self._take_ended(scheduled)
+        connector.clear_connector_metadata()
+        return None if result is None else self._with_ended(result)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | None:
+        """As ``RblnModelRunner.sample_tokens``."""
+        result = self._runner.sample_tokens(grammar)
+        assert not isinstance(result, AsyncModelRunnerOutput), (
+            "refused with asynchronous scheduling"
+        )
+        return None if result is None else self._with_ended(result)
+
+    def close(self) -> None:
+        self.connector.shutdown()
+
+    def _take_ended(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
+        connector = self.connector
+        results = connector.get_transfer_results(scheduled.finished_req_ids)
+        return KVConnectorOutput(
+            finished_sending=results.finished_sending or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+        )
+
+    def _with_ended(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Return ``result`` with the transfers that have ended, which are reported once."""
+        ended, self._ended = self._ended, None
+        if ended is None or ended.is_empty():
+            return result
+        if result is EMPTY_MODEL_RUNNER_OUTPUT:
+            result = copy.copy(result)
+        result.kv_connector_output = ended
+        return result
