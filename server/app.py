@@ -34,18 +34,14 @@ from server.observability.metrics import ServerMetrics, follow_event_loop
 from server.observability.traffic import BucketAdvice, History, read_traffic
 from server.request.body import CLIENT_GONE, JSON_TYPE, ClientGoneError
 from server.request.record import record_of, request_id_of
-from server.request.shown_paths import ShownPaths
 from server.routes.admin import admin_router, cache_router, profile_router
-from server.routes.batches import batches_router
+from server.routes.batches import batches_router, files_router
 from server.routes.console import console_router
-from server.routes.files import files_router
-from server.routes.health import health_router
+from server.routes.health import health_router, metrics_router
 from server.routes.inference import add_inference_routes
 from server.routes.lora import lora_router
-from server.routes.metrics import metrics_router
-from server.routes.models import models_router
-from server.routes.response_store import ResponseStore
-from server.routes.responses import responses_router
+from server.routes.models import ShownPaths, models_router
+from server.routes.responses import ResponseStore, responses_router
 from server.routes.server_info import history_router, server_info_router
 from server.routes.structured_outputs import structured_outputs_router
 from server.settings import ServerSettings
@@ -88,18 +84,27 @@ def create_app(
     shown = ShownPaths(settings.lora_root)
     app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_OURS)
     app.include_router(health_router(lifecycle, versions))
-    info = (settings, lifecycle, versions, run_dir, advice, shown, frontend)
-    shared = (metrics, settings, lifecycle, admission, frontend, advice, storage)
-    for router in (metrics_router(*shared), server_info_router(*info), history_router(history)):
-        app.include_router(router)
+    app.include_router(
+        metrics_router(metrics, settings, lifecycle, admission, frontend, advice, storage)
+    )
+    app.include_router(
+        server_info_router(settings, lifecycle, versions, run_dir, advice, shown, frontend)
+    )
+    app.include_router(history_router(history))
     app.include_router(models_router(frontend, shown))
-    _add_stored_work(app, storage, settings)
+    app.include_router(files_router(storage.require_batches, settings))
+    app.include_router(batches_router(storage.require_batches, settings))
+    app.include_router(responses_router(storage.require_responses))
     app.include_router(structured_outputs_router(frontend, settings))
     app.include_router(lora_router(frontend, settings, metrics, shown))
     app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
-    _add_operation(app, settings, lifecycle, frontend)
-    response_store = ResponseStore(frontend, storage.responses)
-    add_inference_routes(app, frontend, response_store, settings, admission)
+    app.include_router(admin_router(settings, lifecycle))
+    app.include_router(cache_router(frontend))
+    app.include_router(profile_router(frontend))
+    if settings.console:
+        app.include_router(console_router())
+    responses = ResponseStore(frontend, storage.responses)
+    add_inference_routes(app, frontend, responses, settings, admission)
     app.add_exception_handler(HTTPException, _raise_ours)
     app.add_exception_handler(ClientGoneError, _end_aborted)
     # Only those outside of the gate, which catches all others.
@@ -114,24 +119,6 @@ def create_app(
         tracing=lambda: frontend().tracing if lifecycle.started else None,
     )
     return app
-
-
-def _add_stored_work(app: FastAPI, storage: StorageServices, settings: ServerSettings) -> None:
-    """Add the routes of files, batches and stored responses."""
-    for router in (files_router, batches_router):
-        app.include_router(router(storage.require_batches, settings))
-    app.include_router(responses_router(storage.require_responses))
-
-
-def _add_operation(
-    app: FastAPI, settings: ServerSettings, lifecycle: Lifecycle, frontend: Callable[[], Frontend]
-) -> None:
-    """Add the routes of administration, of the prefix cache, of profiles and of the console."""
-    app.include_router(admin_router(settings, lifecycle))
-    app.include_router(cache_router(frontend))
-    app.include_router(profile_router(frontend))
-    if settings.console:
-        app.include_router(console_router())
 
 
 def _methods(request: Request) -> set[str]:

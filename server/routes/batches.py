@@ -1,34 +1,218 @@
-"""`/v1/batches`: OpenAI's batches, whose lines run in rows that would be padding."""
+"""`/v1/files` and `/v1/batches`: OpenAI's batches, whose lines run in rows that would be padding.
+
+Files are their input and their results.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+from typing_extensions import TypedDict
 
+from server import bounds
 from server.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    InvalidTypeError,
     InvalidValueError,
+    MediaTypeError,
+    MissingFieldError,
     NotEnabledError,
     NotFoundError,
     StorageFullError,
     StorageUnavailableError,
+    UnknownFieldError,
+    describe,
 )
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
-from server.request.rules import parse_body
-from server.routes.files import listed, owner_of, page_of
+from server.request.record import record_of
+from server.request.rules import UnknownPolicy, known_fields, parse_body
 from server.settings import ServerSettings
-from server.storage.batches.bodies import CreateBatchBody, batch_request
+from server.storage.batches.bodies import LONGEST_S, SHORTEST_S, CreateBatchBody, batch_request
 from server.storage.batches.service import BatchService
+from server.storage.files import INPUT, FileObject
+from server.storage.rows import Page
+from server.storage.upload import Upload
 from server.wire.endpoint import JsonObject
 
-_MAX_LIMIT = 100
-_CREATE = failing(
-    *(*BODY_FAILURES, NotFoundError, StorageFullError, NotEnabledError, StorageUnavailableError)
+_MAX_FILES = 10_000
+_MAX_DIGITS = 18
+"""Maximum for a number in a query or a form."""
+_FORM_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+_UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"const": INPUT},
+                        "expires_after[anchor]": {"const": "created_at"},
+                        "expires_after[seconds]": {"type": "string"},
+                    },
+                    "required": ["file", "purpose"],
+                }
+            }
+        },
+    }
+}
+_UPLOAD_FAILURES = (
+    *(MediaTypeError, MissingFieldError, InvalidValueError, UnknownFieldError),
+    *(BodyTooLargeError, BodyTimeoutError, StorageFullError, NotEnabledError),
+    StorageUnavailableError,
 )
 _KNOWN = failing(NotFoundError, NotEnabledError, StorageUnavailableError)
-_CHANGED = failing(NotFoundError, InvalidValueError, NotEnabledError, StorageUnavailableError)
+_LISTED_FILES = failing(
+    *(NotEnabledError, NotFoundError, InvalidValueError, InvalidTypeError, StorageUnavailableError)
+)
+_ORDER = Query(
+    description="`asc` or `desc`, by creation.", json_schema_extra={"enum": ["asc", "desc"]}
+)
+
+
+class FileList(TypedDict):
+    """A page of files, the newest first by default."""
+
+    object: Literal["list"]
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedFile(TypedDict):
+    """A deleted file."""
+
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+def files_router(store: Callable[[], BatchService], settings: ServerSettings) -> APIRouter:
+    """Return the routes; `store` raises `NotEnabledError` without --data-dir."""
+    router = APIRouter(route_class=DescribedRoute)
+
+    @router.post(
+        "/v1/files",
+        response_model=FileObject,
+        responses=failing(*_UPLOAD_FAILURES),
+        openapi_extra=_UPLOAD,
+    )
+    async def create(request: Request) -> Response:
+        """Store a file, `purpose` batch: lines of requests."""
+        files = store().files
+        upload = Upload(request, bounds.UPLOAD_TIMEOUT_S)
+        checked = partial(_checked_form, policy=settings.unknown_fields)
+        return JSONResponse((await files.create(owner_of(request), upload, checked)).shown())
+
+    @router.get("/v1/files", response_model=FileList, responses=_LISTED_FILES)
+    async def list_page(
+        request: Request,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: str = str(_MAX_FILES),
+        order: Annotated[str, _ORDER] = "desc",
+    ) -> JSONResponse:
+        """List the files of the caller's API key."""
+        files = store().files
+        page = page_of(limit, _MAX_FILES, after, order)
+        found, more = await files.list_files(owner_of(request), page, purpose)
+        return JSONResponse(listed([file.shown() for file in found], has_more=more))
+
+    @router.get("/v1/files/{file_id}/content", response_class=Response, responses=_KNOWN)
+    async def content(file_id: str, request: Request) -> Response:
+        """Return a file's content."""
+        files = store().files
+        file = await files.get(owner_of(request), file_id)
+        path = files.content_path(file.id)
+        if not path.is_file():
+            raise NotFoundError(f"The content of {describe(file_id)} is gone.", param="file_id")
+        return FileResponse(path, media_type="application/octet-stream", filename=file.name)
+
+    @router.get("/v1/files/{file_id}", response_model=FileObject, responses=_KNOWN)
+    async def show(file_id: str, request: Request) -> JSONResponse:
+        """Return one file."""
+        return JSONResponse((await store().files.get(owner_of(request), file_id)).shown())
+
+    @router.delete("/v1/files/{file_id}", response_model=DeletedFile, responses=_KNOWN)
+    async def delete(file_id: str, request: Request) -> JSONResponse:
+        """Delete a file."""
+        await store().files.delete(owner_of(request), file_id)
+        return JSONResponse(DeletedFile(id=file_id, object="file", deleted=True))
+
+    return router
+
+
+def owner_of(request: Request) -> str:
+    """Return the owner of the data that a request stores."""
+    return record_of(request.scope).caller.owner
+
+
+def page_of(limit: str, most: int, after: str | None, order: str) -> Page:
+    """Return the requested page of a list. Raises `InvalidValueError`."""
+    if not (_is_number(limit) and 1 <= int(limit) <= most):
+        raise InvalidValueError(
+            f"'limit' must be 1 to {most}, got {describe(limit)}.", param="limit"
+        )
+    if order not in ("asc", "desc"):
+        raise InvalidValueError(
+            f"'order' must be 'asc' or 'desc', got {describe(order)}.", param="order"
+        )
+    return Page(int(limit), after or None, newest_first=order == "desc")
+
+
+def listed(data: list[Any], *, has_more: bool) -> dict[str, Any]:
+    """Return a page in OpenAI's format."""
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": has_more,
+    }
+
+
+def _checked_form(fields: dict[str, str], policy: UnknownPolicy) -> tuple[str, int | None]:
+    """Return the purpose and the seconds to keep. Raises a `RequestError`."""
+    fields = known_fields(fields, _FORM_FIELDS, policy)
+    purpose = fields.get("purpose")
+    if purpose is None:
+        raise MissingFieldError("The field 'purpose' is missing.", param="purpose")
+    if purpose != INPUT:
+        raise InvalidValueError(
+            f"'purpose' must be {INPUT!r}, the only supported one, got {describe(purpose)}.",
+            param="purpose",
+        )
+    anchor, seconds = fields.get(_FORM_FIELDS[1]), fields.get(_FORM_FIELDS[2])
+    if anchor is None and seconds is None:
+        return purpose, None
+    digits = seconds if seconds is not None and _is_number(seconds) else "0"
+    if anchor != "created_at" or not SHORTEST_S <= int(digits) <= LONGEST_S:
+        raise InvalidValueError(
+            f"'expires_after' must have the anchor 'created_at' and {SHORTEST_S} to {LONGEST_S} "
+            f"seconds, got {describe(anchor)} and {describe(seconds)}.",
+            param="expires_after",
+        )
+    return purpose, int(digits)
+
+
+def _is_number(given: str) -> bool:
+    """Return True for a number of at most `_MAX_DIGITS` ASCII digits."""
+    return given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS
+
+
+_MAX_BATCHES = 100
+_CREATE_BATCH = failing(
+    *(*BODY_FAILURES, NotFoundError, StorageFullError, NotEnabledError, StorageUnavailableError)
+)
+_CHANGED_BATCH = failing(NotFoundError, InvalidValueError, NotEnabledError, StorageUnavailableError)
 
 
 def batches_router(store: Callable[[], BatchService], settings: ServerSettings) -> APIRouter:
@@ -38,7 +222,7 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
     @router.post(
         "/v1/batches",
         response_model=JsonObject,
-        responses=_CREATE,
+        responses=_CREATE_BATCH,
         openapi_extra=taking(CreateBatchBody.model_json_schema()),
     )
     async def create(request: Request) -> JSONResponse:
@@ -50,13 +234,13 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         batch = await service.create(batch_request(given, owner_of(request), key))
         return JSONResponse(batch.shown())
 
-    @router.get("/v1/batches", response_model=JsonObject, responses=_CHANGED)
+    @router.get("/v1/batches", response_model=JsonObject, responses=_CHANGED_BATCH)
     async def list_page(
         request: Request, after: str | None = None, limit: str = "20"
     ) -> JSONResponse:
         """List the batches of the caller's API key, the newest first."""
         service = store()
-        page = page_of(limit, _MAX_LIMIT, after, "desc")
+        page = page_of(limit, _MAX_BATCHES, after, "desc")
         found, more = await service.list_batches(owner_of(request), page)
         return JSONResponse(listed([batch.shown() for batch in found], has_more=more))
 
@@ -65,7 +249,9 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         """Return one batch."""
         return JSONResponse((await store().get(owner_of(request), batch_id)).shown())
 
-    @router.post("/v1/batches/{batch_id}/cancel", response_model=JsonObject, responses=_CHANGED)
+    @router.post(
+        "/v1/batches/{batch_id}/cancel", response_model=JsonObject, responses=_CHANGED_BATCH
+    )
     async def cancel(batch_id: str, request: Request) -> JSONResponse:
         """Cancel a batch; lines that have been answered keep their results."""
         batch = await store().cancel(owner_of(request), batch_id)

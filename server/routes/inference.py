@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from msgspec import Raw
 from starlette.applications import Starlette
@@ -10,24 +10,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server import bounds
-from server.admission import Admission, Permit
+from server.admission import Admission
 from server.errors import InvalidJsonError, OverloadedError, QueueTimeoutError
-from server.frontend import Frontend, ParsedRequest
+from server.frontend import Frontend
 from server.http.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.request.body import JSON_TYPE, read_body
 from server.request.endpoints import ADAPTER_HEADER, INVOCATIONS, check_session, invoked_endpoint
 from server.request.options import TIER_FIELD, Tier, granted_tier
-from server.request.record import RequestRecord, get_deadline, record_of
-from server.routes.response_store import ResponseStore
+from server.request.record import get_deadline, record_of
+from server.routes.responses import ResponseStore
 from server.settings import ServerSettings
 from server.storage.raw_json import JsonSyntaxError, ShapeError, decode, with_fields
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire.endpoint import Endpoint
 from server.wire.prompt_progress import PromptProgress, chunk_head
 
 _ANSWER_BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Fields of the APIs that bound the tokens of an answer."""
-_Choose = Callable[[bytes, Request], tuple[Endpoint, bytes]]
-"""Returns the endpoint of a request, and its body."""
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")
 """Frames sent before the engine's first output: comments, the Responses API's first two."""
 
@@ -41,41 +39,37 @@ def add_inference_routes(
 ) -> None:
     """Add a POST route per endpoint; the gate passes requests only once there is a front end."""
     for endpoint in Endpoint:
-        handler = _handler(_always(endpoint), frontend, store, settings, admission)
+        handler = _handler(endpoint, frontend, store, settings, admission)
         app.add_route(endpoint.value, handler, methods=["POST"], name=endpoint.name.lower())
-    handler = _handler(_invocation(frontend), frontend, store, settings, admission)
+    handler = _handler(None, frontend, store, settings, admission)
     app.add_route(INVOCATIONS, handler, methods=["POST"], name="invocations")
 
 
-def _always(endpoint: Endpoint) -> _Choose:
-    return lambda raw, _: (endpoint, raw)
-
-
-def _invocation(frontend: Callable[[], Frontend]) -> _Choose:
-    """Return the choice of the endpoint by the names of a body's fields."""
-
-    def choose(raw: bytes, request: Request) -> tuple[Endpoint, bytes]:
-        check_session(request.headers)
-        try:
-            names = decode(raw, dict[str, Raw])
-        except JsonSyntaxError as error:
-            raise InvalidJsonError(f"The request body is not valid JSON: {error}.") from None
-        except ShapeError as error:
-            raise InvalidJsonError(f"The request body must be a JSON object: {error}.") from None
-        endpoint = invoked_endpoint(names, frontend().endpoints)
-        adapter = request.headers.get(ADAPTER_HEADER)
-        return endpoint, raw if adapter is None else with_fields(raw, {"model": adapter})
-
-    return choose
+def _invocation(
+    raw: bytes, request: Request, offered: Collection[Endpoint]
+) -> tuple[Endpoint, bytes]:
+    """Return the endpoint of an invocation, by the names of its body's fields, and its body."""
+    check_session(request.headers)
+    try:
+        names = decode(raw, dict[str, Raw])
+    except JsonSyntaxError as error:
+        raise InvalidJsonError(f"The request body is not valid JSON: {error}.") from None
+    except ShapeError as error:
+        raise InvalidJsonError(f"The request body must be a JSON object: {error}.") from None
+    adapter = request.headers.get(ADAPTER_HEADER)
+    fields = raw if adapter is None else with_fields(raw, {"model": adapter})
+    return invoked_endpoint(names, offered), fields
 
 
 def _handler(
-    choose: _Choose,
+    endpoint: Endpoint | None,
     frontend: Callable[[], Frontend],
     store: ResponseStore,
     settings: ServerSettings,
     admission: Admission,
 ) -> Callable[[Request], Awaitable[Response]]:
+    """Return the handler of an endpoint; None: of invocations, whose bodies name theirs."""
+
     async def respond(endpoint: Endpoint, raw: bytes, request: Request) -> Response:
         # Held until the last byte of the response. A small body is parsed without an await, so that
         # no other request is admitted before the permit grows to all of its sequences.
@@ -86,10 +80,18 @@ def _handler(
         if permit is not None:
             record.on_end.append(permit.release)
         parsed, stamp = await store.read(endpoint, raw, record)
-        _settle_tier(parsed, stamp, record)
+        record.tier = granted_tier(parsed.tier, record.caller.tiers)
+        shows_tier = parsed.storage_options is not None or parsed.tier is not None
+        if shows_tier or record.tier is not Tier.DEFAULT:
+            stamp[TIER_FIELD] = record.tier.value
         record.bounds_answer = any(parsed.fields.get(name) for name in _ANSWER_BOUNDS)
-        if permit is not None:
-            _fit(permit, parsed, record)
+        if permit is not None and parsed.storage_options and parsed.storage_options.background:
+            # A background response takes its own permit when it runs.
+            permit.release()
+        elif permit is not None:
+            permit.grow(parsed.answers)
+            if record.tier is Tier.FLEX:
+                permit.move_to_flex()
         if record.internal is None and parsed.fields.get("stream"):
             head = None
             if parsed.returns_progress:
@@ -103,7 +105,9 @@ def _handler(
         # A client that wants progress gets its status with the first of it.
         progress = record.progress if parsed.returns_progress else None
         begun = None if progress is None else progress.changed
-        frames = await commit(result, _is_prelude, bounds.STREAM_COMMIT_S, begun)
+        frames = await commit(
+            result, lambda frame: frame.startswith(_PRELUDE), bounds.STREAM_COMMIT_S, begun
+        )
         beat = PING if endpoint.anthropic else COMMENT
         return SseResponse(frames, record, frontend().keep_alive_s, beat)
 
@@ -111,8 +115,11 @@ def _handler(
         record = record_of(request.scope)
         record.deadline = get_deadline(request.headers, record.started, settings.max_request_s)
         try:
-            endpoint, raw = choose(await read_body(request, settings), request)
-            work = respond(endpoint, raw, request)
+            raw = await read_body(request, settings)
+            if endpoint is None:
+                work = respond(*_invocation(raw, request, frontend().endpoints), request)
+            else:
+                work = respond(endpoint, raw, request)
             return await until_disconnect(request.receive, work, record.deadline)
         except (OverloadedError, QueueTimeoutError) as error:
             if "retry-after" not in error.headers:
@@ -120,29 +127,3 @@ def _handler(
             raise
 
     return handle
-
-
-def _settle_tier(parsed: ParsedRequest, stamp: JsonObject, record: RequestRecord) -> None:
-    """Set the tier of a request, and the field of its answer that shows it.
-
-    Raises `PermissionDeniedError` for a tier that is not allowed.
-    """
-    record.tier = granted_tier(parsed.tier, record.caller.tiers)
-    shows_tier = parsed.storage_options is not None
-    if shows_tier or parsed.tier is not None or record.tier is not Tier.DEFAULT:
-        stamp[TIER_FIELD] = record.tier.value
-
-
-def _fit(permit: Permit, parsed: ParsedRequest, record: RequestRecord) -> None:
-    """Extend a permit to all answers of a request. Raises `OverloadedError`."""
-    if parsed.storage_options is not None and parsed.storage_options.background:
-        # A background response takes its own permit when it runs.
-        permit.release()
-        return
-    permit.grow(parsed.answers)
-    if record.tier is Tier.FLEX:
-        permit.move_to_flex()
-
-
-def _is_prelude(frame: str) -> bool:
-    return frame.startswith(_PRELUDE)

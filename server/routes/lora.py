@@ -30,7 +30,7 @@ from server.observability.metrics import ServerMetrics
 from server.request.body import read_json_object
 from server.request.record import record_of
 from server.request.rules import parse_body
-from server.request.shown_paths import ShownPaths
+from server.routes.models import ShownPaths
 from server.settings import ServerSettings
 from server.wire.endpoint import JsonObject
 

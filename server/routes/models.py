@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path, PurePath
 from typing import Literal
 
 from fastapi import APIRouter, Request
@@ -19,8 +20,8 @@ from server.errors import (
 )
 from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
+from server.lora.adapter import AdapterObject
 from server.request.record import record_of
-from server.request.shown_paths import ShownPaths
 from server.wire.endpoint import JsonObject
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
@@ -118,15 +119,13 @@ def models_router(frontend: Callable[[], Frontend], shown: ShownPaths) -> APIRou
                 "--enable-tokenizer-info-endpoint."
             )
         if not record_of(request.scope).caller.is_admin:
-            info = {name: _shown_field(name, value, shown) for name, value in info.items()}
+            info = {
+                name: shown.of(value) if isinstance(value, str) and name.endswith(_PATHS) else value
+                for name, value in info.items()
+            }
         return JSONResponse(info)
 
     return router
-
-
-def _shown_field(name: str, value: object, shown: ShownPaths) -> object:
-    """Return a field of a tokenizer's configuration without the layout of the file system."""
-    return shown.of(value) if isinstance(value, str) and name.endswith(_PATHS) else value
 
 
 def _model_info(card: JsonObject) -> JsonObject:
@@ -154,8 +153,8 @@ def _model_page(
     """
     models = [_model_info(card) for card in cards]
     size = _size(limit)
-    first = 0 if after_id is None else _place(models, after_id, "after_id") + 1
-    end = None if before_id is None else _place(models, before_id, "before_id")
+    first = 0 if after_id is None else _index(models, after_id, "after_id") + 1
+    end = None if before_id is None else _index(models, before_id, "before_id")
     models = models[first:end]
     # The page before a model ends with its neighbour.
     page = models[-size:] if before_id is not None else models[:size]
@@ -178,8 +177,49 @@ def _size(limit: str | None) -> int:
     return size
 
 
-def _place(models: list[JsonObject], name: str, param: str) -> int:
+def _index(models: list[JsonObject], name: str, param: str) -> int:
     names = [model["id"] for model in models]
     if name not in names:
         raise NotFoundError(f"'{param}' is {describe(name)}, which is not there.", param=param)
     return names.index(name)
+
+
+# Paths as clients see them, without the layout of the server's file system.
+
+_NO_PATHS = ("root_path",)
+"""Fields that are parts of URLs and begin with a slash."""
+
+
+class ShownPaths:
+    """Turns absolute paths into paths below a folder that clients know, else the last part."""
+
+    def __init__(self, known: Path | None) -> None:
+        """`known` is the folder that clients load adapters from, None where they cannot."""
+        self._known = None if known is None else known.resolve()
+
+    def of(self, path: str) -> str:
+        """Return the visible form of a path; names and relative paths are returned unchanged."""
+        given = PurePath(path)
+        if not given.is_absolute():
+            return path
+        if self._known is not None and given.is_relative_to(self._known):
+            return str(given.relative_to(self._known))
+        return given.name
+
+    def model(self, card: JsonObject) -> JsonObject:
+        """Return a model object, whose `root` may be a path."""
+        return {**card, "root": self.of(card["root"])} if card.get("root") else card
+
+    def adapter(self, described: AdapterObject) -> AdapterObject:
+        """Return an adapter's description with its path replaced, in its error too."""
+        path, error = described["path"], described["error"]
+        shown = self.of(path)
+        return {**described, "path": shown, "error": error and error.replace(path, shown)}
+
+    def every(self, value: object) -> object:
+        """Return JSON with every absolute path in it replaced."""
+        if isinstance(value, dict):
+            return {k: v if k in _NO_PATHS else self.every(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.every(item) for item in value]
+        return self.of(value) if isinstance(value, str) else value

@@ -26,7 +26,7 @@ from server.http.openapi import DescribedRoute, failing
 from server.lifecycle import Lifecycle
 from server.observability.traffic import PERIOD_S, BucketAdvice, History, Sample
 from server.request.record import record_of
-from server.request.shown_paths import ShownPaths
+from server.routes.models import ShownPaths
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import BACKEND
 from server.wire.endpoint import JsonObject
