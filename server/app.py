@@ -70,7 +70,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        lag = background_task(follow_event_loop(metrics.observe_loop_lag))
+        observe_lag = partial(metrics.observe, "rbln_serve_event_loop_lag_seconds")
+        lag = background_task(follow_event_loop(observe_lag))
         recorded = background_task(history.follow())
         stored = storage.working(app)
         async with access.following_files(), lag, recorded, stored, background():

@@ -159,32 +159,33 @@ class RequestMiddleware:
         return send_with_headers
 
     def _finish(self, record: RequestRecord) -> None:
+        metrics = self._metrics
         seconds = time.perf_counter() - record.started
         outcome = record.final_outcome()
         code = record.status or CLIENT_GONE
         route = record.route.template
         # Internal requests are no HTTP requests and do not count in their metrics.
         if record.internal is None:
-            self._metrics.observe_request(
-                route=route,
-                method=record.method if record.method in METHODS else "other",
-                code=code,
-                outcome=outcome,
-                stream=record.stream,
-                seconds=seconds,
-            )
+            method = record.method if record.method in METHODS else "other"
+            metrics.count("rbln_http_requests_total", route, method, str(code), outcome)
+            stream = "true" if record.stream else "false"
+            metrics.observe("rbln_http_request_seconds", seconds, route, stream)
             if record.tier is not None:
-                self._metrics.observe_tier(record.tier.value, outcome)
+                metrics.count("rbln_tier_requests_total", record.tier.value, outcome)
         if record.guide is not None:
-            self._metrics.observe_guided(record.guide, outcome)
-        if record.error is not None and record.error.rejection is not None:
-            self._metrics.observe_rejection(record.error.rejection)
-            if isinstance(record.error, RateLimitError) and record.caller.key is not None:
-                limit = record.error.rejection.removeprefix("key_")
-                self._metrics.observe_key_rejection(record.caller.key, limit)
+            metrics.count("rbln_structured_output_requests_total", record.guide, outcome)
         prompt, completion = record.tokens.total()
-        if record.caller.key is not None:
-            self._metrics.observe_key(record.caller.key, outcome, prompt, completion)
+        key, error = record.caller.key, record.error
+        if error is not None and error.rejection is not None:
+            metrics.count("rbln_admission_rejections_total", error.rejection)
+            if isinstance(error, RateLimitError) and key is not None:
+                limit = error.rejection.removeprefix("key_")
+                metrics.count("rbln_key_rejections_total", key, limit)
+        if key is not None:
+            metrics.count("rbln_key_requests_total", key, outcome)
+            if prompt or completion:
+                metrics.count("rbln_key_tokens_total", key, "prompt", by=prompt)
+                metrics.count("rbln_key_tokens_total", key, "completion", by=completion)
         quiet = record.route.scope in _QUIET or record.internal is not None
         level = logging.DEBUG if quiet else logging.INFO
         if not logger.isEnabledFor(level):
@@ -199,7 +200,7 @@ class RequestMiddleware:
             "bytes": record.sent_bytes,
             "prompt_tokens": prompt,
             "completion_tokens": completion,
-            "key": record.caller.key,
+            "key": key,
         }
         logger.log(
             level,

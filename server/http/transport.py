@@ -49,12 +49,12 @@ class Connections:
         client = client_of(address[0]) if address is not None else ""
         error = self._too_many(client)
         if error is not None:
-            self.metrics.observe_connection_end(error.code)
+            self.metrics.count("rbln_http_connection_refusals_total", error.code)
             self._refused += 1
             return ConnectionSlot(self, client, error, reports=self._refused <= _MAX_REPORTED)
         self._open += 1
         self._of_client[client] += 1
-        self.metrics.observe_open_connections(self._open)
+        self.metrics.set("rbln_http_connections", self._open)
         return ConnectionSlot(self, client)
 
     def leave(self, slot: ConnectionSlot) -> None:
@@ -66,7 +66,7 @@ class Connections:
         self._of_client[slot.client] -= 1
         if not self._of_client[slot.client]:
             del self._of_client[slot.client]
-        self.metrics.observe_open_connections(self._open)
+        self.metrics.set("rbln_http_connections", self._open)
 
     def _too_many(self, client: str) -> ServerError | None:
         if self._open >= self.limit:
@@ -101,7 +101,7 @@ class ConnectionSlot:
 
     def count(self, reason: str) -> None:
         """Count the limit that ended this connection."""
-        self.connections.metrics.observe_connection_end(reason)
+        self.connections.metrics.count("rbln_http_connection_refusals_total", reason)
 
 
 def client_of(host: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,23 +246,27 @@ SERVER_METRICS: tuple[MetricDecl, ...] = (
     _gauge("rbln_bucket_recorded_steps", "Recorded steps behind the suggestion.", "phase"),
 )
 
-# The values that the only label of a counter can have.
-CLOSED_LABELS = {
-    "rbln_admission_rejections_total": REJECTIONS,
-    "rbln_http_connection_refusals_total": CONNECTION_ENDS,
-    "rbln_grammar_checks_total": GRAMMAR_RESULTS,
-    "rbln_large_bodies_total": READING_RESULTS,
-    "rbln_lora_loads_total": LOAD_RESULTS,
-    "rbln_batch_lines_total": LINE_RESULTS,
-    "rbln_batch_tokens_total": LINE_TOKENS,
+_LABELS = {decl.name: decl.labels for decl in SERVER_METRICS}
+_LABEL_VALUES: Mapping[str, tuple[str, Collection[str]]] = {
+    "rbln_http_requests_total": ("outcome", OUTCOMES),
+    "rbln_http_connection_refusals_total": ("reason", CONNECTION_ENDS),
+    "rbln_admission_rejections_total": ("reason", REJECTIONS),
+    "rbln_key_rejections_total": ("limit", KEY_LIMITS),
+    "rbln_structured_output_requests_total": ("kind", GUIDES),
+    "rbln_grammar_checks_total": ("result", GRAMMAR_RESULTS),
+    "rbln_large_bodies_total": ("result", READING_RESULTS),
+    "rbln_lora_loads_total": ("result", LOAD_RESULTS),
+    "rbln_batch_lines_total": ("result", LINE_RESULTS),
+    "rbln_batch_tokens_total": ("kind", LINE_TOKENS),
 }
+"""A label of a counter, and the values that it can have."""
 
 
 logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-# The gauges of `observe_advice`, in the order of `_publish_advice`.
+# The gauges of `observe_advice`.
 _ADVICE = (
     "rbln_bucket_suggested",
     "rbln_bucket_suggested_saving_ratio",
@@ -280,122 +284,86 @@ class ServerMetrics:
     def __init__(self, run_dir: Path) -> None:
         self._registry = CollectorRegistry()
         self._board_dir = run_dir / "metrics"
-        made = {decl.name: self._make(decl) for decl in SERVER_METRICS}
-        self._gauges = {k: v for k, v in made.items() if isinstance(v, Gauge)}
-        self._counters = {k: v for k, v in made.items() if isinstance(v, Counter)}
-        self._histograms = {k: v for k, v in made.items() if isinstance(v, Histogram)}
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for decl in SERVER_METRICS:
+            name, fields = decl.name, (decl.name, decl.help, decl.labels)
+            if decl.kind == "counter":
+                self._counters[name] = Counter(*fields, registry=self._registry)
+            elif decl.kind == "gauge":
+                self._gauges[name] = Gauge(*fields, registry=self._registry)
+            else:
+                self._histograms[name] = Histogram(
+                    *fields, registry=self._registry, buckets=decl.buckets
+                )
         # Starts series at 0: `rate` ignores the first value of a series.
-        for name, values in CLOSED_LABELS.items():
-            for value in values:
-                self._counters[name].labels(value)
+        for name, (label, values) in _LABEL_VALUES.items():
+            if _LABELS[name] == (label,):
+                for value in values:
+                    self._counters[name].labels(value)
         for kind in GUIDES:
             self._counters["rbln_structured_output_requests_total"].labels(kind, "ok")
 
-    def _make(self, decl: MetricDecl) -> Counter | Gauge | Histogram:
-        if decl.kind == "counter":
-            return Counter(decl.name, decl.help, decl.labels, registry=self._registry)
-        if decl.kind == "gauge":
-            return Gauge(decl.name, decl.help, decl.labels, registry=self._registry)
-        return Histogram(
-            decl.name, decl.help, decl.labels, registry=self._registry, buckets=decl.buckets
-        )
+    def count(self, name: str, *labels: str, by: float = 1) -> None:
+        """Add to a counter."""
+        if name in _LABEL_VALUES:
+            label, values = _LABEL_VALUES[name]
+            if (value := labels[_LABELS[name].index(label)]) not in values:
+                # It ends no request, but no panel shows it.
+                logger.error("metrics: the label value %r is not declared", value)
+        self._counters[name].labels(*labels).inc(by)
 
-    def set_versions(self, versions: Mapping[str, str]) -> None:
-        """Publish the versions of the components that are labels."""
-        labels = next(d.labels for d in SERVER_METRICS if d.name == "rbln_serve_build_info")
-        values = [versions.get(label, "unknown") for label in labels]
-        self._gauges["rbln_serve_build_info"].labels(*values).set(1)
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge."""
+        gauge = self._gauges[name]
+        (gauge.labels(*labels) if labels else gauge).set(value)
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Add a value to a histogram."""
+        histogram = self._histograms[name]
+        (histogram.labels(*labels) if labels else histogram).observe(value)
 
     def observe_lifecycle(self, lifecycle: Lifecycle) -> None:
         """Publish the phase, the start-up progress and the requests in flight."""
         for phase in ServicePhase:
-            self._gauges["rbln_serve_phase"].labels(phase.label).set(phase is lifecycle.phase)
-        self._gauges["rbln_serve_startup_seconds"].set(lifecycle.ready_after_s or 0.0)
+            self.set("rbln_serve_phase", phase is lifecycle.phase, phase.label)
         done, total = lifecycle.graphs
-        self._gauges["rbln_serve_warmup_graphs"].set(total)
-        self._gauges["rbln_serve_warmup_graphs_done"].set(done)
-        self._gauges["rbln_serve_in_flight_requests"].set(lifecycle.in_flight)
+        self.set("rbln_serve_startup_seconds", lifecycle.ready_after_s or 0.0)
+        self.set("rbln_serve_warmup_graphs", total)
+        self.set("rbln_serve_warmup_graphs_done", done)
+        self.set("rbln_serve_in_flight_requests", lifecycle.in_flight)
 
-    def observe_request(
-        self, *, route: str, method: str, code: int, outcome: str, stream: bool, seconds: float
-    ) -> None:
-        """Count one finished request; `route` is a path template, never a raw path."""
-        _expect(outcome, OUTCOMES)
-        requests = self._counters["rbln_http_requests_total"]
-        requests.labels(route, method, str(code), outcome).inc()
-        durations = self._histograms["rbln_http_request_seconds"]
-        durations.labels(route, "true" if stream else "false").observe(seconds)
-
-    def observe_open_connections(self, count: int) -> None:
-        """Publish the number of client connections."""
-        self._gauges["rbln_http_connections"].set(count)
-
-    def observe_connection_end(self, reason: str) -> None:
-        """Count one connection refused or closed by a limit."""
-        _expect(reason, CONNECTION_ENDS)
-        self._counters["rbln_http_connection_refusals_total"].labels(reason).inc()
-
-    def observe_rejection(self, reason: str) -> None:
-        """Count one request rejected by admission, or by a limit of its key."""
-        _expect(reason, REJECTIONS)
-        self._counters["rbln_admission_rejections_total"].labels(reason).inc()
+    def set_versions(self, versions: Mapping[str, str]) -> None:
+        """Publish the versions of the components that are labels."""
+        name = "rbln_serve_build_info"
+        self.set(name, 1, *(versions.get(label, "unknown") for label in _LABELS[name]))
 
     def observe_admission(self, admission: Admission, settings: ServerSettings) -> None:
         """Publish the admitted work and its limits."""
-        for name, value in (
-            ("in_flight", admission.in_flight),
-            ("flex_in_flight", admission.flex_in_flight),
-            ("max_in_flight", admission.limit),
-            ("max_queued_tokens", admission.max_queued_tokens or 0),
-            ("max_queue_seconds", settings.max_queue_s),
-            ("max_request_seconds", settings.max_request_s),
-        ):
-            self._gauges[f"rbln_admission_{name}"].set(value)
+        self.set("rbln_admission_in_flight", admission.in_flight)
+        self.set("rbln_admission_flex_in_flight", admission.flex_in_flight)
+        self.set("rbln_admission_max_in_flight", admission.limit)
+        self.set("rbln_admission_max_queued_tokens", admission.max_queued_tokens or 0)
+        self.set("rbln_admission_max_queue_seconds", settings.max_queue_s)
+        self.set("rbln_admission_max_request_seconds", settings.max_request_s)
         for key, number in admission.keys.in_flight.items():
-            self._gauges["rbln_key_in_flight"].labels(key).set(number)
-
-    def observe_key(self, key: str, outcome: str, prompt: int, completion: int) -> None:
-        """Count one finished request and its tokens for an API key."""
-        self._counters["rbln_key_requests_total"].labels(key, outcome).inc()
-        tokens = self._counters["rbln_key_tokens_total"]
-        if prompt or completion:
-            tokens.labels(key, "prompt").inc(prompt)
-            tokens.labels(key, "completion").inc(completion)
-
-    def observe_key_rejection(self, key: str, limit: str) -> None:
-        """Count one request rejected by a limit of its API key."""
-        _expect(limit, KEY_LIMITS)
-        self._counters["rbln_key_rejections_total"].labels(key, limit).inc()
-
-    def observe_tier(self, tier: str, outcome: str) -> None:
-        """Count one finished request of a service tier."""
-        self._counters["rbln_tier_requests_total"].labels(tier, outcome).inc()
-
-    def observe_guided(self, kind: str, outcome: str) -> None:
-        """Count one finished request with a constrained answer."""
-        _expect(kind, GUIDES)
-        self._counters["rbln_structured_output_requests_total"].labels(kind, outcome).inc()
-
-    def observe_loop_lag(self, seconds: float) -> None:
-        """Record a lag of the event loop."""
-        self._histograms["rbln_serve_event_loop_lag_seconds"].observe(seconds)
+            self.set("rbln_key_in_flight", number, key)
 
     def observe_advice(self, advice: Mapping[str, Any] | None) -> None:
         """Publish the tuner's advice by phase, as `advise` returns it."""
+        sizes, saving, padding, steps = _ADVICE
         for name in _ADVICE:
             self._gauges[name].clear()
         for phase, found in (advice or {}).items():
-            if found is not None:
-                self._publish_advice(phase, found)
-
-    def _publish_advice(self, phase: str, advice: Mapping[str, Any]) -> None:
-        sizes, saving, padding, steps = (self._gauges[name] for name in _ADVICE)
-        for size in sorted({*advice["current"], *advice["suggested"]}):
-            sizes.labels(phase, str(size)).set(size in advice["suggested"])
-        saving.labels(phase).set(advice["saving"])
-        padding.labels(phase, "current").set(advice["padding_now"])
-        padding.labels(phase, "suggested").set(advice["padding_then"])
-        steps.labels(phase).set(advice["steps"])
+            if found is None:
+                continue
+            for size in sorted({*found["current"], *found["suggested"]}):
+                self.set(sizes, size in found["suggested"], phase, str(size))
+            self.set(saving, found["saving"], phase)
+            self.set(padding, found["padding_now"], phase, "current")
+            self.set(padding, found["padding_then"], phase, "suggested")
+            self.set(steps, found["steps"], phase)
 
     def observe_batches(
         self,
@@ -409,36 +377,25 @@ class ServerMetrics:
         `lines` are counts by result, `tokens` by kind.
         """
         for status, count in statuses.items():
-            self._gauges["rbln_batches"].labels(status).set(count)
+            self.set("rbln_batches", count, status)
         for name, value in values.items():
-            self._gauges[name].set(value)
+            self.set(name, value)
         for result, count in lines.items():
-            self._counters["rbln_batch_lines_total"].labels(result).inc(count)
+            self.count("rbln_batch_lines_total", result, by=count)
         for kind, count in tokens.items():
-            self._counters["rbln_batch_tokens_total"].labels(kind).inc(count)
-
-    def observe_responses(self, statuses: Mapping[str, int]) -> None:
-        """Publish stored responses by status."""
-        for status, count in statuses.items():
-            self._gauges["rbln_stored_responses"].labels(status).set(count)
+            self.count("rbln_batch_tokens_total", kind, by=count)
 
     def observe_adapters(self, adapters: AdapterRegistry) -> None:
         """Publish the LoRA adapters and their number in each state."""
         listed = adapters.all()
         for state in State:
             count = sum(adapter.state is state for adapter in listed)
-            self._gauges["rbln_lora_adapters"].labels(state.value).set(count)
-        info = self._gauges["rbln_lora_adapter_info"]
-        info.clear()
+            self.set("rbln_lora_adapters", count, state.value)
+        name = "rbln_lora_adapter_info"
+        self._gauges[name].clear()
         for adapter in listed[:MAX_ADAPTERS_SHOWN]:
             slot = "" if adapter.slot is None else str(adapter.slot)
-            info.labels(adapter.name, adapter.state.value, slot).set(1)
-
-    def observe_adapter_load(self, result: str, seconds: float) -> None:
-        """Count one load of a LoRA adapter, and its duration if it succeeded."""
-        self._counters["rbln_lora_loads_total"].labels(result).inc()
-        if result == "ok":
-            self._histograms["rbln_lora_load_seconds"].observe(seconds)
+            self.set(name, 1, adapter.name, adapter.state.value, slot)
 
     def observe_reading(self, counts: JobCounts) -> None:
         """Add the large bodies since the last call."""
@@ -448,13 +405,13 @@ class ServerMetrics:
         """Add the grammar checks since the last call."""
         self._add_jobs(counts, "rbln_grammar_checks_total", "rbln_grammar_compile_seconds")
         for size in counts.sizes:
-            self._histograms["rbln_grammar_memory_bytes"].observe(size)
+            self.observe("rbln_grammar_memory_bytes", size)
 
     def _add_jobs(self, counts: JobCounts, total: str, duration: str) -> None:
         for result, count in counts.results.items():
-            self._counters[total].labels(result).inc(count)
+            self.count(total, result, by=count)
         for seconds in counts.seconds:
-            self._histograms[duration].observe(seconds)
+            self.observe(duration, seconds)
 
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""
@@ -477,12 +434,6 @@ class ServerMetrics:
         if self._board_dir.is_dir():
             MultiProcessCollector(boards, path=str(self._board_dir))  # type: ignore[no-untyped-call]
         return boards
-
-
-def _expect(value: str, declared: Container[str]) -> None:
-    """Log a label's value that is not declared: it ends no request, and no panel shows it."""
-    if value not in declared:
-        logger.error("metrics: the label value %r is not declared", value)
 
 
 _LAG_PERIOD_S = 0.25

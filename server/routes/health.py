@@ -100,7 +100,8 @@ def metrics_router(
                 done = batches.take_counts()
                 metrics.observe_batches(batches.statuses, batches.gauges(), done.lines, done.tokens)
             if storage.responses is not None:
-                metrics.observe_responses(storage.responses.statuses)
+                for status, count in storage.responses.statuses.items():
+                    metrics.set("rbln_stored_responses", count, status)
             metrics.observe_advice(latest)
             # Takes many milliseconds, so it runs in a thread.
             text = await asyncio.to_thread(metrics.render)

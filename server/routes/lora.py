@@ -173,7 +173,9 @@ def _counted(metrics: ServerMetrics) -> Iterator[None]:
         result = "refused"
         raise
     finally:
-        metrics.observe_adapter_load(result, time.perf_counter() - started)
+        metrics.count("rbln_lora_loads_total", result)
+        if result == "ok":
+            metrics.observe("rbln_lora_load_seconds", time.perf_counter() - started)
 
 
 def _wait(given: str) -> bool:

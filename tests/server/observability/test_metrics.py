@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,11 @@ def test_a_label_value_that_nobody_declared_ends_no_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     metrics = ServerMetrics(tmp_path)
-    metrics.observe_request(
-        route="/", method="GET", code=200, outcome="new", stream=False, seconds=0.1
-    )
-    metrics.observe_guided("new", "ok")
-    metrics.observe_rejection("new")
-    metrics.observe_key_rejection("key", "new")
-    metrics.observe_connection_end("new")
+    metrics.count("rbln_http_requests_total", "/", "GET", "200", "new")
+    metrics.count("rbln_structured_output_requests_total", "new", "ok")
+    metrics.count("rbln_admission_rejections_total", "new")
+    metrics.count("rbln_key_rejections_total", "key", "new")
+    metrics.count("rbln_http_connection_refusals_total", "new")
     assert values(metrics, "rbln_admission_rejections_total")["new",] == 1
     assert len(caplog.records) == 5
 
@@ -94,14 +93,15 @@ def test_guided_answers_are_counted_within_bounds(tmp_path: Path) -> None:
     assert set(values(metrics, name).values()) == {0.0}
     for kind in GUIDES:
         for outcome in OUTCOMES:
-            metrics.observe_guided(kind, outcome)
+            metrics.count(name, kind, outcome)
     assert set(values(metrics, name).values()) == {1.0}
     assert len(values(metrics, name)) == len(GUIDES) * len(OUTCOMES)
 
 
 async def test_what_holds_the_event_loop_is_seen(tmp_path: Path) -> None:
     metrics = ServerMetrics(tmp_path)
-    async with background_task(follow_event_loop(metrics.observe_loop_lag, period_s=0.01)):
+    observe = partial(metrics.observe, "rbln_serve_event_loop_lag_seconds")
+    async with background_task(follow_event_loop(observe, period_s=0.01)):
         while not values(metrics, "rbln_serve_event_loop_lag_seconds_count").get((), 0):
             await asyncio.sleep(0.01)
         time.sleep(0.6)  # noqa: ASYNC251 (what must not happen)
