@@ -179,7 +179,6 @@ class Permit:
         self._is_flex = True
 
     def release(self) -> None:
-        """Release the permit."""
         if self._is_flex:
             self._admission.flex_in_flight -= self.weight
             self.weight = 0

@@ -116,7 +116,6 @@ class ServerError(Exception):
         }
 
     def body(self) -> bytes:
-        """Return the JSON body in OpenAI's form."""
         return json.dumps(self.envelope()).encode()
 
     def anthropic_body(self, request_id: str) -> bytes:

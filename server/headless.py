@@ -83,23 +83,19 @@ class HeadlessFrontend:
         self._reading = JobCounts()
 
     def schemas(self) -> WireSchemas:
-        """Return no schema."""
         return WireSchemas(requests={}, answers={}, definitions={}, streaming=())
 
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
     ) -> ParsedRequest | StorageOptions:
-        """Raise `HeadlessError`."""
         raise self._refusal()
 
     def take_reading(self) -> JobCounts:
-        """Return no counts."""
         return self._reading
 
     async def handle(
         self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
-        """Raise `HeadlessError`."""
         raise self._refusal()
 
     async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:
@@ -107,11 +103,9 @@ class HeadlessFrontend:
         raise self._refusal()
 
     async def tokenizer_info(self) -> JsonObject | None:
-        """Raise `HeadlessError`."""
         raise self._refusal()
 
     async def models(self) -> list[JsonObject]:
-        """Return no model."""
         return []
 
     def _refusal(self) -> HeadlessError:
@@ -143,7 +137,6 @@ class HeadlessEngines:
         await in_thread(partial(self._manager.shutdown, timeout=timeout_s))
 
     def kill(self) -> None:
-        """Kill the engines."""
         for process in self._manager.processes:
             process.kill()
 

@@ -93,7 +93,6 @@ class TokenBucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Return the units at hand."""
         gained = (now - self._at) * self.limit / _MINUTE_S
         return min(self._level + gained, self.limit)
 

@@ -92,7 +92,6 @@ class Lifecycle:
 
     @property
     def in_flight(self) -> int:
-        """Number of requests in flight."""
         return len(self._tracked)
 
     @property
@@ -196,13 +195,11 @@ class Lifecycle:
         )
 
     def retry_after_s(self) -> int:
-        """Return the seconds after which a client should retry."""
         if (eta := self.eta_s) is None:
             return _DEFAULT_RETRY_S
         return min(max(1, round(eta)), _MAX_RETRY_S)
 
     def status(self) -> ServiceStatus:
-        """Return the body of the probes."""
         progress = self._progress
         done, total = self.graphs
         body: ServiceStatus = {

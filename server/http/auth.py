@@ -300,7 +300,6 @@ def _digest(key: str) -> bytes:
 
 
 def _sent_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    """Return the keys in a request's headers."""
     keys: list[bytes] = []
     for name, value in headers:
         if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:

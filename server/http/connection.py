@@ -171,7 +171,6 @@ class Connection(HttpToolsProtocol):
         self._out.watch_writing()
 
     def resume_writing(self) -> None:
-        """Resume the application."""
         super().resume_writing()
         self._out.stop_watching()
 
@@ -185,7 +184,6 @@ class Connection(HttpToolsProtocol):
     # Parser callbacks.
 
     def on_message_begin(self) -> None:
-        """Start a request."""
         self._unset_keepalive_if_required()
         self._in_head = True
         super().on_message_begin()
@@ -205,12 +203,10 @@ class Connection(HttpToolsProtocol):
         self.headers = []
 
     def on_body(self, body: bytes) -> None:
-        """Forward a chunk of the body."""
         self._buffered = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Record that the request is complete."""
         super().on_message_complete()
         self._in_body = False
         self._buffered = 0

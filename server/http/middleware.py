@@ -282,7 +282,6 @@ class AccessMiddleware:
 
 
 def _check_encoding(scope: Scope) -> None:
-    """Raise `ContentEncodingError` for a compressed body."""
     for name, value in scope["headers"]:
         if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             raise ContentEncodingError(

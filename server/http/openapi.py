@@ -108,7 +108,6 @@ class DescribedRoute(APIRoute):
         self.summary, self.description = self.summary or self.description, ""
 
     def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
-        """Match `HEAD` requests as `GET`."""
         return super().matches(_as_get(scope))
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -123,7 +122,6 @@ def _as_get(scope: AsgiScope) -> AsgiScope:
 def openapi_document(
     routes: Sequence[BaseRoute], engine: WireSchemas, version: str, root_path: str
 ) -> JsonObject:
-    """Return the document of `routes` and of the engine's endpoints."""
     document = get_openapi(
         title="rbln-serve",
         version=version,

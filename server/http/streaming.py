@@ -140,11 +140,9 @@ class HeldStream:
         self._frames = frames
 
     def __aiter__(self) -> HeldStream:
-        """Return the stream itself: it can be read once."""
         return self
 
     async def __anext__(self) -> str:
-        """Return the next frame."""
         if self._held:
             return self._held.pop(0)
         if self._pending is None:
@@ -157,7 +155,6 @@ class HeldStream:
             self._pending = None
 
     async def aclose(self) -> None:
-        """Close the source."""
         if self._pending is not None:
             # A generator cannot be closed while a task runs it.
             self._pending.cancel()

@@ -58,7 +58,6 @@ class Connections:
         return ConnectionSlot(self, client)
 
     def leave(self, slot: ConnectionSlot) -> None:
-        """Release the slot of a connection that has ended."""
         if slot.refusal is not None:
             self._refused -= 1
             return
@@ -96,7 +95,6 @@ class ConnectionSlot:
     reports: bool = True
 
     def leave(self) -> None:
-        """Release the slot; call it once."""
         self.connections.leave(self)
 
     def count(self, reason: str) -> None:
@@ -165,15 +163,12 @@ class LingeringTransport(asyncio.Transport):
         self._write_timer: asyncio.TimerHandle | None = None
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return the wrapped transport's information."""
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """Stop reading from the peer."""
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Continue reading from the peer."""
         self._transport.resume_reading()
 
     def is_closing(self) -> bool:
@@ -223,13 +218,11 @@ class LingeringTransport(asyncio.Transport):
         self._drop_timer = self._loop.call_later(bounds.LINGER_S, self._check_dropped)
 
     def drop(self, size: int) -> None:
-        """Count `size` dropped bytes."""
         self._dropped += size
         if self._dropped > self._drop_bytes:
             self._on_limit()
 
     def stop_dropping(self) -> None:
-        """End of the input that is dropped."""
         if self._drop_timer is not None:
             self._drop_timer.cancel()
             self._drop_timer = None
@@ -251,7 +244,6 @@ class LingeringTransport(asyncio.Transport):
             self._start_write_timer()
 
     def stop_watching(self) -> None:
-        """Stop the write timeout."""
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None

@@ -144,7 +144,6 @@ class _RouteFilter(logging.Filter):
         self._routes = routes
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged."""
         fields = getattr(record, FIELDS, None)
         if fields is None or "route" not in fields:
             return True

@@ -306,7 +306,6 @@ class ServerMetrics:
             self._counters["rbln_structured_output_requests_total"].labels(kind, "ok")
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
-        """Add to a counter."""
         if name in _LABEL_VALUES:
             label, values = _LABEL_VALUES[name]
             if (value := labels[_LABELS[name].index(label)]) not in values:
@@ -315,7 +314,6 @@ class ServerMetrics:
         self._counters[name].labels(*labels).inc(by)
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """Set a gauge."""
         gauge = self._gauges[name]
         (gauge.labels(*labels) if labels else gauge).set(value)
 

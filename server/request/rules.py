@@ -1,6 +1,8 @@
 """Apply the field rules to a body, and reject unknown fields by name.
 
-vLLM's request models ignore unknown fields. Pure functions over plain bodies.
+vLLM's request models ignore unknown fields, and those within objects too: pydantic accepts and
+drops them of vLLM's models and of OpenAI's `TypedDict`s. A shape lists the fields of every form
+that an object may have; `type` and `role` select the form. Pure functions over plain bodies.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def accepted_fields(
     misspelt name may be any documented field.
     Raises `UnknownFieldError`, `UnsupportedFieldError` or `InvalidValueError`.
     """
-    meant = {*known, *_tree(endpoint).within}
+    documented = {*known, *_tree(endpoint).within}
     accepted: JsonObject = {}
     ignored = []
     for name, value in body.items():
@@ -86,7 +88,7 @@ def accepted_fields(
         elif value is None:
             ignored.append(name)
         else:
-            refuse_unknown(unknown_field(name, meant), policy)
+            refuse_unknown(unknown_field(name, documented), policy)
     _check_needs(endpoint, body)
     return accepted, ignored
 
@@ -94,7 +96,6 @@ def accepted_fields(
 def known_fields(
     body: Mapping[str, Any], known: Collection[str], policy: UnknownPolicy
 ) -> JsonObject:
-    """Return the fields of a body that are known. Raises `UnknownFieldError` for another."""
     kept: JsonObject = {}
     for name, value in body.items():
         if name in known:
@@ -175,8 +176,8 @@ def _visit(value: Any, node: _Node, path: str, ignored: set[str]) -> None:
         ]
     elif isinstance(value, dict):
         for name, below in node.within.items():
-            place = f"{path}.{name}" if path else name
-            if name in value and not _stays(value[name], below, place, ignored):
+            inner_path = f"{path}.{name}" if path else name
+            if name in value and not _stays(value[name], below, inner_path, ignored):
                 del value[name]
 
 
@@ -192,7 +193,12 @@ def _stays(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
 def _is_removed(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
     """Return True if the rules remove a value; raises for a refused one."""
     for row in node.rows:
-        if row.when and not _has(value, row.when):
+        if row.when and not (
+            isinstance(value, dict)
+            and all(
+                name in value and _equal(value[name], entry) for name, entry in row.when.items()
+            )
+        ):
             continue
         if row.only and not any(_equal(value, other) for other in row.only):
             continue
@@ -211,16 +217,12 @@ def _is_removed(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
     return False
 
 
-def _has(value: Any, entries: Any) -> bool:
-    return isinstance(value, dict) and all(
-        name in value and _equal(value[name], wanted) for name, wanted in entries.items()
-    )
-
-
 def _equal(value: Any, other: Any) -> bool:
     # As in JSON: 0 is not false.
     return type(value) is type(other) and bool(value == other)
 
+
+# Fields within objects, from the annotations of their models.
 
 _TAGS = ("type", "role")
 """Fields that select the form of an object."""
@@ -260,8 +262,8 @@ class Shape:
 @cache
 def shapes_of(model: type[BaseModel]) -> dict[str, Shape]:
     """Return the shapes of those fields of a request model that hold nested objects."""
-    found = {name: shape_of(annotation) for name, annotation in _model_fields(model).items()}
-    return {name: shape for name, shape in found.items() if _has_forms(shape)}
+    shapes = {name: shape_of(annotation) for name, annotation in _model_fields(model).items()}
+    return {name: shape for name, shape in shapes.items() if _has_forms(shape)}
 
 
 @cache
@@ -276,8 +278,9 @@ def shape_of(annotation: Any) -> Shape:
         elif isinstance(part, type) and issubclass(part, BaseModel):
             shape.forms.append(_form(_model_fields(part)))
         elif isinstance(part, type) and dataclasses.is_dataclass(part):
-            hints, made = _hints(part), [f.name for f in dataclasses.fields(part) if f.init]
-            shape.forms.append(_form({name: hints[name] for name in made}))
+            hints = _hints(part)
+            names = [field.name for field in dataclasses.fields(part) if field.init]
+            shape.forms.append(_form({name: hints[name] for name in names}))
         elif part in (Any, object, dict) or origin in (dict, Mapping):
             shape.free = True
         elif origin in (list, Iterable, Sequence, typing.Iterable):
@@ -294,40 +297,24 @@ def check_shape(shape: Shape, value: object, path: str, policy: UnknownPolicy) -
     work is linear in the size of the value.
     """
     unset: list[str] = []
-    _check_value(shape, value, path, policy, unset)
-    return unset
-
-
-def _check_value(
-    shape: Shape, value: object, path: str, policy: UnknownPolicy, unset: list[str]
-) -> None:
     if isinstance(value, list) and shape.items is not None:
         for index, item in enumerate(value):
-            _check_value(shape.items, item, f"{path}[{index}]", policy, unset)
-    elif isinstance(value, dict) and not shape.free:
-        forms = [form for form in shape.forms if form.fits(value)]
-        if forms:
-            _check_object(forms, value, path, policy, unset)
-
-
-def _check_object(
-    forms: Sequence[ObjectForm],
-    value: dict[str, Any],
-    path: str,
-    policy: UnknownPolicy,
-    unset: list[str],
-) -> None:
-    for name, inner in list(value.items()):
+            unset += check_shape(shape.items, item, f"{path}[{index}]", policy)
+    if not isinstance(value, dict) or shape.free:
+        return unset
+    forms = [form for form in shape.forms if form.fits(value)]
+    for name, inner in list(value.items()) if forms else ():
         annotations = [form.fields[name] for form in forms if name in form.fields]
-        place = f"{path}.{name}"
+        field = f"{path}.{name}"
         if not annotations and inner is None:
-            unset.append(place)
+            unset.append(field)
             del value[name]
         elif not annotations:
             known = {known for form in forms for known in form.fields}
-            refuse_unknown(unknown_field(place, known), policy)
+            refuse_unknown(unknown_field(field, known), policy)
         elif isinstance(inner, list | dict):
-            _check_value(_union(tuple(annotations)), inner, place, policy, unset)
+            unset += check_shape(_union(tuple(annotations)), inner, field, policy)
+    return unset
 
 
 @cache

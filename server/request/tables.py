@@ -501,6 +501,5 @@ def extra_schemas(endpoint: Endpoint) -> dict[str, JsonObject]:
 
 
 def refused_fields(endpoint: Endpoint) -> frozenset[str]:
-    """Return the names of refused fields."""
     rows = fields_by_name(endpoint).items()
     return frozenset(name for name, row in rows if row.action is FieldAction.REFUSED)

@@ -151,7 +151,6 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
 
 
 def owner_of(request: Request) -> str:
-    """Return the owner of the data that a request stores."""
     return record_of(request.scope).caller.owner
 
 

@@ -49,7 +49,6 @@ class _File(NamedTuple):
 
 
 def console_router() -> APIRouter:
-    """Return the console's routes."""
     router = APIRouter(route_class=DescribedRoute)
     files = {
         path.relative_to(FOLDER).as_posix(): _read(path)

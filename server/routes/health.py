@@ -28,7 +28,6 @@ _PROBE: Any = {"response_model": ServiceStatus, "responses": {503: {"model": Ser
 
 
 def health_router(lifecycle: Lifecycle, versions: Mapping[str, str]) -> APIRouter:
-    """Return the probes' routes."""
     router = APIRouter(route_class=DescribedRoute)
 
     def report(healthy: bool) -> JSONResponse:
@@ -79,7 +78,6 @@ def metrics_router(
     advice: BucketAdvice,
     storage: StorageServices,
 ) -> APIRouter:
-    """Return the routes of the metrics page and of the load."""
     router = APIRouter(route_class=DescribedRoute)
     one_at_a_time = asyncio.Lock()
 

@@ -129,7 +129,6 @@ class HistoryAnswer(TypedDict):
 
 
 def history_router(history: History) -> APIRouter:
-    """Return the route of the latest samples of traffic."""
     router = APIRouter(route_class=DescribedRoute)
 
     @router.get(
