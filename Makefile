@@ -22,7 +22,7 @@ fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test test-tools test-fast test-nixl lint bench dashboards chart docs docs-site published flags upstream lock wheel image clean
+.PHONY: help install dev serve test test-tools test-fast test-nixl lint bench chart docs docs-site published flags upstream lock wheel image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -59,9 +59,6 @@ lint: dev docs-site ## ruff, mypy --strict, import contracts, hadolint, shellche
 
 bench: dev ## Ours against vLLM's CPU backend, llama.cpp and transformers; ARGS go to benchmarks compare
 	$(quiet) $(python) -m benchmarks compare --save $(ARGS)
-
-dashboards: dev ## Rewrite the generated dashboards of deploy/grafana
-	$(python) -m deploy.grafana.generate
 
 chart: dev ## Rewrite values.schema.json of the Helm chart
 	$(python) -m deploy.kubernetes.generate
