@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from server.descriptions import json_type
+from server.errors import json_type
 from server.frontend import LaunchError
 from server.wire.endpoint import JsonObject
 

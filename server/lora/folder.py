@@ -14,8 +14,7 @@ from pathlib import Path
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
-from server.descriptions import json_type
-from server.errors import InvalidAdapterError, describe
+from server.errors import InvalidAdapterError, describe, json_type
 from server.host.files import read_regular
 from server.wire.endpoint import JsonObject
 

@@ -13,13 +13,13 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from server import bounds
-from server.descriptions import json_type
 from server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     InvalidJsonError,
     MediaTypeError,
     describe,
+    json_type,
 )
 from server.settings import ServerSettings
 from server.tools.ending import replace_halves

@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from server.descriptions import json_type
-from server.errors import InvalidTypeError, MissingFieldError, describe, invalid_value
+from server.errors import InvalidTypeError, MissingFieldError, describe, invalid_value, json_type
 from server.wire.endpoint import Endpoint, JsonObject
 
 _MESSAGE_TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from server.descriptions import json_type
+from server.errors import json_type
 from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,

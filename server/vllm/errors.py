@@ -24,7 +24,6 @@ from vllm.exceptions import (
 )
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from server.descriptions import json_type
 from server.errors import (
     ContextLengthError,
     EngineFailedError,
@@ -38,6 +37,7 @@ from server.errors import (
     ServerError,
     UnsupportedOperationError,
     describe,
+    json_type,
 )
 from server.request.fields import MAX_TOKENS_FIELDS
 from server.vllm.sampling import no_token_left
