@@ -48,7 +48,11 @@ from server.settings import ServerSettings
 from server.storage.services import StorageServices
 
 # The document is our own, and a path has one spelling.
-_OURS: dict[str, Any] = {"title": "rbln-serve", "openapi_url": None, "redirect_slashes": False}
+_APP_OPTIONS: dict[str, Any] = {
+    "title": "rbln-serve",
+    "openapi_url": None,
+    "redirect_slashes": False,
+}
 
 
 def create_app(
@@ -83,7 +87,7 @@ def create_app(
     advice = BucketAdvice(run_dir)
     history = History(partial(read_traffic, run_dir / "metrics"))
     shown = ShownPaths(settings.lora_root)
-    app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_OURS)
+    app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_APP_OPTIONS)
     app.include_router(health_router(lifecycle, versions))
     app.include_router(
         metrics_router(metrics, settings, lifecycle, admission, frontend, advice, storage)
@@ -106,7 +110,7 @@ def create_app(
         app.include_router(console_router())
     responses = ResponseStore(frontend, storage.responses)
     add_inference_routes(app, frontend, responses, settings, admission)
-    app.add_exception_handler(HTTPException, _raise_ours)
+    app.add_exception_handler(HTTPException, _raise_server_error)
     app.add_exception_handler(ClientGoneError, _end_aborted)
     # Only those outside of the gate, which catches all others.
     app.add_exception_handler(Exception, _fail)
@@ -129,7 +133,7 @@ def _methods(request: Request) -> set[str]:
     return methods | ({"HEAD"} if "GET" in methods else set())
 
 
-async def _raise_ours(request: Request, error: Exception) -> Response:
+async def _raise_server_error(request: Request, error: Exception) -> Response:
     """Turn the framework's own errors into ours; the middleware answers with the envelope."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {describe(request.url.path)}"

@@ -31,9 +31,8 @@ from server.storage.owners import NO_KEY, owner_of_digest
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
-_WITH_OPTIONS = re.compile(rf"({_NAME.pattern})\[([a-z0-9.:+-]+)\]")
-"""A name and the tiers and limits of its key, such as `nightly[flex+rpm:60]`."""
+_NAMED = re.compile(r"([A-Za-z][A-Za-z0-9._-]{0,63})(?:\[([a-z0-9.:+-]+)\])?")
+"""A name, and the tiers and limits of its key where there are some: `nightly[flex+rpm:60]`."""
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]{23,}=")
 _DIGEST = "sha256:"
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -96,12 +95,12 @@ class KeyRing:
 
     def find(self, digests: Iterable[bytes]) -> Key | None:
         """Return the key that has one of the digests, or None."""
-        found: Key | None = None
+        match: Key | None = None
         for digest in digests:
             for key in self._keys:
                 if hmac.compare_digest(key.digest, digest):
-                    found = key
-        return found
+                    match = key
+        return match
 
     def name_of(self, owner: str) -> str | None:
         """Return the name of the key with this owner, or None."""
@@ -236,7 +235,7 @@ def _key(text: str, kind: str, number: int, salt: bytes, limits: KeyLimits) -> K
     """Parse `KEY` or `name=KEY`; base64 that ends in `=` is a key without a name."""
     text = text.strip()
     name, equals, rest = text.partition("=")
-    named = _named(name)
+    named = _NAMED.fullmatch(name)
     if equals and not rest.startswith("=") and named is not None and not _is_base64(text):
         where = f"--{kind}-key (RBLN_SERVE_{kind.upper()}_KEY)"
         if not rest:
@@ -253,7 +252,7 @@ def _is_base64(text: str) -> bool:
 
 def _key_of_line(file: Path, number: int, line: str, limits: KeyLimits) -> Key:
     name, _, rest = line.partition("=")
-    named = _named(name)
+    named = _NAMED.fullmatch(name)
     if not rest or named is None:
         raise SettingsError(
             f"key file {file}, line {number}: write `name=key` or `name=sha256:<64 hex digits>`, "
@@ -265,16 +264,8 @@ def _key_of_line(file: Path, number: int, line: str, limits: KeyLimits) -> Key:
     return _named_key(f"key file {file}, line {number}", named, _digest(rest), limits)
 
 
-def _named(text: str) -> tuple[str, str | None] | None:
-    """Return a key's name and the options after it, None if `text` is not a name."""
-    if _NAME.fullmatch(text):
-        return text, None
-    found = _WITH_OPTIONS.fullmatch(text)
-    return None if found is None else (found[1], found[2])
-
-
-def _named_key(where: str, named: tuple[str, str | None], digest: bytes, limits: KeyLimits) -> Key:
-    name, options = named
+def _named_key(where: str, named: re.Match[str], digest: bytes, limits: KeyLimits) -> Key:
+    name, options = named.groups()
     if options is None:
         return Key(name, digest, name, limits)
     words = options.split("+")

@@ -116,7 +116,7 @@ class RequestMiddleware:
         # The task serves this request alone.
         request_id_var.set(request_id)
         record_var.set(record)
-        tracing = self._tracing() if record.route.gated else None
+        tracing = self._tracing() if record.route.needs_ready else None
         if tracing is not None:
             begin_span(tracing, scope, record, request_id)
         try:
@@ -253,7 +253,7 @@ class AccessMiddleware:
         else:
             record.caller = self._access.admit(record.route, scope)
         _check_encoding(scope)
-        if not record.route.gated:
+        if not record.route.needs_ready:
             await self._app(scope, receive, send)
             return
         if (refusal := self._lifecycle.refusal()) is not None:

@@ -100,7 +100,7 @@ class DescribedRoute(APIRoute):
             options["openapi_extra"] = (options.get("openapi_extra") or {}) | _SECURITY
         if scope in (Scope.ADMIN, Scope.ADAPTERS):
             common.append(errors.PermissionDeniedError)
-        if route.gated:
+        if route.needs_ready:
             common += _GATE_FAILURES
         options["responses"] = failing(*common) | (options.get("responses") or {})
         options["operation_id"] = f"{method.lower()}{route.template}"

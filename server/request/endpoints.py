@@ -56,11 +56,14 @@ documents; `server.http.auth` decides, and tests compare the two."""
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route; `template` is its label. A `gated` one is rejected unless the service is ready."""
+    """One route; `template` is its label.
+
+    One that `needs_ready` is rejected unless the service is ready.
+    """
 
     template: str
     scope: Scope
-    gated: bool = True
+    needs_ready: bool = True
     prefix: str = ""
     """Prefix of the paths of a template with a parameter."""
     suffix: str = ""
@@ -84,17 +87,17 @@ _RESPONSES = "/v1/responses/"
 
 ROUTES: tuple[Route, ...] = (
     *(Route(p, Scope.PROBE, False) for p in ("/livez", "/readyz", "/startupz", "/health", "/ping")),
-    Route("/", Scope.PAGE, gated=False),
-    Route("/console/{file}", Scope.PAGE, gated=False, prefix="/console/"),
-    *(Route(path, Scope.METRICS, gated=False) for path in ("/metrics", "/version", "/load")),
-    *(Route(path, Scope.API, gated=False) for path in ("/v1/server_info", "/openapi.json")),
-    Route("/v1/server_info/history", Scope.API, gated=False),
+    Route("/", Scope.PAGE, needs_ready=False),
+    Route("/console/{file}", Scope.PAGE, needs_ready=False, prefix="/console/"),
+    *(Route(path, Scope.METRICS, needs_ready=False) for path in ("/metrics", "/version", "/load")),
+    *(Route(path, Scope.API, needs_ready=False) for path in ("/v1/server_info", "/openapi.json")),
+    Route("/v1/server_info/history", Scope.API, needs_ready=False),
     *(Route(endpoint.value, Scope.API, admitted=True) for endpoint in Endpoint),
     Route(INVOCATIONS, Scope.API, admitted=True),
-    Route("/v1/files", Scope.API, gated=False),
+    Route("/v1/files", Scope.API, needs_ready=False),
     Route("/v1/files/{file_id}/content", Scope.API, False, "/v1/files/", suffix="/content"),
     Route("/v1/files/{file_id}", Scope.API, False, "/v1/files/"),
-    Route("/v1/batches", Scope.API, gated=False),
+    Route("/v1/batches", Scope.API, needs_ready=False),
     Route("/v1/batches/{batch_id}/cancel", Scope.API, False, "/v1/batches/", suffix="/cancel"),
     Route("/v1/batches/{batch_id}", Scope.API, False, "/v1/batches/"),
     Route("/v1/responses/{response_id}/cancel", Scope.API, False, _RESPONSES, suffix="/cancel"),
@@ -114,13 +117,13 @@ ROUTES: tuple[Route, ...] = (
     Route("/v1/lora_adapters/{name}", Scope.API, prefix="/v1/lora_adapters/"),
     Route("/v1/load_lora_adapter", Scope.ADAPTERS),
     Route("/v1/unload_lora_adapter", Scope.ADAPTERS),
-    Route("/admin/drain", Scope.ADMIN, gated=False),
-    Route("/admin/undrain", Scope.ADMIN, gated=False),
+    Route("/admin/drain", Scope.ADMIN, needs_ready=False),
+    Route("/admin/undrain", Scope.ADMIN, needs_ready=False),
     Route("/reset_prefix_cache", Scope.ADMIN),
     Route("/start_profile", Scope.ADMIN),
     Route("/stop_profile", Scope.ADMIN),
 )
-OTHER = Route("other", Scope.API, gated=False)
+OTHER = Route("other", Scope.API, needs_ready=False)
 """Paths that do not exist."""
 
 _BY_PATH = {route.template: route for route in ROUTES if not route.prefix}

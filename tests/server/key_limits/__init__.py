@@ -1,1 +1,0 @@
-"""Limits of API keys."""

@@ -1,1 +1,0 @@
-"""Fields of a body that set how the engine serves it."""
