@@ -21,7 +21,7 @@ from server.request.options import DraftOptions
 from server.storage.responses.storage_options import StorageOptions
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.gate import GrammarGate
-from server.tools.support import ToolSupport
+from server.tools import ToolSupport
 from server.wire.endpoint import Endpoint, JsonObject
 
 if TYPE_CHECKING:
@@ -89,11 +89,9 @@ class Profiler(Protocol):
 
     async def start_profile(self) -> None:
         """Start recording."""
-        ...
 
     async def stop_profile(self) -> None:
         """Stop recording and write the profile."""
-        ...
 
 
 class Frontend(Protocol):
@@ -102,31 +100,25 @@ class Frontend(Protocol):
     @property
     def keep_alive_s(self) -> float:
         """Seconds of silence after which a stream gets a comment; 0 sends none."""
-        ...
 
     @property
     def tracing(self) -> Tracing | None:
         """Factory of request spans, None without an endpoint for traces."""
-        ...
 
     def schemas(self) -> WireSchemas:
         """Return the schemas of the offered endpoints; takes about a second."""
-        ...
 
     @property
     def endpoints(self) -> frozenset[Endpoint]:
         """Endpoints that the served model offers."""
-        ...
 
     @property
     def capacity(self) -> Capacity:
         """Capacity of the engine."""
-        ...
 
     @property
     def tools(self) -> ToolSupport:
         """Support for tools of the served model."""
-        ...
 
     async def read(
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
@@ -137,11 +129,9 @@ class Frontend(Protocol):
         continues a stored response returns its storage options only. Raises the `ServerError` of
         the first invalid field.
         """
-        ...
 
     def take_reading(self) -> JobCounts:
         """Return the counts of large bodies since the last call."""
-        ...
 
     async def handle(
         self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
@@ -151,7 +141,6 @@ class Frontend(Protocol):
         `stamp` are fields to add to the answer. Raises a `ServerError`, also from the generator.
         Cancelling the call or closing the generator aborts the request in the engine.
         """
-        ...
 
     async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:
         """Forget the KV of all prompts; return False if requests hold blocks.
@@ -159,30 +148,24 @@ class Frontend(Protocol):
         With `preempt` these requests are preempted, and compute their prompts again. With `tiers`
         the KV tiers are emptied, too; False without tiers.
         """
-        ...
 
     async def tokenizer_info(self) -> JsonObject | None:
         """Return the tokenizer's configuration as vLLM does, None if it was not switched on."""
-        ...
 
     async def models(self) -> list[JsonObject]:
         """Return the served models as OpenAI's model objects."""
-        ...
 
     @property
     def adapters(self) -> AdapterRegistry | None:
         """The LoRA adapters, None when they are switched off."""
-        ...
 
     @property
     def grammars(self) -> GrammarGate | None:
         """The gate of structured outputs, None for a model that does not generate text."""
-        ...
 
     @property
     def profiler(self) -> Profiler | None:
         """The profiler, None if it was not switched on."""
-        ...
 
 
 class RunningEngine(Protocol):
@@ -191,19 +174,15 @@ class RunningEngine(Protocol):
     @property
     def frontend(self) -> Frontend:
         """The front end of this engine."""
-        ...
 
     def failure(self) -> str | None:
         """Return why the engine has failed, else None. Polled several times a second."""
-        ...
 
     async def shutdown(self, timeout_s: float) -> None:
         """Stop the engine; it is killed after `timeout_s` seconds."""
-        ...
 
     def kill(self) -> None:
         """Kill the engine; a running `shutdown` returns."""
-        ...
 
 
 class EngineLauncher(Protocol):
@@ -211,23 +190,18 @@ class EngineLauncher(Protocol):
 
     def versions(self) -> Mapping[str, str]:
         """Return the versions of the components; known before the launch."""
-        ...
 
     def expected_s(self) -> float | None:
         """Return the seconds from the process's start to ready that a launch like this takes."""
-        ...
 
     def keep_ready_s(self, seconds: float) -> None:
         """Remember in how many seconds this launch was ready."""
-        ...
 
     async def launch(self) -> RunningEngine:
         """Build the engine and prove it with one token. Raises `LaunchError`."""
-        ...
 
     async def abandon(self) -> None:
         """Abort a running launch; returns within about a second."""
-        ...
 
 
 class LaunchError(Exception):

@@ -24,7 +24,7 @@ from server.frontend import LaunchError, ParsedRequest, WireSchemas
 from server.host.job_pool import JobCounts
 from server.host.tasks import in_daemon_thread, in_thread, without_garbage_collection
 from server.storage.responses.storage_options import StorageOptions
-from server.tools.support import ToolSupport
+from server.tools import ToolSupport
 from server.wire.endpoint import Endpoint, JsonObject
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
     from rbln_backend.api.reports import ModelReport
-    from server.tools.support import ToolSupport
+    from server.tools import ToolSupport
 
 _LABEL_WIDTH = 16
 
@@ -108,7 +108,7 @@ def _check_tokenizer(
         return None
     from vllm.tokenizers import cached_tokenizer_from_config
 
-    from server.vllm.tools.templates import check_parsers, settle_tools, template_tokenizer
+    from server.vllm.tool_prompt import check_parsers, choose_tools, template_tokenizer
 
     try:
         tokenizer = cached_tokenizer_from_config(model_config)
@@ -119,6 +119,6 @@ def _check_tokenizer(
     if model_config.runner_type != "generate":
         return None
     by_template = template_tokenizer(model_config, tokenizer)
-    tools = settle_tools(args, by_template, model_config, settings)
+    tools = choose_tools(args, by_template, model_config, settings)
     check_parsers(args, tokenizer, model_config)
     return tools

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutputs, coordinator
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from server.engine.socket import decode_outputs, log_stranger
+from server.vllm.patches import decode_in_coordinator
 
 
 class Coordinator(DPCoordinatorProc):
@@ -32,5 +33,5 @@ class Coordinator(DPCoordinatorProc):
                     return EngineCoreOutputs()
                 return outputs
 
-        coordinator.MsgpackDecoder = Decoder  # type: ignore[attr-defined]
+        decode_in_coordinator(Decoder)
         DPCoordinatorProc.run_coordinator(engine_count, *args, **kwargs)

@@ -7,6 +7,7 @@ start-up does not wait. Invariant: a launched engine has answered a request.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.metadata
 import logging
 import platform
@@ -30,7 +31,6 @@ from server import __version__
 from server.engine.config import engine_config
 from server.engine.launch_errors import launch_error
 from server.engine.process import (
-    choose_start_method,
     end_engine_processes,
     engine_first,
     engine_processes,
@@ -43,7 +43,7 @@ from server.engine.weight_files import read_ahead, refuse_damaged_weights
 from server.host.tasks import in_daemon_thread, in_thread, without_garbage_collection
 from server.observability.logging import bound_vllm_log
 from server.settings import ServerSettings
-from server.vllm.importing import allow_stop_strings, import_serving
+from server.vllm.patches import allow_stop_strings, check_shapes, choose_start_method
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -57,6 +57,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENGINE = "engine"
+# By name: linters remove import statements without a use.
+_SERVING_MODULES = (
+    "server.vllm.frontend",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.launchers.api_server.app_state",
+)
 
 
 class VllmEngine:
@@ -252,6 +258,13 @@ class VllmLauncher(Launcher):
             for phase, seconds in rank.get("phases", {}).items():
                 phases[phase] = max(seconds, phases.get(phase, 0.0))
         return phases
+
+
+def import_serving() -> None:
+    """Import what `build_frontend` needs; called in a thread while the engine loads the model."""
+    for name in _SERVING_MODULES:
+        importlib.import_module(name)
+    check_shapes()
 
 
 def _last_start() -> LastStart | None:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, cast
 
 from tokenizers.decoders import DecodeStream
 
-from server.vllm.logprobs.texts import TokenBytes
+from server.vllm.logprobs import TokenBytes
+from server.vllm.patches import use_decode_stream
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -62,7 +63,6 @@ class _StreamBehindOpenCharacter:
 
 def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
     """Replace the decode stream of a new request if its prompt's text ends in U+FFFD."""
-    # With its type, by which `make upstream` finds what is replaced below.
     detokenizer: FastIncrementalDetokenizer = cast("FastIncrementalDetokenizer", state.detokenizer)
     prompt, tokenizer = state.prompt_token_ids, getattr(detokenizer, "tokenizer", None)
     if not prompt or not hasattr(detokenizer, "stream") or tokenizer is None:
@@ -72,9 +72,9 @@ def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
     if not tokenizer.decode(tail, skip_special_tokens=skip).endswith(_REPLACEMENT):
         return
     tokens, chars = _open_tokens([token_bytes.of(token) for token in tail])
-    detokenizer.stream = _StreamBehindOpenCharacter(  # type: ignore[assignment]
-        tokenizer, tail[len(tail) - tokens :], chars, skip, token_bytes
-    )
+    open_tokens = tail[len(tail) - tokens :]
+    stream = _StreamBehindOpenCharacter(tokenizer, open_tokens, chars, skip, token_bytes)
+    use_decode_stream(detokenizer, stream)
 
 
 def _last_shown(tokenizer: Tokenizer, prompt: Sequence[int], skip: bool) -> Iterator[int]:

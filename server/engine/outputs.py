@@ -19,13 +19,17 @@ from vllm.v1.engine.output_processor import OutputProcessorOutput
 from vllm.v1.metrics.stats import IterationStats
 
 from rbln_backend.api.requests import PROMPT_PROGRESS, QUEUE_TIMEOUT
-from server.engine.direct_outputs import DirectState, push_to
 from server.engine.open_characters import keep_prompt_out
 from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError, ServerError
 from server.request.record import RequestRecord, record_var
-from server.vllm.logprobs.processor import AnswerLogprobs
-from server.vllm.logprobs.texts import TokenBytes, keep_token_texts
+from server.vllm.logprobs import AnswerLogprobs, TokenBytes, token_texts
+from server.vllm.patches import (
+    use_logprobs_processor,
+    use_output_processor,
+    use_token_texts,
+)
+from server.vllm.text_stream import DirectState, push_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -76,7 +80,7 @@ class QueueAwareOutputs(TracedOutputs):
             None,
             None,
         ):
-            state.logprobs_processor = AnswerLogprobs.of(processor, state.detokenizer)
+            use_logprobs_processor(state, AnswerLogprobs.of(processor, state.detokenizer))
         # vLLM's generators write the log of outputs.
         if record is not None and record.direct.claim() and not self._logs_deltas:
             push_to(state, record.direct)
@@ -202,6 +206,5 @@ def install_output_processor(engine: AsyncLLM, max_queue_s: float, *, logs_delta
 
     ``logs_deltas``: vLLM logs the text of each answer.
     """
-    assert engine.output_handler is None, "outputs are processed already"
-    keep_token_texts()
-    engine.output_processor = QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas)
+    use_token_texts(token_texts)
+    use_output_processor(engine, QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas))

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from server.host.tasks import in_daemon_thread
+from server.vllm.patches import engine_parts, require, use_coordinator
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,18 +33,6 @@ def start_forkserver() -> None:
     """Start the fork server, which imports in the background; call it before any thread exists."""
     multiprocessing.set_forkserver_preload(["server.engine.preload"])
     multiprocessing.forkserver.ensure_running()
-
-
-def choose_start_method(method: StartMethod) -> None:
-    """Make vLLM start its engine process by `method`.
-
-    vLLM 0.30's launcher supports VLLM_WORKER_MULTIPROC_METHOD=forkserver, but its table of
-    variables refuses that value. Replacing the table's row affects this process only: engine
-    processes that start workers still follow the variable.
-    """
-    from vllm import envs
-
-    envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: method
 
 
 class _StartedEngine:
@@ -82,11 +71,9 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
     clients: list[Future[EngineCoreClient]] = []
 
     def start_engine() -> EngineCoreClient:
-        from vllm.v1.engine import coordinator
-
         from server.engine.coordinator import Coordinator
 
-        coordinator.DPCoordinatorProc = Coordinator  # type: ignore[misc]
+        use_coordinator(Coordinator)
         try:
             client: EngineCoreClient = client_type.make_async_mp_client(**options, renderer=engine)
             return client
@@ -107,22 +94,18 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
         @staticmethod
         def make_async_mp_client(**given: Any) -> EngineCoreClient:
             del given["renderer"]
-            assert given == options, "vLLM would start another engine"
+            require(given == options, "AsyncLLM")
             return clients[0].result()
 
-    async_llm.renderer_from_config = render_later  # type: ignore[attr-defined,assignment]
-    async_llm.EngineCoreClient = StartedClient  # type: ignore[attr-defined,assignment]
     try:
-        yield
+        with engine_parts(render_later, StartedClient):
+            yield
     except Exception:
         if clients:
             # A tokenizer that cannot be read must not leave an engine, or a thread that waits.
             end_engine_processes()
             wait(clients, timeout=_GRACE_S)
         raise
-    finally:
-        async_llm.renderer_from_config = make_renderer  # type: ignore[attr-defined]
-        async_llm.EngineCoreClient = client_type  # type: ignore[attr-defined]
 
 
 def engine_processes() -> list[multiprocessing.process.BaseProcess]:

@@ -21,6 +21,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from server.vllm.patches import use_output_socket
+
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -251,13 +253,11 @@ def receive_directly(engine: AsyncLLM) -> EngineSocket:
     from vllm.v1.serial_utils import MsgpackDecoder
 
     resources: BackgroundResources = engine.engine_core.resources
-    assert resources.output_queue_task is None, "the client receives already"
     assert isinstance(resources.output_socket, zmq.asyncio.Socket)
     client: AsyncMPClient = engine.engine_core
     accepts = None
     if _has_others(engine):
         accepts = partial(_is_from_engine, client, MsgpackDecoder(EngineCoreOutputs))
     socket = EngineSocket(resources.output_socket, accepts)
-    resources.output_socket = socket
-    client.outputs_queue = OutputQueue()
+    use_output_socket(engine, socket, OutputQueue())
     return socket

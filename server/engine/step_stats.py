@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.loggers import StatLoggerManager
 
+from server.vllm.patches import use_stat_loggers
+
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.stats import IterationStats, SchedulerStats
@@ -98,8 +100,6 @@ def _has_only_gauges(stats: SchedulerStats | None) -> bool:
 
 def defer_stats(engine: AsyncLLM) -> None:
     """Make a new engine's loggers keep decode steps for later; without statistics do nothing."""
-    manager = engine.logger_manager
+    manager = use_stat_loggers(engine, DeferredStats)
     if manager is not None:
-        manager.__class__ = DeferredStats
-        assert isinstance(manager, DeferredStats)
         manager.pending, manager.timer = [], None

@@ -68,7 +68,7 @@ from server.request.record import (
 )
 from server.settings import ServerSettings
 from server.wire.endpoint import Endpoint
-from server.wire.sse import named_frame
+from server.wire.frames import named_frame
 
 logger = logging.getLogger(REQUEST_LOGGER)
 

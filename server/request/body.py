@@ -22,7 +22,7 @@ from server.errors import (
     json_type,
 )
 from server.settings import ServerSettings
-from server.tools.ending import replace_halves
+from server.tools import replace_halves
 from server.wire.endpoint import JsonObject
 
 JSON_TYPE = "application/json"

@@ -17,9 +17,8 @@ from server.errors import DeadlineError, InvalidValueError, RateLimitError, Serv
 from server.key_limits import NO_LIMITS, KeyLimits, KeyUse
 from server.request.endpoints import Route
 from server.request.options import EVERY_TIER, DraftOptions, Tier, Tiers
-from server.wire.direct_frames import DirectFrames
 from server.wire.endpoint import JsonObject
-from server.wire.prompt_progress import PromptProgress
+from server.wire.frames import DirectFrames, PromptProgress
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

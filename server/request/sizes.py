@@ -18,7 +18,7 @@ from server.request.body import MANY_DIGITS, MAX_DIGITS
 from server.request.endpoints import is_message
 from server.request.fields import FieldKind
 from server.request.tables import kind_of_field
-from server.tools.ending import replace_halves
+from server.tools import replace_halves
 from server.wire.endpoint import Endpoint, JsonObject
 
 MAX_FIELDS = 256

@@ -39,7 +39,7 @@ from server.storage.responses.input_items import page_of_items
 from server.storage.responses.service import ResponseService
 from server.storage.responses.storage_options import StorageOptions
 from server.wire.endpoint import Endpoint, JsonObject
-from server.wire.sse import data_text, named_frame
+from server.wire.frames import data_text, named_frame
 
 _MAX_LIMIT = 100
 _KEEP_ALIVE_S = 15.0

@@ -18,7 +18,7 @@ from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,
 )
-from server.tools.choice import ToolChoice, get_field
+from server.tools import ToolChoice, get_field
 from server.wire.endpoint import Endpoint, JsonObject
 
 ANY_OBJECT = '{"type": "object"}'

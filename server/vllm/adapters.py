@@ -25,6 +25,7 @@ from server.lora.state_file import STATE_FILE, StateFile
 from server.request.record import RequestRecord
 from server.settings import ServerSettings
 from server.vllm.errors import RequestContext, from_exception
+from server.vllm.patches import use_lora_requests
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath
@@ -59,7 +60,6 @@ class EngineAdapters:
         return {name: Target.from_lists(*target) for name, target in targets[0].items()}
 
     async def stage(self, adapter: EngineAdapter) -> None:
-        """Start reading the adapter in every worker."""
         await self._workers("stage_lora", _request(adapter))
 
     async def staged(self, adapter_id: int) -> tuple[str, str]:
@@ -72,15 +72,12 @@ class EngineAdapters:
         return "ready", ""
 
     async def add(self, adapter: EngineAdapter) -> None:
-        """Copy the staged adapter into a slot."""
         await self._call(self._engine.add_lora(_request(adapter)))
 
     async def remove(self, adapter_id: int) -> None:
-        """Free the adapter's slot."""
         await self._call(self._engine.remove_lora(adapter_id))
 
     async def slots(self) -> Mapping[int, int]:
-        """Return the slot of each adapter."""
         return {int(k): int(v) for k, v in (await self._workers("lora_slots"))[0].items()}
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -113,11 +110,9 @@ class LeasedNames(Mapping[str, LoRARequest]):
         return _request(EngineAdapter(adapter.name, adapter.id, adapter.path))
 
     def __iter__(self) -> Iterator[str]:
-        """Return the names of the ready adapters."""
         return (adapter.name for adapter in self._adapters.ready())
 
     def __len__(self) -> int:
-        """Return the number of ready adapters."""
         return sum(1 for _ in self)
 
     def values(self) -> Any:
@@ -151,7 +146,7 @@ async def open_adapters(
     adapters = AdapterRegistry(port, base, limits, state_file)
     await _load_static(adapters, static or ())
     await adapters.restore()
-    models.lora_requests = LeasedNames(adapters)  # type: ignore[assignment]  # a dict to read
+    use_lora_requests(models, LeasedNames(adapters))
     return adapters
 
 

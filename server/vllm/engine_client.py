@@ -33,6 +33,7 @@ from server.structured_outputs.constraint import (
 from server.structured_outputs.gate import refusal
 from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
 from server.vllm.errors import BacklogError, NoTokenLeftError
+from server.vllm.patches import validate_no_grammars
 from server.vllm.sampling import (
     bad_word_ids,
     check_logprobs,
@@ -66,8 +67,7 @@ class EngineClient(AsyncLLM):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Without it, vLLM validates no grammar itself.
-        self.input_processor.structured_outputs_config = None  # type: ignore[assignment]
+        validate_no_grammars(self)
         self._flex: list[RequestState] = []
 
     async def add_request(
@@ -81,26 +81,42 @@ class EngineClient(AsyncLLM):
         """
         record = record_var.get()
         predicted: list[int] = []
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
         if isinstance(params, SamplingParams):
-            self._check_length(prompt)
+            most = self.model_config.max_model_len - 1
+            if ids is not None and len(ids) > most:
+                raise ContextLengthError(
+                    f"The prompt has {len(ids)} tokens; at most {most} leave room for an answer."
+                )
             check_logprobs(params, prompt, self.model_config.get_vocab_size())
             if params.bad_words:
-                ids = bad_word_ids(params.bad_words, self.renderer.tokenizer)
-                params._bad_words_token_ids = ids
+                tokenizer = self.renderer.tokenizer
+                params._bad_words_token_ids = bad_word_ids(params.bad_words, tokenizer)
                 # vLLM has no ids for a word of white space alone, and refuses it.
                 params.bad_words = []
             if self.grammars is not None and params.structured_outputs is not None:
-                await self._settle_grammar(params, self.grammars, record)
-                self._settle_reasoning(kwargs)
+                await self._replace_grammar(params, self.grammars, record)
+                self._bind_after_reasoning(kwargs)
             if self.vllm_config.speculative_config is not None:
                 text = "" if record is None else record.drafts.prediction
                 predicted = await predicted_tokens(self, text)
                 set_draft_options(params, record, prompt, predicted)
         if record is None:
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
+        length = 0 if ids is None else len(ids)
         if not record.has_beams:
-            record.reserve(_most_tokens(record, prompt, params))
-        _ask_for_progress(record, prompt, params)
+            # An answer without a bound counts no tokens.
+            bounds_answer = record.bounds_answer and isinstance(params, SamplingParams)
+            answer = (params.max_tokens or 0) * params.n if bounds_answer else 0
+            record.reserve(length + answer)
+        if (
+            record.progress is not None
+            and isinstance(params, SamplingParams)
+            and length >= _LONG_PROMPT
+        ):
+            # The scheduler reports the progress of the prompt.
+            record.progress.is_expected = True
+            params.extra_args = {**(params.extra_args or {}), PROGRESS_ARGS: True}
         if record.trace_headers is not None:
             kwargs["trace_headers"] = record.trace_headers
         if record.tier is not None and record.tier.engine_priority is not None:
@@ -165,15 +181,7 @@ class EngineClient(AsyncLLM):
             return flex_tokens
         return super().get_num_queued_tokens() - flex_tokens
 
-    def _check_length(self, prompt: Any) -> None:
-        tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        most = self.model_config.max_model_len - 1
-        if tokens is not None and len(tokens) > most:
-            raise ContextLengthError(
-                f"The prompt has {len(tokens)} tokens; at most {most} leave room for an answer."
-            )
-
-    async def _settle_grammar(
+    async def _replace_grammar(
         self, params: SamplingParams, grammars: GrammarGate, record: RequestRecord | None
     ) -> None:
         """Replace a schema by its grammar; the gate compiles constraints without a verdict yet."""
@@ -202,7 +210,7 @@ class EngineClient(AsyncLLM):
         if grammar is not None:
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
 
-    def _settle_reasoning(self, options: dict[str, Any]) -> None:
+    def _bind_after_reasoning(self, options: dict[str, Any]) -> None:
         """Have a constraint bind behind the reasoning, by the prompt, or at once without one.
 
         vLLM has it bind at once where reasoning is hidden, and never in a completion, which has
@@ -222,7 +230,10 @@ class EngineClient(AsyncLLM):
             self._flex += states
         if not record.has_beams:
             record.tokens.used.append(lambda: _used_tokens(states))
-        record.tokens.prefix = lambda: _prefix_tokens(states)
+        # Read from and written to the prefix cache, once they are known.
+        record.tokens.prefix = lambda: (
+            (states[0].num_cached_tokens, states[0].num_cache_creation_tokens) if states else (0, 0)
+        )
         if predicted:
             record.tokens.prediction = lambda: prediction_counts(predicted, states)
 
@@ -232,25 +243,6 @@ class EngineClient(AsyncLLM):
         processor = self.output_processor
         found = (processor.request_states.get(i) for i in processor.external_req_ids[request_id])
         return [state for state in found if state is not None and state.queue is collector]
-
-
-def _most_tokens(record: RequestRecord, prompt: Any, params: Any) -> int:
-    """Return the tokens of a prompt and its answers; an answer without a bound counts none."""
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    tokens = 0 if ids is None else len(ids)
-    if record.bounds_answer and isinstance(params, SamplingParams):
-        tokens += (params.max_tokens or 0) * params.n
-    return tokens
-
-
-def _ask_for_progress(record: RequestRecord, prompt: Any, params: Any) -> None:
-    """Have the scheduler report the progress of a stream's long prompt."""
-    if record.progress is None or not isinstance(params, SamplingParams):
-        return
-    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    if ids is not None and len(ids) >= _LONG_PROMPT:
-        record.progress.is_expected = True
-        params.extra_args = {**(params.extra_args or {}), PROGRESS_ARGS: True}
 
 
 def _used_tokens(states: list[RequestState]) -> tuple[int, int]:
@@ -263,21 +255,3 @@ def _used_tokens(states: list[RequestState]) -> tuple[int, int]:
     )
     prompts = [state.prompt_len for state in states if not state.is_prefilling]
     return max(prompts, default=0), completion
-
-
-def _prefix_tokens(states: list[RequestState]) -> tuple[int, int]:
-    """Return prompt tokens read from and written to the prefix cache, once they are known."""
-    if not states:
-        return 0, 0
-    return states[0].num_cached_tokens, states[0].num_cache_creation_tokens
-
-
-def leave_tags_to_the_gate() -> None:
-    """Keep vLLM's request models from parsing structural tags on the event loop; idempotent."""
-    from vllm.entrypoints.generate.base import protocol
-
-    protocol.validate_structural_tag_payload = _accept_any_tag
-
-
-def _accept_any_tag(payload: object, *, parameter: str) -> None:
-    """Replace vLLM's validation: the gate validates structural tags."""

@@ -99,7 +99,6 @@ class RequestContext:
 
 
 def from_exception(error: Exception, context: RequestContext) -> ServerError:
-    """Return the client's error for an exception of vLLM's serving classes."""
     if isinstance(error.__cause__, ServerError):
         # vLLM wraps every exception of a chat template.
         return error.__cause__
@@ -132,7 +131,6 @@ def from_validation(error: ValidationError, body: object, place: str = "") -> Re
 
 
 def engine_failed() -> EngineFailedError:
-    """Return the error of a request whose engine has exited."""
     return EngineFailedError("The engine has failed and the server is about to exit.")
 
 
@@ -243,7 +241,6 @@ _SENT_NAMES: Mapping[str, Sequence[str]] = {
 
 
 def _sent_name(parameter: str | None, fields: JsonObject) -> str | None:
-    """Return the field that set `parameter`."""
     names = _SENT_NAMES.get(parameter or "", ())
     return next((name for name in names if fields.get(name) is not None), parameter)
 

@@ -95,7 +95,6 @@ def parse_arguments(
 
 
 def serve_parser() -> FlexibleArgumentParser:
-    """Return vLLM's parser."""
     return make_arg_parser(
         FlexibleArgumentParser(prog="rbln-serve serve", usage=_USAGE, add_help=False)
     )
@@ -104,10 +103,22 @@ def serve_parser() -> FlexibleArgumentParser:
 def _use_local_checkpoint(args: Namespace, *, may_fetch: bool) -> None:
     """Replace MODEL by its fetched folder; clients still see the given name.
 
-    Raises `LaunchError` if a model cannot be fetched.
+    What needs files of a hub besides those that `fetch` downloads is left to vLLM. Raises
+    `LaunchError` if a model cannot be fetched.
     """
+    is_plain = args.load_format in ("auto", "hf", "safetensors", "pt")
+    is_plain = is_plain and not args.trust_remote_code and args.download_dir is None
     try:
-        folder = _local_checkpoint(args, may_fetch=may_fetch)
+        if args.model in CATALOGUE:
+            cache_root = Path(resolve(args.additional_config).config.cache_root)
+            folder = checkpoint_of(args.model, cache_root)
+        elif is_on_hub(args.model) and is_plain:
+            hub = hub_settings()
+            if isinstance(args.hf_token, str):
+                hub = replace(hub, token=args.hf_token)
+            folder = local_or_fetched(args.model, args.revision, hub, may_fetch=may_fetch)
+        else:
+            return
     except (CheckpointError, ConfigError) as error:
         raise LaunchError(str(error)) from error
     if folder is None:
@@ -115,24 +126,6 @@ def _use_local_checkpoint(args: Namespace, *, may_fetch: bool) -> None:
     logger.info("MODEL %s is the checkpoint %s", args.model, folder)
     args.served_model_name = args.served_model_name or [args.model]
     args.model = args.model_tag = str(folder)
-
-
-def _local_checkpoint(args: Namespace, *, may_fetch: bool) -> Path | None:
-    """Return the folder of MODEL; None for a folder, and for what vLLM has to download."""
-    if args.model in CATALOGUE:
-        return checkpoint_of(args.model, Path(resolve(args.additional_config).config.cache_root))
-    if not (is_on_hub(args.model) and _has_plain_weights(args)):
-        return None
-    hub = hub_settings()
-    if isinstance(args.hf_token, str):
-        hub = replace(hub, token=args.hf_token)
-    return local_or_fetched(args.model, args.revision, hub, may_fetch=may_fetch)
-
-
-def _has_plain_weights(args: Namespace) -> bool:
-    """Return whether a model needs no file of a hub besides those that `fetch` downloads."""
-    is_plain = args.load_format in ("auto", "hf", "safetensors", "pt")
-    return is_plain and not args.trust_remote_code and args.download_dir is None
 
 
 def _check_paths(args: Namespace) -> None:

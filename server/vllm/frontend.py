@@ -33,7 +33,7 @@ from server.errors import (
     describe,
 )
 from server.frontend import ParsedRequest, Profiler, WireSchemas
-from server.host.job_pool import JobCounts, JobPool, WorkerStartError, process_starter
+from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.host.tasks import in_thread
 from server.request.endpoints import forms_of
 from server.request.options import check_priority_header, check_rank_header, check_tier
@@ -41,34 +41,37 @@ from server.request.record import RequestRecord, record_of
 from server.request.rules import IGNORED_HEADER
 from server.request.tables import extra_schemas, refused_fields
 from server.settings import ServerSettings
-from server.storage.responses.storage_options import StorageOptions
 from server.structured_outputs.setup import make_gate
-from server.tools.support import NO_CALLS, ToolSupport
+from server.tools import NO_CALLS, ToolSupport
+from server.vllm import text_stream
 from server.vllm.adapters import lease, open_adapters
 from server.vllm.errors import RefusedError, RequestContext, engine_failed, from_exception
-from server.vllm.handlers import Handler, handlers, request_models
-from server.vllm.reader import RequestReader
-from server.vllm.reading import BodyReader
-from server.vllm.reading_process import serve_reading
-from server.vllm.rendering.counting import count_whole_prompts, keep_special_tokens
-from server.vllm.rendering.processor import skip_processor
-from server.vllm.rendering.tokenizer import (
+from server.vllm.handlers import (
+    Handler,
+    describe_answer,
+    describe_request,
+    described_frames,
+    handlers,
+    name_model,
+    request_models,
+    stamped_frames,
+)
+from server.vllm.patches import (
+    count_whole_prompts,
+    keep_special_tokens,
+    leave_tags_to_the_gate,
+    skip_processor,
+)
+from server.vllm.reading import BodyReader, make_request_rules
+from server.vllm.reading_pool import RequestReader, serve_reading
+from server.vllm.rendering import (
     RemoteTemplates,
     large_var,
     render_elsewhere,
     sanitizer,
 )
-from server.vllm.rendering.variables import templates_of
-from server.vllm.rules import make_request_rules
-from server.vllm.streams import text_chunks
-from server.vllm.streams.spans import (
-    describe_answer,
-    describe_request,
-    described_frames,
-    name_model,
-)
-from server.vllm.streams.stamps import stamped_frames
-from server.vllm.tools.templates import check_parsers, settle_tools, template_tokenizer
+from server.vllm.templates import templates_of
+from server.vllm.tool_prompt import check_parsers, choose_tools, template_tokenizer
 from server.wire.endpoint import Endpoint, JsonObject
 
 if TYPE_CHECKING:
@@ -91,13 +94,9 @@ async def build_frontend(
     tasks: tuple[SupportedTask, ...],
     settings: ServerSettings,
 ) -> VllmFrontend:
-    """Build vLLM's serving classes around a running engine."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 
-    from server.vllm.engine_client import leave_tags_to_the_gate
-
-    text_chunks.install_chat()
-    text_chunks.install_completion()
+    text_stream.install()
     leave_tags_to_the_gate()
     count_whole_prompts()
     engine.grammars = make_gate(engine.vllm_config, settings) if "generate" in tasks else None
@@ -109,7 +108,7 @@ async def build_frontend(
         model_config = engine.vllm_config.model_config
         tokenizer = template_tokenizer(model_config, engine.renderer.tokenizer)
         skip_processor(model_config, tokenizer)
-        tools = settle_tools(args, tokenizer, model_config, settings)
+        tools = choose_tools(args, tokenizer, model_config, settings)
         check_parsers(args, engine.renderer.tokenizer, model_config)
         logger.info("tools are %s", tools)
     else:
@@ -147,8 +146,7 @@ class VllmFrontend:
         shown = state.args.enable_tokenizer_info_endpoint
         self._tokenization = state.serving_tokenization if shown else None
         self._policy = settings.unknown_fields
-        self._keep_alive_s = keep_alive_s
-        self._tracing = tracing
+        self.keep_alive_s, self.tracing = keep_alive_s, tracing
         self._handlers = handlers(state)
         offered = frozenset(form for form, h in self._handlers.items() if h.serve is not None)
         self.endpoints = frozenset(e for e in Endpoint if forms_of(e, offered))
@@ -166,13 +164,12 @@ class VllmFrontend:
         )
         self._body_reader = BodyReader(rules, request_models())
         self._body_reader.build_validators(_BUILT_FORMS)
-        self._reader = RequestReader(self._body_reader, self._reading)
+        reader = RequestReader(self._body_reader, self._reading)
+        self.read, self.take_reading = reader.read, reader.take_counts
         online = state.online_renderer
-        tokens_of, encoder = None, None
-        if settings.sanitize_control_tokens:
-            tokens_of, encoder = sanitizer(online)
+        tokens_of, encoder = sanitizer(online) if settings.sanitize_control_tokens else (None, None)
         templates = RemoteTemplates(
-            self._reader.render,
+            reader.render,
             templates_of(online),
             _CHARS_PER_BYTE * settings.max_body_bytes,
             tokens_of,
@@ -196,24 +193,12 @@ class VllmFrontend:
 
     @property
     def capacity(self) -> Capacity:
-        """Capacity of the engine."""
         config = self._engine.vllm_config
         scheduler = config.scheduler_config
         queued = scheduler.max_num_queued_tokens
         return Capacity(scheduler.max_num_seqs, queued, api.decode_buckets(config))
 
-    @property
-    def keep_alive_s(self) -> float:
-        """Seconds of silence after which a stream gets a comment."""
-        return self._keep_alive_s
-
-    @property
-    def tracing(self) -> Tracing | None:
-        """Factory of request spans, if vLLM exports spans too."""
-        return self._tracing
-
     def schemas(self) -> WireSchemas:
-        """Return the schemas of the offered endpoints."""
         from server.vllm.schemas import wire_schemas
 
         offered = {name: h.model for name, h in self._handlers.items() if h.serve is not None}
@@ -229,38 +214,24 @@ class VllmFrontend:
         )
 
     async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:
-        """Forget the KV of all prompts; see `server.frontend.Frontend`."""
         return await self._engine.reset_prefix_cache(
             reset_running_requests=preempt, reset_connector=tiers
         )
 
     async def tokenizer_info(self) -> JsonObject | None:
-        """Return the tokenizer's configuration; see `server.frontend.Frontend`."""
         if self._tokenization is None:
             return None
         info: JsonObject = (await self._tokenization.get_tokenizer_info()).model_dump(mode="json")
         return info
 
     async def models(self) -> list[JsonObject]:
-        """Return the served models and adapters as OpenAI's model objects."""
         served = await self._models.show_available_models()
         cards: list[JsonObject] = served.model_dump(mode="json")["data"]
         return cards
 
-    async def read(
-        self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
-    ) -> ParsedRequest | StorageOptions:
-        """Parse a body; see `server.frontend.Frontend`."""
-        return await self._reader.read(endpoint, raw, before)
-
-    def take_reading(self) -> JobCounts:
-        """Return the counts of large bodies; see `server.frontend.Frontend`."""
-        return self._reader.take_counts()
-
     async def handle(
         self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
-        """Answer one request; see `server.frontend.Frontend`."""
         record = record_of(request.scope)
         record.drafts = parsed.drafts
         record.custom_tools = parsed.custom_tools

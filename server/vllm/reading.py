@@ -1,7 +1,7 @@
 """Parse and check a request's body: from bytes to one of vLLM's request models.
 
 Pure functions of plain data. They run in this process or, for large bodies, in one that may be
-killed (`server.vllm.reading_process`). Invariant: the work is linear in the size of the body, also
+killed (`server.vllm.reading_pool`). Invariant: the work is linear in the size of the body, also
 if everything in it is invalid.
 """
 
@@ -10,19 +10,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator, from_json, to_json
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 
+from rbln_backend import api
+from server import bounds
 from server.errors import InvalidValueError, RequestError, UnsupportedOperationError
 from server.frontend import ParsedRequest
 from server.request.body import parse_json_object
 from server.request.conversation import drop_billing_line, normalize_conversation
 from server.request.endpoints import answers_in, request_form
 from server.request.options import (
+    TemplateVariables,
+    ThinkingSupport,
     filter_variables,
     normalize_thinking,
     pop_drafts,
@@ -30,6 +36,7 @@ from server.request.options import (
     pop_tier,
 )
 from server.request.rules import (
+    UnknownPolicy,
     accepted_fields,
     apply_field_rules,
     check_shape,
@@ -39,31 +46,145 @@ from server.request.rules import (
     shapes_of,
     unknown_field,
 )
-from server.request.sizes import check_call_arguments, check_sizes
+from server.request.sizes import RequestLimits, check_call_arguments, check_sizes
 from server.request.tables import error_field, plain_fields
-from server.request.values import bound_tokens, check_values
+from server.request.values import REPORT_MODE, bound_tokens, check_values
+from server.settings import ServerSettings
 from server.storage.responses.compaction import expand_compactions, summarise, take_trigger
 from server.storage.responses.shown_request import shown_request
 from server.storage.responses.storage_options import StorageOptions, take_storage_options
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.request_constraints import constraints_of
 from server.structured_outputs.tool_inputs.custom_tools import take_custom_tools
-from server.tools.checks import check_tools
-from server.tools.choice import FIELD, ToolChoice, check_choice
+from server.tools import FIELD, ToolChoice, ToolSupport, check_choice, check_tools
 from server.vllm.errors import RequestContext, from_exception, from_validation
-from server.vllm.messages.requests import as_chat_request
-from server.vllm.rendering.variables import declared_by
-from server.vllm.rules import RequestRules
 from server.vllm.sampling import FORBIDDING
-from server.vllm.tools.requests import allow_names
+from server.vllm.templates import declared_by, template_variables
+from server.vllm.tool_requests import allow_names, rewrites_arguments
 from server.wire.endpoint import Endpoint, JsonObject
+
+if TYPE_CHECKING:
+    from starlette.datastructures import State
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.tasks import SupportedTask
 
 logger = logging.getLogger(__name__)
 
 
-class BodyReader:
-    """Reads bodies by the rules of one server."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRules:
+    """Rules of one server.
 
+     `offered` are the forms that the served model answers; `does` describes its task for errors.
+    `guided`: answers may be constrained. `rewrites_tools`: grammars of calls have rewritten
+    schemas. `merge_inline_system`: Anthropic's system messages in a conversation are merged.
+    `speculates`: the engine verifies drafts. `variables` are those of the model's templates;
+    `own_templates`: requests may send a template. `sampling` has the model's default parameters.
+    """
+
+    limits: RequestLimits
+    unknown_fields: UnknownPolicy
+    max_json_depth: int
+    merge_inline_system: bool
+    thinking: ThinkingSupport
+    variables: TemplateVariables
+    own_templates: bool
+    tools: ToolSupport
+    guided: bool
+    rewrites_tools: bool
+    speculates: bool
+    sampling: JsonObject
+    offered: frozenset[str]
+    does: str
+
+
+def make_request_rules(
+    config: VllmConfig,
+    state: State,
+    settings: ServerSettings,
+    tasks: tuple[SupportedTask, ...],
+    offered: frozenset[str],
+    tools: ToolSupport,
+) -> RequestRules:
+    """Return the rules for the forms `offered`; `state` has vLLM's serving classes."""
+    model, scheduler = config.model_config, config.scheduler_config
+    tokenizer = state.online_renderer.renderer.tokenizer
+    missing = frozenset(api.missing_token_ids(tokenizer, model.get_vocab_size()))
+    messages = getattr(state, "anthropic_serving_messages", None)
+    dimensions = tuple(model.matryoshka_dimensions or ()) or range(1, model.embedding_size + 1)
+    vocab_size = next(n for n in range(model.get_vocab_size(), 0, -1) if n - 1 not in missing)
+    return RequestRules(
+        limits=RequestLimits(
+            max_messages=bounds.MAX_MESSAGES,
+            max_prompts=bounds.MAX_PROMPTS,
+            max_tools=bounds.MAX_TOOLS,
+            # More answers than sequences would wait for each other.
+            max_n=min(settings.max_n, scheduler.max_num_seqs),
+            max_stop=settings.max_stop,
+            max_logit_bias=bounds.MAX_LOGIT_BIAS,
+            max_model_len=model.max_model_len,
+            vocab_size=vocab_size,
+            missing_ids=missing,
+            max_queued_tokens=scheduler.max_num_queued_tokens,
+            has_priorities=scheduler.policy == "priority",
+            text_only=not model.is_multimodal_model,
+            transfers_kv=config.kv_transfer_config is not None,
+            extra_args=_extra_args(config),
+            max_logprobs=model.max_logprobs,
+            dimensions=dimensions if model.is_matryoshka else (),
+        ),
+        unknown_fields=settings.unknown_fields,
+        max_json_depth=bounds.MAX_JSON_DEPTH,
+        merge_inline_system=messages is not None and messages._merge_inline_system,
+        thinking=_thinking_support(getattr(state, "openai_serving_chat", None)),
+        variables=template_variables(state.online_renderer),
+        own_templates=state.online_renderer.trust_request_chat_template,
+        tools=tools,
+        guided="generate" in tasks,
+        rewrites_tools=rewrites_arguments(tools.parser),
+        speculates=config.speculative_config is not None,
+        sampling=model.get_diff_sampling_param(),
+        offered=offered,
+        does=_task_in_words(tasks, model),
+    )
+
+
+def _task_in_words(tasks: tuple[SupportedTask, ...], model: ModelConfig) -> str:
+    if "generate" in tasks:
+        return "generates text; one that pools is served with --runner pooling"
+    task = model.get_pooling_task(tasks)
+    if task in ("classify", "token_classify"):
+        return f"pools for the task {task!r} with {model.hf_config.num_labels} labels"
+    return f"pools for the task {task!r}"
+
+
+def _extra_args(config: VllmConfig) -> frozenset[str] | None:
+    """Return the keys of `vllm_xargs` that something reads; None where processors may read any."""
+    from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
+
+    if config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP):
+        return None
+    events = config.kv_events_config
+    return frozenset((REPORT_MODE,) if events is not None and events.enable_kv_cache_events else ())
+
+
+def _thinking_support(serving: Any) -> ThinkingSupport:
+    """Return what the served model has for thinking; `serving` is vLLM's of chats, if any."""
+    if serving is None:
+        return ThinkingSupport()
+    from vllm.entrypoints.chat_utils import load_chat_template
+
+    parser, tokenizer = serving.parser_cls, serving.renderer.tokenizer
+    # The template that the server was started with, a file or itself, or the model's.
+    template = load_chat_template(serving.chat_template) or getattr(tokenizer, "chat_template", "")
+    return ThinkingSupport.of(
+        template if isinstance(template, str) else "",
+        parses=parser is not None and parser.reasoning_parser_cls is not None,
+        harmony=serving.online_renderer.use_harmony,
+    )
+
+
+class BodyReader:
     def __init__(self, rules: RequestRules, models: Mapping[str, type[BaseModel]]) -> None:
         """`models` are vLLM's request models by form."""
         self._rules = rules
@@ -297,3 +418,32 @@ def _types_validator(model: type[BaseModel]) -> SchemaValidator:
         inner = inner["schema"]
     schema = {**whole, "schema": inner} if whole["type"] == "definitions" else inner
     return SchemaValidator(schema, _use_prebuilt=False)
+
+
+def as_chat_request(request: BaseModel, *, merge_inline_system: bool) -> BaseModel:
+    """Return a request of Anthropic's API as one for a chat.
+
+    vLLM's conversion validates a request a second time, so it runs here, not on the event loop.
+    """
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.generate.base.protocol import JsonSchemaResponseFormat, ResponseFormat
+
+    chat = AnthropicServingMessages.to_chat_completion_request(
+        request,  # type: ignore[arg-type]  # one of the two that it takes
+        merge_inline_system=merge_inline_system,
+    )
+    config = getattr(request, "output_config", None)
+    if config is not None and config.format is not None and config.format.json_schema == {}:
+        # vLLM takes an empty schema for none.
+        chat.response_format = ResponseFormat(
+            type="json_schema", json_schema=JsonSchemaResponseFormat(name="json_schema", schema={})
+        )
+    if not chat.tools and chat.tool_choice is None:
+        # As in a chat. Otherwise vLLM reads the answer as one that may have calls.
+        chat.tool_choice = "none"
+    last: Any = chat.messages[-1]
+    is_text = isinstance(last.get("content"), str) and not last.get("tool_calls")
+    if last["role"] == "assistant" and is_text:
+        # The conversation ends with the beginning of its answer.
+        chat.add_generation_prompt, chat.continue_final_message = False, True
+    return chat

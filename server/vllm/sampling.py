@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 
 from rbln_backend.api.requests import EXTRA_ARGS, Prediction
 from server.errors import InvalidValueError
-from server.request.record import RequestRecord
+from server.request.record import RequestRecord, record_var
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -132,3 +132,23 @@ def _owner(record: RequestRecord | None, prompt: Any) -> str | None:
     owner = None if record is None else record.caller.owner or None
     salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
     return owner if salt is None else json.dumps([owner, salt])
+
+
+def add_prediction_counts(usage: Any) -> None:
+    """Add the counts of predicted tokens to vLLM's usage of a whole answer.
+
+    A predicted token is *accepted* if the answer has it at its position, else *rejected*.
+    """
+    record = record_var.get()
+    if usage is None or record is None or record.tokens.prediction is None:
+        return
+    from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
+
+    accepted, rejected = record.tokens.prediction()
+    known = usage.completion_tokens_details
+    usage.completion_tokens_details = CompletionTokenUsageInfo(
+        # Set although it is the default: streams omit unset fields.
+        reasoning_tokens=0 if known is None else known.reasoning_tokens,
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=rejected,
+    )

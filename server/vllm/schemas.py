@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
+from openai.types.responses.response import ToolChoice
+from openai.types.responses.response_error import ResponseError
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from typing_extensions import TypedDict
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensResponse,
     AnthropicMessagesResponse,
 )
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.completion.protocol import CompletionResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse, ResponseUsage
 from vllm.entrypoints.pooling.classify.protocol import ClassificationResponse
 from vllm.entrypoints.pooling.embed.protocol import CohereEmbedResponse, EmbeddingResponse
 from vllm.entrypoints.pooling.pooling.protocol import PoolingResponse
@@ -26,10 +30,50 @@ from server.structured_outputs.tool_inputs.chat_schemas import (
     CHOICE_SCHEMA,
     TOOL_SCHEMA,
 )
-from server.tools.choice import ALLOWED_SCHEMA, FIELD
-from server.vllm.rendering.serving import RenderedPrompts
-from server.vllm.responses.schema import CompactedResponse, InputTokens, ResponseObject
+from server.tools import ALLOWED_SCHEMA, FIELD
+from server.vllm.handlers import RenderedPrompts
 from server.wire.endpoint import Endpoint, JsonObject
+
+
+class TextFormat(TypedDict, total=False):
+    """Format and verbosity of the text of an answer."""
+
+    format: dict[str, Any]
+    verbosity: str
+
+
+class ResponseObject(ResponsesResponse):
+    """vLLM's response with the fields that `server.vllm.responses` adds or changes."""
+
+    completed_at: int | None
+    error: ResponseError | None
+    max_output_tokens: int | None  # type: ignore[assignment]
+    text: TextFormat  # type: ignore[assignment]
+    tool_choice: ToolChoice | dict[str, Any]  # type: ignore[assignment]
+    tools: list[dict[str, Any]]  # type: ignore[assignment]
+    service_tier: Literal["default", "flex", "priority"]
+    top_logprobs: int
+    store: bool
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+
+
+class InputTokens(BaseModel):
+    """The number of tokens of a prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class CompactedResponse(BaseModel):
+    """A conversation as the messages that stay and a summary of the rest."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
+
 
 _REF = "#/components/schemas/{model}"
 _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {

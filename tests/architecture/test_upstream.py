@@ -14,7 +14,8 @@ import pytest
 
 from deploy.upstream.listing import Found, breaks, read_list, refusals, write_list
 from deploy.upstream.uses import Uses, find_uses, signature
-from rbln_backend.vllm_compat import patches
+from rbln_backend.vllm_compat import patches as backend_patches
+from server.vllm import patches as server_patches
 from tests.architecture.source_tree import ROOT
 
 # Settings, which a platform must settle; a request's parameters; messages of one step; the
@@ -189,8 +190,11 @@ def replace(engine: AsyncLLM, other: AsyncLLM | None, rows):
 
 
 def _ledger() -> list[list[str]]:
-    rows = [line for line in (patches.__doc__ or "").splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows[2:]]
+    return [
+        [cell.strip() for cell in row.strip("|").split(" | ")]
+        for patches in (server_patches, backend_patches)
+        for row in [line for line in (patches.__doc__ or "").splitlines() if line[:1] == "|"][2:]
+    ]
 
 
 @pytest.mark.slow
@@ -208,4 +212,4 @@ def test_the_ledger_says_where_and_why() -> None:
         functions = re.findall(r"``?(\w+)``?", row[1])
         assert files or functions, row
         assert [name for name in files if not (ROOT / name).is_file()] == []
-        assert [name for name in functions if not hasattr(patches, name)] == []
+        assert [name for name in functions if not hasattr(backend_patches, name)] == []

@@ -30,12 +30,10 @@ from server.host.job_pool import JobPool, process_starter
 from server.request.options import TemplateVariables, ThinkingSupport
 from server.request.sizes import RequestLimits
 from server.settings import ServerSettings
-from server.tools.support import NO_CALLS, ToolSupport
-from server.vllm.handlers import request_models
-from server.vllm.reader import RequestReader, is_small
-from server.vllm.reading import BodyReader, _fail_fast_validator
-from server.vllm.reading_process import answer_of, job_bytes, serve_reading
-from server.vllm.rules import RequestRules
+from server.tools import NO_CALLS, ToolSupport
+from server.vllm.reading import BodyReader, RequestRules, _fail_fast_validator
+from server.vllm.reading_pool import RequestReader, answer_of, is_small, job_bytes, serve_reading
+from server.vllm.request_models import request_models
 from server.wire.endpoint import Endpoint
 from tests.edges.corpus import BODIES, USER, endpoint_of
 

@@ -33,9 +33,9 @@ from server.service import serve
 from server.settings import ServerSettings
 from server.storage.responses.storage_options import StorageOptions, take_storage_options
 from server.structured_outputs.gate import GrammarGate
-from server.tools.support import ToolSupport
+from server.tools import ToolSupport
 from server.wire.endpoint import Endpoint, JsonObject
-from server.wire.prompt_progress import PromptProgress
+from server.wire.frames import PromptProgress
 from tests.server.scripted_responses import events_of, response_of
 
 SHOWN = ToolSupport("template", "hermes", "it names them")

@@ -34,7 +34,7 @@ from server.storage.responses.fair_queue import FairQueue
 from server.storage.responses.response import Response
 from server.storage.responses.table import Waiting
 from server.wire.endpoint import Endpoint
-from server.wire.sse import data_text, named_frame
+from server.wire.frames import data_text, named_frame
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from server.errors import (
     UnsupportedFieldError,
     describe,
 )
-from server.tools.choice import FIELD, get_field
+from server.tools import FIELD, get_field
 from server.wire.endpoint import Endpoint, JsonObject
 
 KIND = "custom"

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from vllm.entrypoints.cli import main as vllm_cli
 
 from default_model.paths import CHECKPOINT
-from server.tools.ending import is_whole
+from server.tools import is_whole
 from tests.default_model_answers import CALL, CHAT, EXTRACTION, SCHEMA
 from tests.server.cut_answers import Answer, Asker
 from tests.server.real_server import RealServer

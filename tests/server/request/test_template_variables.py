@@ -8,7 +8,7 @@ import pytest
 
 from server.errors import InvalidValueError, UnknownFieldError, UnsupportedFieldError
 from server.request.options import TemplateVariables, filter_variables
-from server.vllm.rendering.variables import declared_by
+from server.vllm.templates import declared_by
 from server.wire.endpoint import Endpoint
 
 VARIABLES = TemplateVariables(

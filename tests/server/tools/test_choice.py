@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server.errors import RequestError
-from server.tools.choice import ToolChoice, check_choice
+from server.tools import ToolChoice, check_choice
 from server.wire.endpoint import Endpoint
 
 CHAT_TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]

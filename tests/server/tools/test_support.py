@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server.errors import UnsupportedFieldError
-from server.tools.support import ToolSupport
+from server.tools import ToolSupport
 from server.wire.endpoint import Endpoint
 
 NONE = ToolSupport("none", None, "the chat template shows no tools")

@@ -25,7 +25,7 @@ def parameters(function: Any) -> list[str]:
 
 _IMPORTS = """
 import sys
-from server.vllm.importing import import_serving
+from server.engine.launch import import_serving
 name = "vllm.entrypoints.launchers.api_server.app_state"
 assert name not in sys.modules
 import_serving()
@@ -232,7 +232,7 @@ def test_vllm_starts_engines_the_way_it_is_told(monkeypatch: pytest.MonkeyPatch)
     from vllm import envs
     from vllm.utils.system_utils import get_mp_context
 
-    from server.engine.process import choose_start_method
+    from server.vllm.patches import choose_start_method
 
     # An engine in this process, as other tests make, freezes the variables' values.
     envs.disable_envs_cache()

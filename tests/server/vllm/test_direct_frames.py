@@ -24,17 +24,16 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.metrics.stats import IterationStats
 
-from server.engine.direct_outputs import DirectState
 from server.engine.outputs import QueueAwareOutputs
-from server.http.streaming import HeldStream, SseResponse
+from server.http.streaming import ChunkWriter, HeldStream, SseResponse
 from server.request.endpoints import route_of
 from server.request.record import RequestRecord, record_var
-from server.vllm.serving import adapted
-from server.vllm.streams import text_chunks
-from server.vllm.streams.stamps import stamped_frames
-from server.vllm.tools.parser import object_call_parser
-from server.wire.direct_frames import DirectFrames
+from server.vllm import text_stream
+from server.vllm.handlers import adapted, stamped_frames
+from server.vllm.parser import object_call_parser
+from server.vllm.text_stream import DirectState
 from server.wire.endpoint import Endpoint
+from server.wire.frames import DirectFrames
 from tests.checkpoints import CheckpointCache
 
 pytestmark = pytest.mark.engine
@@ -47,8 +46,7 @@ STAMP = {"service_tier": "flex"}
 
 @pytest.fixture(autouse=True)
 def _makers() -> None:
-    text_chunks.install_chat()
-    text_chunks.install_completion()
+    text_stream.install()
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +54,12 @@ def tokenizer(checkpoints: CheckpointCache) -> Any:
     return get_tokenizer(str(checkpoints("llama", dtype="float32")))
 
 
-class Writer:
+class Writer(ChunkWriter):
     """The connection: bytes of both ways in the order in which they were sent."""
 
     def __init__(self, ready: Callable[[], bool]) -> None:
+        connection: Any = SimpleNamespace(write=self._push)
+        super().__init__(connection, connection)
         self._ready = ready
         self.sent = b""
         self.pushed = 0
@@ -68,8 +68,8 @@ class Writer:
     def is_ready(self) -> bool:
         return self._ready()
 
-    def write(self, frame: bytes) -> None:
-        self.sent += frame
+    def _push(self, chunk: bytes) -> None:
+        self.sent += chunk.partition(b"\r\n")[2].removesuffix(b"\r\n")
         self.pushed += 1
 
     async def send(self, message: Any) -> None:

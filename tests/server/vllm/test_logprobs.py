@@ -16,10 +16,10 @@ from vllm.tokenizers.hf import CachedHfTokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
-from server.vllm.logprobs import texts as kept_texts
-from server.vllm.logprobs.processor import AnswerLogprobs, PlacedLogprob
-from server.vllm.logprobs.serving import LikelyInChats, LikelyInResponses
-from server.vllm.logprobs.texts import TokenTexts
+from server.vllm import logprobs as kept_texts
+from server.vllm.chats import Chats
+from server.vllm.logprobs import AnswerLogprobs, PlacedLogprob, TokenTexts
+from server.vllm.responses import Responses
 from server.vllm.sampling import MAX_ENTRIES, check_logprobs
 from tests.checkpoints import CheckpointCache
 
@@ -75,15 +75,8 @@ def test_a_prompts_logprobs_are_returned_every_time(tokenizer: Any) -> None:
 
 
 def serve(kind: str) -> Any:
-    """vLLM's serving class of a kind with our mixin, of which nothing but logprobs is used."""
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-
-    bases: dict[str, tuple[type, ...]] = {
-        "chat": (LikelyInChats, OpenAIServingChat),
-        "response": (LikelyInResponses, OpenAIServingResponses),
-    }
-    ours: Any = object.__new__(type("Ours", bases[kind], {}))
+    """Our serving class of a kind, of which nothing but logprobs is used."""
+    ours: Any = object.__new__({"chat": Chats, "response": Responses}[kind])
     ours.return_tokens_as_token_ids = False
     return ours
 

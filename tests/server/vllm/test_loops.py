@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from default_model.paths import CHAT_TEMPLATE
-from server.vllm.rendering.loops import is_bounded
-from server.vllm.tools.default_prompt import with_tool_prompt
+from server.vllm.templates import is_bounded
+from server.vllm.tool_prompt import with_tool_prompt
 from tests.server.vllm.tools.test_default_prompt import SMOLLM2
 
 

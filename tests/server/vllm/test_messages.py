@@ -12,8 +12,7 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 
-from server.vllm.messages.answers import message_of
-from server.vllm.messages.events import message_events
+from server.vllm.messages import message_events, message_of
 
 pytestmark = pytest.mark.engine
 

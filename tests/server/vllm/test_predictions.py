@@ -12,7 +12,7 @@ from openai.types import CompletionUsage
 
 from server.request.endpoints import route_of
 from server.request.record import Counts, RequestRecord, record_var
-from server.vllm.streams.stamps import add_prediction_counts
+from server.vllm.sampling import add_prediction_counts
 
 pytestmark = pytest.mark.engine
 
@@ -56,7 +56,7 @@ def test_what_is_known_of_thinking_stays(record: RequestRecord) -> None:
 def test_the_last_chunk_of_a_stream_has_them(record: RequestRecord) -> None:
     from vllm.entrypoints.openai.chat_completion import protocol
 
-    from server.vllm.streams.text_chunks import ChatMakers
+    from server.vllm.text_stream import ChatMakers
 
     makers = ChatMakers(
         object,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.vllm.rendering.processor import has_no_processor
+from server.vllm.patches import has_no_processor
 
 
 @pytest.mark.parametrize(

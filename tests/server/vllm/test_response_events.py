@@ -20,8 +20,8 @@ from default_model.paths import CHECKPOINT
 from server.errors import DrainingError
 from server.request.endpoints import route_of
 from server.request.record import RequestRecord
-from server.vllm.responses.stream import response_frames
-from server.vllm.serving import adapted
+from server.vllm.handlers import adapted
+from server.vllm.responses import response_frames
 
 pytestmark = pytest.mark.engine
 

@@ -8,12 +8,11 @@ import pytest
 from vllm.entrypoints.openai.chat_completion import serving
 from vllm.entrypoints.openai.completion import serving as completion
 
-from server.vllm.streams.text_chunks import (
+from server.vllm.text_stream import (
     ChatMakers,
     CompletionMakers,
     TextChunk,
-    install_chat,
-    install_completion,
+    install,
 )
 
 MODELS = {
@@ -101,10 +100,10 @@ def test_other_options_of_the_dump_are_respected() -> None:
 def test_the_makers_take_the_models_places_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, model in MODELS.items():
         monkeypatch.setattr(serving, name, model)
-    install_chat()
+    install()
     first = serving.DeltaMessage
     assert first is not MODELS["DeltaMessage"]
-    install_chat()
+    install()
     assert serving.DeltaMessage == first
     assert isinstance(serving.DeltaMessage(role="assistant"), MODELS["DeltaMessage"])
     # What vLLM may ask of a model besides making it.
@@ -169,8 +168,8 @@ def test_anything_else_of_completions_is_vllms_own(
 def test_a_chunk_of_usage_alone_is_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in COMPLETION:
         monkeypatch.setattr(completion, model.__name__, model)
-    install_completion()
-    install_completion()
+    install()
+    install()
     assert completion.CompletionStreamResponse is not COMPLETION[1]
     chunk = completion.CompletionStreamResponse(id="x", created=1, model="m", choices=[])
     assert isinstance(chunk, COMPLETION[1])

@@ -27,8 +27,8 @@ from server.errors import (
     UnsupportedOperationError,
 )
 from server.vllm.errors import BacklogError, RefusedError, RequestContext, from_exception
-from server.vllm.messages.events import message_events
-from server.vllm.serving import adapted
+from server.vllm.handlers import adapted
+from server.vllm.messages import message_events
 
 pytestmark = pytest.mark.engine
 

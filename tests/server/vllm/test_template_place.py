@@ -10,9 +10,8 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from default_model.paths import CHECKPOINT
-from server.vllm.rendering.control_tokens import ControlTokens
-from server.vllm.rendering.job import Rendered, Rendering, render
-from server.vllm.rendering.tokenizer import SMALL_MESSAGES, RemoteTemplates
+from server.vllm.control_tokens import ControlTokens
+from server.vllm.rendering import SMALL_MESSAGES, RemoteTemplates, Rendered, Rendering, render
 
 
 class Message(dict[str, str]):

@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from vllm.renderers import TokenizeParams
 
-from server.vllm.rendering.counting import keep_special_tokens
+from server.vllm.patches import keep_special_tokens
 from tests.checkpoint_tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.engine

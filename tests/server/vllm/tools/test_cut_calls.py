@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.tools.ending import NATURAL, Ending, finish_reason, is_whole
+from server.tools import NATURAL, Ending, finish_reason, is_whole
 from tests.server.vllm.tools.call_forms import (
     ARGUMENTS,
     CODER,

@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 
 from default_model.paths import CHECKPOINT
 from server.settings import ServerSettings
-from server.vllm.tools.default_prompt import with_tool_prompt
-from server.vllm.tools.templates import settle_tools
+from server.vllm.tool_prompt import choose_tools, with_tool_prompt
 
 pytestmark = pytest.mark.engine
 
@@ -140,7 +139,7 @@ def settle(
         trust_remote_code=False,
         hf_config=SimpleNamespace(model_type=model_type),
     )
-    return settle_tools(args, TOKENIZER, model, ServerSettings(**settings)), args
+    return choose_tools(args, TOKENIZER, model, ServerSettings(**settings)), args
 
 
 @pytest.mark.parametrize("template", [OWN, SMOLLM2])

@@ -14,9 +14,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.parser import ParserManager
 
 from default_model.paths import CHECKPOINT
-from server.tools.ending import NATURAL, Ending
-from server.vllm.tools.call_reader import HELD_CHARACTERS
-from server.vllm.tools.parser import object_call_parser
+from server.tools import NATURAL, Ending
+from server.vllm.call_reader import HELD_CHARACTERS
+from server.vllm.parser import object_call_parser
 
 pytestmark = pytest.mark.engine
 

@@ -13,10 +13,10 @@ from vllm.parser import ParserManager
 
 from default_model.paths import CHECKPOINT
 from server.structured_outputs.request_constraints import object_schema
-from server.tools.choice import ToolChoice
-from server.vllm.tools.parser import object_call_parser
-from server.vllm.tools.requests import allow_names
-from server.vllm.tools.templates import tool_parser_of
+from server.tools import ToolChoice
+from server.vllm.parser import object_call_parser
+from server.vllm.tool_prompt import tool_parser_of
+from server.vllm.tool_requests import allow_names
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.parser import ParserManager
 
 from default_model.paths import CHECKPOINT
-from server.vllm.tools.parser import object_call_parser
+from server.vllm.parser import object_call_parser
 
 pytestmark = pytest.mark.engine
 

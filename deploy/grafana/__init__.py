@@ -1,0 +1,1 @@
+"""Grafana dashboards of the service, as code: `make dashboards` writes their JSON."""

@@ -1,1 +1,0 @@
-"""Tools of requests, and which of them an answer may call."""

@@ -1,1 +1,0 @@
-"""Log-probabilities: texts of tokens, the most likely tokens, and those of prompts in streams."""

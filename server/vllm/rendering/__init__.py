@@ -1,1 +1,0 @@
-"""Chat templates as vLLM renders them: what they declare, and where large conversations go."""

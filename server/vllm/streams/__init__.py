@@ -1,1 +1,0 @@
-"""Stream frames: chunks without pydantic models, additional fields, span attributes."""

@@ -1,0 +1,316 @@
+"""Which tool prompt and which parser of calls a served model has, by its chat template.
+
+The default prompt, for templates that show no tools, is Hermes' form in Jinja. Its text goes before
+a template. It replaces `messages` by ones that every template can render: tools become part of the
+system text, calls text of the assistant, results text of the user. Consecutive results and the
+user's words after them are one turn, because some templates require that user and assistant
+alternate.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+from server.frontend import LaunchError
+from server.settings import ServerSettings
+from server.tools import ToolSupport
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from vllm.config import ModelConfig
+
+
+logger = logging.getLogger(__name__)
+
+_NOT_HERMES = ("<arg_key>", "<function=", "<parameter=")
+"""Marks of GLM's and Qwen3-Coder's calls, which are between the same tags."""
+_HERMES = "hermes"
+_HARMONY, _HARMONY_MODEL = "openai", "gpt_oss"
+"""vLLM's parser of Harmony, and the model type whose prompts have this form."""
+_MARK = "rbln_serve_probe"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _MARK,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+_USER = {"role": "user", "content": "a"}
+
+
+def tool_parser_of(template: str) -> str | None:
+    """Return the name of the parser for the calls of a chat template; None where it is unclear.
+
+    Hermes' form is JSON with a name and arguments between two tags; others have the tags alone.
+    """
+    hermes = "<tool_call>" in template and re.search(r"""['"]arguments\\?['"]""", template)
+    other = any(mark in template for mark in _NOT_HERMES)
+    return _HERMES if hermes and not other else None
+
+
+def template_tokenizer(model_config: ModelConfig, tokenizer: Any) -> Any:
+    """Return the tokenizer of a model whose prompts vLLM renders by a Jinja template, else None."""
+    from vllm.renderers.hf import HfRenderer
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers.registry import tokenizer_args_from_config
+
+    mode, *_ = tokenizer_args_from_config(model_config)
+    by_template = issubclass(RENDERER_REGISTRY.load_renderer_cls(mode), HfRenderer)
+    return tokenizer if by_template else None
+
+
+def choose_tools(
+    args: Namespace, tokenizer: Any, model_config: ModelConfig, settings: ServerSettings
+) -> ToolSupport:
+    """Choose the tool prompt and the parser of calls, in vLLM's `args`, where no flag does.
+
+    Sets `chat_template` where the model's own shows no tools. `tokenizer` None: vLLM renders
+    prompts without a template.
+    """
+    if model_config.hf_config.model_type == _HARMONY_MODEL:
+        # vLLM renders its prompts and parses its answers itself, and refuses other parsers.
+        _choose_parser(args, _HARMONY)
+        return ToolSupport("template", args.tool_call_parser, "rendered by vLLM in Harmony's form")
+    template = _template_of(args, tokenizer, model_config)
+    if template is None:
+        return ToolSupport(
+            "template", args.tool_call_parser, "rendered by vLLM, without a Jinja template"
+        )
+    probe = _Probe(template, tokenizer, model_config, args.default_chat_template_kwargs or {})
+    if probe.shows_tools():
+        _choose_parser(args, tool_parser_of(template))
+        return ToolSupport("template", args.tool_call_parser, "it names them")
+    if not settings.default_tool_prompt:
+        reason = "the model's chat template shows no tools, and --no-default-tool-prompt is set"
+        return ToolSupport("none", args.tool_call_parser, reason)
+    if args.tool_call_parser not in (None, _HERMES):
+        reason = (
+            "the model's chat template shows no tools, and the default tool prompt needs "
+            f"--tool-call-parser {_HERMES}, not {args.tool_call_parser}"
+        )
+        return ToolSupport("none", args.tool_call_parser, reason)
+    args.chat_template_content_format = probe.content_format(args.chat_template_content_format)
+    args.chat_template = with_tool_prompt(
+        template,
+        system=probe.shows_system(),
+        parts=args.chat_template_content_format == "openai",
+    )
+    _choose_parser(args, _HERMES)
+    return ToolSupport("default", args.tool_call_parser, "the chat template shows no tools")
+
+
+def check_parsers(args: Namespace, tokenizer: Any, model_config: ModelConfig) -> None:
+    """Raise `LaunchError` where a parser does not fit the tokenizer: each answer makes its own."""
+    from vllm.parser.parser_manager import ParserManager
+
+    names = {
+        "--tool-call-parser": args.tool_call_parser if args.enable_auto_tool_choice else None,
+        "--reasoning-parser": args.reasoning_parser
+        or args.structured_outputs_config.reasoning_parser
+        or None,
+    }
+    harmony = model_config.hf_config.model_type == _HARMONY_MODEL
+    for flag, name in names.items():
+        if name is None:
+            continue
+        of_tools = flag == "--tool-call-parser"
+        try:
+            parser = ParserManager.get_parser(
+                tool_parser_name=name if of_tools else None,
+                reasoning_parser_name=None if of_tools else name,
+                enable_auto_tools=of_tools,
+                model_name=model_config.model,
+                is_harmony=harmony,
+            )
+            if parser is not None:
+                parser(tokenizer, None, chat_template_kwargs={}, model_config=model_config)
+        except Exception as error:
+            # Each parser looks for its tokens in its own way.
+            reason = f"it has no token {error}" if isinstance(error, KeyError) else str(error)
+            raise LaunchError(
+                f"{flag} {name} does not fit the tokenizer of {model_config.model}: {reason}"
+            ) from error
+
+
+def _choose_parser(args: Namespace, name: str | None) -> None:
+    if name is not None and args.tool_call_parser is None and not args.enable_auto_tool_choice:
+        args.tool_call_parser, args.enable_auto_tool_choice = name, True
+
+
+def _template_of(args: Namespace, tokenizer: Any, model_config: ModelConfig) -> str | None:
+    """Return the Jinja template that vLLM renders requests with tools by; None for none."""
+    from vllm.entrypoints.chat_utils import load_chat_template
+    from vllm.renderers.hf import resolve_chat_template
+
+    if tokenizer is None:
+        return None
+    found = resolve_chat_template(
+        tokenizer,
+        chat_template=load_chat_template(args.chat_template),
+        tools=[_TOOL],
+        model_config=model_config,
+    )
+    return found if isinstance(found, str) else None
+
+
+class _Probe:
+    """Renders short conversations by a template."""
+
+    def __init__(
+        self, template: str, tokenizer: Any, model_config: ModelConfig, options: dict[str, Any]
+    ) -> None:
+        self._template, self._tokenizer = template, tokenizer
+        self._model_config, self._options = model_config, options
+        self._parts = self.content_format("auto") == "openai"
+
+    def shows_tools(self) -> bool:
+        """Return whether a tool's name is rendered; True where nothing can be rendered."""
+        system = {"role": "system", "content": "a"}
+        rendered = [self._render(turns, [_TOOL]) for turns in ([_USER], [system, _USER])]
+        texts = [text for text in rendered if text is not None]
+        if not texts:
+            logger.warning("The chat template cannot be rendered, so that tools are not tried.")
+        return not texts or any(_MARK in text for text in texts)
+
+    def shows_system(self) -> bool:
+        text = self._render([{"role": "system", "content": _MARK}, _USER], None)
+        return text is not None and _MARK in text
+
+    def content_format(self, given: Any) -> str:
+        """Return vLLM's content format of the template, `openai` or `string`."""
+        from vllm.renderers.hf import resolve_chat_template_content_format
+
+        return resolve_chat_template_content_format(
+            self._template,
+            None,
+            given,
+            self._tokenizer,
+            model_config=self._model_config,
+        )
+
+    def _render(self, turns: list[Any], tools: list[Any] | None) -> str | None:
+        if self._parts:
+            turns = [
+                {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns
+            ]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                turns,
+                tools=tools,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._options,
+            )
+        except Exception:
+            # A template may refuse a conversation in any way.
+            logger.debug("The chat template refuses a conversation", exc_info=True)
+            return None
+        return str(text)
+
+
+_MACROS = r"""
+{%- macro _tool_prompt() -%}
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{%- for tool in tools %}
+    {{- "\n" + (tool | tojson) }}
+{%- endfor %}
+{{- "\n</tools>\n\nFor each function call, return a json object with function name and " }}
+{{- "arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n" }}
+{{- '{"name": <function-name>, "arguments": <args-json-object>}' + "\n</tool_call>" }}
+{%- endmacro %}
+{%- macro _tool_calls(message) -%}
+{%- for call in message.tool_calls %}
+    {%- set function = call.function or call %}
+    {%- set arguments = function.arguments or {} %}
+    {{- ("" if loop.first and not message.content else "\n") + "<tool_call>\n" }}
+    {{- '{"name": ' + (function.name | tojson) + ', "arguments": ' }}
+    {{- (arguments if arguments is string else arguments | tojson) + "}\n</tool_call>" }}
+{%- endfor %}
+{%- endmacro %}
+{%- macro _tool_result(content) -%}
+{{- "<tool_response>\n" }}
+{{- content or "" if content is string or not content
+    else content | selectattr("text") | map(attribute="text") | join("\n") }}
+{{- "\n</tool_response>" }}
+{%- endmacro %}
+"""
+
+_TURNS = r"""
+{%- if tools or messages | selectattr("tool_calls") | list
+    or messages | selectattr("role", "equalto", "tool") | list %}
+    {%- set _to = namespace(prompt=_tool_prompt() if tools else "", results="", turns=[]) %}
+    {%- if _to.prompt and SYSTEM and messages[0].role != "system" %}
+        {%- set part = {"type": "text", "text": _to.prompt} %}
+        {%- set _to.turns = [{"role": "system", "content": [part] if PARTS else part.text}] %}
+        {%- set _to.prompt = "" %}
+    {%- endif %}
+    {%- for message in messages %}
+        {%- if message.role == "tool" %}
+            {%- set _to.results = _to.results + ("\n" if _to.results else "")
+                + _tool_result(message.content) %}
+        {%- elif message.role == "user" %}
+            {%- set text = [_to.prompt, _to.results] | select | join("\n\n") %}
+            {%- set text = text + ("\n\n" if text else "") %}
+            {%- if text %}
+                {%- set message = dict(message, content=[{"type": "text", "text": text}]
+                    + (message.content or []) if PARTS else text + (message.content or "")) %}
+            {%- endif %}
+            {%- set _to.turns = _to.turns + [message] %}
+            {%- set _to.prompt = "" %}
+            {%- set _to.results = "" %}
+        {%- else %}
+            {%- if _to.results %}
+                {%- set part = {"type": "text", "text": _to.results} %}
+                {%- set _to.turns = _to.turns
+                    + [{"role": "user", "content": [part] if PARTS else part.text}] %}
+                {%- set _to.results = "" %}
+            {%- endif %}
+            {%- if message.role == "system" and SYSTEM and _to.prompt %}
+                {%- set text = ("\n\n" if message.content else "") + _to.prompt %}
+                {%- set message = dict(message, content=(message.content or [])
+                    + [{"type": "text", "text": text}] if PARTS
+                    else (message.content or "") + text) %}
+                {%- set _to.prompt = "" %}
+            {%- elif message.tool_calls %}
+                {%- set text = _tool_calls(message) %}
+                {%- set message = dict(
+                    message | items | rejectattr("0", "equalto", "tool_calls"),
+                    content=(message.content or []) + [{"type": "text", "text": text}] if PARTS
+                    else (message.content or "") + text) %}
+            {%- endif %}
+            {%- set _to.turns = _to.turns + [message] %}
+        {%- endif %}
+    {%- endfor %}
+    {%- set text = [_to.prompt, _to.results] | select | join("\n\n") %}
+    {%- if text %}
+        {%- set part = {"type": "text", "text": text} %}
+        {%- set _to.turns = _to.turns
+            + [{"role": "user", "content": [part] if PARTS else part.text}] %}
+    {%- endif %}
+    {%- set messages = _to.turns %}
+{%- endif %}
+"""
+
+
+def with_tool_prompt(template: str, *, system: bool, parts: bool) -> str:
+    """Return the chat template behind the tool prompt.
+
+    `system`: it shows a system message; else the prompt goes before the first words of the user.
+    `parts`: it takes contents as lists of parts, as vLLM's content format `openai` has them.
+    """
+    turns = _TURNS.replace("SYSTEM", _literal(system)).replace("PARTS", _literal(parts))
+    return _MACROS.lstrip() + turns.lstrip() + template
+
+
+def _literal(value: bool) -> str:
+    return "true" if value else "false"

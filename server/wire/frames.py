@@ -1,0 +1,178 @@
+"""Frames of streams: events with a name, progress of prompts, and texts past the generators.
+
+Nearly all frames of a stream differ in one text alone. The layers between the engine's output and
+the connection make the first one. The others need none of these layers, and no wake-up of the
+stream's task: the engine's output writes them to the connection (`DirectFrames`,
+`server.vllm.text_stream`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from pydantic_core import to_json
+
+from server.wire.endpoint import Endpoint, JsonObject
+
+_DATA = "\ndata: "
+
+
+def named_frame(name: str, data: bytes | str) -> str:
+    """Return the frame of one event with a name; `data` is JSON in one line."""
+    text = data if isinstance(data, str) else data.decode()
+    return f"event: {name}{_DATA}{text}\n\n"
+
+
+def data_text(frame: str) -> bytes:
+    """Return the data of a frame with a name, as its text."""
+    return frame.partition(_DATA)[2].encode()
+
+
+COMMENT_PERIOD_S = 1.0
+"""Least time between two comments. Chunks are sent after every step."""
+_OBJECTS = {Endpoint.CHAT: "chat.completion.chunk", Endpoint.COMPLETION: "text_completion"}
+_IDS = {Endpoint.CHAT: "chatcmpl", Endpoint.COMPLETION: "cmpl"}
+
+
+class PromptProgress:
+    """Latest progress of one prompt. Used from the event loop.
+
+    `changed` is set while there are updates to take. `is_expected` is set for long prompts,
+    which the engine reports.
+    """
+
+    __slots__ = ("_head", "_latest", "_pending", "changed", "is_expected")
+
+    def __init__(self, head: JsonObject | None) -> None:
+        """`head` are the fields of a chunk; None sends comments."""
+        self._head = head
+        self._latest = 0
+        self._pending: list[Mapping[str, int]] = []
+        self.changed = asyncio.Event()
+        self.is_expected = False
+
+    @property
+    def sends_chunks(self) -> bool:
+        """True to send chunks, False to send comments."""
+        return self._head is not None
+
+    @property
+    def period_s(self) -> float:
+        """Least seconds between two frames."""
+        return 0.0 if self.sends_chunks else COMMENT_PERIOD_S
+
+    def update(self, progress: Mapping[str, int]) -> None:
+        """Store the engine's report: `processed`, `total` and `cache` tokens, and `time_ms`.
+
+        Of several answers to one prompt the furthest counts.
+        """
+        if progress["processed"] > self._latest:
+            self._latest = progress["processed"]
+            self._pending.append(progress)
+            self.changed.set()
+
+    def take(self) -> list[str]:
+        """Return the frames of the updates since the last call: a chunk of each, one comment."""
+        self.changed.clear()
+        pending, self._pending = self._pending, []
+        return [self._frame(progress) for progress in pending[0 if self.sends_chunks else -1 :]]
+
+    def _frame(self, progress: Mapping[str, int]) -> str:
+        processed, total = progress["processed"], progress["total"]
+        computed = max(processed - progress["cache"], 1)
+        eta_ms = round(progress["time_ms"] * (total - processed) / computed)
+        if self._head is None:
+            return f": prompt {processed}/{total} tokens, about {eta_ms / 1000:.1f} s left\n\n"
+        chunk = {**self._head, "prompt_progress": {**progress, "eta_ms": eta_ms}}
+        return f"data: {to_json(chunk).decode()}\n\n"
+
+
+def chunk_head(endpoint: Endpoint, request_id: str, model: str) -> JsonObject:
+    """Return the fields of a chunk without choices, as in the stream that it is part of."""
+    return {
+        "id": f"{_IDS[endpoint]}-{request_id}",
+        "object": _OBJECTS[endpoint],
+        "created": int(time.time()),
+        "model": model,
+        "choices": [],
+    }
+
+
+_FRAME_END = "\n\n"
+
+
+class FrameWriter(Protocol):
+    """Sends frames of one response at once."""
+
+    @property
+    def is_ready(self) -> bool:
+        """True if a frame can be written now; False while the client reads too slowly."""
+
+    def write(self, frame: bytes) -> None:
+        """Send a frame; call it only while ``is_ready``."""
+
+
+class DirectFrames:
+    """The frames of one stream that differ in their text.
+
+    ``note_text`` is called by the maker of a chunk, ``resume`` and ``pause`` by the response around
+    each wait for a frame of its generator, ``push`` by the engine's output. Invariant: a frame is
+    pushed only while the response waits and has sent all earlier frames, so that frames keep their
+    order.
+    """
+
+    __slots__ = ("_claims", "_head", "_noted", "_tail", "_writer")
+
+    def __init__(self) -> None:
+        self._claims = 0
+        self._noted: tuple[str, str] | None = None
+        self._head: bytes | None = None
+        self._tail = b""
+        self._writer: FrameWriter | None = None
+
+    def claim(self) -> bool:
+        """Return whether the caller may push: the first may, until there is a second."""
+        self._claims += 1
+        return self._claims == 1
+
+    def note_text(self, text: str, tail: str) -> None:
+        """Remember the JSON of a chunk's text and what follows it in the chunk.
+
+        Call it only for chunks that have nothing else of their own.
+        """
+        if self._head is None:
+            self._noted = text, tail
+
+    def resume(self, frame: str, writer: FrameWriter) -> None:
+        """Allow pushes until ``pause``; ``frame`` is the one that was sent last."""
+        if self._noted is not None:
+            self._learn(frame, *self._noted)
+            self._noted = None
+        if self._head is not None and self._claims == 1:
+            self._writer = writer
+
+    def pause(self) -> None:
+        """Allow no pushes until ``resume``."""
+        self._writer = None
+
+    @property
+    def is_open(self) -> bool:
+        """True if ``push`` can send a frame now."""
+        return self._writer is not None and self._writer.is_ready
+
+    def push(self, text: str) -> None:
+        """Send the frame of a text; call it only while ``is_open``."""
+        assert self._writer is not None
+        assert self._head is not None
+        self._writer.write(b"%b%b%b" % (self._head, to_json(text), self._tail))
+
+    def _learn(self, frame: str, text: str, tail: str) -> None:
+        """Take the beginning and the end of all frames from one whose text is known."""
+        end = tail + _FRAME_END
+        # A layer that adds to the end of its chunks, or makes other frames of them, is needed.
+        if frame.endswith(text + end):
+            self._head = frame[: -len(text + end)].encode()
+            self._tail = end.encode()
