@@ -2,31 +2,35 @@
 #   make image                                                     the emulated device (CPU)
 #   docker build -t rbln-serve:npu --target npu \
 #       --secret id=pip.conf,src=$HOME/.config/rbln/pip.conf .     RBLN NPUs
-# Every step is a script of deploy/scripts, which tests run, too.
 #
-# What changes rarely comes first, and each stage copies only what its step reads, scripts as well:
-# a change of a line of this project or of a script repeats one step, and replaces the layer of
-# /opt/rbln-serve, not that of its packages.
+# What changes rarely comes first, and each stage copies only what its step reads: a change of a line of
+# this project repeats one step, and replaces the layer of /opt/rbln-serve, not that of its packages.
+# Debian's packages have no versions here: its archive keeps the newest only (hadolint's DL3008).
+# Installed files get one date, so that the same files make the same layer whenever they are installed.
 
 # Tag and digest: the digest decides, the tag is for readers.
 ARG BASE=python:3.11.16-slim-trixie@sha256:be1575ed968de893bd54f4c56315ff7c4736ce522c1bca08fd521731aafc0d76
 
 FROM ${BASE} AS packages
 WORKDIR /src
-COPY deploy/scripts/install_packages.sh deploy/scripts/
-RUN ["deploy/scripts/install_packages.sh", "g++"]
-COPY deploy/scripts/make_venv.sh deploy/scripts/create_venv.sh deploy/scripts/find_python.sh \
-    deploy/scripts/install_locked.sh deploy/scripts/
+# hadolint ignore=DL3008
+RUN apt-get update -q && apt-get install --yes -q --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+COPY deploy/scripts/install.sh deploy/scripts/
 COPY requirements/torch.txt requirements/cpu.lock requirements/
-RUN ["deploy/scripts/make_venv.sh", "/opt/venv", "/opt/rbln-serve", "requirements/torch.txt", "requirements/cpu.lock"]
+# An image keeps no downloads, and its files never change: byte code need not be compared with them.
+# The environment's Python imports what is below /opt/rbln-serve, too.
+RUN PIP_NO_CACHE_DIR=1 INVALIDATION=unchecked-hash \
+    deploy/scripts/install.sh /opt/venv requirements/torch.txt requirements/cpu.lock && \
+    echo /opt/rbln-serve/lib/python3.11/site-packages >/opt/venv/lib/python3.11/site-packages/rbln-serve.pth
 
 FROM packages AS kernels
 COPY rbln_backend/__init__.py rbln_backend/errors.py rbln_backend/
 COPY rbln_backend/host rbln_backend/host
 COPY rbln_backend/store rbln_backend/store
 COPY rbln_backend/emulator rbln_backend/emulator
-COPY deploy/scripts/build_bundle.sh deploy/scripts/settle_times.sh deploy/scripts/
-RUN ["deploy/scripts/build_bundle.sh", "/opt/venv", "/opt/bundle"]
+# CPUs without AVX2 run PyTorch's operators.
+RUN /opt/venv/bin/python -m rbln_backend.emulator.variants --into /opt/bundle --variants avx512_bf16 avx512 avx2 && \
+    find /opt/bundle -exec touch --no-dereference --date=@0 {} +
 
 FROM packages AS project
 COPY pyproject.toml README.md LICENSE ./
@@ -34,14 +38,25 @@ COPY deploy/vllm-metadata deploy/vllm-metadata
 COPY default_model/checkpoint default_model/checkpoint
 COPY rbln_backend rbln_backend
 COPY server server
-COPY deploy/scripts/install_prefix.sh deploy/scripts/settle_times.sh deploy/scripts/vllm.sh deploy/scripts/
-RUN ["deploy/scripts/install_prefix.sh", "/opt/venv", "/opt/rbln-serve", "/opt/default-model"]
+RUN /opt/venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile --no-build-isolation \
+        --no-index --ignore-installed --prefix /opt/rbln-serve ./deploy/vllm-metadata . && \
+    ln -s /opt/container/container_start.sh /opt/rbln-serve/bin/vllm && \
+    mv /opt/rbln-serve/share/rbln-serve/default-model /opt/default-model && \
+    rm -r /opt/rbln-serve/share && \
+    /opt/venv/bin/python -m compileall -q --invalidation-mode unchecked-hash /opt/rbln-serve/lib && \
+    find /opt/rbln-serve /opt/default-model -exec touch --no-dereference --date=@0 {} +
 
 FROM ${BASE} AS runtime
-# tini is process 1: it forwards signals and reaps orphans of the server's processes.
-RUN --mount=type=bind,source=deploy/scripts/install_packages.sh,target=/tmp/scripts/install_packages.sh \
-    --mount=type=bind,source=deploy/scripts/prepare_runtime.sh,target=/tmp/scripts/prepare_runtime.sh \
-    /tmp/scripts/install_packages.sh tini && /tmp/scripts/prepare_runtime.sh
+# tini is process 1: it forwards signals and reaps orphans of the server's processes. What a container may
+# write to belongs to group 0 with the owner's permissions, as do files that are created there, so a
+# container runs under any user id whose group is 0.
+# hadolint ignore=DL3008
+RUN apt-get update -q && apt-get install --yes -q --no-install-recommends tini && \
+    rm -rf /var/lib/apt/lists/* /var/log/apt /var/log/dpkg.log && \
+    echo "rbln:x:10001:0:rbln-serve:/home/rbln:/usr/sbin/nologin" >>/etc/passwd && \
+    for folder in /home/rbln /cache /models /adapters /data; do \
+        mkdir -p "$folder" && chown 10001:0 "$folder" && chmod 2775 "$folder" || exit 1; \
+    done
 COPY deploy/scripts/container_start.sh deploy/scripts/container_health.py /opt/container/
 # Nothing is fetched or reported at start, or written outside the volumes and /tmp. USER and LOGNAME
 # replace the entry in /etc/passwd that an arbitrary user id lacks.
@@ -73,8 +88,8 @@ ENTRYPOINT ["/usr/bin/tini", "--", "/opt/container/container_start.sh"]
 CMD ["/opt/default-model", "--served-model-name", "default-model"]
 
 FROM packages AS packages-emulated
-COPY deploy/scripts/trim_venv.sh deploy/scripts/settle_times.sh deploy/scripts/
-RUN ["deploy/scripts/trim_venv.sh", "/opt/venv"]
+COPY deploy/scripts/trim_image.sh deploy/scripts/
+RUN ["deploy/scripts/trim_image.sh", "/opt/venv"]
 
 FROM packages AS packages-npu
 COPY pyproject.toml ./

@@ -1,4 +1,4 @@
-# Needs Python 3.11, g++ and make. `make install` once, then `make serve`.
+# Needs Python 3.11, 3.12 or 3.13 (PYTHON=python3.12 names one), g++ and make. `make install` once, then `make serve`.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
@@ -22,7 +22,7 @@ fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
 
-.PHONY: help install dev serve test test-tools test-fast test-nixl lint bench dashboards chart docs docs-site published flags upstream lock wheel image clean
+.PHONY: help install dev serve test test-tools test-fast test-nixl lint bench chart docs docs-site published flags upstream lock wheel image clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -55,13 +55,10 @@ lint: dev docs-site ## ruff, mypy --strict, import contracts, hadolint, shellche
 	$(python) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/hadolint Dockerfile
-	$(VENV)/bin/shellcheck .ci/run deploy/scripts/*.sh tests/image/*.sh
+	$(VENV)/bin/shellcheck .ci/run deploy/*/*.sh tests/image/*.sh
 
 bench: dev ## Ours against vLLM's CPU backend, llama.cpp and transformers; ARGS go to benchmarks compare
 	$(quiet) $(python) -m benchmarks compare --save $(ARGS)
-
-dashboards: dev ## Rewrite the generated dashboards of deploy/grafana
-	$(python) -m deploy.grafana.generate
 
 chart: dev ## Rewrite values.schema.json of the Helm chart
 	$(python) -m deploy.kubernetes.generate
@@ -79,7 +76,7 @@ flags: dev ## Rewrite the list of vLLM's flags, by which misspelt ones are refus
 	$(quiet) VLLM_LOGGING_LEVEL=ERROR $(python) -m deploy.upstream.flag_names
 
 upstream: dev ## Report what the release VLLM would break, e.g. VLLM=0.32.0; nothing is upgraded
-	$(quiet) $(scripts)/upstream.sh $(VENV) $(VLLM)
+	$(quiet) deploy/upstream/compare.sh $(VENV) $(VLLM)
 
 lock: dev ## Resolve requirements/*.in again; ARGS=--upgrade moves versions
 	$(python) requirements/lock.py $(ARGS)
@@ -100,34 +97,33 @@ clean: ## Remove the environment and everything built
 	rm -rf $(VENV) build deploy/vllm-metadata/build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -rf *.egg-info deploy/vllm-metadata/*.egg-info
 
-$(python):
-	@PYTHON=$(PYTHON) $(scripts)/create_venv.sh $(VENV)
-
-$(stamps)/torch: requirements/torch.txt $(scripts)/install_locked.sh | $(python)
-	$(scripts)/install_locked.sh $(VENV) requirements/torch.txt
+$(stamps)/torch: requirements/torch.txt $(scripts)/install.sh
+	@PYTHON=$(PYTHON) $(scripts)/install.sh $(VENV) requirements/torch.txt
 	@mkdir -p $(@D) && touch $@
 
 $(stamps)/locked: requirements/cpu.lock $(stamps)/torch
-	$(scripts)/install_locked.sh $(VENV) requirements/cpu.lock
+	$(scripts)/install.sh $(VENV) requirements/cpu.lock
 	@touch $@
 
 # In parallel with the remaining packages: they wait for the disk, compilers for a core.
-$(stamps)/kernels: $(kernels) $(scripts)/build_kernels.sh $(stamps)/torch
-	$(scripts)/build_kernels.sh $(VENV)
+# If the build fails, the first start reports the reason and the fallback.
+$(stamps)/kernels: $(kernels) $(stamps)/torch
+	$(python) -m rbln_backend.emulator.variants --variants native \
+		--into "$${VLLM_CACHE_ROOT:-$${XDG_CACHE_HOME:-$$HOME/.cache}/vllm}" || echo "the kernels were not built ahead" >&2
 	@touch $@
 
-$(stamps)/project: $(stamps)/locked pyproject.toml deploy/vllm-metadata/pyproject.toml $(scripts)/install_project.sh
-	$(scripts)/install_project.sh $(VENV) -e
+# With the locked setuptools: nothing is fetched.
+$(stamps)/project: $(stamps)/locked pyproject.toml deploy/vllm-metadata/pyproject.toml
+	$(python) -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --no-index ./deploy/vllm-metadata -e .
 	@touch $@
 
 $(stamps)/dev: $(stamps)/locked requirements/dev.lock
-	$(scripts)/install_locked.sh $(VENV) requirements/dev.lock
+	$(scripts)/install.sh $(VENV) requirements/dev.lock
 	@touch $@
 
-build/site-tools/.stamp: requirements/site.lock $(scripts)/create_venv.sh $(scripts)/install_locked.sh
+build/site-tools/.stamp: requirements/site.lock $(scripts)/install.sh
 	rm -rf $(@D)
-	@PYTHON=$(PYTHON) $(scripts)/create_venv.sh $(@D)
-	$(scripts)/install_locked.sh $(@D) requirements/site.lock
+	@PYTHON=$(PYTHON) $(scripts)/install.sh $(@D) requirements/site.lock
 	@touch $@
 
 # Replaced atomically, because a running server may read the former one.

@@ -1,14 +1,12 @@
 """Resolves cpu.in, dev.in and site.in into locks: `python requirements/lock.py [--upgrade]`.
 
-Run it with the Python that the service runs on, 3.11. Versions that are locked already stay unless
---upgrade is given, so that adding one package moves nothing else. A line marked `# no-deps` is
-taken without its requirements. A later Python, which runs an installed wheel, writes the same
-versions with the hashes of its own wheels: `python3.12 requirements/lock.py` makes
-python3.12/cpu.lock.
+Run it with Python 3.11. Versions that are locked already stay unless --upgrade is given, so that
+adding one package moves nothing else. A line marked `# no-deps` is taken without its requirements.
 
-A lock names one file of each package and architecture, by its SHA-256: the wheel for that CPython
-on x86-64 Linux, where it was tested, and in cpu.lock the wheel for aarch64, where that is another
-file. Wheels alone: to build a source release would run its code, and fetch what nothing here pins.
+A lock holds one version of each package with the SHA-256 of a file for each CPython (3.11 to 3.13)
+on x86-64 Linux, and in cpu.lock for aarch64 as well; one hash where all of them share a file. The
+suite runs on CPython 3.11 on x86-64. Wheels alone: to build a source release would run its code,
+and fetch what nothing here pins.
 """
 
 from __future__ import annotations
@@ -23,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-_VERSION = "{}.{}".format(*sys.version_info)
-# The newest glibc whose wheels are taken on aarch64: Debian 12's.
+# Late releases: some packages do not run on the first ones.
+_PYTHONS = ("3.11.9", "3.12.9", "3.13.9")
+# The newest glibc whose wheels are taken for other machines than this: Debian 12's.
 _GLIBC = 36
-_AARCH64 = [f"manylinux_2_{minor}_aarch64" for minor in range(17, _GLIBC + 1)]
-_AARCH64 += ["manylinux2014_aarch64"]
 NO_DEPS = re.compile(r"#\s*no-deps\s*$")
 
 
@@ -67,16 +64,22 @@ def _line(item: dict[str, Any]) -> str:
     return f"{name}=={version} --hash=sha256:{digest}"
 
 
-def _add_aarch64(pins: dict[str, str]) -> dict[str, str]:
-    """Return the lines of `pins` with the hashes of the wheels on aarch64 where they differ."""
+def _add_hashes(pins: dict[str, str], machines: tuple[str, ...]) -> dict[str, str]:
+    """Return the lines of `pins` with the hashes of the wheels for every Python and machine."""
     exact = [line.split()[0] for line in pins.values()]
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--no-deps", "--target", folder, "--python-version", _VERSION]
-        options += [word for name in _AARCH64 for word in ("--platform", name)]
-        others = _resolve(exact, [], *options)
+    hashes = {package: line.split()[1:] for package, line in pins.items()}
+    for python in _PYTHONS:
+        for machine in machines:
+            platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(17, _GLIBC + 1)]
+            with tempfile.TemporaryDirectory() as folder:
+                options = ["--no-deps", "--target", folder, "--python-version", python]
+                for name in (*platforms, f"manylinux2014_{machine}"):
+                    options += ["--platform", name]
+                others = _resolve(exact, [], *options)
+            for package, line in others.items():
+                hashes[package] += [one for one in line.split()[1:] if one not in hashes[package]]
     return {
-        package: line if others[package] == line else f"{line} {others[package].split()[1]}"
-        for package, line in pins.items()
+        package: " ".join((line.split()[0], *hashes[package])) for package, line in pins.items()
     }
 
 
@@ -88,36 +91,29 @@ def _locked(path: Path) -> list[str]:
     return [line.split()[0] for line in lines if line and not line.startswith("#")]
 
 
-def _lock(name: str, base: list[str], target: Path, *, upgrade: bool) -> None:
-    """Write `target`: everything <name>.in needs that `base` does not hold already."""
-    constraints = base + ([] if upgrade else _locked(HERE / f"{name}.lock"))
+def _lock(name: str, base: list[str], machines: tuple[str, ...], *, upgrade: bool) -> None:
+    """Write <name>.lock: everything <name>.in needs that `base` does not hold already."""
+    target = HERE / f"{name}.lock"
+    constraints = base + ([] if upgrade else _locked(target))
     resolved, alone = _requirements(HERE / f"{name}.in")
     pins = _resolve(resolved, constraints) | _resolve(alone, constraints, "--no-deps")
-    held = {_normal(line.split("==")[0]) for line in base}
-    pins = {package: line for package, line in pins.items() if package not in held}
-    pins = _add_aarch64(pins) if name == "cpu" else pins
+    base_names = {_normal(line.split("==")[0]) for line in base}
+    pins = {package: line for package, line in pins.items() if package not in base_names}
+    pins = _add_hashes(pins, machines)
     lines = [pins[package] for package in sorted(pins)]
-    header = f"# Made by requirements/lock.py from {name}.in for install_locked.sh."
+    header = f"# Made by requirements/lock.py from {name}.in for deploy/scripts/install.sh."
     target.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
     sys.stdout.write(f"{target.relative_to(HERE)}: {len(lines)} packages\n")
 
 
 def main() -> None:
-    """Write the locks: dev.lock on top of the service's, site.lock for its own environment.
-
-    On a later Python: that of the service alone.
-    """
+    """Write the locks: dev.lock on top of the service's, site.lock for its own environment."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="take the newest that is allowed")
     upgrade: bool = parser.parse_args().upgrade
-    if _VERSION != "3.11":
-        folder = HERE / f"python{_VERSION}"
-        folder.mkdir(exist_ok=True)
-        _lock("cpu", [], folder / "cpu.lock", upgrade=False)
-        return
-    _lock("cpu", [], HERE / "cpu.lock", upgrade=upgrade)
-    _lock("dev", _locked(HERE / "cpu.lock"), HERE / "dev.lock", upgrade=upgrade)
-    _lock("site", [], HERE / "site.lock", upgrade=upgrade)
+    _lock("cpu", [], ("x86_64", "aarch64"), upgrade=upgrade)
+    _lock("dev", _locked(HERE / "cpu.lock"), ("x86_64",), upgrade=upgrade)
+    _lock("site", [], ("x86_64",), upgrade=upgrade)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compare the used names of vLLM in two environments; `deploy/scripts/upstream.sh` runs it.
+"""Compare the used names of vLLM in two environments; `deploy/upstream/compare.sh` runs it.
 
 `python -m deploy.upstream --write FILE` lists the used names of the installed vLLM with their
 shapes; `python -m deploy.upstream FILE` prints what breaks with the installed vLLM against such a

@@ -27,7 +27,7 @@ DEBIAN_FRONTEND=noninteractive chroot "$root" apt-get install -y -q --no-install
     libuuid1 zlib1g
 chroot "$root" apt-get clean
 rm -rf "$root"/var/lib/apt/lists/*
-prefix=$("$("$here/../../deploy/scripts/find_python.sh")" -c 'import sys; print(sys.base_prefix)')
+prefix=$(python3.11 -c 'import sys; print(sys.base_prefix)')
 mkdir -p "$root/usr/local/bin" "$root/usr/local/lib/python3.11"
 cp -a "$prefix/bin/python3.11" "$root/usr/local/bin/"
 ln -s python3.11 "$root/usr/local/bin/python3"

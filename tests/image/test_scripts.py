@@ -33,19 +33,6 @@ def run(
     )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="changes owners")
-def test_any_user_of_group_0_may_write_where_containers_write(tmp_path: Path) -> None:
-    (tmp_path / "etc").mkdir()
-    (tmp_path / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\n")
-    run("prepare_runtime.sh", str(tmp_path))
-    run("prepare_runtime.sh", str(tmp_path))
-    lines = (tmp_path / "etc" / "passwd").read_text().splitlines()
-    assert [line.split(":")[:4] for line in lines[1:]] == [["rbln", "x", "10001", "0"]]
-    for folder in ("home/rbln", "cache", "models", "adapters"):
-        status = (tmp_path / folder).stat()
-        assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (10001, 0, 0o2775)
-
-
 @pytest.mark.parametrize(
     ("arguments", "passed_on"),
     [
@@ -53,7 +40,9 @@ def test_any_user_of_group_0_may_write_where_containers_write(tmp_path: Path) ->
         *(((command, "/models/a"), f"{command} /models/a") for command in COMMANDS),
         (("./compile",), "serve ./compile"),
         (("--version",), "--version"),
+        ((), "serve"),
         (("vllm", "serve", "/models/a"), "serve /models/a"),
+        (("vllm", "--version"), "--version"),
     ],
 )
 def test_a_container_serves_unless_told_otherwise_and_shares_its_files(
@@ -62,17 +51,23 @@ def test_a_container_serves_unless_told_otherwise_and_shares_its_files(
     command = tmp_path / "rbln-serve"
     command.write_text('#!/bin/sh\necho "$@"\numask\n')
     command.chmod(0o755)
-    (tmp_path / "vllm").symlink_to(SCRIPTS / "vllm.sh")
     done = run("container_start.sh", *arguments, PATH=f"{tmp_path}:/usr/bin:/bin")
     assert done.stdout.splitlines() == [passed_on, "0002"]
 
 
-def test_other_commands_of_vllm_are_its_own(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "$@"\n')
-    python.chmod(0o755)
-    done = run("vllm.sh", "bench", "serve", PATH=f"{tmp_path}:/usr/bin:/bin")
-    assert done.stdout == "-m vllm.entrypoints.cli.main bench serve\n"
+def test_the_images_vllm_serves_by_ours_and_runs_its_other_commands(tmp_path: Path) -> None:
+    for name in ("python", "rbln-serve"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "vllm").symlink_to(SCRIPTS / "container_start.sh")
+    for words, expected in (
+        ("serve /models/a", "rbln-serve serve /models/a\n"),
+        ("bench serve", "python -m vllm.entrypoints.cli.main bench serve\n"),
+    ):
+        command = [str(tmp_path / "vllm"), *words.split()]
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == expected
 
 
 def test_trimming_keeps_what_runs(tmp_path: Path) -> None:
@@ -101,7 +96,7 @@ def test_trimming_keeps_what_runs(tmp_path: Path) -> None:
     command = ["gcc", "-g", "-shared", "-fPIC", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
     before = library.stat().st_size
-    run("trim_venv.sh", str(tmp_path))
+    run("trim_image.sh", str(tmp_path))
     left = {str(path.relative_to(packages)) for path in packages.rglob("*") if path.is_file()}
     assert left == {*kept, "torch/lib/libtorch_cpu.so"}
     assert library.stat().st_size < before
@@ -137,7 +132,7 @@ def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Non
 
 def test_a_file_that_is_not_the_locked_one_is_not_installed(tmp_path: Path) -> None:
     environment = tmp_path / "venv"
-    run("create_venv.sh", str(environment), PYTHON=sys.executable)
+    run("install.sh", str(environment), PYTHON=sys.executable)
     make_wheel(tmp_path, "locked", "1.0")
     wheel = next(tmp_path.glob("*.whl"))
     lock = tmp_path / "test.lock"
@@ -145,7 +140,7 @@ def test_a_file_that_is_not_the_locked_one_is_not_installed(tmp_path: Path) -> N
 
     def install(line: str) -> subprocess.CompletedProcess[str]:
         lock.write_text(f"{line}\n")
-        return run("install_locked.sh", str(environment), str(lock), check=False, **options)
+        return run("install.sh", str(environment), str(lock), check=False, **options)
 
     pinned = f"locked==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
     locked = wheel.read_bytes()
@@ -172,7 +167,7 @@ def _install_sdk(wheels: Path, environment: Path) -> subprocess.CompletedProcess
 @pytest.mark.wide
 def test_the_sdk_comes_from_the_secrets_index_and_moves_no_locked_version(tmp_path: Path) -> None:
     environment = tmp_path / "venv"
-    run("create_venv.sh", str(environment), PYTHON=sys.executable)
+    run("install.sh", str(environment), PYTHON=sys.executable)
     packages = environment / "lib" / "python3.11" / "site-packages"
     wheels = tmp_path / "wheels"
     wheels.mkdir()

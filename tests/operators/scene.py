@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from deploy.grafana.panel import Query
 from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from tests.adapters import make_adapter
 from tests.checkpoints import CheckpointCache
@@ -61,11 +61,11 @@ class Scene:
             time.sleep(_RATE_S / 2)
         assert {200, 400, 404, 429} <= set(load.statuses) <= {200, 400, 404, 429, 503}
 
-    def series(self, query: Query) -> list[dict[str, object]]:
+    def series(self, target: dict[str, Any]) -> list[dict[str, Any]]:
         """Return what a panel's query returns over the time of the scene."""
         end = time.time()
-        expr = bound(query.expr, end - self.began)
-        if query.instant:
+        expr = bound(target["expr"], end - self.began)
+        if target["instant"]:
             return self.prometheus.now(expr)
         return self.prometheus.over(expr, self.began, end, 1)
 

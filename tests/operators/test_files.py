@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.grafana.generate import DASHBOARDS, stale
-from deploy.grafana.panel import COLUMNS
 from tests.architecture.source_tree import ROOT
 from tests.debian_tools import debian_tool
+from tests.operators.dashboards import DASHBOARDS, FILES, panels
 from tests.operators.prometheus_process import FOLDER, read_rules
 
 SCENARIOS = Path(__file__).with_name("alerts.test.yml")
@@ -20,32 +19,31 @@ RUNBOOKS = ROOT / "docs" / "runbooks"
 ALERTS = {rule["alert"] for rule in read_rules("alerts.yml")}
 
 
-def test_the_dashboards_are_what_the_code_says() -> None:
-    assert stale() == [], "run `make dashboards`"
-
-
-@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda d: d.uid)
-def test_panels_lie_side_by_side_and_say_what_they_show(dashboard: Any) -> None:
-    taken: set[tuple[int, int]] = set()
-    placed = dashboard.json()["panels"]
-    assert len({panel["id"] for panel in placed}) == len(placed)
-    for panel in placed:
-        place = panel["gridPos"]
-        assert place["x"] + place["w"] <= COLUMNS, panel["title"]
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda d: str(d["uid"]))
+def test_panels_lie_side_by_side_and_are_described(dashboard: dict[str, Any]) -> None:
+    used: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        grid = panel["gridPos"]
+        # Grafana's grid has 24 columns.
+        assert grid["x"] + grid["w"] <= 24, panel["title"]
         cells = {
-            (place["x"] + column, place["y"] + line)
-            for column in range(place["w"])
-            for line in range(place["h"])
+            (grid["x"] + column, grid["y"] + line)
+            for column in range(grid["w"])
+            for line in range(grid["h"])
         }
-        assert not cells & taken, panel["title"]
-        taken |= cells
+        assert not cells & used, panel["title"]
+        used |= cells
         assert panel["type"] == "row" or panel["description"]
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    titles = [panel["title"] for panel in panels(dashboard)]
+    assert len(set(titles)) == len(titles)
 
 
-def test_titles_are_told_apart() -> None:
-    for dashboard in DASHBOARDS:
-        titles = [panel.title for panel in dashboard.panels]
-        assert len(set(titles)) == len(titles), dashboard.uid
+def test_dashboards_have_addresses_and_a_line_for_each_panel() -> None:
+    assert [path.stem for path in FILES] == [dashboard["uid"] for dashboard in DASHBOARDS]
+    for path, dashboard in zip(FILES, DASHBOARDS, strict=True):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert sum(line.startswith('  {"id": ') for line in lines) == len(dashboard["panels"])
 
 
 @pytest.mark.parametrize(

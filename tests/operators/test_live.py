@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploy.grafana.generate import DASHBOARDS
 from rbln_backend.reporting.declared_metrics import METRICS
 from server.observability.metrics import SERVER_METRICS
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
 from tests.debian_tools import debian_tool
+from tests.operators.dashboards import DASHBOARDS, panels, variables
 from tests.operators.prometheus_process import read_rules
 from tests.operators.promql_names import names_of
 from tests.operators.scene import Scene, bound, running_scene
@@ -28,15 +28,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # Panel -> why it may show nothing here.
 MAY_BE_EMPTY = {
-    "Requests by key": "the server has no keys",
-    "Tokens by key": "likewise",
-    "In flight by key": "likewise",
+    "Tokens by key": "the server has no keys",
     "Refused by limits of a key": "likewise",
     "KV tiers": "the server has none",
     "KV read from prefill servers": "no server has NixlConnector",
     "Failed reads from prefill servers": "likewise",
     "Drafts accepted": "the server does not speculate",
-    "Tokens a step": "likewise",
     "Gain of steps that check drafts": "likewise",
 }
 # Servers with NixlConnector have them; the scene has none.
@@ -100,10 +97,10 @@ def _samples(name: str, kind: str) -> tuple[str, ...]:
 def expressions() -> list[tuple[str, str]]:
     """Every expression of dashboards, rules, alerts and runbooks, with where it stands."""
     found = [
-        (f"{dashboard.uid}: {panel.title}", bound(query.expr))
+        (f"{dashboard['uid']}: {panel['title']}", bound(target["expr"]))
         for dashboard in DASHBOARDS
-        for panel in dashboard.panels
-        for query in panel.queries
+        for panel in panels(dashboard)
+        for target in panel["targets"]
     ]
     for name in ("rules.yml", "alerts.yml"):
         found += [
@@ -131,25 +128,27 @@ def test_every_expression_parses_and_names_what_exists(loaded: Scene) -> None:
 
 
 def test_every_variable_has_values(loaded: Scene) -> None:
-    for dashboard in DASHBOARDS:
-        for variable in dashboard.variables:
-            if variable.metric:
-                found = loaded.prometheus.now(bound(variable.metric))
-                found = [one for one in found if one["metric"].get(variable.of)]
-                # Kubernetes alone has namespaces.
-                assert found or variable.of == "namespace", variable.name
+    for variable in variables():
+        if variable["type"] == "query":
+            metric, label = re.fullmatch(
+                r"label_values\((.*), (\w+)\)", variable["definition"]
+            ).groups()
+            series = loaded.prometheus.now(bound(metric))
+            # Kubernetes alone has namespaces.
+            assert label == "namespace" or any(one["metric"].get(label) for one in series), variable
 
 
 def test_every_choice_of_an_objective_is_a_bound(loaded: Scene) -> None:
-    for dashboard in DASHBOARDS:
-        for variable in dashboard.variables:
-            metric = {
-                "ttft": "vllm:time_to_first_token_seconds_bucket",
-                "itl": "vllm:inter_token_latency_seconds_bucket",
-                "e2e": "vllm:e2e_request_latency_seconds_bucket",
-            }.get(variable.name, "")
-            for choice in variable.choices:
-                assert loaded.prometheus.now(f'{metric}{{le="{choice}"}}'), (metric, choice)
+    metrics = {
+        "ttft": "vllm:time_to_first_token_seconds_bucket",
+        "itl": "vllm:inter_token_latency_seconds_bucket",
+        "e2e": "vllm:e2e_request_latency_seconds_bucket",
+    }
+    choices = {one["name"]: one["query"] for one in variables() if one["type"] == "custom"}
+    assert choices.keys() == metrics.keys()
+    for name, values in choices.items():
+        for value in values.split(","):
+            assert loaded.prometheus.now(f'{metrics[name]}{{le="{value}"}}'), (name, value)
 
 
 def _has_data(series: list[dict[str, Any]]) -> bool:
@@ -158,16 +157,15 @@ def _has_data(series: list[dict[str, Any]]) -> bool:
 
 
 def test_every_panel_shows_what_the_load_made(loaded: Scene) -> None:
+    shown = [panel for dashboard in DASHBOARDS for panel in panels(dashboard)]
     empty = {
-        panel.title
-        for dashboard in DASHBOARDS
-        for panel in dashboard.panels
-        for query in panel.queries
-        if not _has_data(loaded.series(query))
+        panel["title"]
+        for panel in shown
+        for target in panel["targets"]
+        if not _has_data(loaded.series(target))
     }
     assert empty <= set(MAY_BE_EMPTY)
-    titles = {panel.title for dashboard in DASHBOARDS for panel in dashboard.panels}
-    assert set(MAY_BE_EMPTY) <= titles
+    assert set(MAY_BE_EMPTY) <= {panel["title"] for panel in shown}
 
 
 def test_our_metrics_follow_the_naming_rules(loaded: Scene) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# upstream.sh VENV VERSION: reports what another release of vLLM would break; exits with 1 if anything.
+# compare.sh VENV VERSION: reports what another release of vLLM would break; exits with 1 if anything.
 # Only its wheel is installed, into build/upstream-VERSION over the packages of VENV, by version and not
 # by hash, because it is imported and never serves.
 set -euo pipefail

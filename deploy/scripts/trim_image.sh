@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# trim_venv.sh VENV: removes what the server never loads. Afterwards nothing can be compiled in or
+# trim_image.sh VENV: removes what the image's server never loads. Afterwards nothing can be compiled in or
 # linked against VENV, and vLLM's own CPU platform does not run there.
 set -euo pipefail
 
 packages=("$1"/lib/python3.*/site-packages)
-scripts=$(cd "$(dirname "$0")" && pwd)
 venv=$(cd "$1" && pwd)
 cd "${packages[0]}"
 rm -rf torch/include torch/test torch/share
@@ -16,4 +15,5 @@ rm -f vllm/_C*.so
 for library in torch/lib/libtorch_cpu.so torch/lib/libtorch_python.so uvloop/loop.*.so; do
     [ ! -e "$library" ] || strip --strip-unneeded "$library"
 done
-"$scripts/settle_times.sh" "$venv"
+# The same files make the same layer, whenever they are installed.
+find "$venv" -exec touch --no-dereference --date=@0 {} +

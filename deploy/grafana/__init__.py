@@ -1,1 +1,0 @@
-"""Grafana dashboards of the service, as code: `make dashboards` writes their JSON."""
