@@ -16,7 +16,7 @@ from benchmarks.runner.figures import Figure, find, ratios, read_run, shown
 
 DOCS = Path(__file__).resolve().parent
 PUBLISHED = DOCS / "published.json"
-_ALERTS = DOCS.parent / "deploy" / "prometheus" / "alerts.yml"
+_RULES = DOCS.parent / "deploy" / "prometheus"
 _LABEL = re.compile(r"\{\{ \$labels\.(\w+) \}\}")
 _MODELS = ("15m", "160m", "1.2b")
 _MANY = 100
@@ -45,16 +45,17 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def alerts() -> str:
-    """Return the alerts of alerts.yml with links to their runbooks."""
+    """Return the alerts with links to their runbooks; those that are off by default come last."""
     rows = []
-    for group in yaml.safe_load(_ALERTS.read_text(encoding="utf-8"))["groups"]:
-        for rule in group["rules"]:
+    for default, file in (("on", "alerts.yml"), ("off", "alerts.extended.yml")):
+        groups = yaml.safe_load((_RULES / file).read_text(encoding="utf-8"))["groups"]
+        for rule in (rule for group in groups for rule in group["rules"]):
             name = rule["alert"]
             summary = _LABEL.sub(r"`<\1>`", rule["annotations"]["summary"])
             severity = ", ".join(rule["labels"].values())
             after = str(rule.get("for", "at once"))
-            rows.append((f"[{name}](runbooks/{name}.md)", severity, after, summary))
-    return table(("Alert", "Severity", "After", "Summary"), rows)
+            rows.append((f"[{name}](runbooks/{name}.md)", default, severity, after, summary))
+    return table(("Alert", "Default", "Severity", "After", "Summary"), rows)
 
 
 def load_published() -> dict[str, Any]:

@@ -275,7 +275,9 @@ def _access() -> dict[str, Schema]:
             bearerSecret=closed(name=NAME, key=TEXT),
             serviceMonitor=monitor,
             podMonitor=monitor,
-            rules=closed(enabled=FLAG, devices=FLAG, labels=LABELS, runbookBaseUrl=TEXT),
+            rules=closed(
+                enabled=FLAG, extended=FLAG, devices=FLAG, labels=LABELS, runbookBaseUrl=TEXT
+            ),
             dashboards=closed(
                 enabled=FLAG, scope=one_of("release", "all"), labels=LABELS, annotations=LABELS
             ),

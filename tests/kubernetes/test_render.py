@@ -201,7 +201,7 @@ def test_a_package_carries_rules_and_dashboards_itself(tmp_path: Path) -> None:
     with helm().Chart.load(archive) as packed:
         files = {item["name"] for item in packed.files}
         assert packed.metadata["appVersion"] == packed.version
-    assert {"files/rules.yml", "files/alerts.yml"} <= files
+    assert {"files/rules.yml", "files/alerts.yml", "files/alerts.extended.yml"} <= files
     assert "files/dashboards/rbln-overview.json" in files
 
 

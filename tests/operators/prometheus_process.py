@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,8 @@ import yaml
 from tests.debian_tools import debian_tool
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
+# The last one is off by default.
+RULE_FILES = ("rules.yml", "alerts.yml", "alerts.extended.yml")
 _START_S = 60.0
 
 
@@ -122,8 +124,8 @@ def _write_configuration(
     for job in config["scrape_configs"]:
         found = [target] if (target := targets.get(job["job_name"])) else []
         job["static_configs"][0]["targets"] = found
-    names: Sequence[str] = config["rule_files"]
-    for name in names:
+    config["rule_files"] = list(RULE_FILES)
+    for name in RULE_FILES:
         groups = yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
         for group in groups["groups"]:
             for rule in group["rules"]:

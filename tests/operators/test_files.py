@@ -12,11 +12,12 @@ import yaml
 from tests.architecture.source_tree import ROOT
 from tests.debian_tools import debian_tool
 from tests.operators.dashboards import DASHBOARDS, FILES, panels
-from tests.operators.prometheus_process import FOLDER, read_rules
+from tests.operators.prometheus_process import FOLDER, RULE_FILES, read_rules
 
 SCENARIOS = Path(__file__).with_name("alerts.test.yml")
 RUNBOOKS = ROOT / "docs" / "runbooks"
-ALERTS = {rule["alert"] for rule in read_rules("alerts.yml")}
+RULES = [*read_rules("alerts.yml"), *read_rules("alerts.extended.yml")]
+ALERTS = {rule["alert"] for rule in RULES}
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda d: str(d["uid"]))
@@ -50,7 +51,7 @@ def test_dashboards_have_addresses_and_a_line_for_each_panel() -> None:
     "arguments",
     [
         ("check", "config", str(FOLDER / "prometheus.yml")),
-        ("check", "rules", str(FOLDER / "rules.yml"), str(FOLDER / "alerts.yml")),
+        ("check", "rules", *(str(FOLDER / name) for name in RULE_FILES)),
         ("test", "rules", str(SCENARIOS)),
     ],
     ids=lambda a: " ".join(a[:2]),
@@ -71,7 +72,7 @@ def test_each_alert_fires_and_is_silent_in_a_scenario() -> None:
 
 def test_each_alert_is_documented() -> None:
     assert {path.stem for path in RUNBOOKS.glob("Rbln*.md")} == ALERTS
-    for rule in read_rules("alerts.yml"):
+    for rule in RULES:
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
         assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
         assert "$value" in rule["annotations"]["description"], rule["alert"]

@@ -19,7 +19,7 @@ from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
 from tests.debian_tools import debian_tool
 from tests.operators.dashboards import DASHBOARDS, panels, variables
-from tests.operators.prometheus_process import read_rules
+from tests.operators.prometheus_process import RULE_FILES, read_rules
 from tests.operators.promql_names import names_of
 from tests.operators.scene import Scene, bound, running_scene
 from tests.operators.vendor_exporter import VENDOR_LABELS, VENDOR_METRICS
@@ -102,7 +102,7 @@ def expressions() -> list[tuple[str, str]]:
         for panel in panels(dashboard)
         for target in panel["targets"]
     ]
-    for name in ("rules.yml", "alerts.yml"):
+    for name in RULE_FILES:
         found += [
             (rule.get("alert", rule.get("record")), rule["expr"]) for rule in read_rules(name)
         ]
