@@ -11,7 +11,7 @@ import pytest
 
 from default_model.paths import CHECKPOINT
 from tests.server.real_server import RealServer
-from tests.server.vllm.tools.test_default_prompt import SMOLLM2
+from tests.server.vllm.test_default_prompt import SMOLLM2
 
 pytestmark = pytest.mark.engine
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.tools import NATURAL, Ending, finish_reason, is_whole
-from tests.server.vllm.tools.call_forms import (
+from tests.server.vllm.call_forms import (
     ARGUMENTS,
     CODER,
     FORMS,

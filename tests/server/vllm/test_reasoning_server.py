@@ -10,7 +10,7 @@ import pytest
 
 from default_model.paths import CHECKPOINT
 from tests.server.real_server import RealServer
-from tests.server.vllm.tools.thinking_model import END, write_thinking_model
+from tests.server.vllm.thinking_model import END, write_thinking_model
 
 pytestmark = pytest.mark.engine
 

@@ -1,1 +1,0 @@
-"""The adapter of vLLM's serving layer."""
