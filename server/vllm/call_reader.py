@@ -201,7 +201,6 @@ FORMS = {
 LISTED, ARGUMENTS = _listed(r"\A"), _form(r"\A")
 """vLLM's schemas of calls that a request demands: a list of calls, and arguments of one tool."""
 
-
 HELD_CHARACTERS = 1024
 """Arguments that nothing guides are sent when they are complete or longer than this.
 

@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 TOO_LONG_PARAMETERS = ("input_tokens", "input_text")
 """Parameters that vLLM names for a prompt longer than the context."""
 
-
 _WORDS: Mapping[str, str] = {
     "dict_type": "Input should be an object",
     "iterable_type": "Input should be an array",

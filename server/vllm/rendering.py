@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 MARK = b"RENDER\n"
 """The prefix of rendering jobs; jobs about bodies begin with the name of an endpoint."""
 
-
 _OF_TEMPLATES = (
     *(TemplateError, LookupError, TypeError, ValueError),
     *(AttributeError, ArithmeticError, RuntimeError),
@@ -139,7 +138,6 @@ _CACHED_TEMPLATES = 32
 
 large_var: ContextVar[bool] = ContextVar("large", default=False)
 """True if the body of the current request was too large for parsing on the event loop."""
-
 
 _thread = threading.local()
 """Its `is_large` is true in threads that render conversations of large bodies."""

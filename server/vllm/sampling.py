@@ -27,7 +27,6 @@ MAX_ENTRIES = 1_000_000
 _ORDINARY = 20
 """OpenAI's limit for each token and vLLM's default. Within it, the context bounds the total."""
 
-
 _BEFORE = "\n"
 """A text before a word that no tokenizer joins with it: a word's tokens depend on its place."""
 
