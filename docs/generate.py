@@ -24,7 +24,16 @@ from rbln_backend.config import GRAPH, RblnConfig
 from rbln_backend.reporting.declared_metrics import METRICS, MetricDecl
 from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
 from rbln_backend.unsupported import FEATURES
-from rbln_backend.variables import KINDS, OPTION_NAMES, VARIABLES, Status, form_of
+from rbln_backend.variables import (
+    KINDS,
+    KNOWN_SDK,
+    NEXT_SDK,
+    OPTION_NAMES,
+    SDK_RULES,
+    VARIABLES,
+    Status,
+    form_of,
+)
 from server.errors import ServerError
 from server.observability.metrics import SERVER_METRICS
 from server.observability.traffic import Sample
@@ -96,6 +105,11 @@ def _backend_variables() -> str:
             status = f"refused unless {code(str(variable.accepts).lower())}"
         rows.append((code(variable.name), variable.form.text, target, status, variable.doc))
     return table(("Variable", "Value", "Field", "Status", "Meaning or reason"), rows)
+
+
+def _sdk_releases() -> str:
+    rows = ((code(rule.name), rule.known, rule.later) for rule in SDK_RULES.values())
+    return table(("Name", f"SDK {KNOWN_SDK}", f"From SDK {NEXT_SDK}"), rows)
 
 
 def _settings() -> str:
@@ -295,6 +309,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
         ("Key", "Same as"), ((code(key), code(field)) for key, field in OPTION_NAMES.items())
     ),
     "backend-variables": _backend_variables,
+    "sdk-releases": _sdk_releases,
     "checked-flags": lambda: _by_text(flag_table.CHECKED_FLAGS, ("Flags", "Here")),
     "comparisons": saved_tables.comparisons,
     "engine-metrics": lambda: _metrics(METRICS),

@@ -14,7 +14,7 @@ from rbln_backend.bucketing.chunk_plan import step_tokens_of
 from rbln_backend.bucketing.engine_buckets import EngineBuckets
 from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
 from rbln_backend.compilation import settle_compilation
-from rbln_backend.compiler.sdk.shapes import settle_npu
+from rbln_backend.compiler.sdk.shapes import check_release, settle_npu
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_tiers.offloading_config import take_tiers
@@ -32,6 +32,7 @@ from rbln_backend.unsupported import (
     PREFILL_PROMPTS,
     SPARSE_ATTENTION,
 )
+from rbln_backend.variables import newer_sdk
 from rbln_backend.vllm_compat import patches
 from rbln_backend.vllm_compat.settled import Settled
 
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 DEFAULT_BLOCK_SIZE = 128
+NPU_CHUNK_TOKENS = 512
+"""Default of SDK 0.12.1; the parser does not know the device yet."""
 # At most 15 tokens of a shared prompt are computed again; hashing and logging cost nothing visible.
 DEFAULT_REUSE_UNIT = 16
 DEFAULT_PREFILL_PROMPTS = 8
@@ -178,9 +181,13 @@ class RblnPlatform(Platform):
         patches.inspect_models_here()
         patches.speculate_here()
         patches.schedule_in_order()
+        patches.run_here()
+        later = newer_sdk() is not None
+        if later:
+            patches.chunk_by_default(NPU_CHUNK_TOKENS)
         if parser is not None:
             parser.set_defaults(
-                max_num_batched_tokens=DEFAULT_CHUNK_TOKENS,
+                max_num_batched_tokens=NPU_CHUNK_TOKENS if later else DEFAULT_CHUNK_TOKENS,
                 max_num_seqs=DEFAULT_MAX_NUM_SEQS,
                 # vLLM leaves it off for some poolers, and then rejects chunks below the context.
                 enable_chunked_prefill=True,
@@ -203,6 +210,8 @@ class RblnPlatform(Platform):
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         device = device_capabilities(rbln)
+        if device.npu is not None and not isinstance(vllm_config.additional_config, Settled):
+            check_release(vllm_config, rbln)
         _set_shapes(vllm_config, device.npu)
         rbln = _set_reuse_unit(vllm_config, rbln, device.npu)
         rbln = _settle_prompts(vllm_config, rbln, can_join=device.joint_prompts)

@@ -68,6 +68,10 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         }
     )
     model = model_config(vllm_config)
+    if parallel.assigned_physical_gpu_ids and not isinstance(
+        vllm_config.additional_config, Settled
+    ):
+        _check_device_ids(rbln)
     if rbln.has_kv_tiers:
         _check_tiers(vllm_config, rbln)
     if names_nixl(vllm_config.kv_transfer_config):
@@ -91,6 +95,19 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
+        )
+
+
+def _check_device_ids(rbln: RblnConfig) -> None:
+    """Raise where ranks have no NPU of their own, or several."""
+    from rbln_backend.compiler.device import device_capabilities
+
+    if device_capabilities(rbln).npu is None:
+        raise ConfigError("--device-ids: the emulated device has no numbers; drop the flag")
+    if rbln.num_devices_per_local_rank > 1:
+        raise ConfigError(
+            "--device-ids names one NPU for each rank: with num_devices_per_local_rank="
+            f"{rbln.num_devices_per_local_rank} use RBLN_VISIBLE_DEVICES"
         )
 
 

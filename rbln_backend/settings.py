@@ -8,14 +8,12 @@ outside the table is an error, unless the SDK is newer than this project, and ha
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -24,11 +22,13 @@ from rbln_backend.errors import ConfigError
 from rbln_backend.variables import (
     BY_NAME,
     KINDS,
-    KNOWN_SDK,
     OPTION_NAMES,
+    SDK_RULES,
     VARIABLES,
     Status,
     Variable,
+    later_rule,
+    newer_sdk,
 )
 
 _PREFIX = "VLLM_RBLN_"
@@ -160,7 +160,7 @@ def child_environ(*, settings: bool, **more: str) -> dict[str, str]:
 def _read_environment(environ: Mapping[str, str], found: _Findings) -> None:
     for name in environ:
         if name.startswith(_PREFIX) and name not in BY_NAME:
-            if (version := _newer_sdk()) is not None:
+            if (version := newer_sdk()) is not None:
                 found.warnings.append(f"{name} is unknown, and ignored: RBLN SDK {version} is new")
                 continue
             hint = _did_you_mean(name, (known for known in BY_NAME if known.startswith(_PREFIX)))
@@ -176,15 +176,6 @@ def _read_environment(environ: Mapping[str, str], found: _Findings) -> None:
         if value is not None:
             value = _checked(variable.kind, value, variable.name, text)
             _take_variable(variable, value, text, found)
-
-
-def _newer_sdk() -> str | None:
-    """Return the version of an installed SDK that this project does not know."""
-    try:
-        version = importlib.metadata.version("rebel-compiler")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    return version if Version(version) > Version(KNOWN_SDK) else None
 
 
 def _take_variable(variable: Variable, value: object, text: str, found: _Findings) -> None:
@@ -227,6 +218,14 @@ def _checked(kind: Any, value: object, label: str, shown: str, source: str = "")
 
 def _limit(variable: Variable, value: object, label: str, shown: str, found: _Findings) -> None:
     """Refuse a value that is not supported, or warn that it has no effect."""
+    rule, version = SDK_RULES.get(variable.name), newer_sdk()
+    if rule is not None and version is not None and variable.accepts is None:
+        message = later_rule(rule.name, f"{label}={shown}", version)
+        if rule.accepts is None:
+            found.warnings.append(message)
+        elif value != rule.accepts:
+            raise ConfigError(message)
+        return
     if variable.status is Status.REFUSED and value != variable.accepts:
         raise ConfigError(f"{label}={shown} is not supported: {variable.doc}")
     is_usual = variable.accepts is not None and variable.accepts == value

@@ -35,6 +35,18 @@ MULTIMODAL = Feature(
     "text of Gemma-3, Gemma-3n, Gemma-4, Llama-4, Mistral-Small-3.x, "
     "Ministral-3, Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Llava",
 )
+MROPE = Feature(
+    "rotary embeddings of several axes (M-RoPE)",
+    "the text of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, on an NPU with SDK 0.12.1 or later",
+    "which that release refuses",
+    "run it on the emulated device, or serve a text-only checkpoint",
+)
+SLEEP = Feature(
+    "an engine that sleeps, or discards weights or KV caches",
+    "`LLM.sleep()`, vLLM 0.31's `discard`",
+    "whose weights and KV caches stay where the graphs read them",
+    "end the process; its compiled graphs stay in the store",
+)
 ENCODER_DECODER = Feature(
     "encoder-decoder models",
     "T5, BART, Whisper",

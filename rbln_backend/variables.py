@@ -7,15 +7,18 @@ that only set a field. Rows of one field are in order of precedence.
 from __future__ import annotations
 
 import enum
+import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_type_hints
 
+from packaging.version import Version
+
 from rbln_backend.config import WORD, Count, Env, Form, Number, RblnConfig, Switch, read_number
 
-KNOWN_SDK = "0.12.0"
-"""The newest RBLN SDK whose names are in the table."""
+KNOWN_SDK, NEXT_SDK = "0.12.0", "0.12.1"
+"""The newest RBLN SDK whose names are all in the table, and the one that `SDK_RULES` is of."""
 
 KINDS: Mapping[str, Any] = {
     name: kind
@@ -32,6 +35,7 @@ class Status(enum.Enum):
     ALIAS = "alias, deprecated"
     NO_EFFECT = "accepted, no effect"
     REFUSED = "refused unless it asks for what is done anyway"
+    OF_SDK = "read by the SDK"
 
 
 _HONOURED, _ALIAS = Status.HONOURED, Status.ALIAS
@@ -115,6 +119,12 @@ VARIABLES: tuple[Variable, ...] = (
         "use_custom_kernel",
         written=_TRITON,
     ),
+    Variable(
+        "RBLN_NPUS_PER_DEVICE",
+        Status.OF_SDK,
+        "Set for ranks of several NPUs; refused from SDK 0.12.1 on, unless 1.",
+        type=Number,
+    ),
     Variable("VLLM_RBLN_TP_SIZE", _ALIAS, "Name up to 0.10.", "num_devices_per_local_rank"),
     Variable("RBLN_TARGET_SOC", _ALIAS, "Name up to 0.11.", "force_npu_name"),
     Variable("VLLM_RBLN_USE_VLLM_MODEL", _REFUSED, _NO_OPTIMUM, accepts=True),
@@ -163,14 +173,14 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "VLLM_RBLN_USE_NESTED_COMPILE_REGION",
         _IDLE,
-        "New with SDK 0.12.1. Every graph is compiled whole.",
+        "Every graph is compiled whole.",
         accepts=False,
     ),
     Variable("VLLM_RBLN_METRICS", _IDLE, "Metrics are always on, at `/metrics`."),
     Variable(
         "VLLM_RBLN_METRICS_FILE",
         _IDLE,
-        "Up to SDK 0.12.0. Metrics are read at `/metrics`.",
+        "Metrics are read at `/metrics`.",
         type=_AnyText,
     ),
     Variable("VLLM_RBLN_METRICS_DIR", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
@@ -196,6 +206,109 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("VLLM_RBLN_SPECIALIZE_MOE_DECODE", _IDLE, "Decode graphs are always small."),
     Variable("VLLM_RBLN_MOE_REDUCE_SCATTER", _IDLE, _NO_MOE),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SdkRule:
+    """A name whose treatment follows the SDK: up to `KNOWN_SDK`, and from `NEXT_SDK` on.
+
+    The source is vllm-rbln 0.12.1a8. `later` follows the name in messages. `accepts` is the only
+    value that a variable may then hold; None: any, with a warning.
+    """
+
+    name: str
+    known: str
+    later: str
+    accepts: object = None
+
+
+SDK_RULES: Mapping[str, SdkRule] = {
+    rule.name: rule
+    for rule in (
+        SdkRule(
+            "is_prompt_sorted",
+            "the attention ops do not have it",
+            "is given to attention ops: true on RBLN-CR13, whose decode rows go longest first",
+        ),
+        SdkRule(
+            "swiglu_alpha, swiglu_limit, swiglu_beta",
+            "the op of NVFP4 experts does not have them",
+            "are given to the op of NVFP4 experts",
+        ),
+        SdkRule("top_p", "`sample_on_device`: at most 0.995", "`sample_on_device`: up to 1"),
+        SdkRule(
+            "--block-size", "1,024 tokens unless given", "must be given, and at most 16,384 tokens"
+        ),
+        SdkRule(
+            "--max-num-batched-tokens",
+            "256 unless given; above the block size it is the block size",
+            "is 512 unless given, and at most the block size",
+        ),
+        SdkRule(
+            "num_devices_per_local_rank",
+            "above 1 on RBLN-CA alone",
+            "is 1: use --tensor-parallel-size",
+        ),
+        SdkRule(
+            "RBLN_NPUS_PER_DEVICE",
+            "read by the SDK; set for ranks of several NPUs",
+            "is gone: one rank has one NPU, use --tensor-parallel-size",
+            accepts=1,
+        ),
+        SdkRule("--device-ids", "names the NPUs of ranks", "names the NPUs of ranks"),
+        SdkRule(
+            "VLLM_RBLN_METRICS_FILE",
+            "accepted, no effect",
+            "is gone, and has no effect: metrics are read at `/metrics`",
+        ),
+        SdkRule(
+            "VLLM_RBLN_BATCH_ATTN_OPT",
+            "accepted, no effect",
+            "is gone, and has no effect: rows go longest first where the NPU wants it",
+        ),
+        SdkRule(
+            "VLLM_RBLN_USE_NESTED_COMPILE_REGION",
+            "accepted, no effect; the SDK does not know it",
+            "accepted, no effect: every graph is compiled whole",
+        ),
+        SdkRule(
+            "other VLLM_RBLN_* names",
+            "refused",
+            "are ignored with a warning: the SDK may know them",
+        ),
+        SdkRule(
+            "M-RoPE",
+            "the text of Qwen-VL runs with plain rotary embeddings",
+            "is refused, also for texts: use the emulated device",
+        ),
+        SdkRule(
+            "sleep, discard",
+            "refused: weights stay loaded",
+            "are refused, with selected parts, too: weights stay loaded",
+        ),
+        SdkRule(
+            "VLLM_USE_V2_MODEL_RUNNER",
+            "ignored with a warning",
+            "is ignored with a warning: this backend has one model runner of its own",
+        ),
+    )
+}
+"""The next release of the SDK, by name."""
+
+
+def newer_sdk() -> str | None:
+    """Return the version of an installed SDK above `KNOWN_SDK`, whose rules are the later ones."""
+    try:
+        version = importlib.metadata.version("rebel-compiler")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return version if Version(version).release > Version(KNOWN_SDK).release else None
+
+
+def later_rule(name: str, shown: str, version: str) -> str:
+    """Return the error text for ``shown``, a value or setting of a name in `SDK_RULES`."""
+    return f"{shown}: with RBLN SDK {version}, {name} {SDK_RULES[name].later}"
+
 
 BY_NAME: Mapping[str, Variable] = {variable.name: variable for variable in VARIABLES}
 

@@ -147,6 +147,7 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
             else SdkAttention(
                 window=sliding_window,
                 appends=capabilities.appends_windows,
+                longest_first=capabilities.longest_first,
                 sinks=sinks,
                 cache_dtype=self._cache_dtype,
             )

@@ -17,7 +17,7 @@ from rbln_backend.attention.absorbed import AbsorbedProjection
 from rbln_backend.attention.backend import RblnAttentionBackend
 from rbln_backend.attention.metadata import PagedMetadata
 from rbln_backend.compiler.device import device_capabilities
-from rbln_backend.compiler.programs.sdk_schemas import check_ops
+from rbln_backend.compiler.programs.sdk_schemas import check_ops, offered
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.unsupported import KV_DTYPE, MLA, SPARSE_ATTENTION
 from rbln_backend.vllm_compat.latent import MLAModules, MultiHeadLatentAttentionWrapper
@@ -76,11 +76,16 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         if non_causal_multi_token_decode:
             raise MLA.refusal(prefix)
         sizes = (kv_lora_rank, qk_rope_head_dim)
-        self._on_npu = not device_capabilities(rbln).general_attention
+        device = device_capabilities(rbln)
+        self._on_npu = not device.general_attention
         if self._on_npu and sizes != SDK_SIZES:
             raise MLA.refusal(f"{prefix}: {kv_lora_rank} compressed and {qk_rope_head_dim} rotated")
         if self._on_npu:
             check_ops(*map(_sdk_name, (True, False)))
+            self._later = {
+                name: offered(name, is_prompt_sorted=device.longest_first)
+                for name in map(_sdk_name, (True, False))
+            }
         if getattr(quant_config, "kv_cache_scheme", None) and cache_config.cache_dtype == "auto":
             raise KV_DTYPE.refusal(f"{prefix}, kv_cache_scheme of the checkpoint")
         if rbln.use_custom_kernel:
@@ -167,10 +172,11 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         self, own: PagedMetadata, queries: Tensor, kv_c: Tensor, k_pe: Tensor
     ) -> Tensor:
         """As ``_attend``, [B, L, H, C + R] to [B, L, H, C], by the SDK's op."""
-        op = getattr(torch.ops.rbln_custom_ops, _sdk_name(own.is_prefill))
-        mixed: Tensor = op(
+        name = _sdk_name(own.is_prefill)
+        mixed: Tensor = getattr(torch.ops.rbln_custom_ops, name)(
             *(queries.transpose(1, 2), kv_c, k_pe, self.kv_cache),
             *(own.seq_idx, own.block_tables, self.impl.scale_tensor),
+            **self._later[name],
         )
         return mixed.transpose(1, 2)
 

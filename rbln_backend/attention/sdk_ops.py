@@ -11,13 +11,12 @@ the last ``window`` positions up to its own, and blocks that no row reaches any 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rbln_backend.compiler.programs.sdk_schemas import NAMESPACE, check_ops
+from rbln_backend.compiler.programs.sdk_schemas import LATER, NAMESPACE, check_ops, offered
 
 
 class SdkAttention:
@@ -28,15 +27,19 @@ class SdkAttention:
         *,
         window: int | None,
         appends: bool,
+        longest_first: bool,
         sinks: Tensor | None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """``sinks`` [Hq]; ``appends``: the NPU keeps windows in pages; ``cache_dtype``: the floats
-        of 8 bits in a cache of bytes, None for a cache of the model's dtype.
+        """``sinks`` [Hq]; ``appends``: the NPU keeps windows in pages; ``longest_first``: so are
+        the rows of decode steps; ``cache_dtype``: the floats of 8 bits in a cache of bytes, None
+        for a cache of the model's dtype.
 
         Raises ``UnsupportedModelError`` where the installed SDK lacks an op.
         """
         self._sinks_of_heads = sinks
+        # Looked up here: what follows is traced.
+        self._later = {name: offered(name, is_prompt_sorted=longest_first) for name in LATER}
         self._cache_dtype = cache_dtype
         kinds = ["flash_causal_attention_naive"]
         if window is not None and appends:
@@ -76,10 +79,10 @@ class SdkAttention:
         assert window is None
         if one_block and self._sinks_of_heads is None:
             one = (q, k, v, kv_cache, seq_idx, scale, block_tables, scale, None)
-            return _call("causal_attention_naive", is_prefill, *one)
+            return self._call("causal_attention_naive", is_prefill, *one)
         many = (q, k, v, kv_cache, scale, seq_idx, block_tables, scale, self._sinks)
         scales = (layer._k_scale, layer._v_scale, self._cache_dtype)
-        return _call("flash_causal_attention_naive", is_prefill, *many, *scales)
+        return self._call("flash_causal_attention_naive", is_prefill, *many, *scales)
 
     def appended_window(
         self,
@@ -95,7 +98,8 @@ class SdkAttention:
     ) -> Tensor:
         """As ``causal``, q [B, Hkv, G, L, D], over the window; the SDK derives the mask."""
         is_causal, mask = True, None
-        return _op("sliding_window_attention_v1")(
+        return self._op(
+            "sliding_window_attention_v1",
             *(q, k, v, kv_cache, seq_idx, scale, block_tables),
             *(window, is_causal, mask, self._sinks),
         )
@@ -116,13 +120,14 @@ class SdkAttention:
         """cache_seq_len, cache_offset [B, 1]; block_tables [1] or [B, 1]."""
         arguments = (q, k, v, kv_cache, cache_seq_len, cache_offset, scale, block_tables, scale)
         mask = () if is_prefill else (None,)
-        return _call("sliding_window_attention_naive", is_prefill, *arguments, *mask, self._sinks)
+        return self._call(
+            "sliding_window_attention_naive", is_prefill, *arguments, *mask, self._sinks
+        )
 
+    def _call(self, kind: str, is_prefill: bool, *arguments: object) -> Tensor:
+        return self._op(f"{kind}_{'prefill' if is_prefill else 'decode'}", *arguments)
 
-def _op(name: str) -> Callable[..., Tensor]:
-    found: Callable[..., Tensor] = getattr(getattr(torch.ops, NAMESPACE), name)
-    return found
-
-
-def _call(kind: str, is_prefill: bool, *arguments: object) -> Tensor:
-    return _op(f"{kind}_{'prefill' if is_prefill else 'decode'}")(*arguments)
+    def _op(self, name: str, *arguments: object) -> Tensor:
+        op = getattr(getattr(torch.ops, NAMESPACE), name)
+        found: Tensor = op(*arguments, **self._later[name])
+        return found

@@ -23,6 +23,7 @@ from torch import Tensor
 from rbln_backend.compiler.capabilities import npu_capabilities
 from rbln_backend.compiler.port import CompiledGraph, KvMemory
 from rbln_backend.compiler.programs.program import Program
+from rbln_backend.compiler.programs.sdk_schemas import signatures_digest
 from rbln_backend.compiler.sdk.kv_memory import StaticKvMemory, TensorKvMemory
 from rbln_backend.compiler.sdk.modules import as_dynamo_calls, module_of
 from rbln_backend.compiler.sdk.npu import Npu
@@ -151,6 +152,7 @@ class RebelCompiler:
         return {
             "compiler": self.name,
             "compiler_version": ".".join(version.split(".")[:2]),
+            "ops": signatures_digest(),
             "npu": self.hardware,
             "num_devices": self._num_devices,
             "npu_tensors": self._moved is not None,

@@ -18,6 +18,8 @@ the runner's tables are meant to be written, and not listed.
 | `vllm.model_executor.models.registry._run_in_subprocess` | ``inspect_models_here``, every process that reads flags | what a model class can do is looked up in a new Python, which imports vLLM again: six seconds for every model that a cache root has not seen | it is there to keep CUDA uninitialised, and there is none; the engine's process imports the class anyway | the platform may say where it happens |
 | the check `has_arctic_inference` in the module of `SpeculativeConfig` | ``speculate_here``, every process that reads flags | ``--speculative-config '{"method": "suffix"}'`` is refused without the package arctic-inference | only the check is passed: drafts of that name are our own (`rbln_backend/speculation/suffix.py`), and nothing imports the package | vLLM leaves the check to who makes the drafts |
 | `__post_init__` of vLLM's `VllmConfig` | ``schedule_in_order``, every process that reads flags | vLLM sets ``async_scheduling`` before it calls the platform, which then cannot see if the flag was given: a default of our own is not possible, nor a refusal of the flag alone | vLLM's own method runs, with False in place of None | vLLM asks the platform for the default |
+| `use_v2_model_runner` of vLLM's `VllmConfig` | ``run_here``, every process | with ``VLLM_USE_V2_MODEL_RUNNER=1``, or where Triton finds a driver, vLLM's scheduler writes steps for a runner that is not ours | the property is False, which is what vLLM computes on hosts without Triton; a request by the variable is logged | the platform may say which runner it has |
+| `get_batch_defaults` of vLLM's `EngineArgs` | ``chunk_by_default``, every process that reads flags, with SDK 0.12.1 or later | a step has 2,048 tokens or more unless ``max_num_batched_tokens`` is given, more than that SDK takes | vLLM's own method returns such a table; numbers that are given win | vLLM asks the platform for the default |
 | `vllm.sampling_params.SamplingParams._validate_spec_decode` | ``speculate_here``, every process that reads flags | requests with ``min_p`` or ``logit_bias`` are refused by an engine that speculates | drafts are sampled place by place by the ordinary sampler (`rbln_backend/worker/verification.py`), which knows both | vLLM's rejection sampler supports them, or calls the platform |
 | `vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp.MiniMaxText01RMSNormTP.forward_qkv` | `rbln_backend/text_models/token_axes.py`, worker processes on an NPU | MiniMax-M2's norm of queries and keys takes rows alone, and calls a kernel of GPUs on several ranks | the same norm in float32, with one sum over the ranks (`tests/npu/test_minimax.py`) | the norm takes any axes |
 | function `vllm` in ``ALL_ATTENTION_FUNCTIONS`` of transformers | `rbln_backend/text_models/transformers_axes.py`, worker processes on an NPU | vLLM's function makes one row of all requests | it calls the same layer with a row for each request | vLLM's Transformers backend takes a batch |
@@ -26,9 +28,11 @@ the runner's tables are meant to be written, and not listed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+from rbln_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -59,6 +63,45 @@ def schedule_in_order() -> None:
     VllmConfig.__post_init__ = _without_default(VllmConfig.__post_init__)  # type: ignore[method-assign]
 
 
+def run_here() -> None:
+    """Make vLLM's choice of its V2 model runner have no effect; idempotent."""
+    from vllm.config import VllmConfig
+
+    VllmConfig.use_v2_model_runner = property(_no_v2_runner)  # type: ignore[method-assign, assignment]
+
+
+def _no_v2_runner(config: VllmConfig) -> bool:
+    """Return False; warn where the V2 runner is asked for."""
+    from vllm import envs
+    from vllm.logger import init_logger
+
+    if config.watermark_config is not None:
+        raise ConfigError(
+            "--watermark-config: watermarks are drawn by vLLM's V2 model runner alone"
+        )
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        init_logger(__name__).warning_once(
+            "VLLM_USE_V2_MODEL_RUNNER=1 is ignored: this backend has one model runner of its own"
+        )
+    return False
+
+
+def chunk_by_default(tokens: int) -> None:
+    """Make vLLM take steps of ``tokens`` unless a number is given; idempotent."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    theirs: Any = EngineArgs.get_batch_defaults
+    if getattr(theirs, "has_own_chunk", False):
+        return
+
+    def defaults(world_size: int) -> Any:
+        return dict.fromkeys((None, *UsageContext), tokens), theirs(world_size)[1]
+
+    defaults.has_own_chunk = True  # type: ignore[attr-defined]
+    EngineArgs.get_batch_defaults = staticmethod(defaults)  # type: ignore[method-assign, assignment]
+
+
 def _without_default(settle: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
     if getattr(settle, "has_no_default", False):
         return settle
@@ -74,6 +117,7 @@ def _without_default(settle: Callable[[VllmConfig], None]) -> Callable[[VllmConf
 
 def apply_patches() -> None:
     """Apply the ledger's patches of this process; idempotent."""
+    run_here()
     if torch.accelerator.is_available():
         return
     torch.accelerator.empty_cache = _nothing_to_empty

@@ -196,7 +196,8 @@ def rank_place(config: VllmConfig, rank: int, local_rank: int) -> RankPlace:
     """The place of ``rank`` of the engine that ``config`` belongs to."""
     parallel = config.parallel_config
     # Ray tells a rank which devices of its host the engine has, one for each of its ranks there.
-    local = len(parallel.assigned_physical_gpu_ids or ()) or parallel.local_world_size
+    named = len(parallel.assigned_physical_gpu_ids or ())
+    local = min(named or parallel.local_world_size, parallel.local_world_size)
     return RankPlace(
         engine=parallel.data_parallel_index,
         rank=rank,

@@ -41,6 +41,7 @@ from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.text_models.axes import keep_axes
 from rbln_backend.text_models.registry import register as register_text_models
+from rbln_backend.unsupported import SLEEP
 from rbln_backend.vllm_compat.log import share_logging
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
@@ -346,6 +347,12 @@ class RblnWorker(WorkerBase):
         else:
             self._profiler.stop()
 
+    def sleep(self, *_: object, **__: object) -> None:
+        """Raise ``UnsupportedModelError``: also for parts that are named (vLLM's ``discard``)."""
+        raise SLEEP.refusal()
+
+    discard = sleep
+
     def shutdown(self) -> None:
         if self._adapters is not None:
             self._adapters.close()
@@ -455,6 +462,8 @@ class RblnWorker(WorkerBase):
             rank=place.number,
             ranks=place.ranks * parallel.data_parallel_size,
             npus_per_rank=self._rbln.num_devices_per_local_rank,
+            assigned=parallel.assigned_physical_gpu_ids,
+            local_rank=self.local_rank,
         )
         for warning in announce_rank(devices):
             logger.warning(warning)

@@ -36,7 +36,6 @@ REFUSED_FLAGS: dict[str, str] = {
         _ABSENT,
     ),
     "enable_prompt_embeds": "prompts are texts or token ids",
-    "device_ids": "RBLN_VISIBLE_DEVICES names the devices",
     "h11_max_header_count": "--max-header-bytes bounds the headers",
     "log_config_file": "--log-format and --log-level set the logs",
     "tool_server": "tools are those of the client",
@@ -217,6 +216,7 @@ CHECKED_FLAGS: Mapping[str, str] = {
     "kv_cache_dtype": "`auto`, the model's dtype, e4m3, or on an NPU e5m2",
     "kv_cache_dtype_skip_layers": "refused: all layers have one dtype",
     "distributed_executor_backend": "`uni`, `mp` or `ray`",
+    "device_ids": "on an NPU, one for each rank",
     **dict.fromkeys(
         ("nnodes", "node_rank"), "one host; use `--distributed-executor-backend ray` for several"
     ),

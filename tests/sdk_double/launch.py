@@ -26,8 +26,20 @@ def double_environment(log: Path, **settings: str | int | float | Iterable[str])
         else ",".join(value)
         for name, value in settings.items()
     }
-    paths = os.pathsep.join((str(FOLDER), str(ROOT)))
+    version = settings.get("SDK_DOUBLE_VERSION")
+    folders = [FOLDER, ROOT]
+    if version:
+        folders.append(install_metadata(log.parent / "sdk", version))
+    paths = os.pathsep.join(map(str, folders))
     return dict(os.environ) | {"PYTHONPATH": paths, "SDK_DOUBLE_LOG": str(log)} | settings
+
+
+def install_metadata(folder: Path, version: str) -> Path:
+    """Write what pip knows of an SDK of ``version`` below ``folder``, to be put on the path."""
+    installed = folder / version / f"rebel_compiler-{version}.dist-info"
+    installed.mkdir(parents=True, exist_ok=True)
+    (installed / "METADATA").write_text(f"Name: rebel-compiler\nVersion: {version}\n")
+    return installed.parent
 
 
 def read_log(log: Path, call: str | None = None) -> list[dict[str, Any]]:

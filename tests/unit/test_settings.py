@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -11,6 +12,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.settings import resolve
 from rbln_backend.variables import OPTION_NAMES, VARIABLES, Status
+from tests.sdk_double.launch import install_metadata
 
 DOCUMENTED = [
     "VLLM_RBLN_COMPILE_MODEL",
@@ -62,6 +64,7 @@ DOCUMENTED = [
     "RBLN_TARGET_SOC",
     "RBLN_KERNEL_MODE",
     "RBLN_NUM_THREADS",
+    "RBLN_NPUS_PER_DEVICE",
     "VLLM_CACHE_ROOT",
     "VLLM_DISABLE_COMPILE_CACHE",
     "VLLM_LOG_BATCHSIZE_INTERVAL",
@@ -102,7 +105,8 @@ def test_the_set_of_names_is_frozen() -> None:
 def test_each_row_targets_a_field_or_says_why_not() -> None:
     known = set(RblnConfig.model_fields)
     for var in VARIABLES:
-        assert var.field in known or var.status in (Status.NO_EFFECT, Status.REFUSED), var.name
+        without = (Status.NO_EFFECT, Status.REFUSED, Status.OF_SDK)
+        assert var.field in known or var.status in without, var.name
         assert var.doc.endswith("."), var.name
 
 
@@ -272,10 +276,7 @@ def test_an_unknown_variable_is_an_error_with_a_suggestion() -> None:
 def test_a_newer_sdk_may_have_variables_of_its_own(
     sdk: str, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = tmp_path / f"rebel_compiler-{sdk}.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text(f"Name: rebel-compiler\nVersion: {sdk}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(install_metadata(tmp_path, sdk)))
     environ = {"VLLM_RBLN_OF_TOMORROW": "1"}
     if is_known:
         assert "VLLM_RBLN_OF_TOMORROW" in error_of(environ)
@@ -283,6 +284,43 @@ def test_a_newer_sdk_may_have_variables_of_its_own(
         (warning,) = resolve({}, environ).warnings
         assert "VLLM_RBLN_OF_TOMORROW" in warning
         assert sdk in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "known", "later"),
+    [
+        ("VLLM_RBLN_METRICS_FILE", "m.json", "no effect: Metrics", "is gone, and has no effect"),
+        (
+            "VLLM_RBLN_BATCH_ATTN_OPT",
+            "1",
+            "no effect: One",
+            "BATCH_ATTN_OPT=1: .* SDK 0.12.1.*gone",
+        ),
+        ("VLLM_RBLN_USE_NESTED_COMPILE_REGION", "1", "compiled whole", "compiled whole"),
+        ("RBLN_NPUS_PER_DEVICE", "1", None, None),
+        ("RBLN_NPUS_PER_DEVICE", "2", None, "error: .*=2: with RBLN SDK 0.12.1.* one NPU"),
+    ],
+)
+def test_names_follow_the_sdk(
+    name: str,
+    value: str,
+    known: str | None,
+    later: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def said() -> str | None:
+        try:
+            return "; ".join(resolve({}, {name: value}).warnings) or None
+        except ConfigError as error:
+            return f"error: {error}"
+
+    for sdk, wanted in (("0.12.0", known), ("0.12.1a8", later)):
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(install_metadata(tmp_path, sdk)))
+            message = said()
+        assert (message is None) == (wanted is None), message
+        assert wanted is None or re.search(wanted, str(message)), message
 
 
 def test_an_unknown_option_is_an_error_with_a_suggestion() -> None:

@@ -1,13 +1,16 @@
 """The ops of the RBLN SDK that this backend calls, with what it passes.
 
 The SDK registers its ops when it is imported, and no open source shows their schemas: what is known
-is what the vendor's vllm-rbln 0.12 passes. Here it is compared with what is installed.
+is what the vendor's vllm-rbln 0.12 passes. Here it is compared with what is installed. Arguments
+that its release 0.12.1a8 adds are passed where the installed op has them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -75,6 +78,23 @@ PASSED: Mapping[str, str] = {
 """By op: the arguments that are passed, by position, and by name behind ``*``; behind a dot, a form
 with further ones by name."""
 
+_SORTED = "bool is_prompt_sorted"
+LATER: Mapping[str, str] = {
+    **{name: _SORTED for name in PASSED if "attention" in name or "mla" in name},
+    "custom_moe_glu_group_dequantize.nvfp4": (
+        "float? swiglu_alpha, float? swiglu_limit, float? swiglu_beta"
+    ),
+}
+"""By op as in ``PASSED``: arguments by name that SDK 0.12.1 adds."""
+
+
+def offered(name: str, **values: bool | float | None) -> dict[str, bool | float | None]:
+    """Return those of the arguments ``values`` that the installed op has."""
+    packet = _installed(name)
+    known = () if packet is None else packet.default._schema.arguments
+    names = {argument.name for argument in known}
+    return {keyword: value for keyword, value in values.items() if keyword in names}
+
 
 def namespace_of(name: str) -> str:
     """Return the namespace that the SDK registers an op in."""
@@ -88,10 +108,18 @@ def passed_schema(name: str) -> torch._C.FunctionSchema:
 
 def stored_schema(name: str) -> torch._C.FunctionSchema:
     """The schema of all forms of an op: what only one of them passes is optional."""
-    own = [text for form, text in PASSED.items() if form.startswith(f"{name}.")]
-    further = [re.sub(r"(\w+) (\w+)", r"\1? \2=None", text.split("*, ")[1]) for text in own]
-    arguments = ", *, ".join([PASSED[name], *further])
+    own = [text.split("*, ")[1] for form, text in PASSED.items() if form.startswith(f"{name}.")]
+    own += [text for form, text in LATER.items() if form.partition(".")[0] == name]
+    further = re.sub(r"(\w+)\??( \w+)", r"\1?\2=None", ", ".join(own))
+    arguments = f"{PASSED[name]}, *, {further}" if own else PASSED[name]
     return torch._C.parse_schema(f"{namespace_of(name)}::{name}({arguments}) -> Tensor")
+
+
+def signatures_digest() -> str:
+    """Return a digest of the installed ops' schemas: a stored program passes what they had."""
+    packets = (_installed(name) for name in sorted(PASSED))
+    schemas = [str(packet.default._schema) for packet in packets if packet is not None]
+    return hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16]
 
 
 def check_ops(*names: str) -> None:
@@ -105,14 +133,22 @@ def check_ops(*names: str) -> None:
             )
 
 
+def _installed(name: str) -> Any:
+    """The op of the SDK, None if it has none of this name."""
+    return getattr(getattr(torch.ops, namespace_of(name)), name.partition(".")[0], None)
+
+
 def _problem(name: str) -> str | None:
-    op = name.partition(".")[0]
-    packet = getattr(getattr(torch.ops, namespace_of(name)), op, None)
+    packet = _installed(name)
     if packet is None:
         return "is missing"
     every = packet.default._schema.arguments
     passed = [one for one in passed_schema(name).arguments if not one.kwarg_only]
     named = {one.name: one for one in passed_schema(name).arguments if one.kwarg_only}
+    if name in LATER:
+        later = torch._C.parse_schema(f"later({LATER[name]}) -> Tensor").arguments
+        has = {one.name for one in every}
+        named |= {one.name: one for one in later if one.name in has}
     wanted = [one for one in every if one.name not in named]
     taken = {one.name: one for one in every if one.name in named}
     if missing := sorted(named.keys() - taken.keys()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rbln_backend.errors import ConfigError, UnsupportedModelError
@@ -28,6 +29,10 @@ class RankDevices:
     ranks: int
     """Of all engines."""
     npus_per_rank: int
+    assigned: Sequence[int] | None = None
+    """The engine's NPUs on this host, by ``local_rank``; None: those that are visible."""
+    local_rank: int = 0
+    """Among the ranks of its engine that share the host."""
 
 
 def announce_rank(devices: RankDevices) -> list[str]:
@@ -59,6 +64,13 @@ def announce_rank(devices: RankDevices) -> list[str]:
 
 
 def _own_devices(visible: str | None, devices: RankDevices) -> list[str]:
+    if devices.assigned is not None and devices.npus_per_rank == 1:
+        if devices.local_rank >= len(devices.assigned):
+            raise ConfigError(
+                f"--device-ids names {len(devices.assigned)} NPUs, rank {devices.rank} is number "
+                f"{devices.local_rank} of its host; name one for each rank"
+            )
+        return [str(devices.assigned[devices.local_rank])]
     first = devices.local_number * devices.npus_per_rank
     numbers = range(first, first + devices.npus_per_rank)
     if visible is None or not visible.strip():

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rbln_backend.compiler.sdk import limits
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
+from rbln_backend.unsupported import MROPE
+from rbln_backend.variables import later_rule, newer_sdk
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -37,6 +39,29 @@ def settle_npu(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu) -> RblnConfi
         limits.check_reuse_unit(npu, rbln.sub_block_size, chunk)
     settled = {"prefill_chunk_buckets": chunks} | _verify_shapes(vllm_config, rbln)
     return rbln.model_copy(update=settled)
+
+
+def check_release(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
+    """Raise ``ConfigError`` for settings that SDK 0.12.1 does not take, where it is installed.
+
+    Call it while the block size and the chunk are as they were given.
+    """
+    model: ModelConfig | None = vllm_config.model_config
+    version, cache = newer_sdk(), vllm_config.cache_config
+    if version is None or model is None:
+        return
+    if model.uses_mrope:
+        raise MROPE.refusal(f"RBLN SDK {version}, architecture {model.architecture!r}")
+    devices, flag = rbln.num_devices_per_local_rank, "--max-num-batched-tokens"
+    if devices > 1:
+        name = "num_devices_per_local_rank"
+        raise ConfigError(later_rule(name, f"{name}={devices}", version))
+    if not cache.user_specified_block_size:
+        raise ConfigError(later_rule("--block-size", "no --block-size", version))
+    chunk = vllm_config.scheduler_config.max_num_batched_tokens
+    if model.attn_type != "encoder_only" and chunk > cache.block_size:
+        shown = f"{flag} {chunk}, --block-size {cache.block_size}"
+        raise ConfigError(later_rule(flag, shown, version))
 
 
 def _verify_shapes(vllm_config: VllmConfig, rbln: RblnConfig) -> dict[str, Any]:

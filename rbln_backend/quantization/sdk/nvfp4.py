@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rbln_backend.compiler.programs.sdk_schemas import offered
 from rbln_backend.quantization.expert_formats import Nvfp4Rows
 from rbln_backend.quantization.sdk.block_experts import BLOCKS_OP
 from rbln_backend.quantization.sdk.one_op_experts import OneOpExperts, OneOpMoEMethod
@@ -27,7 +29,9 @@ class Nvfp4Experts(OneOpExperts):
 
     form = "NVFP4"
 
-    def __init__(self, layer: Any, group: int) -> None:
+    def __init__(self, layer: Any, group: int, limits: Mapping[str, float | None]) -> None:
+        """``limits``: further arguments of the op, as the installed one has them."""
+        self._limits = limits
         self._w13 = [getattr(layer, f"w13_{part}") for part in _KEPT]
         self._w2 = [getattr(layer, f"w2_{part}") for part in _KEPT]
         self._group = group
@@ -51,6 +55,7 @@ class Nvfp4Experts(OneOpExperts):
             up_proj_scale_2=seconds[:, 1].contiguous(),
             down_proj_scale_2=down_second,
             weight_dtype=_E2M1,
+            **self._limits,
         )
         return mixed
 
@@ -90,9 +95,18 @@ class RblnModelOptNvfp4MoEMethod(OneOpMoEMethod):
         return int(fields + 3 * scales)
 
     def has_sdk_form(self, inner: int) -> bool:
-        """As ``RblnQuantizedMoEMethod``; the op has biases, which ModelOpt's form has not."""
+        """As ``RblnQuantizedMoEMethod``; the op has biases, which ModelOpt's form has not.
+
+        Limits of the activation came with SDK 0.12.1.
+        """
         del inner
-        return not self.moe.has_bias
+        limits = {name: limit for name, limit in self._limits.items() if limit is not None}
+        return not self.moe.has_bias and offered(self.sdk_op, **limits) == limits
+
+    @property
+    def _limits(self) -> dict[str, float | None]:
+        names = ("swiglu_alpha", "swiglu_limit", "swiglu_beta")
+        return {name: getattr(self.moe, name) for name in names}
 
     def keep_stored(self, layer: Any) -> None:
         """Keep fields and both kinds of scales; those of inputs are dropped."""
@@ -103,7 +117,8 @@ class RblnModelOptNvfp4MoEMethod(OneOpMoEMethod):
                 parameter = nn.Parameter(value.contiguous(), requires_grad=False)
                 layer.register_parameter(f"{name}_{part}", parameter)
             self._keep_bias(layer, f"{name}_bias")
-        self.hold(layer, Nvfp4Experts(layer, self._formats["w2"].quantized.group_size))
+        group = self._formats["w2"].quantized.group_size
+        self.hold(layer, Nvfp4Experts(layer, group, offered(self.sdk_op, **self._limits)))
 
 
 @cache

@@ -12,8 +12,9 @@ from rebel.compile_context import CompileContext
 from rebel.core.offline import compile
 from rebel.device_info import get_npu_name
 from rebel.random import manual_seed
+from rebel.settings import SETTINGS
 
-__version__ = "0.12.0"
+__version__ = SETTINGS.version
 
 __all__ = ["CompileContext", "__version__", "compile", "get_npu_name", "manual_seed", "ops"]
 

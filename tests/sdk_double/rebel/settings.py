@@ -22,6 +22,12 @@ class Settings:
     compile_seconds: float
     memory: int
     holds_outputs: bool
+    version: str
+
+    @property
+    def is_next(self) -> bool:
+        """Of release 0.12.1, as vllm_rbln 0.12.1a8 calls it."""
+        return self.version.startswith("0.12.1")
 
 
 def _words(name: str) -> frozenset[str]:
@@ -37,7 +43,8 @@ def read_settings() -> Settings:
     ``cache_dtype``, ``scales``, ``nibbles``; ``hidden_states``: inputs of this name are zeros;
     ``operands``: matrices that a graph multiplies by stay what they were when it was compiled);
     ``SDK_DOUBLE_COMPILE_S`` seconds a compile takes; ``SDK_DOUBLE_MEMORY`` bytes of one device;
-    ``SDK_DOUBLE_HOLD`` 1 keeps the outputs of a run back until they are read.
+    ``SDK_DOUBLE_HOLD`` 1 keeps the outputs of a run back until they are read;
+    ``SDK_DOUBLE_VERSION`` 0.12.0 or 0.12.1, whose ops have further arguments.
     """
     log = os.environ.get("SDK_DOUBLE_LOG")
     return Settings(
@@ -49,6 +56,7 @@ def read_settings() -> Settings:
         compile_seconds=float(os.environ.get("SDK_DOUBLE_COMPILE_S", "0")),
         memory=int(os.environ.get("SDK_DOUBLE_MEMORY", str(_CR13_BYTES))),
         holds_outputs=os.environ.get("SDK_DOUBLE_HOLD", "0") == "1",
+        version=os.environ.get("SDK_DOUBLE_VERSION", "0.12.0"),
     )
 
 

@@ -65,6 +65,17 @@ def test_too_few_npus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("environment")
+def test_devices_follow_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number 1 of the host is number 0 of its engine, whose NPUs are named."""
+    monkeypatch.setenv("RBLN_VISIBLE_DEVICES", "4,5,6,7")
+    place = {"rank": 1, "ranks": 2, "npus_per_rank": 1}
+    announce_rank(RankDevices(1, **place, assigned=[6], local_rank=0))
+    assert os.environ["RBLN_VISIBLE_DEVICES"] == "6"
+    with pytest.raises(ConfigError, match="--device-ids names 1 NPUs, rank 1 is number 1 "):
+        announce_rank(RankDevices(1, **place, assigned=[6], local_rank=1))
+
+
+@pytest.mark.usefixtures("environment")
 def test_collectives_that_wait_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RBLN_FORCE_CCL_ASYNC", "0")
     (warning,) = announce_rank(RankDevices(0, rank=0, ranks=2, npus_per_rank=1))

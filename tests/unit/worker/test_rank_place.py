@@ -43,3 +43,9 @@ def test_ray_sets_the_number_of_ranks_on_a_host() -> None:
     sizes.parallel_config.assigned_physical_gpu_ids = [0, 1]
     place = rank_place(sizes, 3, 1)
     assert (place.number, place.local_number, place.local_ranks) == (3, 1, 2)
+
+
+def test_named_devices_are_no_ranks() -> None:
+    sizes = config(tensor_parallel_size=2)
+    sizes.parallel_config.assigned_physical_gpu_ids = [4, 5, 6, 7]
+    assert rank_place(sizes, 1, 1).local_ranks == 2

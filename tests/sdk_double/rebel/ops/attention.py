@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rebel.ops.library import CUSTOM, define
+from rebel.ops.library import CUSTOM, SORTED, define
 from rebel.ops.paged import Cache, check_paged, run_paged
 from torch import Tensor
 
@@ -117,4 +117,4 @@ for _name, _arguments, _run, _places in (
 ):
     for _phase in ("prefill", "decode"):
         _pair = _checked(_run, _places, is_prefill=_phase == "prefill")
-        define(CUSTOM, f"{_name}_{_phase}", _arguments, *_pair)
+        define(CUSTOM, f"{_name}_{_phase}", _arguments, *_pair, later=SORTED)

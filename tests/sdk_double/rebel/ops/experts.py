@@ -29,6 +29,7 @@ _BLOCKS = (
     " Tensor? gate_proj_scale_2=None, Tensor? up_proj_scale_2=None,"
     " Tensor? down_proj_scale_2=None, str? weight_dtype=None"
 )
+_LIMITS = "float? swiglu_alpha=None, float? swiglu_limit=None, float? swiglu_beta=None"
 _W8A8 = (
     "Tensor hidden_states, Tensor hidden_scale, Tensor gate_proj_weight, Tensor gate_proj_scale,"
     " Tensor up_proj_weight, Tensor up_proj_scale, Tensor down_proj_weight, Tensor down_proj_scale,"
@@ -94,11 +95,15 @@ def moe_glu_blocks(
     up_proj_scale_2: Tensor | None = None,
     down_proj_scale_2: Tensor | None = None,
     weight_dtype: str | None = None,
+    swiglu_alpha: float | None = None,
+    swiglu_limit: float | None = None,
+    swiglu_beta: float | None = None,
 ) -> Tensor:
     """As ``moe_glu`` with e4m3 weights [E, N, K] and float32 scales [E, rows, K / group_size].
 
     With ``weight_dtype`` float4_e2m1fn: see ``from_nvfp4``.
     """
+    assert swiglu_alpha is swiglu_limit is swiglu_beta is None
     pairs = ((gate, gate_scale), (up, up_scale), (down, down_scale))
     if weight_dtype == NVFP4:
         seconds = (gate_proj_scale_2, up_proj_scale_2, down_proj_scale_2)
@@ -153,7 +158,8 @@ def _fake_blocks(
         require("schema", dtypes == {torch.float8_e4m3fn}, f"weights are {dtypes}, not e4m3")
     else:
         pairs = ((gate, gate_scale), (up, up_scale), (down, down_scale))
-        check_nvfp4(weight_dtype, pairs, list(seconds.values()))
+        scales = [one for name, one in seconds.items() if name.endswith("_scale_2")]
+        check_nvfp4(weight_dtype, pairs, scales)
     one_number = group_size.dim() == 0 and group_size.dtype == torch.int32
     require("schema", one_number, f"group_size is {describe(group_size)}, not int32[]")
     return _fake(x, gate, up, down, routing, hidden_act)
@@ -186,5 +192,7 @@ def _fake(
 
 
 define(CUSTOM, "custom_moe_glu", _ARGUMENTS, moe_glu, _fake)
-define(CUSTOM, "custom_moe_glu_group_dequantize", _BLOCKS, moe_glu_blocks, _fake_blocks)
+define(
+    CUSTOM, "custom_moe_glu_group_dequantize", _BLOCKS, moe_glu_blocks, _fake_blocks, later=_LIMITS
+)
 define(CUSTOM, "custom_moe_glu_w8a8", _W8A8, moe_glu_bytes, _fake_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from rebel.ops.library import CUSTOM, define, describe
+from rebel.ops.library import CUSTOM, SORTED, define, describe
 from rebel.ops.paged import check_paged, run_paged
 from rebel.rules import require
 from torch import Tensor
@@ -79,4 +79,4 @@ def _fake(q: Tensor, kv_c_normed: Tensor, *rest: Tensor) -> Tensor:
 
 
 for _phase, _body in (("prefill", _prefill), ("decode", _decode)):
-    define(CUSTOM, f"paged_flash_causal_mla_naive_{_phase}", _ARGUMENTS, _body, _fake)
+    define(CUSTOM, f"paged_flash_causal_mla_naive_{_phase}", _ARGUMENTS, _body, _fake, later=SORTED)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from rebel.device_info import target_name
-from rebel.ops.library import describe
+from rebel.ops.library import describe, has_sorted_rows
 from rebel.rules import is_on, require
 from rebel.settings import SETTINGS
 from torch import Tensor
@@ -163,7 +162,7 @@ def _rows_read(q: Tensor, seq_idx: Tensor, tables: Tensor, size: int) -> Tensor:
     there, the L of this step included, so that batches are sorted by length.
     """
     batch, length, columns = q.shape[0], q.shape[3], tables.shape[-1]
-    if batch == 1 or target_name() != "RBLN-CR13" or not is_on("rows"):
+    if batch == 1 or not has_sorted_rows() or not is_on("rows"):
         return torch.full((columns,), batch)
     firsts = torch.arange(columns) * size
     return (seq_idx.reshape(batch, 1) + length > firsts).sum(dim=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from rebel.ops.attention import _QKV
-from rebel.ops.library import CUSTOM, define, describe
+from rebel.ops.library import CUSTOM, SORTED, define, describe
 from rebel.ops.paged import Cache, attend, check_paged, run_paged
 from rebel.rules import require
 from torch import Tensor
@@ -105,13 +105,14 @@ def _fake_shift(
     return torch.empty_like(q)
 
 
-define(CUSTOM, "sliding_window_attention_v1", _APPEND, append, _fake_append)
+define(CUSTOM, "sliding_window_attention_v1", _APPEND, append, _fake_append, later=SORTED)
 define(
     CUSTOM,
     "sliding_window_attention_naive_prefill",
     _SHIFT + "Tensor? sinks",
     shift,
     _fake_shift,
+    later=SORTED,
 )
 define(
     CUSTOM,
@@ -119,4 +120,5 @@ define(
     _SHIFT + "Tensor? attn_mask, Tensor? sinks",
     _shift_decode,
     _fake_shift,
+    later=SORTED,
 )
