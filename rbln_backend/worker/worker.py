@@ -21,7 +21,7 @@ from rbln_backend.compiler.compilers import (
 )
 from rbln_backend.compiler.device import device_capabilities, installed_sdk
 from rbln_backend.compiler.port import Compiler
-from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
+from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank, announce_threads
 from rbln_backend.compiler.sdk.limits import check_num_blocks
 from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import set_threads
@@ -467,6 +467,9 @@ class RblnWorker(WorkerBase):
         )
         for warning in announce_rank(devices):
             logger.warning(warning)
+        budget = core_budget()
+        threads = budget.threads(place.local_number, place.local_ranks)
+        announce_threads(self._rbln.num_threads or threads)
         if self._rbln.profiler and (sdk := installed_sdk()) is not None:
             self._profiler = RebelProfiler(sdk)
         writes = not self._rbln.disable_compile_cache and not self._rbln.cache_read_only

@@ -106,6 +106,19 @@ def test_a_restart_reads_prefixes_from_files(
     assert is_clean(engine)
 
 
+def test_heads_of_blocks_that_files_gave_are_hit(engines: Engines, tmp_path: Path) -> None:
+    """Within a block that is in no file any more."""
+    (prompt,) = make_prompts([200], seed=8)
+    shared = [prompt[:88] + prompt[150:160]]
+    engine = engines.fresh("llama", block_size=64, **offloading(tmp_path))
+    (wanted, _), alone = tokens_of(engine, [prompt]), tokens_of(engine, shared)[0]
+    restart(engine)
+    assert tokens_of(engine, [prompt]) == (wanted, [192])
+    for file in stored(tmp_path):
+        file.unlink()
+    assert tokens_of(engine, shared) == (alone, [80])
+
+
 @pytest.mark.parametrize("arch", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.wide)])
 def test_windows_are_resumed_where_files_have_all_of_them(
     engines: Engines, tmp_path: Path, arch: str

@@ -127,6 +127,19 @@ def test_latent_and_rounded_caches(engines: Engines, arch: str, options: dict[st
     both.settle()
 
 
+def test_heads_of_blocks_that_were_read_are_hit(engines: Engines) -> None:
+    (prompt,) = make_prompts([200], seed=8)
+    shared = [prompt[:88] + prompt[150:160]]
+    params = SamplingParams(**GREEDY)
+    both = make_pair(engines, "llama", block_size=64)
+    (first,) = both.answers([prompt], both.offers([prompt]), **GREEDY)
+    (second,) = both.decode.generate(shared, params)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (200, 80)
+    (alone,) = engines("llama").generate(shared, params)
+    assert list(second.outputs[0].token_ids) == list(alone.outputs[0].token_ids)
+    both.settle()
+
+
 def step_all(engine: Engine, most_s: float = 60) -> list[Any]:
     """Step until no request is left; return what ended."""
     ended, end = [], time.monotonic() + most_s

@@ -95,6 +95,23 @@ def test_a_prompt_that_is_cut_in_a_shared_chunk_goes_on_after_it(
         assert engine.total("rbln_bucket_steps_total", phase="prefill") == before + 2
 
 
+def test_a_chunk_of_one_token_is_no_decode_step(engines: Engines) -> None:
+    """Nothing is sampled in it; the last token of a prompt decodes."""
+    engine = engines("llama")
+    prompts = make_prompts([10, 7], seed=56)
+    alone = [run(engine, [(0, prompt, 5, 0)])[0] for prompt in prompts]
+    for number, prompt in enumerate(prompts):
+        engine.core.scheduler.reset_prefix_cache()
+        before = engine.total("rbln_bucket_steps_total", phase="prefill")
+        with limited(engine, long_prefill_token_threshold=1):
+            assert run(engine, [(0, prompt, 5, 0)]) == [alone[number]]
+        steps = engine.total("rbln_bucket_steps_total", phase="prefill") - before
+        assert steps == len(prompt) - 1
+    engine.core.scheduler.reset_prefix_cache()
+    with limited(engine, long_prefill_token_threshold=1):
+        assert run(engine, [(0, prompt, 5, 0) for prompt in prompts]) == alone
+
+
 def test_a_step_takes_no_more_than_its_budget(engines: Engines) -> None:
     """A chunk of 64 tokens would hold all of them."""
     engine = engines("llama")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rbln_backend.host.cores import core_budget
 from tests.checkpoints import CheckpointCache
 from tests.fitted_drafts import FITTED, RANDOM
 from tests.mtp_checkpoints import MtpMaker
@@ -35,7 +36,11 @@ def test_two_ranks_answer_as_transformers(
     job = Job(checkpoint, options, [[ONE_CHUNK, TWO_BLOCKS], [SHARED]])
     cold = run([job], tmp_path, devices=4)
     assert cold.answers == [job.expected()]
-    opened = [call["variables"] for call in cold.calls("environment") if call["when"] == "open"]
+    calls = [call for call in cold.calls("environment") if call["when"] == "open"]
+    opened = [call["variables"] for call in calls]
+    for call in calls:
+        wanted = core_budget().threads(int(call["variables"]["LOCAL_RANK"]), 2)
+        assert (call["threads"], call["variables"]["RBLN_NUM_THREADS"]) == (wanted, str(wanted))
     ranks = {variables["LOCAL_RANK"]: variables for variables in opened}
     assert {rank: variables["RBLN_VISIBLE_DEVICES"] for rank, variables in ranks.items()} == {
         "0": "0",

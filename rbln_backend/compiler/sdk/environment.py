@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from rbln_backend.errors import ConfigError, UnsupportedModelError
 
 VISIBLE = "RBLN_VISIBLE_DEVICES"
@@ -15,6 +17,7 @@ _LOCAL_RANK = "LOCAL_RANK"
 _WORLD_SIZE = "WORLD_SIZE"
 _STANDALONE = "RBLN_CTX_STANDALONE"
 _ASYNCHRONOUS = "RBLN_FORCE_CCL_ASYNC"
+_THREADS = "RBLN_NUM_THREADS"
 _QUANT_BITS = "RBLN_QUANT_BITS"
 
 
@@ -61,6 +64,12 @@ def announce_rank(devices: RankDevices) -> list[str]:
                 "debug them"
             )
     return warnings
+
+
+def announce_threads(threads: int) -> None:
+    """Set the threads of torch, and of the SDK's compiler and runtime, on the host."""
+    os.environ[_THREADS] = str(threads)
+    torch.set_num_threads(threads)
 
 
 def _own_devices(visible: str | None, devices: RankDevices) -> list[str]:

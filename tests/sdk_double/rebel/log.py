@@ -6,6 +6,7 @@ import json
 import os
 import sys
 
+import torch
 from rebel.settings import SETTINGS
 
 _ENVIRONMENT = ("RBLN_", "RCCL_", "LOCAL_RANK", "WORLD_SIZE", "RANK")
@@ -27,5 +28,6 @@ def environment() -> dict[str, str]:
 
 
 def write_environment(when: str) -> None:
-    """The rank's environment, when the SDK is imported and when it opens a device."""
-    write("environment", when=when, variables=environment(), program=sys.argv[:1])
+    """The rank's environment and threads, when the SDK is imported and when it opens a device."""
+    facts = {"variables": environment(), "threads": torch.get_num_threads()}
+    write("environment", when=when, program=sys.argv[:1], **facts)

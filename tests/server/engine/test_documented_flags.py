@@ -101,7 +101,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
         ("-cc", '{"compile_sizes": [2]}', "--additional-config", BUCKETS),
         "decode_batch_bucket_step of --additional-config both set the decode buckets",
     ),
-    (("--device-ids", "0"), "--device-ids cannot be used: RBLN_VISIBLE_DEVICES"),
+    (("--device-ids", "0"), "--device-ids: the emulated device has no numbers"),
     (
         ("--kv-cache-dtype", "fp8_e5m2"),
         "--kv-cache-dtype fp8_e5m2: a KV cache in this dtype: not supported",

@@ -159,11 +159,16 @@ def _rows_read(q: Tensor, seq_idx: Tensor, tables: Tensor, size: int) -> Tensor:
     """Of each block column [P], how many rows of the batch the kernel reads (rule ``rows``).
 
     vllm_rbln/v1/worker/rbln_model_runner.py, ``sort_batch_by_length``: as many as have tokens
-    there, the L of this step included, so that batches are sorted by length.
+    there, the L of this step included, so that batches are sorted by length. Release 0.12.1 is
+    told so, and other orders raise.
     """
     batch, length, columns = q.shape[0], q.shape[3], tables.shape[-1]
     if batch == 1 or not has_sorted_rows() or not is_on("rows"):
         return torch.full((columns,), batch)
+    if SETTINGS.is_next:
+        starts = seq_idx.reshape(-1).tolist()
+        kept = starts == sorted(starts, reverse=True)
+        require("rows", kept, f"is_prompt_sorted, but the rows begin at {starts}")
     firsts = torch.arange(columns) * size
     return (seq_idx.reshape(batch, 1) + length > firsts).sum(dim=0)
 
