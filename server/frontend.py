@@ -18,7 +18,7 @@ from server.admission import Capacity
 from server.host.job_pool import JobCounts
 from server.lora.registry import AdapterRegistry
 from server.request.options import DraftOptions
-from server.storage.responses.storage_options import StorageOptions
+from server.storage.response_table import StorageOptions
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.gate import GrammarGate
 from server.tools import ToolSupport

@@ -23,7 +23,7 @@ from server.errors import HeadlessError
 from server.frontend import LaunchError, ParsedRequest, WireSchemas
 from server.host.job_pool import JobCounts
 from server.host.tasks import in_daemon_thread, in_thread, without_garbage_collection
-from server.storage.responses.storage_options import StorageOptions
+from server.storage.response_table import StorageOptions
 from server.tools import ToolSupport
 from server.wire.endpoint import Endpoint, JsonObject
 

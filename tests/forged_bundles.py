@@ -27,8 +27,8 @@ from rbln_backend.store.artifact_files import MANIFEST, encode_manifest, read_ma
 from rbln_backend.store.bundle_contents import collect
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.store.graph_sources import sources_digest
+from server.commands.cache import GraphChecks
 from server.commands.cli import main
-from server.commands.graph_checks import GraphChecks
 
 CANARY = "forged-bundle-canary"
 CODE = f"__import__('os').system('touch {CANARY}')"

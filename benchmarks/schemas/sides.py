@@ -18,7 +18,7 @@ from rbln_backend.grammar.lark import LarkCompiler, LarkGrammar
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
 from server.structured_outputs.grammars import SchemaRules
-from server.structured_outputs.trial_job import do_job, job_bytes
+from server.structured_outputs.trial import do_job, job_bytes
 
 
 class RefusedSchemaError(ValueError):

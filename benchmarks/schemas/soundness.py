@@ -19,7 +19,7 @@ from benchmarks.schemas.samples import SampleWalker
 from benchmarks.schemas.sides import RefusedSchemaError, end_token, grammar_of, tokenizer
 from rbln_backend.grammar.lark import Vocabulary
 from server.structured_outputs.normaliser import FORMATS
-from server.structured_outputs.schema_walk import every_schema
+from server.structured_outputs.schema_document import every_schema
 
 _MOST_TOKENS = 400
 _MOST_S = 1.0

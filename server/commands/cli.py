@@ -98,7 +98,7 @@ def _batch(argv: Sequence[str]) -> int:
 
 
 def _cache(argv: Sequence[str]) -> int:
-    from server.commands.cache.command import cache
+    from server.commands.cache import cache
 
     return cache(argv, model_flags)
 

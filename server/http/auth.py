@@ -27,7 +27,7 @@ from server.request.endpoints import NEVER_GUARDED, Route, Scope, scope_of
 from server.request.options import EVERY_TIER, Tier, Tiers, tiers_of
 from server.request.record import Caller
 from server.settings import ServerSettings, SettingsError
-from server.storage.owners import NO_KEY, owner_of_digest
+from server.storage.database import NO_KEY, owner_of_digest
 
 logger = logging.getLogger(__name__)
 

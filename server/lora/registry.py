@@ -2,21 +2,30 @@
 
 Invariants: a name belongs to at most one ready adapter. Ids are never reused. An adapter is removed
 from the engine only after the last request that leases it. At most `max_loras` adapters hold a
-slot. Used from the event loop only.
+slot. The file with the adapters that were loaded over HTTP is read after a restart; after a crash
+or power cut it holds the complete old or new list. Used from the event loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import itertools
+import json
 import logging
+import os
 import time
-from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from rbln_backend.api.requests import Target
+from rbln_backend.host.replaced_files import replace_file, sync_directory
 from server.errors import (
     AdapterExistsError,
     InternalError,
@@ -27,14 +36,179 @@ from server.errors import (
     UnsupportedOperationError,
     describe,
 )
+from server.host.files import read_regular
 from server.host.tasks import in_thread
-from server.lora.adapter import Adapter, State
-from server.lora.fit import ServedModel, check_fit
-from server.lora.folder import AdapterFolder, read_folder, refusal
-from server.lora.port import AdapterPort, EngineAdapter
-from server.lora.state_file import Remembered, StateFile
+from server.lora.folder import AdapterFolder, ServedModel, check_fit, read_folder, refusal
+
+
+class State(enum.StrEnum):
+    """Life cycle of an adapter; the value is sent to clients."""
+
+    LOADING = "loading"
+    """It is being checked, read and copied into a slot; requests cannot name it yet."""
+    READY = "ready"
+    DRAINING = "draining"
+    """New requests cannot name it; its slot is freed after the last running request."""
+    FAILED = "failed"
+    """It could not be loaded at start, or the engine could not drop it; `error` says why."""
+
+
+class AdapterObject(TypedDict):
+    """JSON object of an adapter in answers; see `Adapter`."""
+
+    object: Literal["lora_adapter"]
+    name: str
+    state: State
+    slot: int | None
+    rank: int | None
+    in_flight: int
+    path: str
+    lora_int_id: int
+    loaded_at: float | None
+    static: bool
+    error: str | None
+
+
+@dataclass(eq=False, slots=True)
+class Adapter:
+    """One load of an adapter; loading a name again makes another one with another `id`.
+
+    `source` is the path as the request wrote it, `path` the resolved one after the check.
+    `loaded_at` is Unix time in seconds. `base` is the base model that the operator named, or None.
+    """
+
+    name: str
+    id: int
+    source: str
+    static: bool = False
+    base: str | None = None
+    state: State = State.LOADING
+    path: str = ""
+    rank: int | None = None
+    slot: int | None = None
+    in_flight: int = 0
+    loaded_at: float | None = None
+    error: str | None = None
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the engine has dropped it or failed to drop it."""
+
+    def to_dict(self) -> AdapterObject:
+        """Return the JSON object of the adapter."""
+        return {
+            "object": "lora_adapter",
+            "name": self.name,
+            "state": self.state,
+            "slot": self.slot,
+            "rank": self.rank,
+            "in_flight": self.in_flight,
+            "path": self.path or self.source,
+            "lora_int_id": self.id,
+            "loaded_at": self.loaded_at,
+            "static": self.static,
+            "error": self.error,
+        }
+
+
+__all__ = ["AdapterPort", "EngineAdapter", "Target"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAdapter:
+    """An adapter as sent to the engine; `id` is never reused."""
+
+    name: str
+    id: int
+    path: str
+
+
+class AdapterPort(Protocol):
+    """Engine operations that the registry uses. Every failure is a `ServerError`."""
+
+    async def targets(self) -> Mapping[str, Target]:
+        """Return the adaptable layers by module path."""
+        ...
+
+    async def stage(self, adapter: EngineAdapter) -> None:
+        """Start to read an adapter in the background."""
+        ...
+
+    async def staged(self, adapter_id: int) -> tuple[str, str]:
+        """Return ("reading", ""), ("ready", "") or ("failed", the reason)."""
+        ...
+
+    async def add(self, adapter: EngineAdapter) -> None:
+        """Copy a staged adapter into a free slot, between two steps."""
+        ...
+
+    async def remove(self, adapter_id: int) -> None:
+        """Drop an adapter that no request uses, staged or in a slot; ignores unknown ids."""
+        ...
+
+    async def slots(self) -> Mapping[int, int]:
+        """Return the slot of each adapter by its id."""
+        ...
+
 
 logger = logging.getLogger(__name__)
+
+STATE_FILE = "adapters.json"
+"""Name of the file in --lora-root."""
+VERSION = 1
+_MAX_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """Name of an adapter, and its path as the request wrote it."""
+
+    name: str
+    path: str
+
+
+_LIST = TypeAdapter(list[Remembered])
+
+
+class StateFile:
+    """The list of adapters in a file. Its methods block: call them in a thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def writable(self) -> bool:
+        """Return whether the file can be written, without changing it."""
+        folder = self.path.parent
+        if self.path.exists() and not (self.path.is_file() and os.access(self.path, os.W_OK)):
+            return False
+        # A new list is written beside the old one.
+        return folder.is_dir() and os.access(folder, os.W_OK)
+
+    def read(self) -> list[Remembered]:
+        """Return the stored adapters; a damaged file is renamed, and the result is empty."""
+        try:
+            content = json.loads(read_regular(self.path, _MAX_BYTES))
+            if content["version"] != VERSION:
+                raise ValueError(f"version {content['version']!r} is not {VERSION}")
+            return _LIST.validate_python(content["adapters"])
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
+            aside = self.path.with_name(f"{self.path.name}.damaged")
+            logger.error("%s cannot be read (%s); kept as %s", self.path, error, aside.name)
+            self._put_aside(aside)
+            return []
+
+    def write(self, adapters: Sequence[Remembered]) -> None:
+        """Replace the list. Raises `OSError`."""
+        content = {"version": VERSION, "adapters": [asdict(adapter) for adapter in adapters]}
+        replace_file(self.path, json.dumps(content, indent=1).encode())
+        sync_directory(self.path.parent)
+
+    def _put_aside(self, aside: Path) -> None:
+        try:
+            self.path.replace(aside)
+        except OSError as error:
+            logger.error("%s cannot be renamed: %s", self.path, error)
+
 
 MAX_NAME_CHARS = 256
 _STAGE_TIMEOUT_S = 300.0

@@ -30,9 +30,9 @@ from server.admission import Admission
 from server.errors import REJECTIONS
 from server.host.job_pool import GRAMMAR_RESULTS, READING_RESULTS, JobCounts
 from server.lifecycle import Lifecycle, ServicePhase
-from server.lora.adapter import State
+from server.lora.registry import State
 from server.settings import ServerSettings
-from server.structured_outputs.request_constraints import GUIDES
+from server.structured_outputs.constraint import GUIDES
 
 if TYPE_CHECKING:
     from server.lora.registry import AdapterRegistry

@@ -212,7 +212,7 @@ class Deadline:
     def error(self) -> DeadlineError:
         """Return the client's error for a missed deadline."""
         return DeadlineError(
-            f"The answer was not complete after {self.limit_s:g} s, the limit of {self.said_by}.",
+            f"The answer was not complete after {self.limit_s:g} s, the limit of {self.source}.",
             # A retry would take as long.
             headers={"x-should-retry": "false"},
         )

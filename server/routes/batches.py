@@ -33,11 +33,10 @@ from server.request.body import read_json_object
 from server.request.record import record_of
 from server.request.rules import UnknownPolicy, known_fields, parse_body
 from server.settings import ServerSettings
-from server.storage.batches.bodies import LONGEST_S, SHORTEST_S, CreateBatchBody, batch_request
-from server.storage.batches.service import BatchService
-from server.storage.files import INPUT, FileObject
-from server.storage.rows import Page
-from server.storage.upload import Upload
+from server.storage.batch_table import LONGEST_S, SHORTEST_S, CreateBatchBody, batch_request
+from server.storage.batches import BatchService
+from server.storage.database import Page
+from server.storage.files import INPUT, FileObject, Upload
 from server.wire.endpoint import JsonObject
 
 _MAX_FILES = 10_000

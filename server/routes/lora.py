@@ -24,8 +24,7 @@ from server.errors import (
 )
 from server.frontend import Frontend
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
-from server.lora.adapter import Adapter, AdapterObject
-from server.lora.registry import AdapterRegistry
+from server.lora.registry import Adapter, AdapterObject, AdapterRegistry
 from server.observability.metrics import ServerMetrics
 from server.request.body import read_json_object
 from server.request.record import record_of

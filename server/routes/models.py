@@ -20,7 +20,7 @@ from server.errors import (
 )
 from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
-from server.lora.adapter import AdapterObject
+from server.lora.registry import AdapterObject
 from server.request.record import record_of
 from server.wire.endpoint import JsonObject
 

@@ -34,10 +34,8 @@ from server.request.options import Tier
 from server.request.record import RequestRecord, record_of
 from server.routes.batches import listed, owner_of, page_of
 from server.storage.raw_json import all_fields_of, object_of, string_of
-from server.storage.responses.events import END_EVENTS
-from server.storage.responses.input_items import page_of_items
-from server.storage.responses.service import ResponseService
-from server.storage.responses.storage_options import StorageOptions
+from server.storage.response_table import StorageOptions, page_of_items
+from server.storage.responses import END_EVENTS, ResponseService
 from server.wire.endpoint import Endpoint, JsonObject
 from server.wire.frames import data_text, named_frame
 

@@ -13,7 +13,7 @@ from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
 from server.request.rules import known_fields
 from server.settings import ServerSettings
-from server.structured_outputs.validation import FIELDS, Verdict, validate
+from server.structured_outputs.gate import FIELDS, Verdict, validate
 from server.wire.endpoint import JsonObject
 
 _FAILURES = (*BODY_FAILURES, OverloadedError)

@@ -12,10 +12,9 @@ from server.errors import NotEnabledError
 from server.host.tasks import background_task
 from server.lifecycle import Lifecycle
 from server.settings import ServerSettings
-from server.storage.batches.service import BatchService
-from server.storage.batches.spare_rows import DecodeTimes
+from server.storage.batches import BatchService, DecodeTimes
 from server.storage.jobs import JobLoop
-from server.storage.responses.service import ResponseService
+from server.storage.responses import ResponseService
 from server.storage.store import Store
 
 _REFRESH_S = 5.0

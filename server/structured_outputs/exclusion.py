@@ -9,8 +9,7 @@ from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
 from server.structured_outputs.patterns import without
-from server.structured_outputs.schema_document import Node, SchemaDocument
-from server.structured_outputs.schema_walk import Steps
+from server.structured_outputs.schema_document import Node, SchemaDocument, Steps
 
 Types = frozenset[str]
 """Types of JSON values; `fraction` is that of numbers that are no integers."""

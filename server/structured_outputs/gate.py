@@ -1,7 +1,8 @@
 """The gate: rejects grammars that the engine could not follow, or not fast enough.
 
 Verdicts are cached by constraint; concurrent requests with the same constraint share one trial.
-Invariant: no grammar makes the event loop compute for long.
+Invariant: no grammar makes the event loop compute for long. `/v1/structured_outputs/validate`
+returns the verdict without an answer.
 """
 
 from __future__ import annotations
@@ -10,30 +11,51 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cachetools import LRUCache
+from typing_extensions import TypedDict
 
+from server import bounds
 from server.errors import (
     InternalError,
     InvalidGrammarError,
     InvalidSchemaError,
+    InvalidTypeError,
+    InvalidValueError,
     NotTriedError,
     OverloadedError,
     RequestError,
+    describe,
 )
 from server.host.job_pool import (
     JobCounts,
     JobCrashedError,
+    JobPool,
     JobSpentError,
     JobTimeoutError,
     PoolFullError,
     WorkerStartError,
+    process_starter,
 )
-from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits, job_key
+from server.settings import ServerSettings
+from server.structured_outputs.constraint import (
+    ANY_OBJECT,
+    BACKEND,
+    Constraint,
+    ConstraintKind,
+    SchemaLimits,
+    format_constraint,
+    job_key,
+    kind_constraint,
+    kind_of,
+)
 from server.structured_outputs.grammars import SchemaRules, schema_grammar
-from server.structured_outputs.request_constraints import ANY_OBJECT, kind_of
-from server.structured_outputs.trial_job import TrialVerdict, job_bytes, shares_of
+from server.structured_outputs.trial import TrialVerdict, job_bytes, serve_trials, shares_of
+from server.wire.endpoint import JsonObject
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _RETRY_S = 60.0
 """Seconds for which a crash or a timing is cached; the machine may have caused it."""
@@ -222,3 +244,89 @@ def refusal(constraint: Constraint, reason: str) -> RequestError:
     return kind(
         f"The {what} in '{constraint.param}' cannot be used: {reason}.", param=constraint.param
     )
+
+
+_WALL_PER_CPU = 10.0
+"""Wall time of a trial, in multiples of its processor time."""
+
+
+def make_gate(vllm_config: VllmConfig, settings: ServerSettings) -> GrammarGate:
+    """Return the gate; its processes start with their first job."""
+    # Takes 0.1 s, so it is imported here, while the engine loads: the HTTP process must listen
+    # first. The processes of trials inherit it.
+    import jsonschema  # noqa: F401
+
+    cpu_s = settings.schema_compile_cpu_s
+    rules = SchemaRules(
+        compact=vllm_config.structured_outputs_config.disable_any_whitespace,
+        closed=settings.undeclared_properties == "omit",
+    )
+    start = process_starter(
+        settings.engine_start,
+        serve_trials,
+        "grammar-trials",
+        vllm_config,
+        cpu_s,
+        rules,
+    )
+    pool = JobPool("grammar trials", start, settings.schema_workers, _WALL_PER_CPU * cpu_s)
+    limits = SchemaLimits.of(settings)
+    return GrammarGate(limits, pool, bounds.SCHEMA_CACHE_ENTRIES, cpu_s, rules=rules)
+
+
+FIELDS = (*(kind.value for kind in ConstraintKind), "response_format")
+
+
+class Verdict(TypedDict):
+    """Verdict on a constraint; `compile_ms` is null if nothing was compiled."""
+
+    valid: bool
+    reason: str | None
+    code: str | None
+    param: str
+    backend: str
+    compile_ms: float | None
+    cached: bool
+
+
+async def validate(body: JsonObject, gate: GrammarGate) -> Verdict:
+    """Return the verdict on the one constraint in `body`.
+
+    Raises `InvalidValueError` or `InvalidTypeError` for a body without one, and the gate's errors.
+    """
+    constraint = _constraint(body)
+    return _shown(constraint, *await gate.verdict([constraint]))
+
+
+def _shown(constraint: Constraint, verdict: TrialVerdict, cached: bool) -> Verdict:
+    error = None if verdict.reason is None else refusal(constraint, verdict.reason)
+    seconds = verdict.seconds
+    return {
+        "valid": error is None,
+        "reason": None if error is None else error.message,
+        "code": None if error is None else error.code,
+        "param": constraint.param,
+        "backend": BACKEND,
+        "compile_ms": None if seconds is None else round(seconds * 1000, 3),
+        "cached": cached,
+    }
+
+
+def _constraint(body: JsonObject) -> Constraint:
+    given = [name for name in FIELDS if name in body]
+    if len(given) != 1:
+        raise InvalidValueError(
+            f"The body must have exactly one of {', '.join(FIELDS)}; it has "
+            f"{' and '.join(given) or 'none'}."
+        )
+    name = given[0]
+    if name == "response_format":
+        found = format_constraint(body[name], name)
+    else:
+        found = kind_constraint(name, body[name], name)
+    if not found:
+        raise InvalidTypeError(
+            f"The field '{name}' has no constraint of an answer: {describe(body[name])}.",
+            param=name,
+        )
+    return found[0]

@@ -31,8 +31,7 @@ from server.structured_outputs.patterns import (
     translated,
     without,
 )
-from server.structured_outputs.schema_document import Node, SchemaDocument, pointer
-from server.structured_outputs.schema_walk import Schema, Steps
+from server.structured_outputs.schema_document import Node, Schema, SchemaDocument, Steps, pointer
 
 MOST_STEPS = 100_000
 """Work on one schema: subschemas read, compared and written."""

@@ -5,12 +5,109 @@ Nothing is retrieved: a reference leads into the schema, by a JSON pointer, an `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 from server.structured_outputs.constraint import UnusableError
-from server.structured_outputs.schema_walk import Schema, Steps, children, followed, names_within
+
+Schema = dict[str, Any]
+
+Steps = tuple[str | int, ...]
+"""Keys from a schema to a part of it."""
+
+_ONE = frozenset(
+    (
+        *("not", "if", "then", "else", "additionalProperties", "unevaluatedProperties"),
+        *("propertyNames", "items", "additionalItems", "unevaluatedItems", "contains"),
+    )
+)
+_MANY = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
+_NAMED = frozenset(
+    (
+        *("dependentSchemas", "dependencies", "properties", "patternProperties"),
+        *("$defs", "definitions"),
+    )
+)
+
+
+def names_within(root: Any) -> set[str]:
+    """Return the keys of all objects in a JSON value; a superset of a schema's keywords."""
+    names: set[str] = set()
+    stack = [root]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            names.update(value)
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+    return names
+
+
+def every_schema(root: Any) -> Iterator[tuple[str, Schema]]:
+    """Yield the path and the schema of each schema object in the document, once."""
+    stack: list[tuple[str, Any]] = [("$", root)]
+    while stack:
+        path, schema = stack.pop()
+        if isinstance(schema, dict):
+            yield path, schema
+            stack += [(_joined(path, steps), item) for steps, item in children(schema)]
+
+
+def children(schema: Schema) -> Iterator[tuple[Steps, Schema]]:
+    """Yield the schemas directly in a schema that are objects, each with its keys."""
+    for key, value in schema.items():
+        parts: Iterable[tuple[Steps, Any]] = ()
+        if isinstance(value, dict):
+            if key in _NAMED:
+                parts = (((key, name), item) for name, item in value.items())
+            elif key in _ONE:
+                parts = [((key,), value)]
+        elif isinstance(value, list) and key in _MANY:
+            parts = (((key, index), item) for index, item in enumerate(value))
+        yield from ((steps, item) for steps, item in parts if isinstance(item, dict))
+
+
+def _joined(path: str, steps: Steps) -> str:
+    if len(steps) == 1:
+        return f"{path}.{steps[0]}"
+    key, inner = steps
+    return f"{path}.{key}[{inner}]" if isinstance(inner, int) else f"{path}.{key}.{inner}"
+
+
+def followed(here: Any, steps: Iterable[str]) -> tuple[Steps, Any] | None:
+    """Return the keys along the steps of a JSON pointer (RFC 6901), and the value there.
+
+    None if there is no value.
+    """
+    keys: list[str | int] = []
+    for step in steps:
+        key: str | int = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(here, list) and step.isdecimal() and int(step) < len(here):
+            key = int(step)
+        elif not isinstance(here, dict) or key not in here:
+            return None
+        keys.append(key)
+        here = here[key]
+    return tuple(keys), here
+
+
+def resolve(root: Any, ref: object, path: str) -> Any:
+    """Return the target of a reference. Raises `UnusableError` if it is not in the document."""
+    if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
+        raise UnusableError(
+            f"{path}: $ref must be '#' or start with '#/', because only references into the schema "
+            f"itself are followed, got {ref!r}"
+        )
+    found = followed(root, map(unquote, ref.split("/")[1:]))
+    if found is None:
+        raise UnusableError(f"{path}: $ref {ref!r} leads nowhere")
+    here = found[1]
+    if not isinstance(here, dict | bool):
+        raise UnusableError(f"{path}: $ref {ref!r} leads to something that is no schema")
+    return here
+
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _OLDER = {"draft-03": 3, "draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019}
@@ -86,7 +183,7 @@ class SchemaDocument:
             for end in range(len(node.steps), -1, -1)
             if node.steps[:end] in self._bases
         )
-        uri, fragment = urldefrag(_joined(base, ref))
+        uri, fragment = urldefrag(_uri(base, ref))
         fragment = unquote(fragment)
         place = f"{pointer(node.steps)}: $ref {ref!r}"
         if uri not in self._places:
@@ -114,7 +211,7 @@ class SchemaDocument:
                 if name.startswith("#"):
                     self._anchors[base, name[1:]] = steps
                 else:
-                    base = urldefrag(_joined(base, name)).url
+                    base = urldefrag(_uri(base, name)).url
                     self._places[base] = self._places.get(base, steps)
             if isinstance(anchor := schema.get("$anchor"), str):
                 self._anchors[base, anchor] = steps
@@ -190,7 +287,7 @@ def _draft_of(root: Any) -> int:
     return next(found, _LATEST)
 
 
-def _joined(base: str, ref: str) -> str:
+def _uri(base: str, ref: str) -> str:
     """Return the URI of a reference; Python's `urljoin` keeps no base of the scheme `urn`."""
     if not ref:
         return base

@@ -17,11 +17,16 @@ from vllm.lora.request import LoRARequest
 from server.errors import ServerError
 from server.frontend import LaunchError
 from server.host.tasks import in_thread
-from server.lora.adapter import Adapter
-from server.lora.fit import ServedModel
-from server.lora.port import EngineAdapter, Target
-from server.lora.registry import AdapterRegistry, RegistryLimits
-from server.lora.state_file import STATE_FILE, StateFile
+from server.lora.folder import ServedModel
+from server.lora.registry import (
+    STATE_FILE,
+    Adapter,
+    AdapterRegistry,
+    EngineAdapter,
+    RegistryLimits,
+    StateFile,
+    Target,
+)
 from server.request.record import RequestRecord
 from server.settings import ServerSettings
 from server.vllm.errors import RequestContext, from_exception
@@ -49,7 +54,7 @@ def lease(adapters: AdapterRegistry, name: str, record: RequestRecord) -> bool:
 
 
 class EngineAdapters:
-    """`server.lora.port.AdapterPort` over the engine and its workers."""
+    """`server.lora.registry.AdapterPort` over the engine and its workers."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine

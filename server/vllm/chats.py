@@ -20,8 +20,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 
-from server.structured_outputs.tool_inputs.custom_tools import KIND
-from server.structured_outputs.tool_inputs.input_reader import InputReader, input_of
+from server.structured_outputs.custom_tools import KIND, InputReader, input_of
 from server.tools import Ending, finish_reason
 from server.vllm.logprobs import UnsentLogprobs, add_bytes, most_likely, placed_entries
 from server.vllm.serving import GenerationServing

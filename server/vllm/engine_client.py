@@ -26,12 +26,13 @@ from server.errors import ContextLengthError, InternalError, ServerError
 from server.request.options import Tier
 from server.request.record import RequestRecord, record_var
 from server.structured_outputs.constraint import (
+    ANY_OBJECT,
+    TOOLS,
     Constraint,
     ConstraintKind,
     job_key,
 )
 from server.structured_outputs.gate import refusal
-from server.structured_outputs.request_constraints import ANY_OBJECT, TOOLS
 from server.vllm.errors import BacklogError, NoTokenLeftError
 from server.vllm.patches import validate_no_grammars
 from server.vllm.sampling import (

@@ -41,7 +41,7 @@ from server.request.record import RequestRecord, record_of
 from server.request.rules import IGNORED_HEADER
 from server.request.tables import extra_schemas, refused_fields
 from server.settings import ServerSettings
-from server.structured_outputs.setup import make_gate
+from server.structured_outputs.gate import make_gate
 from server.tools import NO_CALLS, ToolSupport
 from server.vllm import text_stream
 from server.vllm.adapters import lease, open_adapters

@@ -50,12 +50,10 @@ from server.request.sizes import RequestLimits, check_call_arguments, check_size
 from server.request.tables import error_field, plain_fields
 from server.request.values import REPORT_MODE, bound_tokens, check_values
 from server.settings import ServerSettings
-from server.storage.responses.compaction import expand_compactions, summarise, take_trigger
-from server.storage.responses.shown_request import shown_request
-from server.storage.responses.storage_options import StorageOptions, take_storage_options
-from server.structured_outputs.constraint import Constraint
-from server.structured_outputs.request_constraints import constraints_of
-from server.structured_outputs.tool_inputs.custom_tools import take_custom_tools
+from server.storage.compaction import expand_compactions, summarise, take_trigger
+from server.storage.response_table import StorageOptions, shown_request, take_storage_options
+from server.structured_outputs.constraint import Constraint, constraints_of
+from server.structured_outputs.custom_tools import take_custom_tools
 from server.tools import FIELD, ToolChoice, ToolSupport, check_choice, check_tools
 from server.vllm.errors import RequestContext, from_exception, from_validation
 from server.vllm.sampling import FORBIDDING

@@ -42,7 +42,7 @@ from server.host.job_pool import (
 )
 from server.observability.logging import bound_vllm_log, configure, request_id_var
 from server.settings import ServerSettings
-from server.storage.responses.storage_options import StorageOptions
+from server.storage.response_table import StorageOptions
 from server.vllm.reading import BodyReader, RequestRules
 from server.vllm.rendering import MARK, Rendered, render
 from server.wire.endpoint import Endpoint

@@ -11,8 +11,7 @@ import uuid
 from collections.abc import Collection, Iterator
 from typing import Any, ClassVar
 
-from server.structured_outputs.tool_inputs.custom_tools import CALL
-from server.structured_outputs.tool_inputs.input_reader import InputReader, input_of
+from server.structured_outputs.custom_tools import CALL, InputReader, input_of
 from server.tools import is_whole
 from server.wire.endpoint import JsonObject
 

@@ -24,7 +24,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from server.errors import InternalError, ServerError
 from server.request.record import RequestRecord
-from server.storage.responses.compaction import compacted, compaction_item
+from server.storage.compaction import compacted, compaction_item
 from server.tools import Ending, is_whole
 from server.vllm.chats import mark_unfinished, read_whole
 from server.vllm.logprobs import UnsentLogprobs, add_bytes, most_likely, placed_entries

@@ -25,7 +25,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateReque
 from vllm.entrypoints.serve.tokenize.protocol import DetokenizeResponse, TokenizeResponse
 
 from server.frontend import WireSchemas
-from server.structured_outputs.tool_inputs.chat_schemas import (
+from server.structured_outputs.custom_tools import (
     CALL_SCHEMA,
     CHOICE_SCHEMA,
     TOOL_SCHEMA,

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from server.structured_outputs.constraint import object_schema
 from server.structured_outputs.grammars import SchemaRules, tag_grammar
-from server.structured_outputs.request_constraints import object_schema
 from server.tools import ToolChoice
 
 _NAMES = "allowed_tool_names"

@@ -14,8 +14,8 @@ from vllm import SamplingParams
 from rbln_backend.errors import UncompiledShapeError
 from rbln_backend.store.artifact_files import MANIFEST, PROGRAM, encode_manifest, read_manifest
 from rbln_backend.store.bundle_contents import collect, write_folder
+from server.commands.cache import GraphChecks
 from server.commands.cli import main
-from server.commands.graph_checks import GraphChecks
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.forged_bundles import CANARY, CODE, Watch, forge, import_forged

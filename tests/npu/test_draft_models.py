@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.store.bundle_contents import collect, write_folder
-from server.commands.graph_checks import GraphChecks
+from server.commands.cache import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import fitted_eagle, fitted_medusa, random_eagle, random_medusa
 from tests.e5m2_cache import answers_over_e5m2_cache

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.store.bundle_contents import collect, write_folder
-from server.commands.graph_checks import GraphChecks
+from server.commands.cache import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, Job, run
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint

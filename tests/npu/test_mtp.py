@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from rbln_backend.store.bundle_contents import collect, write_folder
-from server.commands.graph_checks import GraphChecks
+from server.commands.cache import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
 from tests.npu.engines import Job, Ran, run

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rbln_backend.store.bundle_contents import collect, write_folder
-from server.commands.graph_checks import GraphChecks
+from server.commands.cache import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import BATCHES, ONE_CHUNK, THREE_CHUNKS, run_lives
 from tests.pooling_checkpoints import classifier, encoder

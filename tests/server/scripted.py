@@ -31,7 +31,7 @@ from server.request.options import pop_progress, pop_tier
 from server.request.record import record_of
 from server.service import serve
 from server.settings import ServerSettings
-from server.storage.responses.storage_options import StorageOptions, take_storage_options
+from server.storage.response_table import StorageOptions, take_storage_options
 from server.structured_outputs.gate import GrammarGate
 from server.tools import ToolSupport
 from server.wire.endpoint import Endpoint, JsonObject

@@ -13,10 +13,8 @@ from starlette.requests import Request
 from rbln_backend.lora.target import Target
 from server.errors import InternalError, ModelNotFoundError
 from server.frontend import ParsedRequest
-from server.lora.fit import ServedModel
-from server.lora.port import EngineAdapter
-from server.lora.registry import AdapterRegistry, RegistryLimits
-from server.lora.state_file import StateFile
+from server.lora.folder import ServedModel
+from server.lora.registry import AdapterRegistry, EngineAdapter, RegistryLimits, StateFile
 from server.request.record import record_of
 from server.wire.endpoint import Endpoint, JsonObject
 from tests.server.adapter_folders import TARGETS

@@ -13,8 +13,7 @@ import pytest
 
 from rbln_backend.lora.target import Shape, Target
 from server.errors import InvalidAdapterError
-from server.lora.fit import ServedModel, check_fit, short_name
-from server.lora.folder import MAX_HEADER_BYTES, read_folder
+from server.lora.folder import MAX_HEADER_BYTES, ServedModel, check_fit, read_folder, short_name
 from tests.server.adapter_folders import PREFIX, TARGETS, write_adapter
 
 BASE = ServedModel.of(["/models/tiny", "served"], TARGETS, max_rank=8)

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from server.errors import ServerError
-from server.lora.adapter import State
+from server.lora.registry import State
 from tests.server.adapter_folders import write_adapter
 from tests.server.scripted import Running, running
 from tests.server.scripted_adapters import ScriptedPort, launcher, registry

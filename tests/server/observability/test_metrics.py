@@ -21,7 +21,7 @@ from server.observability.metrics import (
     follow_event_loop,
 )
 from server.observability.traffic import BucketAdvice
-from server.structured_outputs.request_constraints import GUIDES, constraints_of, kind_of
+from server.structured_outputs.constraint import GUIDES, constraints_of, kind_of
 from server.wire.endpoint import Endpoint
 from tests.server.adapter_folders import write_adapter
 from tests.server.scripted_adapters import ScriptedPort, registry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from server.storage.clock import ExpiryClock
+from server.storage.database import ExpiryClock
 
 HOUR, DAY = 3600.0, 86400.0
 

@@ -12,13 +12,11 @@ import pytest
 
 from server.errors import StorageFullError, StorageUnavailableError
 from server.settings import ServerSettings
-from server.storage.database import Work
-from server.storage.disk_errors import disk_errors
+from server.storage import response_table as table
+from server.storage.database import Work, disk_errors
 from server.storage.files import FileStore
-from server.storage.quotas import Reservation
-from server.storage.responses import table
-from server.storage.responses.response import finished_response
-from server.storage.store import Store
+from server.storage.response_table import finished_response
+from server.storage.store import Reservation, Store
 from tests.server.scripted import running
 
 FORM = {"file": ("f", b"x" * 100), "purpose": (None, "batch")}

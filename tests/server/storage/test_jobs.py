@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from server.storage.database import TABLES
 from server.storage.jobs import BATCHES, RESPONSES, JobLoop, JobTable
-from server.storage.schema import TABLES
 
 
 @pytest.mark.parametrize("table", [BATCHES, RESPONSES])

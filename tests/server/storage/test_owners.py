@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from server.settings import ServerSettings
-from server.storage.owners import owner_of_digest
+from server.storage.database import owner_of_digest
 from server.storage.store import Store
 from tests.server.scripted import Running, running
 from tests.server.storage.batches.clients import CHAT, line, text_of, until_ended, upload

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.storage.batches.input_lines import InputLine, LineRules, body_of, read_lines
-from server.storage.batches.line_results import Line, result_of
-from server.storage.loopback import LoopbackResponse
+from server.storage.batch_lines import InputLine, Line, LineRules, body_of, read_lines, result_of
+from server.storage.jobs import LoopbackResponse
 from server.storage.raw_json import (
     JsonSyntaxError,
     ShapeError,

@@ -27,11 +27,17 @@ from server.host.job_pool import (
     PoolFullError,
 )
 from server.settings import ServerSettings
-from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits, job_key
+from server.structured_outputs.constraint import (
+    ANY_OBJECT,
+    Constraint,
+    ConstraintKind,
+    SchemaLimits,
+    constraints_of,
+    job_key,
+)
 from server.structured_outputs.gate import GrammarGate
 from server.structured_outputs.grammars import SchemaRules
-from server.structured_outputs.request_constraints import ANY_OBJECT, constraints_of
-from server.structured_outputs.trial_job import TrialVerdict, do_job, job_bytes
+from server.structured_outputs.trial import TrialVerdict, do_job, job_bytes
 from server.wire.endpoint import Endpoint
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running
 

@@ -20,7 +20,7 @@ from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
 from server.structured_outputs.gate import GrammarGate
 from server.structured_outputs.grammars import SchemaRules
-from server.structured_outputs.trial_job import do_job
+from server.structured_outputs.trial import do_job
 
 CPU_S = 2.0
 ENDLESS = 'root ::= "a"'

@@ -17,7 +17,7 @@ from server.structured_outputs.constraint import (
 )
 from server.structured_outputs.grammars import SchemaRules
 from server.structured_outputs.normaliser import normalised
-from server.structured_outputs.trial_job import do_job, job_bytes
+from server.structured_outputs.trial import do_job, job_bytes
 from tests.schema_corpus import BAD, GOOD
 from tests.schema_generator import SchemaGenerator
 from tests.schema_instances import InstanceGenerator

@@ -11,7 +11,7 @@ import pytest
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
 from server.structured_outputs.grammars import SchemaRules
-from server.structured_outputs.trial_job import do_job, job_bytes
+from server.structured_outputs.trial import do_job, job_bytes
 from tests.server.structured_outputs.walks import documents, faults, grammar_of, try_grammar
 
 LINES = (Path(__file__).parent / "schemas.jsonl").read_text().splitlines()

@@ -12,7 +12,7 @@ import pytest
 
 from server.errors import EngineFailedError, InternalError
 from server.frontend import LaunchError
-from server.lora.port import EngineAdapter
+from server.lora.registry import EngineAdapter
 from server.request.endpoints import route_of
 from server.request.record import RequestRecord
 from server.settings import ServerSettings

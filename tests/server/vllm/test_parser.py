@@ -12,7 +12,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.parser import ParserManager
 
 from default_model.paths import CHECKPOINT
-from server.structured_outputs.request_constraints import object_schema
+from server.structured_outputs.constraint import object_schema
 from server.tools import ToolChoice
 from server.vllm.parser import object_call_parser
 from server.vllm.tool_prompt import tool_parser_of

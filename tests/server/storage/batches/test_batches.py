@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from server.storage.clock import ExpiryClock
+from server.storage.database import ExpiryClock
 from tests.server.scripted import running
 from tests.server.storage.batches.clients import (
     CHAT,

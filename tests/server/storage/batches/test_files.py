@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server.storage.folder import DataFolder
+from server.storage.database import DataFolder
 from tests.server.scripted import Running, running
 from tests.server.storage.batches.clients import create, line, shown, text_of, until_ended, upload
 
@@ -148,7 +148,7 @@ async def test_quotas(tmp_path: Path, settings: dict[str, Any], words: str) -> N
 async def test_answers_wait_for_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.storage.batches.results._PAUSE_S", 0.1)
+    monkeypatch.setattr("server.storage.batches._PAUSE_S", 0.1)
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         batch = await create(service.client, [line(n, "wait") for n in range(12)])
         while await service.metric("rbln_batch_lines_running") < 8:

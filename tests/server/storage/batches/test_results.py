@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from server.storage.batches import results
+from server.storage.batches import ResultFiles
 from tests.server.scripted import running
 from tests.server.storage.batches.clients import create, line, until_ended
 
@@ -21,7 +21,7 @@ def system_calls_of_this_thread(calls: list[str]) -> Iterator[None]:
     def note(frame: FrameType | None, event: str, called: Any) -> None:
         if event == "c_call" and getattr(called, "__module__", None) == "posix":
             while frame is not None:
-                if frame.f_code.co_filename == results.__file__:
+                if isinstance(frame.f_locals.get("self"), ResultFiles):
                     calls.append(called.__name__)
                 frame = frame.f_back
 

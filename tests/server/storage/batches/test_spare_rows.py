@@ -8,7 +8,7 @@ import pytest
 
 from rbln_backend.reporting.stats import MetricsBoard
 from server.observability.metrics import ServerMetrics
-from server.storage.batches.spare_rows import best_rows
+from server.storage.batches import best_rows
 
 BUCKETS = (1, 2, 4, 8)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from server.storage.responses.fair_queue import FairQueue
-from server.storage.responses.table import Waiting
+from server.storage.response_table import Waiting
+from server.storage.responses import FairQueue
 from tests.server.scripted import Running, ScriptedLauncher, running
 from tests.server.storage.responses.test_stored_responses import PATH, create, shown, text, until
 

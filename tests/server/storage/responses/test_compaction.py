@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidValueError, MissingFieldError
-from server.storage.responses.compaction import (
+from server.storage.compaction import (
     compacted,
     compaction_item,
     expand_compactions,

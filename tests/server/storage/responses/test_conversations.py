@@ -18,11 +18,14 @@ from server.request.endpoints import route_of
 from server.request.options import Tier
 from server.request.record import RequestRecord
 from server.settings import ServerSettings
-from server.storage.quotas import Reservation
-from server.storage.responses import conversations, table
-from server.storage.responses.response import Response, finished_response, queued_response
-from server.storage.responses.storage_options import StorageOptions
-from server.storage.store import Store
+from server.storage import response_table as table
+from server.storage.response_table import (
+    Response,
+    StorageOptions,
+    finished_response,
+    queued_response,
+)
+from server.storage.store import Reservation, Store
 from tests.server.scripted import running
 from tests.server.storage.responses.test_stored_responses import PATH, create, shown, text
 
@@ -75,7 +78,7 @@ def test_what_a_request_continued_is_counted_until_it_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bounds, "MAX_CONTINUED_BYTES", 200_000)
-    held = conversations.ContinuedBytes()
+    held = table.ContinuedBytes()
     records = [RequestRecord(route_of(PATH), "POST", 0.0) for _ in range(3)]
     held.hold(150_000, records[0])
     with pytest.raises(OverloadedError, match=r"has 150000 bytes and those .* now have 150000"):
@@ -108,13 +111,13 @@ async def stored(folder: Path) -> Store:
 async def test_a_chain_is_measured_without_its_items_and_joined_as_bytes(tmp_path: Path) -> None:
     store = await stored(tmp_path)
     last = f"resp_{TURNS - 1}"
-    find = partial(conversations.find, owner="", last=last, max_bytes=1 << 30)
+    find = partial(table.find_conversation, owner="", last=last, max_bytes=1 << 30)
     tracemalloc.start()
     try:
         found = await store.database.read(find)
         _, for_sizes = tracemalloc.get_traced_memory()
         items = await store.database.read(
-            partial(conversations.items_of, owner="", conversation=found)
+            partial(table.conversation_items, owner="", conversation=found)
         )
         _, for_items = tracemalloc.get_traced_memory()
     finally:
@@ -126,7 +129,7 @@ async def test_a_chain_is_measured_without_its_items_and_joined_as_bytes(tmp_pat
     assert json.loads(items) == expected
     with pytest.raises(InvalidValueError, match=rf"the {TURNS} turns .* have {found.bytes} bytes"):
         await store.database.read(
-            partial(conversations.find, owner="", last=last, max_bytes=found.bytes - 1)
+            partial(table.find_conversation, owner="", last=last, max_bytes=found.bytes - 1)
         )
     store.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidTypeError
-from server.storage.responses.shown_request import shown_request
+from server.storage.response_table import shown_request
 
 FUNCTION = {"type": "function", "name": "look"}
 

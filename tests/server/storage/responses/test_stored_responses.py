@@ -16,12 +16,11 @@ import pytest
 
 from server.errors import NotFoundError
 from server.settings import ServerSettings
+from server.storage import response_table as table
 from server.storage.database import Work
 from server.storage.jobs import RESPONSES
-from server.storage.quotas import Reservation
-from server.storage.responses import conversations, table
-from server.storage.responses.response import finished_response
-from server.storage.store import Store
+from server.storage.response_table import finished_response
+from server.storage.store import Reservation, Store
 from tests.server.scripted import Running, running
 from tests.server.storage.batches.test_durability import Service
 
@@ -175,7 +174,7 @@ async def test_a_response_expires_unless_it_is_continued(tmp_path: Path) -> None
     await store.database.run(keep("second", "first", later))
     expire = partial(table.delete_expired, now=long_ago)
     assert await store.database.run(expire) == 1
-    find = partial(conversations.find, owner="", last="second", max_bytes=1000)
+    find = partial(table.find_conversation, owner="", last="second", max_bytes=1000)
     assert (await store.database.run(find)).turns == ["second", "first"]
     with pytest.raises(NotFoundError):
         await store.database.run(partial(table.get, owner="", response_id="left"))

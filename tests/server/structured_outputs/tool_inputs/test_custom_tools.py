@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from server.errors import RequestError, UnknownFieldError
-from server.structured_outputs.tool_inputs.custom_tools import take_custom_tools
-from server.structured_outputs.tool_inputs.input_reader import InputReader, input_of
+from server.structured_outputs.custom_tools import InputReader, input_of, take_custom_tools
 from server.wire.endpoint import Endpoint
 
 PARAMETERS = {

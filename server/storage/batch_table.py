@@ -1,19 +1,232 @@
-"""Tables of batches and their lines: queries and changes, each within one transaction."""
+"""Batches: the request for one, its row and its form in OpenAI's API, and queries of the tables.
+
+Each query or change is within one transaction. A batch's status:
+
+    validating -> in_progress -> finalizing -> completed | expired | cancelled
+         |             +-> cancelling -^
+         +-> failed
+"""
 
 from __future__ import annotations
 
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
 
 from server.errors import InvalidValueError, describe
-from server.storage.batches.batch import Batch, BatchRequest, LineError, Status
-from server.storage.batches.input_lines import InputLine, duplicate_id
-from server.storage.batches.line_results import Line, LineResult
+from server.storage.batch_lines import InputLine, Line, LineError, LineResult, duplicate_id
+from server.storage.database import Page, find_row, new_id, page_of_rows
 from server.storage.files import INPUT, StoredFile, find, insert
 from server.storage.jobs import BATCHES
-from server.storage.rows import Page, find_row, new_id, page_of_rows
+from server.wire.endpoint import Endpoint
+
+_MOMENTS = (
+    *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),
+    *("cancelling_at", "cancelled_at"),
+)
+
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+
+
+class Counts(TypedDict):
+    """Numbers of lines of a batch."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """Request to create a batch; times in seconds."""
+
+    owner: str
+    endpoint: str
+    input_file: str
+    window_s: int
+    keep_s: int
+    metadata: dict[str, str] = field(default_factory=dict)
+    idempotency: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that requests with the same idempotency key must have in common."""
+        return json.dumps(
+            [self.endpoint, self.input_file, self.window_s, self.keep_s, self.metadata],
+            sort_keys=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Row of the table of batches."""
+
+    id: str
+    owner: str
+    endpoint: str
+    input_file: str
+    status: Status
+    created_at: int
+    expires_at: int
+    keep_s: int
+    metadata: dict[str, str]
+    moments: dict[str, int]
+    errors: list[LineError]
+    output_file: str | None
+    error_file: str | None
+    model: str | None
+    idempotency: str | None
+    fingerprint: str
+    total: int
+    completed: int
+    failed: int
+    output_bytes: int
+    error_bytes: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def of(cls, row: sqlite3.Row) -> Batch:
+        """Return the batch of a row."""
+        # The fields are in the order of the columns.
+        batch = cls(*row)
+        texts = ("metadata", "moments", "errors")
+        return replace(batch, **{name: json.loads(getattr(batch, name)) for name in texts})
+
+    @property
+    def is_open(self) -> bool:
+        """True until the batch has ended."""
+        return self.status in BATCHES.open_statuses
+
+    @property
+    def unfinished(self) -> int:
+        """Number of lines without a result."""
+        return self.total - self.completed - self.failed
+
+    @property
+    def result_bytes(self) -> dict[str, int]:
+        """Bytes of counted results, by the kind of their file."""
+        return {"output": self.output_bytes, "error": self.error_bytes}
+
+    def shown(self) -> dict[str, Any]:
+        """Return the batch object of OpenAI's API; times are Unix seconds."""
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "input_file_id": self.input_file,
+            "completion_window": f"{(self.expires_at - self.created_at) // 3600}h",
+            "status": self.status,
+            "output_file_id": self.output_file,
+            "error_file_id": self.error_file,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{name: self.moments.get(name) for name in _MOMENTS},
+            "request_counts": Counts(
+                total=self.total, completed=self.completed, failed=self.failed
+            ),
+            "usage": {
+                "input_tokens": self.input_tokens,
+                "input_tokens_details": {"cached_tokens": self.cached_tokens},
+                "output_tokens": self.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self.input_tokens + self.output_tokens,
+            },
+            "metadata": self.metadata or None,
+        }
+
+
+ENDPOINTS = (Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.EMBEDDINGS, Endpoint.RESPONSES)
+"""Endpoints that lines of a batch may name."""
+WINDOW_S = 24 * 3600
+_MAX_PAIRS, _MAX_NAME, _MAX_VALUE = 16, 64, 512
+SHORTEST_S, LONGEST_S = 3600, 30 * 24 * 3600
+_MAX_KEY = 255
+
+
+class ExpiresAfter(BaseModel):
+    """Expiry of a file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    anchor: Literal["created_at"] = Field(description="The time is counted from the creation.")
+    seconds: int = Field(description="3600 to 2592000.", ge=SHORTEST_S, le=LONGEST_S)
+
+
+class CreateBatchBody(BaseModel):
+    """Body of `POST /v1/batches`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    input_file_id: str = Field(description="A file of purpose `batch`.")
+    endpoint: str = Field(description=f"One of {', '.join(e.value for e in ENDPOINTS)}.")
+    completion_window: str = Field(description="Only `24h`.")
+    metadata: dict[str, str] | None = Field(None, description="Up to 16 pairs of strings.")
+    output_expires_after: ExpiresAfter | None = Field(
+        None, description="When the files of answers are deleted."
+    )
+
+
+def batch_request(body: CreateBatchBody, owner: str, idempotency: str | None) -> BatchRequest:
+    """Validate a body. Raises `InvalidValueError`."""
+    if body.endpoint not in [endpoint.value for endpoint in ENDPOINTS]:
+        raise InvalidValueError(
+            f"'endpoint' must be one of {', '.join(e.value for e in ENDPOINTS)}, got "
+            f"{describe(body.endpoint)}.",
+            param="endpoint",
+        )
+    if body.completion_window != "24h":
+        raise InvalidValueError(
+            f"'completion_window' must be '24h', got {describe(body.completion_window)}.",
+            param="completion_window",
+        )
+    if idempotency is not None and not 0 < len(idempotency) <= _MAX_KEY:
+        raise InvalidValueError(f"An Idempotency-Key has 1 to {_MAX_KEY} characters.")
+    _check_metadata(body.metadata or {})
+    expires = body.output_expires_after
+    keep_s = expires.seconds if expires is not None else 0
+    return BatchRequest(
+        owner=owner,
+        endpoint=body.endpoint,
+        input_file=body.input_file_id,
+        window_s=WINDOW_S,
+        keep_s=keep_s,
+        metadata=dict(body.metadata or {}),
+        idempotency=idempotency,
+    )
+
+
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    if len(metadata) > _MAX_PAIRS:
+        raise InvalidValueError(
+            f"'metadata' has {len(metadata)} pairs, and at most {_MAX_PAIRS} may be.",
+            param="metadata",
+        )
+    for name, value in metadata.items():
+        if len(name) > _MAX_NAME or len(value) > _MAX_VALUE:
+            raise InvalidValueError(
+                f"'metadata': names have at most {_MAX_NAME} characters and values {_MAX_VALUE}; "
+                f"{describe(name)} has more.",
+                param="metadata",
+            )
 
 
 def create(db: sqlite3.Connection, request: BatchRequest) -> Batch:

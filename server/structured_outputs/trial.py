@@ -1,15 +1,25 @@
-"""Jobs of a trial process: their encoding, the work and the verdict."""
+"""The process that tries grammars, and its jobs; the server goes on if it hangs or is killed."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
+from rbln_backend import api
+from server.host.job_pool import (
+    limit_growth,
+    limit_processor_time,
+    uncounted_processor_time,
+)
 from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,
@@ -25,6 +35,9 @@ from server.structured_outputs.grammars import (
     tag_grammar,
 )
 from server.structured_outputs.inspection import check_unrewritten, inspect, parsed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _HOLDING_SCHEMAS = (ConstraintKind.JSON, ConstraintKind.STRUCTURAL_TAG)
 
@@ -178,3 +191,41 @@ def _plain(message: str) -> str:
     text = _PLACE.sub("", " ".join(message.split())).removeprefix("Warning: ").rstrip(". ")
     text = _CHECK.sub("", text)
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON - 3]}..."
+
+
+_NICENESS = 5
+
+
+def serve_trials(
+    pipe: Connection, vllm_config: VllmConfig, cpu_s: float, rules: SchemaRules
+) -> None:
+    """Answer jobs until the pipe closes; the first message is `ready`.
+
+    The process ends at a job that takes more than `cpu_s` of processor time per share.
+    """
+    import setproctitle
+
+    setproctitle.setproctitle("rbln-serve: grammar trials")
+    os.nice(_NICENESS)
+    trial = api.grammar_trial(vllm_config, uncounted_processor_time)
+    limit_growth()
+    specials = trial.special_tokens()
+    # Collections of cycles, which take a tenth of a job, wait until its answer is sent.
+    gc.freeze()
+    gc.disable()
+    pipe.send_bytes(b"ready")
+    with suppress(EOFError):
+        while True:
+            job = pipe.recv_bytes()
+            limit_processor_time(cpu_s)
+            verdict = do_job(
+                job,
+                trial,
+                rules,
+                specials=specials,
+                on_shares=lambda shares: limit_processor_time(cpu_s * shares),
+            )
+            limit_processor_time(0)
+            verdict = replace(verdict, memory_bytes=trial.take_bytes())
+            pipe.send_bytes(verdict.to_bytes())
+            gc.collect()

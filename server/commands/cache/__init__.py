@@ -1,1 +1,0 @@
-"""`rbln-serve cache`: the compile cache from the command line."""

@@ -1,1 +1,0 @@
-"""OpenAI's batches, whose requests run in padding rows."""

@@ -1,1 +1,0 @@
-"""Custom tools: functions for vLLM, whose input a grammar guides inside of JSON."""
