@@ -88,16 +88,16 @@ class Admission:
         self._since[permit] = self._clock()
         return permit
 
-    def resize(self, owner: str, held: int, weight: int) -> int:
-        """Return the new weight of a permit of weight `held`. Raises `OverloadedError`.
+    def resize(self, owner: str, weight_before: int, weight: int) -> int:
+        """Return the new weight of a permit of weight `weight_before`. Raises `OverloadedError`.
 
         A request for more answers than the limit counts as the limit: it is served alone.
         """
         weight = min(weight, self.limit)
         # It needs all permits, so those that are kept for other keys are not kept from it.
-        if weight < self.limit or self.in_flight > held:
-            self._check(owner, weight - held, weight)
-        self._count(owner, weight - held)
+        if weight < self.limit or self.in_flight > weight_before:
+            self._check(owner, weight - weight_before, weight)
+        self._count(owner, weight - weight_before)
         return weight
 
     def move_to_flex(self, permit: Permit) -> None:
@@ -230,10 +230,12 @@ class PermitShares:
         if len(weights) < 2:
             return True
         total_weight = sum(weights.values())
-        kept = {key: int(limit * w / total_weight / _KEPT) for key, w in weights.items()}
+        kept_permits = {key: int(limit * w / total_weight / _KEPT) for key, w in weights.items()}
         permits = {**self._permits, owner: self._permits[owner] + more}
-        beyond = sum(max(0, number - kept.get(key, 0)) for key, number in permits.items())
-        return permits[owner] <= kept.get(owner, 0) or beyond <= limit - sum(kept.values())
+        beyond = sum(max(0, number - kept_permits.get(key, 0)) for key, number in permits.items())
+        return permits[owner] <= kept_permits.get(owner, 0) or beyond <= limit - sum(
+            kept_permits.values()
+        )
 
     def add(self, owner: str, more: int) -> None:
         """Count `more` permits of `owner`; negative ones are released."""

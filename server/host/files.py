@@ -120,10 +120,10 @@ def _remove_abandoned(top: Path) -> None:
 
 def _is_own_directory(entry: os.DirEntry[str]) -> bool:
     try:
-        found = entry.stat(follow_symlinks=False)
+        status = entry.stat(follow_symlinks=False)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _remove_unless_held(folder: Path) -> None:

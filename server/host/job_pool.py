@@ -174,18 +174,18 @@ class _WorkerSlot:
         self.kill()
         if self._pipe is not None:
             self._pipe.close()
-        ours, theirs = Pipe()
+        near_end, far_end = Pipe()
         try:
-            self._process = self._start(theirs)
+            self._process = self._start(far_end)
         except OSError as error:
-            ours.close()
+            near_end.close()
             raise WorkerStartError(str(error)) from error
         finally:
-            theirs.close()
-        self._pipe = ours
+            far_end.close()
+        self._pipe = near_end
         with suppress(EOFError, OSError):
-            if ours.poll(_START_TIMEOUT_S):
-                ours.recv_bytes()
+            if near_end.poll(_START_TIMEOUT_S):
+                near_end.recv_bytes()
                 logger.info("started process %s: %s", self._process.pid, self._name)
                 return
         self.kill()

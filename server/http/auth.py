@@ -195,9 +195,9 @@ class Access:
         """Return the key name that metrics show for an owner, None for the owner without a key."""
         if owner == NO_KEY:
             return None
-        found = self._api.name_of(owner) or self._admin.name_of(owner)
+        name = self._api.name_of(owner) or self._admin.name_of(owner)
         # The owner of a named key is its name, which contains no colon.
-        return found or ("removed" if ":" in owner else owner)
+        return name or ("removed" if ":" in owner else owner)
 
     def weights(self) -> Mapping[str, float]:
         """Return the weights of the API keys by owner."""

@@ -334,13 +334,13 @@ class Connection(HttpToolsProtocol):
         """Parse the request again without its Upgrade header, after which httptools stops."""
         head, end, rest = data.partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")
-        kept = [line for line in lines if not line.lower().startswith(b"upgrade:")]
-        if len(kept) == len(lines):
+        other_lines = [line for line in lines if not line.lower().startswith(b"upgrade:")]
+        if len(other_lines) == len(lines):
             self._refuse(InvalidHttpError("CONNECT tunnels are not supported."))
             return
         self.parser = httptools.HttpRequestParser(self)
         self._buffered = 0
-        self.data_received(b"\r\n".join(kept) + end + rest)
+        self.data_received(b"\r\n".join(other_lines) + end + rest)
 
     def _refuse(self, error: ServerError) -> None:
         """Send an error after the responses that are due, then close the connection."""
@@ -370,14 +370,14 @@ class Connection(HttpToolsProtocol):
         self._out.linger()
 
 
-def _check_codings(given: str, version: str) -> None:
+def _check_codings(value: str, version: str) -> None:
     """Raise for a Transfer-Encoding other than chunked."""
-    codings = [coding.strip().lower() for coding in given.split(",") if coding.strip()]
+    codings = [coding.strip().lower() for coding in value.split(",") if coding.strip()]
     if version == "1.0" or codings[-1:] != ["chunked"] or codings.count("chunked") > 1:
-        raise InvalidHttpError(f"Transfer-Encoding: {describe(given)} is not valid HTTP/{version}.")
+        raise InvalidHttpError(f"Transfer-Encoding: {describe(value)} is not valid HTTP/{version}.")
     if codings != ["chunked"]:
         raise TransferCodingError(
-            f"Transfer-Encoding: only 'chunked' is supported, got {describe(given)}."
+            f"Transfer-Encoding: only 'chunked' is supported, got {describe(value)}."
         )
 
 

@@ -381,7 +381,7 @@ def end_span(tracing: Tracing, record: RequestRecord) -> None:
 
 def _http_attributes(scope: Scope, record: RequestRecord) -> dict[str, AttributeValue]:
     known = record.method in METHODS
-    found: dict[str, AttributeValue] = {
+    attributes: dict[str, AttributeValue] = {
         "http.request.method": record.method if known else "_OTHER",
         "http.route": record.route.template,
         "url.path": scope["path"][:MAX_TEXT],
@@ -389,11 +389,11 @@ def _http_attributes(scope: Scope, record: RequestRecord) -> dict[str, Attribute
         "network.protocol.version": scope["http_version"],
     }
     if not known:
-        found["http.request.method_original"] = record.method[:MAX_TEXT]
+        attributes["http.request.method_original"] = record.method[:MAX_TEXT]
     headers = dict(scope["headers"])
     if (agent := headers.get(b"user-agent")) is not None:
-        found["user_agent.original"] = agent.decode("latin-1")[:MAX_TEXT]
-    return found | _server_attributes(scope, headers.get(b"host", b"").decode("latin-1"))
+        attributes["user_agent.original"] = agent.decode("latin-1")[:MAX_TEXT]
+    return attributes | _server_attributes(scope, headers.get(b"host", b"").decode("latin-1"))
 
 
 def _server_attributes(scope: Scope, host: str) -> dict[str, AttributeValue]:

@@ -84,7 +84,7 @@ async def commit(
     Raises the generator's exceptions until then. After `timeout_s` seconds, or once `begun` is set,
     it returns the stream anyway, so that a request that waits in the queue gets its headers.
     """
-    held: list[str] = []
+    first_frames: list[str] = []
     deadline = time.monotonic() + timeout_s
     pending: asyncio.Task[str] | None = None
     try:
@@ -94,8 +94,8 @@ async def commit(
             if not pending.done():
                 break
             done, pending = pending, None
-            held.append(done.result())
-            if not is_prelude(held[-1]):
+            first_frames.append(done.result())
+            if not is_prelude(first_frames[-1]):
                 break
     except StreamEndedError:
         pass
@@ -105,7 +105,7 @@ async def commit(
             await asyncio.wait({pending})
         await frames.aclose()
         raise
-    return HeldStream(held, pending, frames)
+    return HeldStream(first_frames, pending, frames)
 
 
 async def _wait(pending: asyncio.Task[str], timeout_s: float, begun: asyncio.Event | None) -> None:
@@ -191,10 +191,10 @@ class SseResponse(Response):
     async def _pump(self, send: Send, writer: ChunkWriter | None) -> None:
         direct = self._record.direct
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        beside = [asyncio.ensure_future(self._keep_alive(send))] if self._keep_alive_s else []
+        tasks = [asyncio.ensure_future(self._keep_alive(send))] if self._keep_alive_s else []
         progress = self._record.progress
         if progress is not None and progress.is_expected:
-            beside.append(asyncio.ensure_future(_follow_progress(progress, send)))
+            tasks.append(asyncio.ensure_future(_follow_progress(progress, send)))
         try:
             async for frame in self._frames:
                 direct.pause()
@@ -207,10 +207,10 @@ class SseResponse(Response):
                     direct.resume(frame, writer)
         finally:
             direct.pause()
-            for task in beside:
+            for task in tasks:
                 task.cancel()
-            if beside:
-                await asyncio.wait(beside)
+            if tasks:
+                await asyncio.wait(tasks)
         await send(_END)
 
     async def _keep_alive(self, send: Send) -> None:

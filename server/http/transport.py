@@ -115,22 +115,22 @@ def client_of(host: str) -> str:
     return str(ipaddress.IPv6Network((address, 64), strict=False))
 
 
-def _connection_limit(wanted: int) -> int:
-    """Return the number of connections that the limit of open files allows, at most `wanted`.
+def _connection_limit(limit: int) -> int:
+    """Return the number of connections that the limit of open files allows, at most `limit`.
 
     Raises the soft limit first where needed and permitted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_FILES
+    needed = limit + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+        return limit
     allowed = max(soft - _OTHER_FILES, soft // 2)
     logger.warning(
         "at most %d connections instead of %d (--max-connections): the process may open %d files",
-        *(allowed, wanted, soft),
+        *(allowed, limit, soft),
     )
     return allowed
 

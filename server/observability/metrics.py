@@ -353,15 +353,15 @@ class ServerMetrics:
         sizes, saving, padding, steps = _ADVICE
         for name in _ADVICE:
             self._gauges[name].clear()
-        for phase, found in (advice or {}).items():
-            if found is None:
+        for phase, phase_advice in (advice or {}).items():
+            if phase_advice is None:
                 continue
-            for size in sorted({*found["current"], *found["suggested"]}):
-                self.set(sizes, size in found["suggested"], phase, str(size))
-            self.set(saving, found["saving"], phase)
-            self.set(padding, found["padding_now"], phase, "current")
-            self.set(padding, found["padding_then"], phase, "suggested")
-            self.set(steps, found["steps"], phase)
+            for size in sorted({*phase_advice["current"], *phase_advice["suggested"]}):
+                self.set(sizes, size in phase_advice["suggested"], phase, str(size))
+            self.set(saving, phase_advice["saving"], phase)
+            self.set(padding, phase_advice["padding_now"], phase, "current")
+            self.set(padding, phase_advice["padding_then"], phase, "suggested")
+            self.set(steps, phase_advice["steps"], phase)
 
     def observe_batches(
         self,
@@ -418,13 +418,13 @@ class ServerMetrics:
 
     def decode_times(self) -> dict[int, tuple[int, float]]:
         """Return the decode steps of all engines so far and their seconds, by bucket."""
-        found: defaultdict[int, dict[str, float]] = defaultdict(lambda: {"count": 0, "sum": 0})
+        totals: defaultdict[int, dict[str, float]] = defaultdict(lambda: {"count": 0, "sum": 0})
         families = [f for f in self._boards().collect() if f.name == "rbln_bucket_step_seconds"]
         for sample in (sample for family in families for sample in family.samples):
             kind = sample.name.rpartition("_")[2]
             if sample.labels["phase"] == "decode" and kind in ("count", "sum"):
-                found[int(sample.labels["bucket"])][kind] += sample.value
-        return {bucket: (int(total["count"]), total["sum"]) for bucket, total in found.items()}
+                totals[int(sample.labels["bucket"])][kind] += sample.value
+        return {bucket: (int(total["count"]), total["sum"]) for bucket, total in totals.items()}
 
     def _boards(self) -> CollectorRegistry:
         """Return the metrics of the engine processes."""

@@ -79,20 +79,20 @@ def operation_attributes(operation: str) -> dict[str, AttributeValue]:
 
 def request_attributes(fields: JsonObject) -> dict[str, AttributeValue]:
     """Return the attributes of a checked request's fields."""
-    found: dict[str, AttributeValue] = {}
+    attributes: dict[str, AttributeValue] = {}
     for field, (name, kind) in _FIELDS.items():
         value = fields.get(field)
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = kind(value)
+            attributes[name] = kind(value)
     if isinstance(model := fields.get("model"), str):
-        found[REQUEST_MODEL] = model[:MAX_TEXT]
+        attributes[REQUEST_MODEL] = model[:MAX_TEXT]
     if isinstance(choices := fields.get("n"), int) and choices > 1:
-        found["gen_ai.request.choice.count"] = choices
+        attributes["gen_ai.request.choice.count"] = choices
     if fields.get("stream") is True:
-        found["gen_ai.request.stream"] = True
+        attributes["gen_ai.request.stream"] = True
     if isinstance(encoding := fields.get("encoding_format"), str):
-        found["gen_ai.request.encoding_formats"] = [encoding[:MAX_TEXT]]
-    return found
+        attributes["gen_ai.request.encoding_formats"] = [encoding[:MAX_TEXT]]
+    return attributes
 
 
 _CONTEXT = (b"traceparent", b"tracestate")

@@ -91,18 +91,18 @@ def _counters(board_dir: Path) -> Iterable[Metric]:
     files = [str(path) for path in board_dir.glob(_COUNTERS)]
     if not files:
         return ()
-    found: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
-    return found
+    merged: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
+    return merged
 
 
 def _samples(metrics: Iterable[Metric]) -> defaultdict[str, list[float]]:
     """Return values by name, and those with a phase by phase and name as well."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    values: defaultdict[str, list[float]] = defaultdict(list)
     for sample in (sample for metric in metrics for sample in metric.samples):
-        found[sample.name].append(sample.value)
+        values[sample.name].append(sample.value)
         if "phase" in sample.labels:
-            found[f"{sample.labels['phase']} {sample.name}"].append(sample.value)
-    return found
+            values[f"{sample.labels['phase']} {sample.name}"].append(sample.value)
+    return values
 
 
 logger = logging.getLogger(__name__)

@@ -89,11 +89,11 @@ async def body_timeout() -> AsyncIterator[None]:
         ) from None
 
 
-def _check_media_type(given: str) -> None:
-    media_type = given.split(";")[0].strip().lower()
+def _check_media_type(content_type: str) -> None:
+    media_type = content_type.split(";")[0].strip().lower()
     if media_type != JSON_TYPE:
         raise MediaTypeError(f"The content type must be {JSON_TYPE}, got {describe(media_type)}.")
-    charset = _CHARSET.search(given)
+    charset = _CHARSET.search(content_type)
     if charset is not None and charset[1].lower() not in ("utf-8", "utf8"):
         raise MediaTypeError(f"JSON is read as UTF-8; the charset is {describe(charset[1])}.")
 
@@ -122,8 +122,8 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        if (whole := _with_whole_inputs(raw)) != raw:
-            return parse_json_object(whole, max_depth)
+        if (without_halves := _with_whole_inputs(raw)) != raw:
+            return parse_json_object(without_halves, max_depth)
         path = _halved_text(raw) or None
         what = str(error) if path is None else f"'{path}' has half of a surrogate pair ({error})"
         raise InvalidJsonError(f"The request body is not valid JSON: {what}.", param=path) from None
@@ -147,17 +147,17 @@ def _with_whole_inputs(raw: bytes) -> bytes:
         return raw
     try:
         body = json.loads(raw)
-        found = False
+        changed = False
         for message in body["messages"]:
             parts = message["content"]
             for part in parts if isinstance(parts, list) else ():
                 if part.get("type") == "tool_use":
                     text = json.dumps(part["input"])
                     part["input"] = json.loads(replace_halves(text))
-                    found = found or json.dumps(part["input"]) != text
+                    changed = changed or json.dumps(part["input"]) != text
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return raw
-    return json.dumps(body).encode() if found else raw
+    return json.dumps(body).encode() if changed else raw
 
 
 def _halved_text(raw: bytes) -> str | None:

@@ -130,13 +130,13 @@ def _normalize_content(item: JsonObject, path: str) -> None:
     read = [_part(part, f"{path}.content[{n}]", role) for n, part in enumerate(content)]
     item["content"] = [part for part, _ in read]
     if is_answer:
-        whole: JsonObject = {"annotations": []}
+        merged: JsonObject = {"annotations": []}
         for part, _ in read:
-            whole |= part
-        whole.pop("refusal", None)
+            merged |= part
+        merged.pop("refusal", None)
         # As in chats, a line for each part.
         item["content"] = [
-            {**whole, "type": "output_text", "text": "\n".join(text for _, text in read)}
+            {**merged, "type": "output_text", "text": "\n".join(text for _, text in read)}
         ]
         item |= {"id": item.get("id", "msg"), "type": _MESSAGE}
         item.setdefault("status", "completed")
@@ -175,12 +175,10 @@ def _require(holder: JsonObject, name: str, kind: type, path: str) -> Any:
     return value
 
 
-def _wrong_type(path: str, wanted: str, value: object) -> InvalidTypeError:
-    given = json_type(value)
-    shown = given if value is None else f"{given}: {describe(value)}"
-    return InvalidTypeError(
-        f"Invalid type for '{path}': must be {wanted}, got {shown}.", param=path
-    )
+def _wrong_type(path: str, must: str, value: object) -> InvalidTypeError:
+    kind = json_type(value)
+    shown = kind if value is None else f"{kind}: {describe(value)}"
+    return InvalidTypeError(f"Invalid type for '{path}': must be {must}, got {shown}.", param=path)
 
 
 # Claude Code's billing line changes with every request and says nothing to a model.
@@ -211,12 +209,12 @@ def _without_line(content: Any) -> Any:
         return _BILLING.sub("", content)
     if not isinstance(content, list):
         return content
-    kept = []
+    parts = []
     for part in content:
-        if isinstance(part, dict) and isinstance(given := part.get("text"), str):
-            text = _BILLING.sub("", given)
-            if given and not text:
+        if isinstance(part, dict) and isinstance(before := part.get("text"), str):
+            text = _BILLING.sub("", before)
+            if before and not text:
                 continue
             part["text"] = text
-        kept.append(part)
-    return kept
+        parts.append(part)
+    return parts

@@ -132,11 +132,11 @@ _BY_PREFIX = [route for route in ROUTES if route.prefix]
 
 def route_of(path: str) -> Route:
     """Return the route of a path; unknown paths share one."""
-    found = _BY_PATH.get(path)
-    if found is None:
+    route = _BY_PATH.get(path)
+    if route is None:
         fitting = (r for r in _BY_PREFIX if path.startswith(r.prefix) and path.endswith(r.suffix))
-        found = next(fitting, OTHER)
-    return found
+        route = next(fitting, OTHER)
+    return route
 
 
 def without_last_slash(scope: AsgiScope) -> str | None:
@@ -273,9 +273,9 @@ def invoked_endpoint(names: Collection[str], offered: Collection[Endpoint]) -> E
 
     Raises `MissingFieldError`.
     """
-    given = frozenset(names)
+    fields = frozenset(names)
     for endpoint, forms in _FORMS.items():
-        if endpoint in offered and any(form <= given for form in forms):
+        if endpoint in offered and any(form <= fields for form in forms):
             return endpoint
     accepted = "; ".join(
         f"{' or '.join(_listed(form) for form in forms)} for {endpoint.value}"

@@ -85,7 +85,7 @@ def granted_tier(requested: str | None, allowed: Tiers) -> Tier:
         return allowed[0]
     tier = Tier(requested)
     if tier not in allowed:
-        names = ", ".join(repr(one.value) for one in allowed)
+        names = ", ".join(repr(other.value) for other in allowed)
         raise PermissionDeniedError(
             f"{TIER_FIELD}: {tier.value!r} is not allowed for this API key; allowed: {names}.",
             param=TIER_FIELD,
@@ -105,16 +105,16 @@ _MAX_PRIORITY = BACKGROUND_PRIORITY - 1
 
 def check_priority_header(headers: Headers, *, has_priorities: bool) -> None:
     """Raise the `RequestError` of an invalid priority header, which vLLM would accept or ignore."""
-    given = headers.get(PRIORITY_HEADER)
-    if given is None:
+    value = headers.get(PRIORITY_HEADER)
+    if value is None:
         return
-    if not _PRIORITY.fullmatch(given):
+    if not _PRIORITY.fullmatch(value):
         raise InvalidValueError(
             f"The header {PRIORITY_HEADER} must be an integer of at most 12 digits, got "
-            f"{describe(given)}.",
+            f"{describe(value)}.",
             param=PRIORITY_HEADER,
         )
-    check_priority(int(given), PRIORITY_HEADER, has_priorities=has_priorities)
+    check_priority(int(value), PRIORITY_HEADER, has_priorities=has_priorities)
 
 
 def check_tier(fields: JsonObject, headers: Headers, tier: Tier | None) -> None:
@@ -133,13 +133,13 @@ def check_tier(fields: JsonObject, headers: Headers, tier: Tier | None) -> None:
 
 def check_rank_header(headers: Headers, num_ranks: int) -> None:
     """Raise `InvalidValueError` for a header that is not a data-parallel rank."""
-    given = headers.get(RANK_HEADER)
-    if given is None:
+    value = headers.get(RANK_HEADER)
+    if value is None:
         return
-    if not _RANK.fullmatch(given) or int(given) >= num_ranks:
+    if not _RANK.fullmatch(value) or int(value) >= num_ranks:
         raise InvalidValueError(
             f"The header {RANK_HEADER} must be a data-parallel rank of this server, 0 to "
-            f"{num_ranks - 1}, got {describe(given)}.",
+            f"{num_ranks - 1}, got {describe(value)}.",
             param=RANK_HEADER,
         )
 
@@ -170,11 +170,11 @@ def pop_progress(endpoint: Endpoint, body: JsonObject) -> tuple[bool, list[str]]
     """
     if not obeys(endpoint, _PROGRESS):
         return False, []
-    wanted = body.pop(_PROGRESS, None)
-    if wanted is not None and not isinstance(wanted, bool):
-        raise invalid_value(_PROGRESS, "be a boolean", wanted)
+    value = body.pop(_PROGRESS, None)
+    if value is not None and not isinstance(value, bool):
+        raise invalid_value(_PROGRESS, "be a boolean", value)
     streams = bool(body.get("stream"))
-    return bool(wanted) and streams, [_PROGRESS] if wanted and not streams else []
+    return bool(value) and streams, [_PROGRESS] if value and not streams else []
 
 
 # Drafts; none of their fields changes the answer.
@@ -203,9 +203,9 @@ def pop_drafts(
     """
     if not obeys(endpoint, _SPECULATIVE):
         return DraftOptions(), []
-    wanted = body.pop(_SPECULATIVE, None)
-    if wanted is not None and not isinstance(wanted, bool):
-        raise invalid_value(_SPECULATIVE, "be a boolean", wanted)
+    speculative = body.pop(_SPECULATIVE, None)
+    if speculative is not None and not isinstance(speculative, bool):
+        raise invalid_value(_SPECULATIVE, "be a boolean", speculative)
     predicted = body.pop(_PREDICTION, None) if obeys(endpoint, _PREDICTION) else None
     text = "" if predicted is None else _predicted_text(predicted)
     if predicted is not None and body.get("n") not in (None, 1):
@@ -214,25 +214,25 @@ def pop_drafts(
             "one answer each.",
             param=_PREDICTION,
         )
-    off = wanted is False
+    off = speculative is False
     ignored = [_PREDICTION] if predicted is not None and (off or not speculates) else []
-    if wanted and not speculates:
+    if speculative and not speculates:
         ignored.append(_SPECULATIVE)
     return DraftOptions(off, "" if ignored else text), ignored
 
 
-def _predicted_text(given: Any) -> str:
-    if not isinstance(given, dict):
-        raise invalid_value(_PREDICTION, "be an object", given)
-    unknown = next((name for name in given if name not in ("type", "content")), None)
+def _predicted_text(value: Any) -> str:
+    if not isinstance(value, dict):
+        raise invalid_value(_PREDICTION, "be an object", value)
+    unknown = next((name for name in value if name not in ("type", "content")), None)
     if unknown is not None:
         raise InvalidValueError(
             f"Unknown field '{_PREDICTION}.{unknown}'; a prediction has a type and a content.",
             param=f"{_PREDICTION}.{unknown}",
         )
-    if given.get("type") != "content":
-        raise invalid_value(f"{_PREDICTION}.type", "be 'content'", given.get("type"))
-    path, content = f"{_PREDICTION}.content", given.get("content")
+    if value.get("type") != "content":
+        raise invalid_value(f"{_PREDICTION}.type", "be 'content'", value.get("type"))
+    path, content = f"{_PREDICTION}.content", value.get("content")
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -294,22 +294,22 @@ def normalize_thinking(
 
 
 def _pop_thinking(body: JsonObject, thinking: ThinkingSupport) -> list[str]:
-    given = body.pop("thinking", None)
-    if given is None:
+    value = body.pop("thinking", None)
+    if value is None:
         return []
-    kind = _get(given, "type")
-    wanted = _WANTED.get(kind) if isinstance(kind, str) else None
-    if wanted is None:
+    kind = _get(value, "type")
+    thinks = _WANTED.get(kind) if isinstance(kind, str) else None
+    if thinks is None:
         raise invalid_value("thinking.type", f"be one of {', '.join(_WANTED)}", kind)
     if thinking.switch is not None:
-        own = body.get("chat_template_kwargs")
+        variables = body.get("chat_template_kwargs")
         body["chat_template_kwargs"] = {
-            thinking.switch: wanted,
-            **(own if isinstance(own, dict) else {}),
+            thinking.switch: thinks,
+            **(variables if isinstance(variables, dict) else {}),
         }
         return []
     # Without a switch, a model always thinks or never does.
-    return [] if wanted == thinking.parses else ["thinking"]
+    return [] if thinks == thinking.parses else ["thinking"]
 
 
 def _get(value: object, name: str) -> object:
@@ -372,12 +372,12 @@ def filter_variables(
             f"'{name}' is not supported: the template of the served model does not show it.",
             param=name,
         )
-    given = body.get(_VARIABLES)
-    if not isinstance(given, dict):
+    values = body.get(_VARIABLES)
+    if not isinstance(values, dict):
         return []
     ignored: list[str] = []
     declared_values: JsonObject = {}
-    for name, value in given.items():
+    for name, value in values.items():
         path = f"{_VARIABLES}.{name}"
         if name in declared:
             declared_values[name] = value

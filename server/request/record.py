@@ -224,18 +224,18 @@ def get_deadline(headers: Headers, started: float, max_request_s: float) -> Dead
     `max_request_s` 0 sets none. Raises `InvalidValueError` for a header that is no positive
     integer.
     """
-    wanted = headers.get(TIMEOUT_HEADER)
-    if wanted is None:
+    header = headers.get(TIMEOUT_HEADER)
+    if header is None:
         if not max_request_s:
             return None
         return Deadline(max_request_s, started + max_request_s, "--max-request-s")
-    if not _WHOLE_NUMBER.fullmatch(wanted):
+    if not _WHOLE_NUMBER.fullmatch(header):
         raise InvalidValueError(
             f"The header {TIMEOUT_HEADER} must be a positive integer of at most 12 digits, got "
-            f"{describe(wanted)}.",
+            f"{describe(header)}.",
             param=TIMEOUT_HEADER,
         )
-    limit_s = int(wanted) / 1000
+    limit_s = int(header) / 1000
     if max_request_s and max_request_s < limit_s:
         return Deadline(max_request_s, started + max_request_s, "--max-request-s")
     return Deadline(limit_s, started + limit_s, TIMEOUT_HEADER)
@@ -260,5 +260,5 @@ def with_request_id(
     headers: Iterable[tuple[bytes, bytes]], request_id: str
 ) -> list[tuple[bytes, bytes]]:
     """Return the headers with exactly this id, for handlers that read it from there."""
-    kept = [(name, value) for name, value in headers if name != REQUEST_ID_HEADER]
-    return [*kept, (REQUEST_ID_HEADER, request_id.encode("ascii"))]
+    others = [(name, value) for name, value in headers if name != REQUEST_ID_HEADER]
+    return [*others, (REQUEST_ID_HEADER, request_id.encode("ascii"))]

@@ -96,13 +96,13 @@ def accepted_fields(
 def known_fields(
     body: Mapping[str, Any], known: Collection[str], policy: UnknownPolicy
 ) -> JsonObject:
-    kept: JsonObject = {}
+    fields: JsonObject = {}
     for name, value in body.items():
         if name in known:
-            kept[name] = value
+            fields[name] = value
         else:
             refuse_unknown(unknown_field(name, known), policy)
-    return kept
+    return fields
 
 
 def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:

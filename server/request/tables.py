@@ -489,15 +489,15 @@ def obeys(endpoint: Endpoint, name: str) -> bool:
 
 def extra_schemas(endpoint: Endpoint) -> dict[str, JsonObject]:
     """Return the JSON schemas of accepted fields that the request model does not have."""
-    found: dict[str, JsonObject] = {}
+    schemas: dict[str, JsonObject] = {}
     for name, row in fields_by_name(endpoint).items():
         if row.schema:
-            found[name] = {**row.schema, "description": f"{row.why.capitalize()}."}
+            schemas[name] = {**row.schema, "description": f"{row.why.capitalize()}."}
         elif row.action in (FieldAction.GRANTED, FieldAction.IGNORED):
-            found[name] = {"description": f"{row.action.value.capitalize()}: {row.why}."}
+            schemas[name] = {"description": f"{row.action.value.capitalize()}: {row.why}."}
         elif row.action is FieldAction.REFUSED and row.same and not row.stays:
-            found[name] = {"enum": [*row.same, None]}
-    return found
+            schemas[name] = {"enum": [*row.same, None]}
+    return schemas
 
 
 def refused_fields(endpoint: Endpoint) -> frozenset[str]:

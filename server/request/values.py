@@ -237,10 +237,10 @@ def _check_token(path: str, token: int, limits: RequestLimits) -> None:
         raise invalid_value(path, "be an id that the tokenizer has a token for", token)
 
 
-def _check_truncation(name: str, kept: Any, request: _Request) -> None:
+def _check_truncation(name: str, value: Any, request: _Request) -> None:
     most = request.limits.max_model_len
-    if isinstance(kept, int) and (kept == 0 or not -1 <= kept <= most):
-        raise invalid_value(name, f"be 1 to {most}, or -1 for as many as fit", kept)
+    if isinstance(value, int) and (value == 0 or not -1 <= value <= most):
+        raise invalid_value(name, f"be 1 to {most}, or -1 for as many as fit", value)
 
 
 def _check_pooling(request: _Request) -> None:
@@ -282,10 +282,10 @@ def _refuse_media(endpoint: Endpoint, body: JsonObject) -> None:
     """
     options = ("images", *fields_of_kind(endpoint, FieldKind.MEDIA))
     prompts = [(name, body[name]) for name in prompt_fields(endpoint) if name in body]
-    found = next((name for name in options if body.get(name)), None) or next(_media(prompts), None)
-    if found is not None:
+    path = next((name for name in options if body.get(name)), None) or next(_media(prompts), None)
+    if path is not None:
         raise UnsupportedFieldError(
-            f"'{found}' is not supported: the served model takes text alone.", param=found
+            f"'{path}' is not supported: the served model takes text alone.", param=path
         )
 
 
@@ -373,15 +373,15 @@ def _check_sampling(
 def _check_max_tokens(fields: JsonObject) -> None:
     """Check limits of answer tokens; 0 is for an `echo` without an answer."""
     lowest = 0 if fields.get("echo") else 1
-    given = {name: fields[name] for name in MAX_TOKENS_FIELDS if _is_int(fields.get(name))}
-    for name, value in given.items():
+    limits = {name: fields[name] for name in MAX_TOKENS_FIELDS if _is_int(fields.get(name))}
+    for name, value in limits.items():
         if value < lowest:
             raise invalid_value(name, f"be at least {lowest}", value)
     fewest = fields.get("min_tokens")
     # The first of these decides, if there are two.
-    most = next((name for name in reversed(MAX_TOKENS_FIELDS) if given.get(name)), None)
-    if most is not None and _is_int(fewest) and fewest > given[most]:
-        raise invalid_value("min_tokens", f"be at most '{most}', {given[most]}", fewest)
+    most = next((name for name in reversed(MAX_TOKENS_FIELDS) if limits.get(name)), None)
+    if most is not None and _is_int(fewest) and fewest > limits[most]:
+        raise invalid_value("min_tokens", f"be at most '{most}', {limits[most]}", fewest)
 
 
 def _check_logprobs(fields: JsonObject, limits: RequestLimits) -> None:
@@ -436,9 +436,9 @@ def _check_transfer(field: str, given: Any, request: _Request) -> None:
     for name, value in given.items():
         if name not in _TRANSFER_KEYS:
             raise invalid_value(f"{field}.{name}", f"be one of {', '.join(_TRANSFER_KEYS)}", name)
-        is_valid, wanted = _TRANSFER_KEYS[name]
+        is_valid, must = _TRANSFER_KEYS[name]
         if value is not None and not is_valid(value):
-            raise invalid_value(f"{field}.{name}", f"be {wanted}", value)
+            raise invalid_value(f"{field}.{name}", f"be {must}", value)
 
 
 def _in(values: range) -> Callable[[object], bool]:

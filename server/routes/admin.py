@@ -93,11 +93,11 @@ def cache_router(frontend: Callable[[], Frontend]) -> APIRouter:
 
         `success` is false while requests hold blocks, and for tiers that there are not.
         """
-        given = {
+        switches = {
             "reset_running_requests": reset_running_requests,
             "reset_external": reset_external,
         }
-        for name, value in given.items():
+        for name, value in switches.items():
             if value not in _SWITCHES:
                 raise InvalidValueError(
                     f"{name!r} must be true or false, got {describe(value)}.", param=name
@@ -116,12 +116,12 @@ def profile_router(frontend: Callable[[], Frontend]) -> APIRouter:
     failures = failing(UnsupportedOperationError)
 
     def profiler() -> Profiler:
-        found = frontend().profiler
-        if found is None:
+        engine_profiler = frontend().profiler
+        if engine_profiler is None:
             raise UnsupportedOperationError(
                 "Profiling is off; start the server with RBLN_PROFILER=1."
             )
-        return found
+        return engine_profiler
 
     @router.post("/start_profile", responses=failures, response_class=Response)
     async def start_profile() -> Response:

@@ -122,8 +122,8 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
         """List the files of the caller's API key."""
         files = store().files
         page = page_of(limit, _MAX_FILES, after, order)
-        found, more = await files.list_files(owner_of(request), page, purpose)
-        return JSONResponse(listed([file.shown() for file in found], has_more=more))
+        items, more = await files.list_files(owner_of(request), page, purpose)
+        return JSONResponse(listed([file.shown() for file in items], has_more=more))
 
     @router.get("/v1/files/{file_id}/content", response_class=Response, responses=_KNOWN)
     async def content(file_id: str, request: Request) -> Response:
@@ -201,9 +201,9 @@ def _checked_form(fields: dict[str, str], policy: UnknownPolicy) -> tuple[str, i
     return purpose, int(digits)
 
 
-def _is_number(given: str) -> bool:
+def _is_number(text: str) -> bool:
     """Return True for a number of at most `_MAX_DIGITS` ASCII digits."""
-    return given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
 _MAX_BATCHES = 100
@@ -227,9 +227,9 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         """Answer the lines of a file; retries with one `Idempotency-Key` create one batch."""
         service = store()
         body = await read_json_object(request, settings)
-        given = parse_body(CreateBatchBody, body, settings.unknown_fields)
+        fields = parse_body(CreateBatchBody, body, settings.unknown_fields)
         key = request.headers.get("idempotency-key")
-        batch = await service.create(batch_request(given, owner_of(request), key))
+        batch = await service.create(batch_request(fields, owner_of(request), key))
         return JSONResponse(batch.shown())
 
     @router.get("/v1/batches", response_model=JsonObject, responses=_CHANGED_BATCH)
@@ -239,8 +239,8 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         """List the batches of the caller's API key, the newest first."""
         service = store()
         page = page_of(limit, _MAX_BATCHES, after, "desc")
-        found, more = await service.list_batches(owner_of(request), page)
-        return JSONResponse(listed([batch.shown() for batch in found], has_more=more))
+        items, more = await service.list_batches(owner_of(request), page)
+        return JSONResponse(listed([batch.shown() for batch in items], has_more=more))
 
     @router.get("/v1/batches/{batch_id}", response_model=JsonObject, responses=_KNOWN)
     async def show(batch_id: str, request: Request) -> JSONResponse:

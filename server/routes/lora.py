@@ -85,11 +85,11 @@ def lora_router(
     async def load(request: Request) -> PlainTextResponse:
         """Load a LoRA adapter from below --lora-root; vLLM's body and answer."""
         body = await read_json_object(request, settings)
-        given = parse_body(LoadAdapterBody, body, settings.unknown_fields)
-        _refuse_experts(given)
-        name, path = given.lora_name, given.lora_path
+        fields = parse_body(LoadAdapterBody, body, settings.unknown_fields)
+        _refuse_experts(fields)
+        name, path = fields.lora_name, fields.lora_path
         with _counted(metrics):
-            await _registry(frontend()).load(name, path, replace=given.load_inplace)
+            await _registry(frontend()).load(name, path, replace=fields.load_inplace)
         # The text of vLLM's answer, which its clients expect.
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -97,15 +97,18 @@ def lora_router(
     async def unload(request: Request) -> PlainTextResponse:
         """Unload a LoRA adapter once its last request has ended."""
         body = await read_json_object(request, settings)
-        given = parse_body(UnloadAdapterBody, body, settings.unknown_fields)
+        fields = parse_body(UnloadAdapterBody, body, settings.unknown_fields)
         adapters = _registry(frontend())
-        if given.lora_int_id not in (None, adapters.get(given.lora_name).id):
+        if fields.lora_int_id not in (None, adapters.get(fields.lora_name).id):
             raise NotFoundError(
-                f"The adapter {describe(given.lora_name)} has another id than {given.lora_int_id}.",
+                f"The adapter {describe(fields.lora_name)} has another id than "
+                f"{fields.lora_int_id}.",
                 param="lora_int_id",
             )
-        await adapters.unload(given.lora_name, wait=False)
-        return PlainTextResponse(f"Success: LoRA adapter '{given.lora_name}' removed successfully.")
+        await adapters.unload(fields.lora_name, wait=False)
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{fields.lora_name}' removed successfully."
+        )
 
     @router.get("/v1/lora_adapters", response_model=JsonObject, responses=_WITHOUT_LORA)
     async def list_adapters(request: Request) -> JSONResponse:
@@ -133,8 +136,8 @@ def lora_router(
     return router
 
 
-def _refuse_experts(given: LoadAdapterBody) -> None:
-    if given.is_3d_lora_weight:
+def _refuse_experts(fields: LoadAdapterBody) -> None:
+    if fields.is_3d_lora_weight:
         raise UnsupportedFieldError(
             "'is_3d_lora_weight' is not supported: the shapes in the file show whether its experts "
             "are stacked; remove it.",
@@ -152,14 +155,16 @@ def _registry(frontend: Frontend) -> AdapterRegistry:
 
 def _changed_by(body: type[BaseModel]) -> dict[str, Any]:
     """Return the description of a route with this body and a text response."""
-    taken = taking(body.model_json_schema())
-    responses = failing(*_FAILURES)
-    return {"response_class": PlainTextResponse, "responses": responses, "openapi_extra": taken}
+    return {
+        "response_class": PlainTextResponse,
+        "responses": failing(*_FAILURES),
+        "openapi_extra": taking(body.model_json_schema()),
+    }
 
 
 def _seen(adapter: Adapter, request: Request, shown: ShownPaths) -> AdapterObject:
-    found = adapter.to_dict()
-    return found if record_of(request.scope).caller.is_admin else shown.adapter(found)
+    described = adapter.to_dict()
+    return described if record_of(request.scope).caller.is_admin else shown.adapter(described)
 
 
 @contextmanager
@@ -177,9 +182,9 @@ def _counted(metrics: ServerMetrics) -> Iterator[None]:
             metrics.observe("rbln_lora_load_seconds", time.perf_counter() - started)
 
 
-def _wait(given: str) -> bool:
-    if (wait := _BOOLEANS.get(given.lower())) is None:
+def _wait(text: str) -> bool:
+    if (wait := _BOOLEANS.get(text.lower())) is None:
         raise InvalidValueError(
-            f"'wait' must be true or false, got {describe(given)}.", param="wait"
+            f"'wait' must be true or false, got {describe(text)}.", param="wait"
         )
     return wait

@@ -199,12 +199,12 @@ class ShownPaths:
 
     def of(self, path: str) -> str:
         """Return the visible form of a path; names and relative paths are returned unchanged."""
-        given = PurePath(path)
-        if not given.is_absolute():
+        parts = PurePath(path)
+        if not parts.is_absolute():
             return path
-        if self._known is not None and given.is_relative_to(self._known):
-            return str(given.relative_to(self._known))
-        return given.name
+        if self._known is not None and parts.is_relative_to(self._known):
+            return str(parts.relative_to(self._known))
+        return parts.name
 
     def model(self, card: JsonObject) -> JsonObject:
         """Return a model object, whose `root` may be a path."""

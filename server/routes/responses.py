@@ -128,23 +128,23 @@ def _refuse_include(request: Request) -> None:
             )
 
 
-def _is_true(given: str) -> bool:
-    if given not in ("true", "false"):
+def _is_true(text: str) -> bool:
+    if text not in ("true", "false"):
         raise InvalidValueError(
-            f"'stream' must be 'true' or 'false', got {describe(given)}.", param="stream"
+            f"'stream' must be 'true' or 'false', got {describe(text)}.", param="stream"
         )
-    return given == "true"
+    return text == "true"
 
 
-def _number(given: str | None) -> int:
-    if given is None:
+def _number(text: str | None) -> int:
+    if text is None:
         return -1
-    if not (given.isascii() and given.isdigit()):
+    if not (text.isascii() and text.isdigit()):
         raise InvalidValueError(
-            f"'starting_after' must be the number of an event, got {describe(given)}.",
+            f"'starting_after' must be the number of an event, got {describe(text)}.",
             param="starting_after",
         )
-    return int(given[:12])
+    return int(text[:12])
 
 
 logger = logging.getLogger(__name__)

@@ -80,7 +80,7 @@ def server_info_router(
 ) -> APIRouter:
     """Return the route; the engine's workers describe themselves in `run_dir`."""
     router = APIRouter(route_class=DescribedRoute)
-    ours = settings.model_dump(mode="json")
+    server_settings = settings.model_dump(mode="json")
 
     @router.get("/v1/server_info", response_model=JsonObject)
     async def server_info(request: Request) -> JSONResponse:
@@ -100,16 +100,16 @@ def server_info_router(
                 "phases": report.get("phases", {}),
             },
             "request_limits": {
-                **{name: ours[name] for name in _REQUEST_LIMITS},
+                **{name: server_settings[name] for name in _REQUEST_LIMITS},
                 **{name: getattr(bounds, name.upper()) for name in _REQUEST_BOUNDS},
             },
             "structured_outputs": {
                 "backend": BACKEND,
-                **{name: ours[name] for name in _SCHEMA_SETTINGS},
+                **{name: server_settings[name] for name in _SCHEMA_SETTINGS},
                 **{name: getattr(bounds, name.upper()) for name in _SCHEMA_BOUNDS},
             },
             "tools": frontend().tools.to_dict() if lifecycle.started else None,
-            "settings": {"server": ours, "rbln": report.get("settings")},
+            "settings": {"server": server_settings, "rbln": report.get("settings")},
         }
         return JSONResponse(body if record_of(request.scope).caller.is_admin else shown.every(body))
 
@@ -142,7 +142,7 @@ def history_router(history: History) -> APIRouter:
             raise InvalidValueError(
                 f"after: must be the number of a sample, got {describe(after)}", param="after"
             )
-        found = [dataclasses.asdict(sample) for sample in history.after(int(after))]
-        return JSONResponse({"period_s": PERIOD_S, "samples": found})
+        answer = [dataclasses.asdict(sample) for sample in history.after(int(after))]
+        return JSONResponse({"period_s": PERIOD_S, "samples": answer})
 
     return router

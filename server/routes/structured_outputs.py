@@ -50,7 +50,7 @@ def structured_outputs_router(
         body = await read_json_object(request, settings)
         if (grammars := frontend().grammars) is None:
             raise UnsupportedOperationError("The served model does not generate text.")
-        given = known_fields(body, FIELDS, settings.unknown_fields)
-        return JSONResponse(await validate(given, grammars))
+        fields = known_fields(body, FIELDS, settings.unknown_fields)
+        return JSONResponse(await validate(fields, grammars))
 
     return router
