@@ -172,8 +172,6 @@ class StepRound(NamedTuple):
     """As ``StepBatch.size``, of the rank with the largest batch."""
     counts: tuple[int, ...]
     """Tokens of a chunk or rows, by rank; 0 for ranks that run padding alone."""
-    length: int = 1
-    """Tokens of each request, in VERIFY."""
 
 
 class StepOutputs:

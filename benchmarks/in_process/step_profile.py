@@ -189,7 +189,7 @@ class StepClock:
 
     def __enter__(self) -> StepClock:
         worker: Any = self._core.model_executor.driver_worker.worker
-        steps = worker._runner.steps
+        steps = worker._runner
         self._time(self._core.scheduler, "schedule", "schedule")
         self._time(self._core.scheduler, "update_from_output", "update")
         self._time(self._core.model_executor, "execute_model", "execute")

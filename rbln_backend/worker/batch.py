@@ -104,7 +104,7 @@ class RequestBatches:
         """Append the tokens sampled for each request to the requests of the step."""
         if [NO_TOKEN] in token_ids:
             # Its request ends, but a step that is planned already reads it.
-            token_ids = [[max(token, 0) for token in own] for own in token_ids]
+            token_ids = [[max(token, 0) for token in sampled] for sampled in token_ids]
         if self.plain is not None and batch is self.plain.batch:
             if all(token_ids):
                 self.plain.record(token_ids)
@@ -164,8 +164,8 @@ class RequestBatches:
     def _append_blocks(
         self, request: CachedRequestState, new_blocks: tuple[list[int], ...]
     ) -> None:
-        for held, added in zip(request.block_ids, new_blocks, strict=True):
-            held.extend(added)
+        for blocks, added in zip(request.block_ids, new_blocks, strict=True):
+            blocks.extend(added)
         for batch in (self._prefill, self._decode):
             row = batch.req_id_to_index.get(request.req_id)
             if row is not None:
@@ -273,13 +273,13 @@ class PlainRows:
         """Rows that got KV blocks in this step."""
         self.tokens: Sequence[Sequence[int]] = ()
         """[num_reqs, 1]: the latest sampled tokens; empty before the first."""
-        held = batch.input_batch
-        self._held = held
+        rows = batch.input_batch
+        self._held = rows
         self._names = list(scheduled.num_scheduled_tokens)
         self._states = [states[name] for name in self._names]
         self._computed = [state.num_computed_tokens for state in self._states]
-        self._texts = [states[name].output_token_ids for name in held.req_ids]
-        self._processors = [p for p in held.logitsprocs.all if _reads_tokens(p)]
+        self._texts = [states[name].output_token_ids for name in rows.req_ids]
+        self._processors = [p for p in rows.logitsprocs.all if _reads_tokens(p)]
         self._recorded = self._advanced = 0
 
     def follows(self, scheduled: SchedulerOutput) -> bool:
@@ -300,7 +300,7 @@ class PlainRows:
             )
         )
 
-    def advance(self, scheduled: SchedulerOutput) -> StepBatch:
+    def advance(self, scheduled: SchedulerOutput) -> None:
         """Apply a step that ``follows``."""
         cached = scheduled.scheduled_cached_reqs
         self._computed = cached.num_computed_tokens
@@ -312,32 +312,31 @@ class PlainRows:
             self._grow(cached.new_block_ids)
         for processor in self._processors:
             processor.update_state(None)
-        return self.batch
 
     def record(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Append the token of each row."""
         self.tokens = token_ids
         self._recorded += 1
-        for text, own in zip(self._texts, token_ids, strict=True):
-            text.append(own[0])
+        for text, tokens in zip(self._texts, token_ids, strict=True):
+            text.append(tokens[0])
 
     def settle(self) -> None:
         """Bring the tables of the batch up to date."""
-        held, count, new = self._held, self.batch.num_reqs, self._recorded
+        rows, count, new = self._held, self.batch.num_reqs, self._recorded
         if new:
             for row, text in enumerate(self._texts):
-                end = int(held.num_tokens_no_spec[row])
-                held.token_ids_cpu[row, end : end + new] = text[-new:]
-        held.num_tokens_no_spec[:count] += new
-        held.num_computed_tokens_cpu[:count] += self._advanced
+                end = int(rows.num_tokens_no_spec[row])
+                rows.token_ids_cpu[row, end : end + new] = text[-new:]
+        rows.num_tokens_no_spec[:count] += new
+        rows.num_computed_tokens_cpu[:count] += self._advanced
         self._recorded = self._advanced = 0
 
     def _grow(self, new_blocks: Sequence[tuple[list[int], ...] | None]) -> None:
         for name, state, blocks in zip(self._names, self._states, new_blocks, strict=True):
             if blocks is None:
                 continue
-            for held, added in zip(state.block_ids, blocks, strict=True):
-                held.extend(added)
+            for group, added in zip(state.block_ids, blocks, strict=True):
+                group.extend(added)
             row = self._held.req_id_to_index[name]
             self._held.block_table.append_row(blocks, row)
             self.grown.append(row)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,12 +15,12 @@ from torch import nn
 from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.compiler.device import installed_sdk
 from rbln_backend.compiler.port import CompiledGraph, Compiler
-from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches, sharing_layers
 from rbln_backend.moe.layers import moe_methods
 from rbln_backend.moe.paths import TOKENS_MASK
+from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.parallel.stages import largest_decode
 from rbln_backend.reporting.progress import ProgressWriter
@@ -32,6 +31,8 @@ from rbln_backend.vllm_compat.surface import (
     VllmConfig,
     build_logitsprocs,
     compiled_sizes,
+    configured,
+    get_pp_group,
     init_logger,
     set_forward_context,
 )
@@ -61,7 +62,7 @@ from rbln_backend.worker.graph_set import (
     StepGraph,
 )
 from rbln_backend.worker.group_inputs import kv_groups
-from rbln_backend.worker.inputs import AdapterRows, RowOrder, StepInputs, row_order
+from rbln_backend.worker.inputs import AdapterRows, LongestFirst, StepInputs
 from rbln_backend.worker.metrics import (
     StepMetrics,
     open_size_log,
@@ -70,9 +71,15 @@ from rbln_backend.worker.metrics import (
     report_store_size,
 )
 from rbln_backend.worker.pooling import HostPooler, PoolingRunner, TokenTypes
-from rbln_backend.worker.preflight import bucket_tables
-from rbln_backend.worker.ranks import intermediate_buffers, make_agreement, make_stage
-from rbln_backend.worker.runner import RblnModelRunner, RelayRunner, step_loop
+from rbln_backend.worker.preflight import attention_layers, bucket_tables
+from rbln_backend.worker.ranks import DataRanks, PipelineStage, intermediate_buffers, stage_part
+from rbln_backend.worker.runner import (
+    Launch,
+    LaunchInThread,
+    RblnModelRunner,
+    RelayRunner,
+    launch_on_device,
+)
 from rbln_backend.worker.sampling import GrammarMask, PromptLogprobs, make_picks, make_sampler
 from rbln_backend.worker.verification import Verification
 from rbln_backend.worker.warmup import SlotProof, WarmUp
@@ -82,34 +89,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-
 Runner = RblnModelRunner | PoolingRunner | RelayRunner
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """The worker's objects from before the KV cache is known."""
-
-    vllm_config: VllmConfig
-    rbln: RblnConfig
-    model: nn.Module
-    compiler: Compiler
-    attention_layers: Mapping[str, Any]
-    board: MetricsBoard
-    place: RankPlace
-    adapters: Adapters | None = None
-
-
-class GraphObserver(Protocol):
-    """Replaces graphs by ones with more outputs, for tools that inspect a model."""
-
-    def function(self, phase: Phase) -> tuple[GraphFunction, tuple[str, ...]]:
-        """Return the function to capture for ``phase``, and the names of its inputs."""
-        ...
-
-    def wrap(self, step: StepGraph) -> CompiledGraph:
-        """Return a graph with the outputs that the step loop expects."""
-        ...
 
 
 class FilledStore(NamedTuple):
@@ -122,70 +102,102 @@ class FilledStore(NamedTuple):
 
 
 class EngineBuild:
-    """The objects between the loaded model and a running step loop."""
+    """The way from the loaded model to a running step loop, in three phases.
 
-    def __init__(self, parts: EngineParts, kv_cache_config: KVCacheConfig) -> None:
-        config, rbln = parts.vllm_config, parts.rbln
-        self._parts, self.kv_cache_config = parts, kv_cache_config
+    ``__init__`` allocates: KV caches, the buffers of every graph, what makes graphs. ``warm_up``
+    compiles or loads the graphs and runs them; then ``_make_runner`` makes the step loop.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        model: nn.Module,
+        compiler: Compiler,
+        board: MetricsBoard,
+        place: RankPlace,
+        adapters: Adapters | None,
+    ) -> None:
+        """``adapters`` is None in an engine without adapters."""
+        self._config, self._rbln = config, configured(config)
+        self.kv_cache_config = kv_cache_config
+        self._model, self._compiler, self._board = model, compiler, board
+        self._place, self._adapters = place, adapters
         self._generates = config.model_config.runner_type == "generate"
-        sharing = sharing_layers(parts.attention_layers)
-        length = config.model_config.max_model_len
-        self._groups = kv_groups(kv_cache_config, length, sharing)
-        self._moe = moe_methods(parts.model)
-        self.kv_caches = KvCaches.allocate(
-            kv_cache_config, parts.compiler.kv_memory, kv_outermost=rbln.use_custom_kernel
-        )
-        self.kv_caches.bind(parts.attention_layers)
-        parts.board.gauge("rbln_device_memory_bytes", kind="kv").set(self.kv_caches.num_bytes)
-        dispatch = self._make_dispatch()
-        tables = bucket_tables(config)
+        rbln, device = self._rbln, compiler.capabilities
         # Not the dtype of a parameter: a quantised model's first parameter may hold packed words.
         dtype: Any = config.model_config.dtype
-        self._stage = make_stage(
-            parts.model, dtype, whole_part(parts.compiler.capabilities, config)
+
+        # The KV caches.
+        layers = attention_layers(config)
+        length = config.model_config.max_model_len
+        self._groups = kv_groups(kv_cache_config, length, sharing_layers(layers))
+        self.kv_caches = KvCaches.allocate(
+            kv_cache_config, compiler.kv_memory, kv_outermost=rbln.use_custom_kernel
         )
-        if self._generates and self._stage.part.is_last:
-            on_host = parts.compiler.capabilities.runs_on_host
-            forbid_missing_tokens(parts.model, config.model_config, runs_on_host=on_host)
-        self._agreement = make_agreement(config)
+        self.kv_caches.bind(layers)
+        board.gauge("rbln_device_memory_bytes", kind="kv").set(self.kv_caches.num_bytes)
+
+        # The part of the model on this rank, and the buffers of its steps' graphs.
+        self._part = part = stage_part(model, dtype, whole_part(device, config))
+        if self._generates and part.is_last:
+            forbid_missing_tokens(model, config.model_config, runs_on_host=device.runs_on_host)
+        self._moe = moe_methods(model)
         masks_tokens = bool(self._moe) and rbln.use_moe_tokens_mask
-        is_first = self._stage.part.is_first
         make_inputs = partial(
             StepInputs.allocate,
             groups=self._groups,
-            encoder_layers=_encoder_layers(parts),
-            row_input=None if parts.adapters is None else parts.adapters.row_input,
-            masked_ranks=self._agreement.ranks if masks_tokens else 0,
-            intermediates=None if is_first else partial(intermediate_buffers, parts.model, dtype),
+            encoder_layers=_encoder_layers(config, layers),
+            row_input=None if adapters is None else adapters.row_input,
+            masked_ranks=config.parallel_config.data_parallel_size if masks_tokens else 0,
+            intermediates=None if part.is_first else partial(intermediate_buffers, model, dtype),
         )
+        tables, dispatch = bucket_tables(config), self._make_dispatch()
         self._graphs = GraphSet.allocate(
-            *(tables, dispatch, make_inputs),
+            tables,
+            dispatch,
+            make_inputs,
             verify=compiled_sizes(config).verify,
             prompts=rbln.chunk_prompts,
         )
-        size = config.model_config.get_hidden_size()
-        self._lm_head = LmHead(size, dtype, dispatch, parts.adapters)
+
+        # Graphs beside those of steps: of a draft model, of the LM head, of the test of slots.
         self._drafts: DraftSource | None = None
-        if self._stage.part.is_last:
-            own_inputs = partial(make_inputs, intermediates=None)
-            self._drafts = make_source(config, self._groups, own_inputs, dispatch, parts.model)
-        self._others = {**self._drafts.graphs} if self._drafts is not None else {}
-        if self._generates and self._stage.part.is_last:
+        self._others: dict[GraphSpec, GraphRequest] = {}
+        if part.is_last:
+            whole_inputs = partial(make_inputs, intermediates=None)
+            self._drafts = make_source(config, self._groups, whole_inputs, dispatch, model)
+            if self._drafts is not None:
+                self._others |= self._drafts.graphs
+        self._lm_head = LmHead(config.model_config.get_hidden_size(), dtype, dispatch, adapters)
+        if self._generates and part.is_last:
             self._others[LM_HEAD] = GraphRequest(LM_HEAD, self._lm_head.inputs, None)
         self._slot_proof: SlotProof | None = None
-        if parts.adapters is not None and not parts.compiler.capabilities.runs_on_host:
-            self._slot_proof = SlotProof(parts.adapters)
+        if adapters is not None and not device.runs_on_host:
+            self._slot_proof = SlotProof(adapters)
             self._others[ADAPTER_PRODUCT] = GraphRequest(
                 ADAPTER_PRODUCT, self._slot_proof.inputs, None
             )
-        self._store = open_store(rbln, parts.board)
-        self._factory = self._make_factory()
+
+        # What makes graphs of these.
+        self._store = open_store(rbln, board)
+        self._factory = GraphFactory(
+            model=model,
+            compiler=compiler,
+            table=named_tensors(model, layers, self.kv_caches, adapters),
+            store=self._store,
+            key_fields=cache_fields(config, rbln, self._groups),
+            forward_context=self._forward_context,
+            part=part,
+            capture_workers=workers_of(compiler, place.local_ranks),
+        )
         self._draws: DeviceSampler | None = None
         if rbln.sample_on_device:
             self._draws = DeviceSampler(str(getattr(installed_sdk(), "__version__", "0")))
-        counts = self._generates and parts.place.counts_steps
-        own = (config, parts.compiler, self._groups, tables)
-        self._usage = open_usage(*own) if counts else None
+
+        counts = self._generates and place.counts_steps
+        self._usage = open_usage(config, compiler, self._groups, tables) if counts else None
         self._sizes = open_size_log(rbln) if counts else None
 
     @property
@@ -202,9 +214,9 @@ class EngineBuild:
 
     def warm_up(self, progress: ProgressWriter) -> Runner:
         """Compile or load every graph, run each once, then reject unknown shapes."""
-        if self._parts.rbln.enable_warm_up:
+        if self._rbln.enable_warm_up:
             peers = Peers.of_this_rank()
-            self._warm_up_graphs(WarmUp(progress, self._parts.board, peers, self._draws))
+            self._warm_up_graphs(WarmUp(progress, self._board, peers, self._draws))
         else:
             logger.warning(
                 "Warm-up is off (VLLM_RBLN_ENABLE_WARM_UP): each graph is compiled by the first "
@@ -212,19 +224,24 @@ class EngineBuild:
             )
         return self._make_runner()
 
-    def observe(self, observer: GraphObserver) -> None:
-        """Replace every graph by one of the observer's function; none of them is stored.
+    def observe(
+        self,
+        function: Callable[[Phase], tuple[GraphFunction, tuple[str, ...]]],
+        wrap: Callable[[StepGraph], CompiledGraph],
+    ) -> None:
+        """Replace every graph by one with more outputs, for tools that inspect a model.
 
-        Raises ``CompileError``.
+        ``function`` returns what to capture for a phase, and the names of its inputs; ``wrap`` a
+        graph with the outputs that the step loop expects. None is stored. Raises ``CompileError``.
         """
         for spec, inputs in self._graphs.inputs.items():
-            graph = self._factory.build_other(self._request(spec), *observer.function(spec.phase))
-            self._graphs.exchange(observer.wrap(StepGraph(spec, inputs, graph)))
+            graph = self._factory.build_other(self._request(spec), *function(spec.phase))
+            self._graphs.exchange(wrap(StepGraph(spec, inputs, graph)))
 
     def fill_store(self, progress: ProgressWriter) -> FilledStore:
         """Compile the graphs that the store lacks and run none; weights need no values."""
         requests = self._requests()
-        warm_up = WarmUp(progress, self._parts.board)
+        warm_up = WarmUp(progress, self._board)
         make = warm_up.compile_all if self._factory.compiles_when_loading else warm_up.obtain_all
         make(requests, self._factory)
         specs = [request.spec for request in requests]
@@ -246,7 +263,7 @@ class EngineBuild:
             self._graphs.dispatch.add(graph)
         self._graphs.dispatch.seal()
         if self._store is not None:
-            report_store_size(self._parts.board, self._store)
+            report_store_size(self._board, self._store)
 
     def _request(self, spec: GraphSpec) -> GraphRequest:
         if spec in self._others:
@@ -260,76 +277,79 @@ class EngineBuild:
             logger.warning("[HOT PATH] graph %s was made in %.2f s while serving", spec, seconds)
             return graph
 
-        counter, name = self._parts.board.counter, "rbln_recompiles_after_warmup_total"
+        counter, name = self._board.counter, "rbln_recompiles_after_warmup_total"
         misses = {phase: counter(name, kind=phase.value) for phase in Phase}
         return GraphDispatch(
             compile_late,
-            policy=self._parts.rbln.hot_path_policy,
+            policy=self._rbln.hot_path_policy,
             on_miss=lambda spec: misses[spec.phase].inc(),
         )
 
-    def _make_factory(self) -> GraphFactory:
-        parts = self._parts
-        layers, adapters = parts.attention_layers, parts.adapters
-        return GraphFactory(
-            model=parts.model,
-            compiler=parts.compiler,
-            table=named_tensors(parts.model, layers, self.kv_caches, adapters),
-            store=self._store,
-            key_fields=cache_fields(parts.vllm_config, parts.rbln, self._groups),
-            forward_context=self._forward_context,
-            part=self._stage.part,
-            capture_workers=workers_of(parts.compiler, parts.place.local_ranks),
-        )
-
     def _forward_context(self, request: GraphRequest) -> AbstractContextManager[None]:
-        if self._parts.adapters is not None:
-            self._parts.adapters.read_by(request.inputs)
+        if self._adapters is not None:
+            self._adapters.read_by(request.inputs)
         for method in self._moe:
             method.tokens_mask = request.inputs.get(TOKENS_MASK)
-        config, rows = self._parts.vllm_config, request.spec.batch_size * request.spec.query_len
+        config, rows = self._config, request.spec.batch_size * request.spec.query_len
         everywhere = torch.full((config.parallel_config.data_parallel_size,), rows)
-        return set_forward_context(*(request.metadata, config, rows, everywhere), slot_mapping={})
+        return set_forward_context(request.metadata, config, rows, everywhere, slot_mapping={})
 
     def _make_runner(self) -> Runner:
-        config = self._parts.vllm_config
-        is_last = self._stage.part.is_last
-        most, prompts = largest_decode(config), self._graphs.prompts
-        batches = RequestBatches(self._input_batch, most, prompts, samples=is_last)
-        place, specs = self._parts.place, list(self._graphs.inputs)
-        counts = self._parts.board.only_if(place.counts_steps)
-        metrics = StepMetrics(counts, specs, self._usage, self._sizes, engine=place.engine)
-        runs_on_host = self._parts.compiler.capabilities.runs_on_host
-        loop = step_loop(config, runs_on_host=runs_on_host, replies=place.replies)
-        rows = row_order(self._parts.compiler.capabilities)
-        steps = loop.steps(
-            batches=batches,
-            adapters=self._adapter_rows(batches, rows),
-            graphs=self._graphs,
-            kv_caches=self.kv_caches,
-            metrics=metrics,
-            stage=self._stage,
-            agreement=self._agreement,
-            rows=rows,
+        config, place, part, board = self._config, self._place, self._part, self._board
+        on_host = self._compiler.capabilities.runs_on_host
+        batches = RequestBatches(
+            self._input_batch, largest_decode(config), self._graphs.prompts, samples=part.is_last
         )
-        if not is_last:
-            return RelayRunner(steps)
+        metrics = StepMetrics(
+            board.only_if(place.counts_steps),
+            list(self._graphs.inputs),
+            self._usage,
+            self._sizes,
+            engine=place.engine,
+        )
+        # The order that the device's decode kernels need.
+        rows = LongestFirst() if self._compiler.capabilities.longest_first else None
+        adapters: AdapterRows | None = None
+        if self._adapters is not None:
+            self._adapters.serve(batches.adapter_ids)
+            adapters = AdapterRows(self._adapters, rows)
+        launch: Launch | None = None
+        if config.scheduler_config.async_scheduling and place.replies:
+            # A rank that does not reply to the engine has nothing to do beside a step: it ends each
+            # step where it began, so that a failure ends its process instead of leaving the others
+            # waiting.
+            launch = LaunchInThread() if on_host else launch_on_device
+        has_stages = get_pp_group().world_size > 1
+        # Engines of a dense model need no agreement between them.
+        has_ranks = config.parallel_config.data_parallel_size > 1
+        step: dict[str, Any] = {
+            "batches": batches,
+            "graphs": self._graphs,
+            "kv_caches": self.kv_caches,
+            "metrics": metrics,
+            "part": part,
+            "adapters": adapters,
+            "stage": PipelineStage(part, groups()["pp"]) if has_stages else None,
+            "ranks": DataRanks(groups()["dp"]) if has_ranks else None,
+            "rows": rows,
+            "launch": launch,
+        }
+        if not part.is_last:
+            return RelayRunner(**step)
         if not self._generates:
-            caching, model = bool(config.cache_config.enable_prefix_caching), self._parts.model
-            return PoolingRunner(
-                steps, HostPooler(model, reuses_prefixes=caching), TokenTypes(model)
-            )
-        sampler = make_sampler(config.model_config.logprobs_mode, runs_on_host=runs_on_host)
+            caching = bool(config.cache_config.enable_prefix_caching)
+            pooler = HostPooler(self._model, reuses_prefixes=caching)
+            return PoolingRunner(pooler, TokenTypes(self._model), **step)
+        sampler = make_sampler(config.model_config.logprobs_mode, runs_on_host=on_host)
         vocab_size = config.model_config.get_vocab_size()
-        board = self._parts.board.only_if(place.replies)
-        return loop.runner(
-            steps=steps,
+        board = board.only_if(place.replies)
+        return RblnModelRunner(
             sampler=sampler,
-            picks=make_picks(by_graph=self._stage.part.picks_tokens, runs_on_host=runs_on_host),
+            picks=make_picks(by_graph=part.picks_tokens, runs_on_host=on_host),
             draws=self._draws,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
             grammar_mask=GrammarMask(board),
-            verification=Verification(sampler, batches, is_picked=self._stage.part.picks_tokens),
+            verification=Verification(sampler, batches, is_picked=part.picks_tokens),
             drafting=make_drafting(
                 config,
                 batches,
@@ -338,16 +358,11 @@ class EngineBuild:
                 replies=place.replies,
                 source=self._drafts,
             ),
+            **step,
         )
 
-    def _adapter_rows(self, batches: RequestBatches, rows: RowOrder) -> AdapterRows | None:
-        if self._parts.adapters is None:
-            return None
-        self._parts.adapters.serve(batches.adapter_ids)
-        return AdapterRows(self._parts.adapters, rows)
-
     def _input_batch(self, rows: int) -> IsolatedInputBatch:
-        config, device = self._parts.vllm_config, torch.device("cpu")
+        config, device = self._config, torch.device("cpu")
         return IsolatedInputBatch(
             max_num_reqs=rows,
             max_model_len=config.model_config.max_model_len,
@@ -372,11 +387,11 @@ def _without_speculation(config: VllmConfig) -> VllmConfig:
     return plain
 
 
-def _encoder_layers(parts: EngineParts) -> list[str]:
+def _encoder_layers(config: VllmConfig, layers: Mapping[str, Any]) -> list[str]:
     """Return the layers without a KV cache; raises ``UnsupportedModelError`` for a decoder."""
-    layers = parts.attention_layers.items()
-    names = [name for name, layer in layers if isinstance(layer.impl, EncoderAttentionImpl)]
-    if names and parts.vllm_config.model_config.attn_type != "encoder_only":
+    impls = {name: layer.impl for name, layer in layers.items()}
+    names = [name for name, impl in impls.items() if isinstance(impl, EncoderAttentionImpl)]
+    if names and config.model_config.attn_type != "encoder_only":
         # Its prompts would be split into chunks that cannot attend to each other.
         raise UnsupportedModelError(
             f"layer {names[0]!r} attends in both directions, but the model is served as a decoder;"

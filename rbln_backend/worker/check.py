@@ -57,37 +57,37 @@ from rbln_backend.worker.stored_graphs import check_graph
 
 def inspect_model(config: VllmConfig) -> ModelReport:
     """Return the report on a model, its memory and its stored graphs; raises like ``prepare``."""
-    found = prepare(config)
-    model, tables = config.model_config, found.tables
-    caching, reason = prefix_caching(config, found.rbln, found.specs)
+    preflight = prepare(config)
+    model, tables = config.model_config, preflight.tables
+    caching, reason = prefix_caching(config, preflight.rbln, preflight.specs)
     lora = config.lora_config
     follows = model.original_max_model_len != -1
     return ModelReport(
         architecture=model.architecture,
         task="generates text" if generates(config) else "pools",
-        device=found.capabilities.device,
+        device=preflight.capabilities.device,
         dtype=str(model.dtype).removeprefix("torch."),
         quantization=model.quantization,
-        quantized_layers=quantized_summary(found.skeleton.model),
-        num_parameters=found.skeleton.num_parameters,
-        weight_bytes=found.skeleton.weight_bytes,
-        kv_groups=cache_groups(found.specs),
+        quantized_layers=quantized_summary(preflight.skeleton.model),
+        num_parameters=preflight.skeleton.num_parameters,
+        weight_bytes=preflight.skeleton.weight_bytes,
+        kv_groups=cache_groups(preflight.specs),
         max_model_len=model.max_model_len,
         block_size=config.cache_config.block_size,
         prefill_chunks=next(iter(tables.values())).sizes,
         decode_buckets=tables[Phase.DECODE].sizes if Phase.DECODE in tables else (),
-        num_graphs=len(found.graphs),
-        num_sampler_graphs=len(sampler_graphs(config, found.graphs)),
+        num_graphs=len(preflight.graphs),
+        num_sampler_graphs=len(sampler_graphs(config, preflight.graphs)),
         prefix_caching=caching,
         prefix_caching_reason=reason,
-        verify_sizes=tuple(f"{requests}x{tokens}" for requests, tokens in found.verify),
+        verify_sizes=tuple(f"{requests}x{tokens}" for requests, tokens in preflight.verify),
         draft_model=_draft_model(config),
         max_loras=lora.max_loras if lora else 0,
         max_lora_rank=lora.max_lora_rank if lora else 0,
-        lacking=found.lacking,
-        memory=memory_report(found),
+        lacking=preflight.lacking,
+        memory=memory_report(preflight),
         # With --max-model-len auto the graphs depend on the memory of the serving host.
-        store=survey(found) if follows and knows_ranks(config) else None,
+        store=survey(preflight) if follows and knows_ranks(config) else None,
     )
 
 
@@ -113,14 +113,14 @@ def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
     """
     check_length(config)
     check_ranks(config)
-    found = prepare(config)
-    rbln = found.rbln.model_copy(update={"cache_root": cache_root})
-    return survey(replace(found, rbln=rbln))
+    preflight = prepare(config)
+    rbln = preflight.rbln.model_copy(update={"cache_root": cache_root})
+    return survey(replace(preflight, rbln=rbln))
 
 
-def survey(found: Preflight) -> StoreReport:
+def survey(preflight: Preflight) -> StoreReport:
     """Compare as ``survey_store`` for a model that is prepared already."""
-    rbln, keys = found.rbln, planned_keys(found)
+    rbln, keys = preflight.rbln, planned_keys(preflight)
     states = _states(rbln, keys)
     graphs = tuple(PlannedGraph(name, key.digest, states[name]) for name, key in keys.items())
     missing = {name: key for name, key in keys.items() if states[name] != "stored"}
@@ -128,7 +128,7 @@ def survey(found: Preflight) -> StoreReport:
         cache_root=rbln.cache_root,
         graphs=graphs,
         differences=differences(missing, _open(rbln, []).entries()) if missing else (),
-        kernels=kernel_report(rbln, found.capabilities),
+        kernels=kernel_report(rbln, preflight.capabilities),
     )
 
 
@@ -152,32 +152,32 @@ def check_ranks(config: VllmConfig) -> None:
         )
 
 
-def planned_keys(found: Preflight) -> dict[str, CacheKey]:
+def planned_keys(preflight: Preflight) -> dict[str, CacheKey]:
     """Return the key of every graph of every rank by its name, as the engine computes it."""
-    ranks = found.config.parallel_config.tensor_parallel_size
+    ranks = preflight.config.parallel_config.tensor_parallel_size
     keys: dict[str, CacheKey] = {}
     for rank in range(ranks):
         of_rank = "" if ranks == 1 else f" of rank {rank}"
-        for name, key in _keys_of_rank(found, rank).items():
+        for name, key in _keys_of_rank(preflight, rank).items():
             keys[f"{name}{of_rank}"] = key
     return keys
 
 
-def _keys_of_rank(found: Preflight, rank: int) -> dict[str, CacheKey]:
-    config, rbln = copy.copy(found.config), found.rbln
+def _keys_of_rank(preflight: Preflight, rank: int) -> dict[str, CacheKey]:
+    config, rbln = copy.copy(preflight.config), preflight.rbln
     config.parallel_config = copy.copy(config.parallel_config)
     config.parallel_config.rank = rank
-    specs, groups = dict(found.specs), []
+    specs, groups = dict(preflight.specs), []
     if specs:
         (kv_config, *_) = kv_cache_configs(config, [specs], [_ANY_BYTES])
-        sharing = found.skeleton.sharing_layers()
+        sharing = preflight.skeleton.sharing_layers()
         length = config.model_config.max_model_len
         groups = kv_groups(kv_config, length, sharing)
     fields = cache_fields(config, rbln, groups)
     fingerprint = expected_fingerprint(rbln)
-    keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in found.graphs}
-    if found.capabilities.stores_binaries:
-        keys["binaries"] = binaries_key(fields, fingerprint, found.graphs)
+    keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in preflight.graphs}
+    if preflight.capabilities.stores_binaries:
+        keys["binaries"] = binaries_key(fields, fingerprint, preflight.graphs)
     return keys
 
 
@@ -217,12 +217,12 @@ def differences(
     missing: Mapping[str, CacheKey], entries: Sequence[Entry]
 ) -> tuple[Difference, ...]:
     """Return the differences of the nearest stored entries to missing graphs: stored -> needed."""
-    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    graphs_by_difference: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, key in missing.items():
         lines = _nearest(key, entries)
         if lines:
-            found[lines].append(name)
-    return tuple(Difference(tuple(graphs), lines) for lines, graphs in found.items())
+            graphs_by_difference[lines].append(name)
+    return tuple(Difference(tuple(graphs), lines) for lines, graphs in graphs_by_difference.items())
 
 
 def _nearest(key: CacheKey, entries: Sequence[Entry]) -> tuple[str, ...]:
@@ -244,14 +244,14 @@ def _readable(line: str) -> str:
 def _states(rbln: RblnConfig, keys: Mapping[str, CacheKey]) -> dict[str, GraphState]:
     events: list[StoreEvent] = []
     store = _open(rbln, events)
-    found: dict[str, GraphState] = {}
+    states: dict[str, GraphState] = {}
     for name, key in keys.items():
         files = store.load(key)
         if files is None:
-            found[name] = "damaged" if events[-1].kind == "corrupt" else "missing"
+            states[name] = "damaged" if events[-1].kind == "corrupt" else "missing"
         else:
-            found[name] = "stored" if _is_usable(key, files) else "damaged"
-    return found
+            states[name] = "stored" if _is_usable(key, files) else "damaged"
+    return states
 
 
 def _is_usable(key: CacheKey, files: Mapping[str, bytes]) -> bool:

@@ -75,8 +75,8 @@ class SelfDescription:
 
     def has_model(self, model: nn.Module) -> None:
         """Describe the loaded model, and the draft model that is a part of it."""
-        found = _model_info(self._config, weight_bytes(model), quantized_summary(model))
-        self._writer.write("model", found)
+        model_info = _model_info(self._config, weight_bytes(model), quantized_summary(model))
+        self._writer.write("model", model_info)
         heads, speculation = draft_model(model), self._config.speculative_config
         if heads is not None and speculation is not None:
             info = DraftModelInfo(
@@ -222,5 +222,5 @@ def _cache_info(rbln: RblnConfig, board: MetricsBoard) -> CacheInfo:
 
 def _phase_seconds(board: MetricsBoard) -> dict[str, float]:
     """Return the seconds of the completed start-up phases."""
-    taken = {phase: board.value(PHASE_SECONDS, phase=phase) for phase in _PHASES}
-    return {phase: round(seconds, 3) for phase, seconds in taken.items() if seconds}
+    seconds_by_phase = {phase: board.value(PHASE_SECONDS, phase=phase) for phase in _PHASES}
+    return {phase: round(seconds, 3) for phase, seconds in seconds_by_phase.items() if seconds}

@@ -83,8 +83,8 @@ class DeviceSampler:
         logits = outputs.on_device(0)
         rows, vocab_size = logits.shape
         graph, inputs = self._loaded[rows]
-        places = outputs.arranged(torch.arange(rows))[:count]
-        _fill(inputs, places, metadata, vocab_size)
+        row_of_request = outputs.arranged(torch.arange(rows))[:count]
+        _fill(inputs, row_of_request, metadata, vocab_size)
         inputs["top_p"].clamp_(max=self._largest_top_p)
         (tokens,) = graph.run_over(_LOGITS, logits)
         drawn: list[list[int]] = outputs.arranged(tokens.cpu())[:count, None].tolist()
@@ -101,24 +101,24 @@ def _load(
         "top_p": torch.full((spec.bucket,), top_p),
     }
     logits = graph.run()[0]
-    given = {_LOGITS: torch.zeros(logits.shape, dtype=logits.dtype), **inputs}
-    made = factory.build_other(GraphRequest(spec, given, None), _draw, _NAMES)
-    made.run()
-    return _LoadedGraph(cast("SamplingGraph", made), inputs)
+    buffers = {_LOGITS: torch.zeros(logits.shape, dtype=logits.dtype), **inputs}
+    sampling_graph = factory.build_other(GraphRequest(spec, buffers, None), _draw, _NAMES)
+    sampling_graph.run()
+    return _LoadedGraph(cast("SamplingGraph", sampling_graph), inputs)
 
 
 def _fill(
-    inputs: Mapping[str, Tensor], places: Tensor, metadata: SamplingMetadata, vocab_size: int
+    inputs: Mapping[str, Tensor], rows: Tensor, metadata: SamplingMetadata, vocab_size: int
 ) -> None:
-    """Fill the rows at ``places`` [n] with the parameters of each request."""
+    """Fill the rows at ``rows`` [n] with the parameters of each request."""
     temperature, top_k, top_p = metadata.temperature, metadata.top_k, metadata.top_p
     # None where all requests are greedy, whose tokens are picked.
     assert temperature is not None
     is_greedy = temperature.eq(0)
-    inputs["temperature"][places] = temperature.masked_fill(is_greedy, 1.0)
-    every = torch.full_like(places, vocab_size, dtype=torch.int32) if top_k is None else top_k
-    inputs["top_k"][places] = every.masked_fill(is_greedy, 1)
-    inputs["top_p"][places] = torch.ones(len(places)) if top_p is None else top_p
+    inputs["temperature"][rows] = temperature.masked_fill(is_greedy, 1.0)
+    every = torch.full_like(rows, vocab_size, dtype=torch.int32) if top_k is None else top_k
+    inputs["top_k"][rows] = every.masked_fill(is_greedy, 1)
+    inputs["top_p"][rows] = torch.ones(len(rows)) if top_p is None else top_p
 
 
 def _draw(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor]:

@@ -51,38 +51,41 @@ def add_draft_model(
     speculation = draft_model_of(config)
     if speculation is None:
         return
-    own = speculation.draft_model_config
-    _check_sizes(own, config.model_config, reads_layers=speculation.method == EAGLE3)
+    draft_config = speculation.draft_model_config
+    _check_sizes(draft_config, config.model_config, reads_layers=speculation.method == EAGLE3)
     if not get_pp_group().is_last_rank:
-        _add_carried(model, config, own, str(speculation.method))
+        _add_carried(model, config, draft_config, str(speculation.method))
         return
     try:
-        made = make(_of_one_stage(config), own)
+        draft = make(_of_one_stage(config), draft_config)
     except ValueError as error:
         # vLLM's message names the weights that a checkpoint lacks, but not the checkpoint.
         number = speculation.num_speculative_tokens
         raise UnsupportedModelError(
-            f"draft model {own.model} with num_speculative_tokens {number}: {error}"
+            f"draft model {draft_config.model} with num_speculative_tokens {number}: {error}"
         ) from error
     except KeyError as error:
         # vLLM's readers of MTP layers look up a parameter for each tensor.
         raise UnsupportedModelError(
-            f"draft model {own.model}: no part of {own.architecture} has the tensor {error}"
+            f"draft model {draft_config.model}: no part of {draft_config.architecture} has the "
+            f"tensor {error}"
         ) from error
     is_loaded = config.load_config.load_format != "dummy"
     if speculation.method == EAGLE3:
-        return_layers(made, model, own)
+        return_layers(draft, model, draft_config)
         if is_loaded:
-            check_tables(made, model, own)
+            check_tables(draft, model, draft_config)
     if speculation.method in DRAFT_LAYERS:
-        _share_tables(made, model, own.model, is_loaded=is_loaded, has_own=has_embedding)
-    model.add_module(PART, made)
+        _share_tables(draft, model, draft_config.model, is_loaded=is_loaded, has_own=has_embedding)
+    model.add_module(PART, draft)
 
 
-def _add_carried(model: nn.Module, config: VllmConfig, own: ModelConfig, method: str) -> None:
-    """Make a stage without the draft model ``own`` carry what that reads of ``model``."""
+def _add_carried(
+    model: nn.Module, config: VllmConfig, draft_config: ModelConfig, method: str
+) -> None:
+    """Make a stage without the draft model ``draft_config`` carry what that reads of ``model``."""
     if method == EAGLE3:
-        return_layers(None, model, own)
+        return_layers(None, model, draft_config)
     if method not in DRAFT_LAYERS or not get_pp_group().is_first_rank:
         return
     table = served_embedding(model).weight
@@ -103,7 +106,7 @@ def _of_one_stage(config: VllmConfig) -> VllmConfig:
     return alone
 
 
-def _share_tables(made: Any, served: Any, name: str, *, is_loaded: bool, has_own: bool) -> None:
+def _share_tables(draft: Any, served: Any, name: str, *, is_loaded: bool, has_own: bool) -> None:
     """Give a layer the served model's LM head, and its embedding unless ``has_own``.
 
     EAGLE-3's LM head is its own: it may have another vocabulary. The embedding of the first
@@ -112,42 +115,44 @@ def _share_tables(made: Any, served: Any, name: str, *, is_loaded: bool, has_own
     Raises ``UnsupportedModelError`` for another embedding of the checkpoint ``name`` that
     ``has_own`` does not state.
     """
-    if not hasattr(made, "draft_id_to_target_id"):
-        made.lm_head = served.lm_head
-    for part in made.modules():
+    if not hasattr(draft, "draft_id_to_target_id"):
+        draft.lm_head = served.lm_head
+    for part in draft.modules():
         # MTP layers of some families have an LM head each, which vLLM replaces as well.
         if hasattr(part, "shared_head"):
             part.shared_head.head = served.lm_head
-    own, tables = made.model.embed_tokens, served_embedding(served)
-    is_read = getattr(made, "has_own_embed_tokens", False)
+    embedding, tables = draft.model.embed_tokens, served_embedding(served)
+    is_read = getattr(draft, "has_own_embed_tokens", False)
     is_elsewhere = not hasattr(tables, "weight")
-    if get_pp_group().world_size > 1 and is_loaded and not own.weight.is_meta:
-        stage_loan.borrow(own.weight.data if is_elsewhere and not is_read else None)
-    if is_elsewhere or has_own or own.weight.shape != tables.weight.shape:
+    if get_pp_group().world_size > 1 and is_loaded and not embedding.weight.is_meta:
+        stage_loan.borrow(embedding.weight.data if is_elsewhere and not is_read else None)
+    if is_elsewhere or has_own or embedding.weight.shape != tables.weight.shape:
         return
-    if is_read and not torch.equal(own.weight, tables.weight):
+    if is_read and not torch.equal(embedding.weight, tables.weight):
         raise UnsupportedModelError(
             f"draft model {name}: embed_tokens.weight must be in a file *.safetensors, *.bin or "
             "*.pt"
         )
-    made.model.embed_tokens = tables
+    draft.model.embed_tokens = tables
 
 
-def _check_sizes(own: ModelConfig, served: ModelConfig, *, reads_layers: bool) -> None:
-    found = own.hf_config
-    width = (reads_layers and getattr(found, "target_hidden_size", None)) or own.get_hidden_size()
+def _check_sizes(draft_config: ModelConfig, served: ModelConfig, *, reads_layers: bool) -> None:
+    hf_config = draft_config.hf_config
+    width = (
+        reads_layers and getattr(hf_config, "target_hidden_size", None)
+    ) or draft_config.get_hidden_size()
     expected = {
         "hidden_size": (width, served.get_hidden_size(), "the served model's"),
-        "vocab_size": (found.vocab_size, served.get_vocab_size(), "the served model's"),
+        "vocab_size": (hf_config.vocab_size, served.get_vocab_size(), "the served model's"),
     }
-    if hasattr(found, "truncated_vocab_size"):
+    if hasattr(hf_config, "truncated_vocab_size"):
         # vLLM reads no checkpoint with a token_map: it takes it for a weight that is missing.
-        sizes = found.truncated_vocab_size, found.vocab_size
+        sizes = hf_config.truncated_vocab_size, hf_config.vocab_size
         expected["truncated_vocab_size"] = (*sizes, "vocab_size")
-    for name, (value, wanted, whose) in expected.items():
-        if value != wanted:
+    for name, (value, required, whose) in expected.items():
+        if value != required:
             raise UnsupportedModelError(
-                f"draft model {own.model}: {name} must be {whose}, {wanted}, got {value}"
+                f"draft model {draft_config.model}: {name} must be {whose}, {required}, got {value}"
             )
 
 
@@ -165,45 +170,45 @@ def draft_function(
     hidden [B * L, H] to drafts int32 [R] and hidden states [R, H]. ``by_sdk``: the graphs end in
     the SDK's argmax. ``keeps_axes``: layers take [B, L, H], else rows.
     """
-    own = draft_model(model)
+    draft = draft_model(model)
     pick = _picked_by_sdk if by_sdk else _picked_here
-    if hasattr(own, "lm_heads"):
-        return _heads(own, pick), ("hidden",)
-    return _layer(own, pick, keeps_axes), ("last_rows", "input_ids", "positions", "hidden")
+    if hasattr(draft, "lm_heads"):
+        return _heads(draft, pick), ("hidden",)
+    return _layer(draft, pick, keeps_axes), ("last_rows", "input_ids", "positions", "hidden")
 
 
-def _heads(own: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
+def _heads(draft: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
     def drafts(hidden: Tensor) -> tuple[Tensor]:
         """[B, H] -> drafts int32 [B, heads]."""
-        rows = zip(own(hidden), own.lm_heads, strict=True)
-        tokens = [pick(own.logits_processor(head, states)) for states, head in rows]
+        rows = zip(draft(hidden), draft.lm_heads, strict=True)
+        tokens = [pick(draft.logits_processor(head, states)) for states, head in rows]
         return (torch.stack(tokens, dim=1),)
 
     return drafts
 
 
-def _layer(own: Any, pick: Callable[[Tensor], Tensor], keeps_axes: bool) -> GraphFunction:
+def _layer(layer: Any, pick: Callable[[Tensor], Tensor], keeps_axes: bool) -> GraphFunction:
     def draft(
         last_rows: Tensor, input_ids: Tensor, positions: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[R], [B, L], [B, L], [B * L, H] -> drafts int32 [R], hidden states [R, H]."""
-        states = _computed(own, keeps_axes, input_ids, positions, hidden)
+        states = _computed(layer, keeps_axes, input_ids, positions, hidden)
         # Those for the LM head, and those that the next token is drafted with.
         for_head, following = states if isinstance(states, tuple) else (states, states)
         last = for_head.index_select(0, last_rows)
-        tokens = pick(draft_logits(own, last))
+        tokens = pick(draft_logits(layer, last))
         return tokens, last if following is for_head else following.index_select(0, last_rows)
 
     return draft
 
 
 def _computed(
-    own: Any, keeps_axes: bool, input_ids: Tensor, positions: Tensor, hidden: Tensor
+    draft: Any, keeps_axes: bool, input_ids: Tensor, positions: Tensor, hidden: Tensor
 ) -> Any:
     """input_ids and positions [B, L], hidden [B * L, H] to what a draft model returns, in rows."""
     if not keeps_axes:
-        return own(input_ids.view(-1), positions.view(-1), hidden)
-    return in_rows(own(input_ids, positions, hidden.view(*input_ids.shape, -1)))
+        return draft(input_ids.view(-1), positions.view(-1), hidden)
+    return in_rows(draft(input_ids, positions, hidden.view(*input_ids.shape, -1)))
 
 
 def _picked_by_sdk(logits: Tensor) -> Tensor:
@@ -230,25 +235,25 @@ PART = "draft_model"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
-def return_layers(made: Any, served: Any, own: ModelConfig) -> None:
-    """Make ``served`` return the hidden states of the layers that ``made`` reads.
+def return_layers(draft: Any, served: Any, draft_config: ModelConfig) -> None:
+    """Make ``served`` return the hidden states of the layers that ``draft`` reads.
 
-    ``made`` is None in a pipeline stage without the draft model, which hands them over. Raises
+    ``draft`` is None in a pipeline stage without the draft model, which hands them over. Raises
     ``UnsupportedModelError`` for layers that the served model does not have.
     """
-    found = own.hf_config
-    options = getattr(found, "eagle_config", None) or {}
+    hf_config = draft_config.hf_config
+    options = getattr(hf_config, "eagle_config", None) or {}
     if not options.get("use_aux_hidden_state", True):
         return
-    named = getattr(found, _LAYERS, None) or options.get(_LAYERS)
+    named = getattr(hf_config, _LAYERS, None) or options.get(_LAYERS)
     layers = tuple(named or served.get_eagle3_default_aux_hidden_state_layers())
     last, count = len(served.model.layers), len(layers)
-    if made is not None:
-        count = made.model.fc_input_size // served.config.hidden_size
+    if draft is not None:
+        count = draft.model.fc_input_size // served.config.hidden_size
     if len({*layers} & {*range(last + 1)}) != count or len(layers) != count:
         raise UnsupportedModelError(
-            f"draft model {own.model}: {_LAYERS} must be {count} layers from 0 to {last}, got "
-            f"{list(layers)}"
+            f"draft model {draft_config.model}: {_LAYERS} must be {count} layers from 0 to {last}, "
+            f"got {list(layers)}"
         )
     served.set_aux_hidden_state_layers(layers)
     inner = served.model
@@ -256,36 +261,44 @@ def return_layers(made: Any, served: Any, own: ModelConfig) -> None:
         served.layer_states = LayerStates(inner)
 
 
-def reads_layers(own: Any) -> bool:
+def reads_layers(draft: Any) -> bool:
     """Return True for a draft model that reads hidden states of several layers."""
-    return bool(getattr(own.model, "use_aux_hidden_state", False))
+    return bool(getattr(draft.model, "use_aux_hidden_state", False))
 
 
-def check_tables(made: Any, served: Any, own: ModelConfig) -> None:
-    """Fill the LM head of ``made`` from the served model's where its checkpoint has none.
+def check_tables(draft: Any, served: Any, draft_config: ModelConfig) -> None:
+    """Fill the LM head of ``draft`` from the served model's where its checkpoint has none.
 
     Raises ``UnsupportedModelError`` if that has another size, or the embedding that is shared.
     """
-    head, table = made.lm_head.weight, made.model.embed_tokens.weight
+    head, table = draft.lm_head.weight, draft.model.embed_tokens.weight
     if head.is_meta:
         return
-    found = getattr(served_embedding(served), "weight", None)
+    served_weight = getattr(served_embedding(served), "weight", None)
     # In another pipeline stage it has as many rows.
-    shape = [len(table), served.config.hidden_size] if found is None else list(found.shape)
-    if list(table.shape) != shape and not made.has_own_embed_tokens:
+    shape = (
+        [len(table), served.config.hidden_size]
+        if served_weight is None
+        else list(served_weight.shape)
+    )
+    if list(table.shape) != shape and not draft.has_own_embed_tokens:
         raise UnsupportedModelError(
-            f"draft model {own.model}: embed_tokens.weight must be in the checkpoint, because the "
-            f"served model's has another size, {shape}"
+            f"draft model {draft_config.model}: embed_tokens.weight must be in the checkpoint, "
+            f"because the served model's has another size, {shape}"
         )
-    if made.has_own_lm_head:
+    if draft.has_own_lm_head:
         return
-    found = getattr(served.lm_head, "weight", None)
-    if found is None or found.shape != head.shape or found.dtype != head.dtype:
+    served_weight = getattr(served.lm_head, "weight", None)
+    if (
+        served_weight is None
+        or served_weight.shape != head.shape
+        or served_weight.dtype != head.dtype
+    ):
         raise UnsupportedModelError(
-            f"draft model {own.model}: lm_head.weight must be in the checkpoint, because the "
-            "served model's has another size or is quantised"
+            f"draft model {draft_config.model}: lm_head.weight must be in the checkpoint, because "
+            "the served model's has another size or is quantised"
         )
-    head.data.copy_(found)
+    head.data.copy_(served_weight)
 
 
 def served_embedding(served: Any) -> Any:
@@ -297,11 +310,11 @@ def served_embedding(served: Any) -> Any:
     return inner.embed_tokens if hasattr(inner, "embed_tokens") else inner.embedding
 
 
-def draft_logits(own: Any, hidden: Tensor) -> Tensor:
+def draft_logits(draft: Any, hidden: Tensor) -> Tensor:
     """Hidden states [R, H] to logits [R, V] of a layer, V of its own vocabulary if it has one."""
-    if getattr(own, "draft_id_to_target_id", None) is None:
-        return cast("Tensor", own.compute_logits(hidden))
-    return cast("Tensor", own.logits_processor(own.lm_head, hidden))
+    if getattr(draft, "draft_id_to_target_id", None) is None:
+        return cast("Tensor", draft.compute_logits(hidden))
+    return cast("Tensor", draft.logits_processor(draft.lm_head, hidden))
 
 
 def read_hidden(model: nn.Module, result: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -313,8 +326,8 @@ def read_hidden(model: nn.Module, result: Any) -> tuple[Tensor, tuple[Tensor, ..
     if not isinstance(result, tuple):
         return cast("Tensor", result), ()
     hidden, layers = result
-    own: Any = getattr(model, PART)
-    return hidden, (own.combine_hidden_states(torch.cat(layers, dim=-1)),)
+    draft: Any = getattr(model, PART)
+    return hidden, (draft.combine_hidden_states(torch.cat(layers, dim=-1)),)
 
 
 # Hidden states of the layers that a draft model reads, carried over pipeline stages.
@@ -346,7 +359,7 @@ def carried_states(served: Any) -> CarriedStates:
     layers = getattr(inner, "aux_hidden_state_layers", ())
     if not layers:
         return CarriedStates()
-    names = tuple(f"{inner.AUX_HIDDEN_STATE_KEY}{place}" for place in range(len(layers)))
+    names = tuple(f"{inner.AUX_HIDDEN_STATE_KEY}{number}" for number in range(len(layers)))
     first, end = _places(inner)
     return CarriedStates(names[:first], names[first:end])
 
@@ -391,11 +404,11 @@ class LayerStates:
 
         Hidden states and each of their layers' are [rows, H].
         """
-        found = dict(zip(carried.computed, self._found, strict=True))
+        states = dict(zip(carried.computed, self._found, strict=True))
         self._found.clear()
         if is_last:
-            return result, [*(received[name] for name in carried.received), *found.values()]
-        return IntermediateTensors({**result.tensors, **found})
+            return result, [*(received[name] for name in carried.received), *states.values()]
+        return IntermediateTensors({**result.tensors, **states})
 
 
 # The embedding of EAGLE's layers: their own, or the served model's.
@@ -423,8 +436,8 @@ def has_own_embedding(config: VllmConfig) -> bool:
     dtype = config.model_config.dtype
     assert isinstance(dtype, torch.dtype)
     cache = config.load_config.download_dir
-    own = _files_of(speculation.draft_model_config, cache)
-    return _is_another(own, _files_of(config.model_config, cache), dtype)
+    draft_files = _files_of(speculation.draft_model_config, cache)
+    return _is_another(draft_files, _files_of(config.model_config, cache), dtype)
 
 
 _Files = tuple[tuple[Path, int], ...]
@@ -438,10 +451,10 @@ def _files_of(model: ModelConfig, cache: str | None) -> _Files:
     folder = Path(model.model)
     if not folder.is_dir():
         with suppress(OSError, ValueError):
-            found = snapshot_download(
+            snapshot = snapshot_download(
                 model.model, revision=model.revision, cache_dir=cache, local_files_only=True
             )
-            folder = Path(found)
+            folder = Path(snapshot)
     for ending in ("*.safetensors", "*.bin", "*.pt"):
         if files := sorted(folder.glob(ending)):
             return tuple((file, file.stat().st_mtime_ns) for file in files)
@@ -449,20 +462,20 @@ def _files_of(model: ModelConfig, cache: str | None) -> _Files:
 
 
 @lru_cache(maxsize=4)
-def _is_another(own: _Files, served: _Files, dtype: torch.dtype) -> bool:
-    found = _embedding(own)
-    if found is None:
+def _is_another(draft: _Files, served: _Files, dtype: torch.dtype) -> bool:
+    embedding = _embedding(draft)
+    if embedding is None:
         return False
     other = _embedding(served)
-    if other is None or other.shape != found.shape:
+    if other is None or other.shape != embedding.shape:
         return True
-    pairs = zip(found.split(_ROWS), other.split(_ROWS), strict=True)
+    pairs = zip(embedding.split(_ROWS), other.split(_ROWS), strict=True)
     return not all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs)
 
 
 def _embedding(files: _Files) -> Tensor | None:
     """Return the embedding [V, H] in ``files``, None if there is none."""
-    return next((found for file, _ in files for found in _in_file(file)), None)
+    return next((tensor for file, _ in files for tensor in _in_file(file)), None)
 
 
 def _in_file(file: Path) -> Iterator[Tensor]:

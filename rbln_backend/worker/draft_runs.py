@@ -90,9 +90,9 @@ class _Buffers(NamedTuple):
         """Draft from the last token of each piece, which begins at its row in ``firsts``."""
         self.hidden.zero_()
         self.last_rows.zero_()
-        for place, (first, piece) in enumerate(zip(firsts, pieces, strict=True)):
+        for row, (first, piece) in enumerate(zip(firsts, pieces, strict=True)):
             end = first + len(piece.tokens)
-            self.last_rows[place] = end - 1
+            self.last_rows[row] = end - 1
             self.hidden[first:end] = piece.hidden
 
 
@@ -112,8 +112,8 @@ class DraftRuns:
         specs = draft_specs(shape.sizes, shape.prompts)
         self._buffers = {spec: _allocate(spec, shape, make_inputs) for spec in specs}
         self.graphs: Mapping[GraphSpec, GraphRequest] = {
-            spec: GraphRequest(spec, own.tensors, own.step.metadata)
-            for spec, own in self._buffers.items()
+            spec: GraphRequest(spec, buffers.tensors, buffers.step.metadata)
+            for spec, buffers in self._buffers.items()
         }
 
     def has_room(self, end: int) -> bool:
@@ -124,11 +124,11 @@ class DraftRuns:
         """Read pieces in as few chunks as hold them, longer ones in several."""
         most, packed = self._shape.sizes.chunks.largest, list[DraftPiece]()
         for piece in pieces:
-            for own in _split(piece, most):
-                if packed and not self._fits([*packed, own]):
+            for part in _split(piece, most):
+                if packed and not self._fits([*packed, part]):
                     self.read_chunk(packed)
                     packed = []
-                packed.append(own)
+                packed.append(part)
         if packed:
             self.read_chunk(packed)
 
@@ -165,33 +165,39 @@ class DraftRuns:
         buffers.step.fill_mask([count])
         return self._first_drafts(spec, ordered, range(0, count * self.length, self.length))
 
-    def draft(self, read: Sequence[FirstDraft], wanted: Collection[str]) -> dict[str, list[int]]:
-        """Return the drafts of the requests ``wanted`` by id: the first one, and those after it.
+    def draft(
+        self, read: Sequence[FirstDraft], request_ids: Collection[str]
+    ) -> dict[str, list[int]]:
+        """Return the drafts of ``request_ids`` by id: the first one, and those after it.
 
         None for requests that end with the context soon.
         """
-        chosen = [own for own in read if own.state.req_id in wanted and self.has_room(own.end)]
+        chosen = [
+            first
+            for first in read
+            if first.state.req_id in request_ids and self.has_room(first.end)
+        ]
         if not chosen:
             return {}
-        ordered = sorted(chosen, key=lambda own: -own.end)
-        places = np.array([own.end for own in ordered])
-        blocks = self._blocks([own.state for own in ordered])
+        ordered = sorted(chosen, key=lambda first: -first.end)
+        positions = np.array([first.end for first in ordered])
+        blocks = self._blocks([first.state for first in ordered])
         count = len(ordered)
         spec = GraphSpec.of(Phase.DRAFT, self._shape.sizes.requests.find(count))
         buffers = self._buffers[spec]
         buffers.step.fill_mask([count])
-        tokens = torch.tensor([own.token for own in ordered])
-        hidden = torch.stack([own.hidden for own in ordered])
+        tokens = torch.tensor([first.token for first in ordered])
+        hidden = torch.stack([first.hidden for first in ordered])
         drafted = [tokens]
         for _ in range(self.length - 2):
-            buffers.step.fill_decode(tokens.numpy(), places, blocks)
+            buffers.step.fill_decode(tokens.numpy(), positions, blocks)
             buffers.hidden[:count] = hidden
             buffers.hidden[count:] = 0
             tokens, hidden = self._run(spec, count)
             drafted.append(tokens)
-            places = places + 1
-        drafts = torch.stack([own.long() for own in drafted], dim=1).tolist()
-        return {own.state.req_id: found for own, found in zip(ordered, drafts, strict=True)}
+            positions = positions + 1
+        drafts = torch.stack([first.long() for first in drafted], dim=1).tolist()
+        return {first.state.req_id: row for first, row in zip(ordered, drafts, strict=True)}
 
     def _first_drafts(
         self, spec: GraphSpec, pieces: Sequence[DraftPiece], firsts: Sequence[int]
@@ -199,13 +205,13 @@ class DraftRuns:
         self._buffers[spec].fill_rows(pieces, firsts)
         tokens, hidden = self._run(spec, len(pieces))
         return [
-            FirstDraft(own.state, own.end, int(tokens[n]), hidden[n])
-            for n, own in enumerate(pieces)
+            FirstDraft(piece.state, piece.end, int(tokens[n]), hidden[n])
+            for n, piece in enumerate(pieces)
         ]
 
     def _run(self, spec: GraphSpec, count: int) -> tuple[Tensor, Tensor]:
         """Return the drafts [n] and the hidden states [n, H]; the next run leaves them."""
-        tokens, hidden = (own.cpu()[:count].clone() for own in self._dispatch.get(spec).run())
+        tokens, hidden = (output.cpu()[:count].clone() for output in self._dispatch.get(spec).run())
         offsets = self._shape.token_offsets
         return tokens if offsets is None else tokens + offsets[tokens], hidden
 
@@ -250,9 +256,9 @@ def _size(pieces: Sequence[DraftPiece]) -> int:
 def tokens_of(state: CachedRequestState, start: int, end: int) -> list[int]:
     """Return the tokens ``start`` to ``end`` of a request, 0 for one that is open."""
     prompt, answer = state.prompt_token_ids or [], state.output_token_ids
-    found = [*prompt[start:end]]
-    found += answer[max(start - len(prompt), 0) : max(end - len(prompt), 0)]
-    return found + [0] * (end - start - len(found))
+    tokens = [*prompt[start:end]]
+    tokens += answer[max(start - len(prompt), 0) : max(end - len(prompt), 0)]
+    return tokens + [0] * (end - start - len(tokens))
 
 
 # `DraftLayer`: a layer of EAGLE or EAGLE-3, whose KV cache follows the served model's by token.
@@ -298,11 +304,11 @@ class DraftLayer:
             self._read_chunk(step)
             return
         by_token = _by_token(self._hidden(step)[: len(step.states)]).cpu().clone()
-        for state, own, count in zip(step.states, by_token, step.counts, strict=True):
+        for state, hidden, count in zip(step.states, by_token, step.counts, strict=True):
             start = state.num_computed_tokens
             if self._runs.has_room(start):
                 unread = self._unread.setdefault(state.req_id, _Unread(start, []))
-                unread.parts.append(own[:count])
+                unread.parts.append(hidden[:count])
 
     def forget(self, request_id: str) -> None:
         """As ``DraftSource``."""
@@ -318,26 +324,26 @@ class DraftLayer:
         hidden = self._hidden(step)[: sum(counts)].split(counts)
         starts = [state.num_computed_tokens for state in step.states]
         return self._runs.read_chunk(
-            [_piece(*own) for own in zip(step.states, starts, hidden, strict=True)]
+            [_piece(*piece) for piece in zip(step.states, starts, hidden, strict=True)]
         )
 
     def _catch_up(self, states: Sequence[CachedRequestState]) -> None:
         """Read the unread tokens of requests."""
-        found = [(state, self._unread.pop(state.req_id, None)) for state in states]
+        unread = [(state, self._unread.pop(state.req_id, None)) for state in states]
         self._runs.read_chunks(
-            [_piece(state, own.start, torch.cat(own.parts)) for state, own in found if own]
+            [_piece(state, rest.start, torch.cat(rest.parts)) for state, rest in unread if rest]
         )
 
     def _read_step(self, step: EndedStep) -> list[FirstDraft]:
         """Read the tokens that each request got in a decode step, and at least one."""
         by_token = _by_token(self._hidden(step))
-        own = [
+        pieces = [
             _piece(state, state.num_computed_tokens, by_token[row, :count])
             for row, (state, count) in enumerate(zip(step.states, step.counts, strict=True))
             if self._runs.has_room(state.num_computed_tokens)
         ]
-        self._catch_up([piece.state for piece in own])
-        return self._runs.read_rows(own)
+        self._catch_up([piece.state for piece in pieces])
+        return self._runs.read_rows(pieces)
 
 
 def _piece(state: CachedRequestState, start: int, hidden: Tensor) -> DraftPiece:
@@ -369,15 +375,15 @@ def make_source(
     assert isinstance(dtype, torch.dtype), "vLLM resolves names such as 'auto'"
     if sizes.length is None:
         return DraftHeads(hidden_size, dtype, sizes.requests, dispatch)
-    own, speculation = draft_model(served), draft_model_of(config)
+    draft, speculation = draft_model(served), draft_model_of(config)
     assert speculation is not None
     shape = DraftShape(
         sizes=sizes,
         hidden_size=speculation.draft_model_config.get_hidden_size(),
-        token_offsets=getattr(own, "draft_id_to_target_id", None),
+        token_offsets=getattr(draft, "draft_id_to_target_id", None),
         dtype=dtype,
         prompts=configured(config).chunk_prompts,
         widths=[group.width for group in groups],
         max_model_len=model.max_model_len,
     )
-    return DraftLayer(DraftRuns(shape, make_inputs, dispatch), reads_layers=reads_layers(own))
+    return DraftLayer(DraftRuns(shape, make_inputs, dispatch), reads_layers=reads_layers(draft))

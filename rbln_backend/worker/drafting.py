@@ -33,63 +33,6 @@ from rbln_backend.worker.graph_factory import GraphRequest
 from rbln_backend.worker.graph_set import GraphDispatch
 
 
-class Drafting(Protocol):
-    """Proposes drafts from the tokens of each step."""
-
-    by_step: bool
-    """The result of a step has the drafts of its requests; else the engine takes those of all."""
-
-    def start_step(self, scheduled: SchedulerOutput) -> None:
-        """Remove finished and preempted requests. Called before a step."""
-        ...
-
-    def end_step(
-        self,
-        batch: StepBatch,
-        outputs: StepOutputs,
-        token_ids: Sequence[Sequence[int]],
-        seconds: float,
-    ) -> None:
-        """Record the tokens sampled for each request. Called after a step.
-
-        ``seconds``: from the scheduler's output to the sampled tokens.
-        """
-        ...
-
-    def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
-        """Called instead of ``end_step`` after a chunk that ends no prompt."""
-        ...
-
-    def take(self) -> DraftTokenIds | None:
-        """Return drafts of all decoding requests, None where the latest step sampled nothing."""
-        ...
-
-
-class NoDrafting:
-    """No drafts: the engine does not speculate, or another rank proposes them."""
-
-    by_step = False
-
-    def start_step(self, scheduled: SchedulerOutput) -> None:
-        """Do nothing."""
-
-    def end_step(
-        self,
-        batch: StepBatch,
-        outputs: StepOutputs,
-        token_ids: Sequence[Sequence[int]],
-        seconds: float,
-    ) -> None:
-        """Do nothing."""
-
-    def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
-        """Do nothing."""
-
-    def take(self) -> DraftTokenIds | None:
-        """Return None."""
-        return None
-
-
 @dataclass(slots=True)
 class _Decoding:
     """A request with sampled tokens."""
@@ -99,39 +42,43 @@ class _Decoding:
     """False if its drafts are off."""
 
 
-class HostDrafting:
-    """Drafting over a drafter on the host, on the one rank that replies.
+class Drafting:
+    """Proposes drafts from the tokens of each step: over a drafter on the host, where one replies.
 
     A draft model's graphs have collectives. So every rank drafts with one, from the same tokens,
     after the same steps. While drafts do not pay, those of clients' predictions are still tried:
     they have a budget of their own.
     """
 
-    by_step = False
-
     def __init__(
         self,
-        drafter: PredictionFirst,
+        config: VllmConfig,
         batches: RequestBatches,
-        table: VerifyTable,
-        counts: DraftCounts,
-        budget: DraftBudget,
-        predicted: DraftBudget,
+        board: MetricsBoard,
         *,
-        max_model_len: int,
-        model: ModelDrafter | None = None,
+        table: VerifyTable,
+        source: DraftSource | None,
     ) -> None:
-        """``table``: the compiled sizes. ``predicted``: the budget of predictions alone.
-
-        ``drafter`` prefers a client's prediction; it has the drafts of ``model``, if there is one.
-        """
-        self._drafter, self._model = drafter, model
-        self._requests = batches.requests
-        self._table, self._counts = table, counts
-        self._budget, self._predicted = budget, predicted
-        self._used = budget
+        """``table``: the compiled sizes. ``source``: the draft model's graphs, if there is one."""
+        speculation = config.speculative_config
+        assert speculation is not None
+        self._model = None if source is None else ModelDrafter(source)
+        # It prefers a client's prediction.
+        self._drafter = PredictionFirst(self._model or make_drafter(speculation))
+        # Without a draft model this is the only rank that drafts.
+        first_rank = FirstRank(None) if source is None else FirstRank.of_this_rank()
+        most = speculation.num_speculative_tokens
+        self._budget = DraftBudget(most, first_rank.decide)
+        self._predicted = DraftBudget(most, first_rank.decide)
+        """The budget of predictions alone."""
+        self._used = self._budget
         """Counts the check of the next step's drafts."""
-        self._max_model_len = max_model_len
+        self.by_step = config.parallel_config.pipeline_parallel_size > 1
+        """The result of a step has the drafts of its requests, because other pipeline stages run
+        steps of other requests; else the engine takes those of all."""
+        self._requests = batches.requests
+        self._table, self._counts = table, DraftCounts(board, table)
+        self._max_model_len = config.model_config.max_model_len
         self._begun: dict[str, _Decoding] = {}
         # Requests to draft for: those of the latest decode step, and of prefill steps since.
         self._decoding: list[str] = []
@@ -140,7 +87,10 @@ class HostDrafting:
         """Most drafts of a request that the next step checks."""
 
     def start_step(self, scheduled: SchedulerOutput) -> None:
-        """As ``Drafting``. An answer is complete if its last token ends it, else aborted."""
+        """Remove finished and preempted requests. Called before a step.
+
+        An answer is complete if its last token ends it, else aborted.
+        """
         self._sampled = False
         gone = scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
         if gone:
@@ -160,7 +110,10 @@ class HostDrafting:
         token_ids: Sequence[Sequence[int]],
         seconds: float,
     ) -> None:
-        """As ``Drafting``."""
+        """Record the tokens sampled for each request. Called after a step.
+
+        ``seconds``: from the scheduler's output to the sampled tokens.
+        """
         self._sampled = True
         names = batch.input_batch.req_ids
         if batch.phase.takes_chunk:
@@ -185,15 +138,20 @@ class HostDrafting:
             )
 
     def end_chunk(self, batch: StepBatch, outputs: StepOutputs) -> None:
-        """As ``Drafting``."""
+        """Called instead of ``end_step`` after a chunk that ends no prompt."""
         if self._model is not None:
             self._model.draft(self._ended(batch, outputs, [()] * batch.num_reqs))
 
     def take(self) -> DraftTokenIds | None:
-        """As ``Drafting``."""
+        """Return drafts of the decoding requests, None where the latest step sampled nothing.
+
+        With ``by_step``, those of the step alone.
+        """
         if not self._sampled:
             return None
         drafted = [request.state for request in self._running() if request.is_drafted]
+        if self.by_step:
+            self._decoding = []
         return DraftTokenIds(
             [state.req_id for state in drafted], [self._propose(state) for state in drafted]
         )
@@ -274,17 +232,6 @@ class HostDrafting:
         return begun
 
 
-class StepDrafting(HostDrafting):
-    """Drafting for the requests of each step alone: other stages run steps of other requests."""
-
-    by_step = True
-
-    def take(self) -> DraftTokenIds | None:
-        """Return drafts of the latest step's requests, None where it sampled nothing."""
-        drafts, self._decoding = super().take(), []
-        return drafts
-
-
 def make_drafting(
     config: VllmConfig,
     batches: RequestBatches,
@@ -293,29 +240,16 @@ def make_drafting(
     table: VerifyTable,
     replies: bool,
     source: DraftSource | None,
-) -> Drafting:
-    """Return the drafting of a rank; without a draft model, of the one that replies alone.
+) -> Drafting | None:
+    """Return the drafting of a rank, None for one that proposes no drafts.
+
+    Without a draft model the one that replies drafts alone.
 
     ``source``: the draft model's graphs, None for a method without one.
     """
-    speculation = config.speculative_config
-    if speculation is None or not (replies or source is not None):
-        return NoDrafting()
-    model = None if source is None else ModelDrafter(source)
-    # Without a draft model this is the only rank that drafts.
-    first_rank = FirstRank(None) if source is None else FirstRank.of_this_rank()
-    most = speculation.num_speculative_tokens
-    stages = config.parallel_config.pipeline_parallel_size
-    return (HostDrafting if stages == 1 else StepDrafting)(
-        PredictionFirst(model or make_drafter(speculation)),
-        batches,
-        table,
-        DraftCounts(board, table),
-        DraftBudget(most, first_rank.decide),
-        DraftBudget(most, first_rank.decide),
-        max_model_len=config.model_config.max_model_len,
-        model=model,
-    )
+    if config.speculative_config is None or not (replies or source is not None):
+        return None
+    return Drafting(config, batches, board, table=table, source=source)
 
 
 def _sampling(state: CachedRequestState) -> SamplingParams:
@@ -439,8 +373,8 @@ class ModelDrafter:
         if not rows:
             self._source.follow(step)
             return
-        for row, own in zip(rows, self._source(step, rows), strict=True):
-            self._drafts[names[row]] = own
+        for row, tokens in zip(rows, self._source(step, rows), strict=True):
+            self._drafts[names[row]] = tokens
         if not step.batch.phase.takes_chunk:
             self.seconds = time.perf_counter() - started
 
@@ -470,8 +404,8 @@ def _last_rows(step: EndedStep, rows: Sequence[int]) -> Tensor:
     """Return [n, H]: the hidden state of which each request's latest token was sampled."""
     batch, hidden = step.batch, step.hidden()
     if batch.phase is Phase.VERIFY:
-        places = torch.tensor([(row, len(step.token_ids[row]) - 1) for row in rows])
-        return hidden[places[:, 0], places[:, 1]]
+        positions = torch.tensor([(row, len(step.token_ids[row]) - 1) for row in rows])
+        return hidden[positions[:, 0], positions[:, 1]]
     if not batch.phase.takes_chunk:
         return hidden[list(rows)]
     last = [end - 1 for end in accumulate(batch.counts)]

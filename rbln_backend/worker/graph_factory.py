@@ -18,7 +18,7 @@ from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -66,42 +66,30 @@ ForwardContext = Callable[[GraphRequest], AbstractContextManager[Any]]
 """Sets the context that the model reads while it is captured."""
 
 
-class GraphListener(Protocol):
-    """Receives the progress of a warm-up."""
+class GraphListener:
+    """Receives the progress of a warm-up; this one ignores it."""
 
     def graph_started(self, spec: GraphSpec) -> None:
         """Called when the capture or load of a graph begins."""
-        ...
 
     def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
         """Called when a graph was captured or loaded."""
-        ...
-
-
-class NoListener:
-    """Ignores progress."""
-
-    def graph_started(self, spec: GraphSpec) -> None:
-        pass
-
-    def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
-        pass
 
 
 def graph_key(
     fields: Mapping[str, Any], fingerprint: Mapping[str, Any], spec: GraphSpec
 ) -> CacheKey:
     """Return the key of a graph; ``fields`` are those that all graphs of an engine share."""
-    own: dict[str, Any] = {
+    graph_fields: dict[str, Any] = {
         "device": dict(fingerprint),
         "phase": spec.phase_name,
         "bucket": spec.bucket,
     }
     if spec.length > 1:
-        own["length"] = spec.length
+        graph_fields["length"] = spec.length
     if spec.prompts > 1:
-        own["prompts"] = spec.prompts
-    return CacheKey({**fields, **own})
+        graph_fields["prompts"] = spec.prompts
+    return CacheKey({**fields, **graph_fields})
 
 
 def binaries_key(
@@ -109,8 +97,12 @@ def binaries_key(
 ) -> CacheKey:
     """Return the key of the binaries that a device's compiler made of an engine's graphs."""
     names: list[Any] = sorted(map(str, specs))
-    own: dict[str, Any] = {"device": dict(fingerprint), "phase": "binaries", "graphs": names}
-    return CacheKey({**fields, **own})
+    graph_fields: dict[str, Any] = {
+        "device": dict(fingerprint),
+        "phase": "binaries",
+        "graphs": names,
+    }
+    return CacheKey({**fields, **graph_fields})
 
 
 class GraphFactory:
@@ -169,9 +161,9 @@ class GraphFactory:
         locks: dict[GraphSpec, ExitStack] = {}
         # Of several processes that need a graph, one compiles it and the others wait and load it.
         # All take the locks in the order of the plan, which excludes a deadlock.
-        with ExitStack() as held:
+        with ExitStack() as stack:
             for request in requests:
-                lock = locks[request.spec] = held.enter_context(ExitStack())
+                lock = locks[request.spec] = stack.enter_context(ExitStack())
                 lock.enter_context(self._lock(request.spec))
                 started = time.perf_counter()
                 program = self._stored(request)
@@ -289,8 +281,8 @@ class GraphFactory:
         return program
 
     def _capture(self, request: GraphRequest) -> Program:
-        own = graph_function(request.spec.phase, self._model, self._part)
-        return self._capture_function(request, *own)
+        function_and_names = graph_function(request.spec.phase, self._model, self._part)
+        return self._capture_function(request, *function_and_names)
 
     def _capture_function(
         self, request: GraphRequest, function: GraphFunction, names: Sequence[str]
@@ -510,9 +502,9 @@ def _draft_fields(config: VllmConfig) -> dict[str, Any]:
     speculation = draft_model_of(config)
     if speculation is None:
         return {}
-    own = speculation.draft_model_config
-    described = json.loads(json.dumps(own.hf_config.to_dict(), default=str))
-    fields = {"class": own.architecture, "drafts": speculation.num_speculative_tokens}
+    draft = speculation.draft_model_config
+    described = json.loads(json.dumps(draft.hf_config.to_dict(), default=str))
+    fields = {"class": draft.architecture, "drafts": speculation.num_speculative_tokens}
     if has_own_embedding(config):
         fields["embedding"] = "own"
     return {"draft": {**without_provenance(described), **fields}}

@@ -38,8 +38,8 @@ class GroupInputs(Protocol):
         """
         ...
 
-    def advance(self, places: Sequence[int]) -> None:
-        """Fill the next token, at ``places`` [n], of each request of the latest decode step."""
+    def advance(self, positions: Sequence[int]) -> None:
+        """Fill the next token, at ``positions`` [n], of each request of the latest decode step."""
         ...
 
     def put_blocks(self, row: int, blocks: IntArray) -> None:
@@ -137,8 +137,8 @@ class PagedInputs:
             self.seq_idx[count:] = 0
             self.block_tables[count:] = 0
 
-    def advance(self, places: Sequence[int]) -> None:
-        pack_into(f"{len(places)}q", self.seq_idx.data, 0, *places)
+    def advance(self, positions: Sequence[int]) -> None:
+        pack_into(f"{len(positions)}q", self.seq_idx.data, 0, *positions)
 
     def put_blocks(self, row: int, blocks: IntArray) -> None:
         self.block_tables[row] = blocks[: self.block_tables.shape[1]]
@@ -184,10 +184,12 @@ class WindowInputs:
             for padded in (self.cache_seq_len, self.cache_offset, self.block_tables):
                 padded[count:] = 0
 
-    def advance(self, places: Sequence[int]) -> None:
-        lengths = [min(place, self._window) for place in places]
-        pack_into(f"{len(places)}i", self.cache_seq_len.data, 0, *lengths)
-        pack_into(f"{len(places)}i", self.cache_offset.data, 0, *[length + 1 for length in lengths])
+    def advance(self, positions: Sequence[int]) -> None:
+        lengths = [min(position, self._window) for position in positions]
+        pack_into(f"{len(positions)}i", self.cache_seq_len.data, 0, *lengths)
+        pack_into(
+            f"{len(positions)}i", self.cache_offset.data, 0, *[length + 1 for length in lengths]
+        )
 
     def put_blocks(self, row: int, blocks: IntArray) -> None:
         self.block_tables[row] = blocks[:1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from struct import pack_into
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rbln_backend.attention.metadata import EncoderMetadata, RblnAttentionMetadata
-from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.core import GraphSpec, StepBatch
 from rbln_backend.lora.row_input import RowInput
 from rbln_backend.lora.slots import INPUT_NAME
@@ -174,9 +173,9 @@ class StepInputs:
             whole[...] = 0
         self.token_ids[:count, 0] = rows.token_ids
         self.positions[:count, 0] = rows.num_computed
-        for row, own in enumerate(drafts):
-            end, first = 1 + len(own), rows.num_computed[row]
-            self.token_ids[row, 1:end] = own
+        for row, tokens in enumerate(drafts):
+            end, first = 1 + len(tokens), rows.num_computed[row]
+            self.token_ids[row, 1:end] = tokens
             self.positions[row, 1:end] = np.arange(first + 1, first + end)
         # A graph writes all its query rows: padding goes to the slots of the request's later tokens
         # or to the null block, because vLLM ends a row of blocks with zeros.
@@ -234,49 +233,6 @@ def padded_blocks(lists: Sequence[Sequence[int]], width: int) -> IntArray:
     return whole
 
 
-class RowOrder(Protocol):
-    """The order of requests in the rows of a decode step."""
-
-    def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
-        """Return the rows of a step of ``bucket`` rows in this order."""
-        ...
-
-    def rearrange(self, values: Sequence[T]) -> Sequence[T]:
-        """Return values [requests] in the order of the latest arranged step."""
-        ...
-
-    def place(self, row: int) -> int:
-        """Return where the latest arranged step has ``row``."""
-        ...
-
-    def restore(self, output: Rows) -> Rows:
-        """Return an output of the latest arranged step in scheduling order.
-
-        [bucket, ...], or [requests, ...] without padding.
-        """
-        ...
-
-
-class AsScheduled:
-    """The order of the scheduler."""
-
-    def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:  # noqa: ARG002
-        """Return ``rows``."""
-        return rows
-
-    def rearrange(self, values: Sequence[T]) -> Sequence[T]:
-        """Return ``values`` [requests]."""
-        return values
-
-    def place(self, row: int) -> int:
-        """Return ``row``."""
-        return row
-
-    def restore(self, output: Rows) -> Rows:
-        """Return ``output``."""
-        return output
-
-
 class LongestFirst:
     """Longest context first: kernels then stop at the last row that reaches a block column."""
 
@@ -285,7 +241,7 @@ class LongestFirst:
         self._rows = np.zeros(0, dtype=np.int64)
 
     def arrange(self, rows: DecodeRows, bucket: int) -> DecodeRows:
-        """As ``RowOrder``; a copy, unless they are in this order."""
+        """Return the rows of a step of ``bucket`` rows in this order; a copy, unless they are."""
         token_ids, num_computed, block_rows = rows
         if (num_computed[:-1] >= num_computed[1:]).all():
             self._order = None
@@ -298,27 +254,25 @@ class LongestFirst:
         return DecodeRows(token_ids[order], num_computed[order], [b[order] for b in block_rows])
 
     def rearrange(self, values: Sequence[T]) -> Sequence[T]:
-        """As ``RowOrder``."""
+        """Return values [requests] in the order of the latest arranged step."""
         return values if self._order is None else [values[row] for row in self._order]
 
     def place(self, row: int) -> int:
-        """As ``RowOrder``."""
+        """Return where the latest arranged step has ``row``."""
         return row if self._order is None else int(self._rows[row])
 
     def restore(self, output: Rows) -> Rows:
-        """As ``RowOrder``: a copy of the output, unless the order is the same."""
+        """Return an output of the latest arranged step in scheduling order.
+
+        [bucket, ...], or [requests, ...] without padding; a copy, unless the order is the same.
+        """
         return output if self._order is None else output[self._rows[: len(output)]]
-
-
-def row_order(capabilities: Capabilities) -> RowOrder:
-    """Return the order that the device's decode kernels need."""
-    return LongestFirst() if capabilities.longest_first else AsScheduled()
 
 
 class AdapterRows:
     """The adapter slots of a step: one per request; none for requests without one and padding."""
 
-    def __init__(self, adapters: Adapters, rows: RowOrder) -> None:
+    def __init__(self, adapters: Adapters, rows: LongestFirst | None) -> None:
         """``rows``: the order of decode steps, which the step's rows are in already."""
         self._adapters, self._rows = adapters, rows
 
@@ -330,4 +284,6 @@ class AdapterRows:
         ids = requests.request_lora_mapping[:count].tolist()
         slots = self._adapters.slots_of(ids, requests.lora_id_to_lora_request)
         slots += [self._adapters.slot_of(request) for request in batch.decode_prefill]
-        inputs.fill_adapters(slots if batch.phase.takes_chunk else self._rows.rearrange(slots))
+        if self._rows is not None and not batch.phase.takes_chunk:
+            slots = [*self._rows.rearrange(slots)]
+        inputs.fill_adapters(slots)

@@ -34,15 +34,15 @@ _MIB = 1 << 20
 _HIDDEN_ROWS, _INTERMEDIATE_ROWS = 6, 3
 
 
-def memory_report(found: Preflight, memory: HostMemory | None = None) -> MemoryReport:
+def memory_report(preflight: Preflight, memory: HostMemory | None = None) -> MemoryReport:
     """Return the plan; its problems name what does not fit and the flag to change."""
-    npu = found.capabilities.npu
+    npu = preflight.capabilities.npu
     if npu is not None:
-        return _npu_report(found, npu)
-    config = found.config
+        return _npu_report(preflight, npu)
+    config = preflight.config
     memory = memory or host_memory()
     scheduler, model = config.scheduler_config, config.model_config
-    specs = list(found.specs.values())
+    specs = list(preflight.specs.values())
     per_block = paged_bytes_per_block(specs)
     planned = MemoryReport(
         total_bytes=memory.total_bytes,
@@ -50,10 +50,10 @@ def memory_report(found: Preflight, memory: HostMemory | None = None) -> MemoryR
         source=memory.source,
         # This process has imported what an engine imports.
         process_bytes=psutil.Process(os.getpid()).memory_info().rss,
-        weight_bytes=found.skeleton.weight_bytes,
-        packing_bytes=packing_bytes(found.skeleton.model),
-        lora_bytes=_lora_bytes(found),
-        workspace_bytes=_workspace_bytes(found),
+        weight_bytes=preflight.skeleton.weight_bytes,
+        packing_bytes=packing_bytes(preflight.skeleton.model),
+        lora_bytes=_lora_bytes(preflight),
+        workspace_bytes=_workspace_bytes(preflight),
         window_bytes=window_bytes(specs, scheduler.max_num_seqs),
         block_bytes=per_block,
         block_tokens=config.cache_config.block_size,
@@ -64,9 +64,9 @@ def memory_report(found: Preflight, memory: HostMemory | None = None) -> MemoryR
     return _with_blocks(planned, config)
 
 
-def _npu_report(found: Preflight, npu: Npu) -> MemoryReport:
+def _npu_report(preflight: Preflight, npu: Npu) -> MemoryReport:
     """Return the plan of all NPUs of an engine together, by the vendor's figures."""
-    config, specs = found.config, list(found.specs.values())
+    config, specs = preflight.config, list(preflight.specs.values())
     ranks = config.parallel_config.world_size
     rank = rank_memory(npu, config)
     total = rank.total_bytes * ranks
@@ -76,10 +76,10 @@ def _npu_report(found: Preflight, npu: Npu) -> MemoryReport:
         available_bytes=total,
         source=f"{ranks * rank.devices} x {npu.name}, by name",
         process_bytes=0,
-        weight_bytes=found.skeleton.weight_bytes,
+        weight_bytes=preflight.skeleton.weight_bytes,
         packing_bytes=0,
         # Each tensor-parallel rank has A or B of a layer as a whole.
-        lora_bytes=rank.adapter_bytes(_lora_bytes(found))
+        lora_bytes=rank.adapter_bytes(_lora_bytes(preflight))
         * config.parallel_config.tensor_parallel_size,
         workspace_bytes=rank.runtime_bytes * ranks,
         window_bytes=window_bytes(specs, config.scheduler_config.max_num_seqs),
@@ -140,30 +140,30 @@ def _expert_bytes(layer: nn.Module) -> int:
     return 0 if count is None else count(layer)
 
 
-def _lora_bytes(found: Preflight) -> int:
+def _lora_bytes(preflight: Preflight) -> int:
     """Return the bytes of the adapter slots of all layers."""
-    lora = found.config.lora_config
+    lora = preflight.config.lora_config
     if lora is None:
         return 0
     # vLLM's part of it takes a while to import.
     from rbln_backend.lora.memory import slot_bytes
 
-    model, item_bytes = found.skeleton.model, found.skeleton.item_bytes
-    on_host = found.capabilities.runs_on_host
+    model, item_bytes = preflight.skeleton.model, preflight.skeleton.item_bytes
+    on_host = preflight.capabilities.runs_on_host
     return slot_bytes(model, lora, item_bytes, linear_only=not on_host)
 
 
-def _workspace_bytes(found: Preflight) -> int:
+def _workspace_bytes(preflight: Preflight) -> int:
     """Return roughly the bytes of the largest step's tensors and of its logits in float32."""
-    config = found.config.model_config
-    tokens = max(max(table.sizes) for table in found.tables.values())
+    config = preflight.config.model_config
+    tokens = max(max(table.sizes) for table in preflight.tables.values())
     hidden = config.get_hidden_size()
     wide = getattr(config.hf_text_config, "intermediate_size", None) or 4 * hidden
     # Gemma-3n has one intermediate size for each layer.
     wide = max(wide) if isinstance(wide, list) else wide
-    row = (_HIDDEN_ROWS * hidden + _INTERMEDIATE_ROWS * wide) * found.skeleton.item_bytes
-    rows = found.config.scheduler_config.max_num_seqs
-    return tokens * row + rows * config.get_vocab_size() * (found.skeleton.item_bytes + 4)
+    row = (_HIDDEN_ROWS * hidden + _INTERMEDIATE_ROWS * wide) * preflight.skeleton.item_bytes
+    rows = preflight.config.scheduler_config.max_num_seqs
+    return tokens * row + rows * config.get_vocab_size() * (preflight.skeleton.item_bytes + 4)
 
 
 def _with_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:

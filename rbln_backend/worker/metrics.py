@@ -96,7 +96,8 @@ class StepMetrics:
 
         Both are 0 where a data-parallel rank runs padding in another rank's step.
         """
-        series = self._series_of(spec)
+        latest = self._latest
+        series = self._find(spec) if latest is None or latest[0] is not spec else latest[1]
         # A chunk may have several requests, but a chunk of one has no padded row.
         series.cells.add(num_reqs, max(0, series.batch_size - num_reqs), seconds)
         if series.useful_tokens is not None and series.padded_tokens is not None:
@@ -110,12 +111,12 @@ class StepMetrics:
             if self._sizes is not None:
                 self._sizes.note(series.tuned_as, size, seconds)
 
-    def _series_of(self, spec: GraphSpec) -> _Series:
-        if self._latest is None or self._latest[0] is not spec:
-            if spec not in self._series:
-                self._series[spec] = self._declare(spec)
-            self._latest = (spec, self._series[spec])
-        return self._latest[1]
+    def _find(self, spec: GraphSpec) -> _Series:
+        series = self._series.get(spec)
+        if series is None:
+            series = self._series[spec] = self._declare(spec)
+        self._latest = (spec, series)
+        return series
 
 
 # Counts of step sizes, written to a file for the bucket tuner.

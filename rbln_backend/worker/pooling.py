@@ -8,6 +8,7 @@ poolers work with any chunk size. A pooler that reads the last row alone gets th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -175,11 +176,12 @@ def _first_of_document(request: NewRequestData) -> int | None:
     return first
 
 
-class PoolingRunner:
+class PoolingRunner(StepRunner):
     """Runs one chunk of one prompt per step, and pools on the host after a prompt's last chunk."""
 
-    def __init__(self, steps: StepRunner, pooler: HostPooler, token_types: TokenTypes) -> None:
-        self.steps = steps
+    def __init__(self, pooler: HostPooler, token_types: TokenTypes, **step: Any) -> None:
+        """``step``: the arguments of ``StepRunner``."""
+        super().__init__(**step)
         self._pooler = pooler
         self._token_types = token_types
 
@@ -188,11 +190,11 @@ class PoolingRunner:
         """Run the step's graph, and pool if it was the prompt's last chunk."""
         self._pooler.remove(scheduled.finished_req_ids)
         self._token_types.apply(scheduled)
-        result = self.steps.run(scheduled)
+        result = self.run(scheduled)
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch, hidden = result.batch, result.outputs[0]
-        request = self.steps.batches.requests[batch.input_batch.req_ids[0]]
+        request = self.batches.requests[batch.input_batch.req_ids[0]]
         self._pooler.add(request, hidden[: batch.num_tokens], is_last=batch.samples)
         pooled: Tensor | None = None
         if batch.samples:

@@ -79,9 +79,9 @@ def _build_kernels(rbln: RblnConfig, names: Sequence[str]) -> list[str]:
             f"--isa builds kernels of the emulated device; the device is {capabilities.device!r}"
         )
     chosen = {*names, *levels} if "all" in names else set(names)
-    wanted = [name for name in (NATIVE.name, *levels) if name in chosen]
-    build_variants(Path(rbln.cache_root), wanted)
-    return wanted
+    ordered = [name for name in (NATIVE.name, *levels) if name in chosen]
+    build_variants(Path(rbln.cache_root), ordered)
+    return ordered
 
 
 class NoWeightsLoader(BaseModelLoader):

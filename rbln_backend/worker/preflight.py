@@ -301,7 +301,9 @@ class Skeleton:
             model: nn.Module = initialize_model(vllm_config=self._config)
             add_draft_model(
                 *(model, self._config),
-                lambda config, own: initialize_model(vllm_config=config, model_config=own),
+                lambda config, draft_config: initialize_model(
+                    vllm_config=config, model_config=draft_config
+                ),
                 self._has_embedding,
             )
         except Exception as error:
@@ -359,8 +361,8 @@ def kv_cache_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
     """Return vLLM's spec of every attention layer with its own KV cache, by layer name."""
     layers = attention_layers(config)
     sharing = sharing_layers(layers)
-    found = {n: _stored_spec(x, config) for n, x in layers.items() if n not in sharing}
-    return {name: spec for name, spec in found.items() if spec is not None}
+    specs = {n: _stored_spec(x, config) for n, x in layers.items() if n not in sharing}
+    return {name: spec for name, spec in specs.items() if spec is not None}
 
 
 def _stored_spec(layer: Any, config: VllmConfig) -> KVCacheSpec | None:

@@ -4,49 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rbln_backend.core import Phase, StepBatch, StepRound
-from rbln_backend.parallel.collectives import Group, groups
+from rbln_backend.parallel.collectives import Group
 from rbln_backend.reporting.ranks import RankPlace
 from rbln_backend.vllm_compat.surface import VllmConfig, get_pp_group, settled
 from rbln_backend.worker.draft_model import carried_states
 from rbln_backend.worker.graph_functions import INTERMEDIATE, WHOLE, ModelPart
 from rbln_backend.worker.inputs import StepInputs
-
-
-class Stage(Protocol):
-    """Moves tensors between stages around the run of a graph."""
-
-    part: ModelPart
-
-    def receive(self, inputs: StepInputs) -> None:
-        """Wait for the previous stage's outputs of the same step. Called before a run."""
-        ...
-
-    def send(self, inputs: StepInputs, outputs: Sequence[Tensor]) -> None:
-        """Send copies of the outputs, each [rows, H], to the next stage. Called after a run.
-
-        ``inputs`` has what the stage only passes on.
-        """
-        ...
-
-
-class SoleStage:
-    """The only stage: the whole model, on one rank or split by tensor parallelism."""
-
-    def __init__(self, part: ModelPart = WHOLE) -> None:
-        self.part = part
-
-    def receive(self, inputs: StepInputs) -> None:
-        """Do nothing."""
-
-    def send(self, inputs: StepInputs, outputs: Sequence[Tensor]) -> None:
-        """Do nothing with ``outputs`` [...]."""
 
 
 class PipelineStage:
@@ -60,7 +30,10 @@ class PipelineStage:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def receive(self, inputs: StepInputs) -> None:
-        """As ``Stage``; raises ``RuntimeError`` when the previous rank has exited."""
+        """Wait for the previous stage's outputs of the same step. Called before a run.
+
+        Raises ``RuntimeError`` when the previous rank has exited.
+        """
         if self.part.is_first:
             return
         source = self._group.ranks[self._group.rank - 1]
@@ -68,7 +41,11 @@ class PipelineStage:
             dist.recv(inputs.tensors[INTERMEDIATE + name], src=source, group=self._group.host_group)
 
     def send(self, inputs: StepInputs, outputs: Sequence[Tensor]) -> None:
-        """As ``Stage``, [rows, H] each; raises ``RuntimeError`` when the next rank has exited."""
+        """Send copies of the outputs, each [rows, H], to the next stage. Called after a run.
+
+        ``inputs`` has what the stage only passes on. Raises ``RuntimeError`` when the next rank has
+        exited.
+        """
         if self.part.is_last:
             return
         # At most one step is in flight, so that a stage cannot run ahead of a slower one.
@@ -85,17 +62,18 @@ class PipelineStage:
             self._sent.append((work, copy))
 
 
-def make_stage(model: nn.Module, dtype: torch.dtype, whole: ModelPart = WHOLE) -> Stage:
-    """Return this rank's stage; needs vLLM's process groups. ``dtype``: of hidden states.
+def stage_part(model: nn.Module, dtype: torch.dtype, whole: ModelPart = WHOLE) -> ModelPart:
+    """Return this rank's part of the model; needs vLLM's process groups.
 
-    ``whole``: the part that a sole stage has; the last of several ends in ``argmax`` as it does.
+    ``dtype``: of hidden states. ``whole``: the part that a sole stage has; the last of several ends
+    in ``argmax`` as it does.
     """
     group = get_pp_group()
     if group.world_size == 1:
-        return SoleStage(whole)
+        return whole
     names, states = tuple(_intermediates_like(model, dtype, 1).tensors), carried_states(model)
     is_first, is_last = bool(group.is_first_rank), bool(group.is_last_rank)
-    part = replace(
+    return replace(
         whole,
         is_first=is_first,
         is_last=is_last,
@@ -104,13 +82,12 @@ def make_stage(model: nn.Module, dtype: torch.dtype, whole: ModelPart = WHOLE) -
         sent=() if is_last else (*names, *states.computed),
         picks_tokens=whole.picks_tokens and is_last,
     )
-    return PipelineStage(part, groups()["pp"])
 
 
 def intermediate_buffers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
     """Return buffers [rows, H] for the previous stage's outputs, by the name of the input."""
-    made = _intermediates_like(model, dtype, rows)
-    tensors: dict[str, Tensor] = dict(made.tensors)
+    outputs = _intermediates_like(model, dtype, rows)
+    tensors: dict[str, Tensor] = dict(outputs.tensors)
     for name in carried_states(model).received:
         tensors[name] = torch.zeros_like(tensors["hidden_states"])
     return {INTERMEDIATE + name: tensor for name, tensor in tensors.items()}
@@ -131,62 +108,33 @@ def _intermediates_like(model: Any, dtype: torch.dtype, rows: int) -> Any:
 _PHASES = (Phase.PREFILL, Phase.POOLING, Phase.DECODE)
 
 
-class StepAgreement(Protocol):
-    """Determines the rounds of a step."""
-
-    ranks: int
-    """Ranks whose tokens a mixture of experts computes."""
-
-    def rounds(self, batch: StepBatch | None) -> Sequence[StepRound]:
-        """Return the rounds to run now; ``batch`` is None for a rank without requests."""
-        ...
-
-
-class SoleRank:
-    """A single rank: the batch is the only round."""
-
-    ranks = 1
-
-    def rounds(self, batch: StepBatch | None) -> Sequence[StepRound]:
-        """As ``StepAgreement``."""
-        if batch is None:
-            return ()
-        count = batch.num_tokens if batch.phase.takes_chunk else batch.size
-        return (StepRound(batch.phase, batch.size, (count,), batch.length),)
-
-
 class DataRanks:
     """The ranks of several engines, all of which call ``rounds`` once per step."""
 
     def __init__(self, group: Group) -> None:
-        self.ranks = len(group.ranks)
         self._group = group.host_group
         self._mine = torch.zeros(2, dtype=torch.int32)
         self._all = [torch.zeros(2, dtype=torch.int32) for _ in group.ranks]
 
     def rounds(self, batch: StepBatch | None) -> Sequence[StepRound]:
-        """As ``StepAgreement``; raises ``RuntimeError`` when a rank has exited."""
+        """Return the rounds to run now; ``batch`` is None for a rank without requests.
+
+        Raises ``RuntimeError`` when a rank has exited.
+        """
         self._mine[0] = -1 if batch is None else _PHASES.index(batch.phase)
         self._mine[1] = 0 if batch is None else batch.size
         dist.all_gather(self._all, self._mine, group=self._group)
         return agreed([(number, size) for number, size in torch.stack(self._all).tolist()])
 
 
-def make_agreement(config: VllmConfig) -> StepAgreement:
-    """Return the agreement of a rank; engines of a dense model need none between them."""
-    if config.parallel_config.data_parallel_size == 1:
-        return SoleRank()
-    return DataRanks(groups()["dp"])
-
-
-def agreed(wanted: Sequence[tuple[int, int]]) -> list[StepRound]:
+def agreed(sizes: Sequence[tuple[int, int]]) -> list[StepRound]:
     """Return the rounds for the ``(phase, size)`` of each rank.
 
     A phase is its index in the order of rounds, -1 for a rank without requests.
     """
     rounds = []
     for index, phase in enumerate(_PHASES):
-        counts = tuple(size if of_rank == index else 0 for of_rank, size in wanted)
+        counts = tuple(size if of_rank == index else 0 for of_rank, size in sizes)
         if any(counts):
             rounds.append(StepRound(phase, max(counts), counts))
     return rounds

@@ -62,8 +62,8 @@ class RowSampler(Sampler):
         """
         sampled, processed = self._sample_rows(logits, *args, **options)
         # Where all are forbidden, the one that was taken is, too.
-        taken = logits.gather(1, sampled.view(-1, 1).long()).view(-1)
-        return sampled.masked_fill(taken == -torch.inf, NO_TOKEN), processed
+        logit = logits.gather(1, sampled.view(-1, 1).long()).view(-1)
+        return sampled.masked_fill(logit == -torch.inf, NO_TOKEN), processed
 
     def _sample_rows(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         drawn: tuple[Tensor, Tensor | None] = super().sample(*args, **options)
@@ -98,7 +98,16 @@ class RowSampler(Sampler):
             # A batch keeps its metadata until a request joins or leaves.
             self._latest = metadata
             self._has_no_edits = _has_no_edits(metadata)
-        return self._has_no_edits and not _is_biased(metadata)
+        if not self._has_no_edits:
+            return False
+        for processor in metadata.logitsprocs.non_argmax_invariant:
+            # A bias, or a minimum length that has not been reached.
+            if isinstance(processor, LogitBiasLogitsProcessor):
+                if processor.biases:
+                    return False
+            elif isinstance(processor, MinTokensLogitsProcessor) and processor.min_toks:
+                return False
+        return True
 
 
 class GreedySampler(RowSampler):
@@ -133,23 +142,12 @@ def _has_no_edits(metadata: SamplingMetadata) -> bool:
     )
 
 
-def _is_biased(metadata: SamplingMetadata) -> bool:
-    """Return True if a request has a bias, or a minimum length that it has not reached."""
-    for processor in metadata.logitsprocs.non_argmax_invariant:
-        if isinstance(processor, LogitBiasLogitsProcessor):
-            if processor.biases:
-                return True
-        elif isinstance(processor, MinTokensLogitsProcessor) and processor.min_toks:
-            return True
-    return False
-
-
 def with_generators(metadata: SamplingMetadata, rows: Sequence[int]) -> SamplingMetadata:
     """Return the metadata with the generators of ``rows`` alone: others do not advance."""
     if metadata.generators.keys() <= set(rows):
         return metadata
-    own = {row: generator for row, generator in metadata.generators.items() if row in rows}
-    return replace(metadata, generators=own)
+    generators = {row: generator for row, generator in metadata.generators.items() if row in rows}
+    return replace(metadata, generators=generators)
 
 
 class KernelSampler(GreedySampler):
@@ -265,11 +263,14 @@ def _with_named(
     ids[:, :count], values[:, :count] = reported.logprob_token_ids, reported.logprobs
     for row, tokens in named.items():
         ids[row, 1:], values[row, 1:] = 0, -torch.inf
-        own = torch.tensor(tokens, dtype=torch.int32)
+        token_ids = torch.tensor(tokens, dtype=torch.int32)
         _, of_own, _ = torch.ops.rbln_emulator.top_logprobs(
-            logits[row].expand(len(own), -1), own, 0, is_normalized
+            logits[row].expand(len(token_ids), -1), token_ids, 0, is_normalized
         )
-        ids[row, 1 : 1 + len(own)], values[row, 1 : 1 + len(own)] = own, of_own.view(-1)
+        ids[row, 1 : 1 + len(token_ids)], values[row, 1 : 1 + len(token_ids)] = (
+            token_ids,
+            of_own.view(-1),
+        )
     return LogprobsTensors(ids, values, reported.selected_token_ranks)
 
 
@@ -485,8 +486,8 @@ class PromptLogprobs:
         scores = logits
         if "logits" not in self._sampler.logprobs_mode:
             scores = self._sampler.compute_logprobs(logits)
-        found = self._sampler.gather_logprobs(scores, num_logprobs, targets)
-        token_ids, logprobs, ranks, *_ = found
+        gathered = self._sampler.gather_logprobs(scores, num_logprobs, targets)
+        token_ids, logprobs, ranks, *_ = gathered
         rows = slice(start, start + len(targets))
         table.logprob_token_ids[rows] = token_ids
         table.logprobs[rows] = logprobs
@@ -547,16 +548,16 @@ def _rows(
     Both have a row for each draft of a request behind its first one.
     """
     drafts = scheduled.scheduled_spec_decode_tokens
-    places = batch.req_id_to_index
-    starts = list(range(len(places)))
+    row_of = batch.req_id_to_index
+    starts = list(range(len(row_of)))
     if drafts:
         lengths = [1 + len(drafts.get(name, ())) for name in batch.req_ids]
         starts = np.concatenate(([0], np.cumsum(lengths))).tolist()
     first = 0
     for name in grammar.structured_output_request_ids:
         count = 1 + len(drafts.get(name, ()))
-        place = places.get(name)
-        if place is not None:
-            start = starts[place]
+        batch_row = row_of.get(name)
+        if batch_row is not None:
+            start = starts[batch_row]
             yield from zip(range(first, first + count), range(start, start + count), strict=True)
         first += count

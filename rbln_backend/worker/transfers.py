@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 from rbln_backend.kv_transfer.shared_blocks import SharedBlocks
 from rbln_backend.vllm_compat.kv_connector import (
@@ -22,9 +21,6 @@ from rbln_backend.vllm_compat.surface import (
     VllmConfig,
 )
 from rbln_backend.worker.runner import RblnModelRunner
-
-if TYPE_CHECKING:
-    from rbln_backend.worker.runner import StepRunner
 
 
 class TransferRunner:
@@ -57,9 +53,8 @@ class TransferRunner:
             connector.set_host_xfer_buffer_ops(blocks.copy)
         return cls(runner, connector)
 
-    @property
-    def steps(self) -> StepRunner:
-        return self._runner.steps
+    def run_idle(self) -> None:
+        self._runner.run_idle()
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
         """As ``RblnModelRunner.execute_model``; a step without tokens reports what has ended."""

@@ -78,8 +78,8 @@ class Verification:
         ``tokens``: by request, those of its positions, and any behind them.
         """
         accepted = [
-            own[: 1 + _num_right(drafts, own)]
-            for drafts, own in zip(batch.drafts, tokens, strict=True)
+            sampled[: 1 + _num_right(drafts, sampled)]
+            for drafts, sampled in zip(batch.drafts, tokens, strict=True)
         ]
         self._batches.record(batch, accepted)
         return accepted

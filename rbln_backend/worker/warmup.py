@@ -20,7 +20,7 @@ from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.unsupported import LORA_UNPROVEN
 from rbln_backend.worker.device_sampler import DeviceSampler, sampler_specs
-from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, NoListener, Result
+from rbln_backend.worker.graph_factory import GraphFactory, GraphListener, GraphRequest, Result
 from rbln_backend.worker.graph_functions import INTERMEDIATE
 from rbln_backend.worker.graph_set import ADAPTER_PRODUCT
 from rbln_backend.worker.inputs import StepInputs
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters
 
 
-class WarmUp:
+class WarmUp(GraphListener):
     """Reports each graph on the terminal, in the progress file and in the metrics."""
 
     def __init__(
@@ -84,7 +84,7 @@ class WarmUp:
         """Make the graphs with a compiler that compiles when it loads a program."""
         specs = [request.spec for request in requests]
         self._progress.phase("compile", "capturing")
-        programs = factory.obtain_all(requests, NoListener())
+        programs = factory.obtain_all(requests, GraphListener())
         restored = factory.restore_binaries(specs)
         self._progress.phase("compile")
         graphs = []
@@ -142,8 +142,8 @@ class WarmUp:
         self._results[spec] = result
         labels = {"kind": spec.phase_name, "result": result}
         self._board.histogram("rbln_compile_seconds", **labels).observe(seconds)
-        made = Counter((s.phase_name, r) for s, r in self._results.items())
-        self._board.gauge("rbln_graphs", **labels).set(made[spec.phase_name, result])
+        counts = Counter((s.phase_name, r) for s, r in self._results.items())
+        self._board.gauge("rbln_graphs", **labels).set(counts[spec.phase_name, result])
         self._progress.graph_done(str(spec), result, seconds)
 
 
@@ -219,8 +219,8 @@ class SlotProof:
         slots = [NO_ADAPTER, *known]
         self._row_input.fill(mask, [slots[n % len(slots)] for n in range(len(hidden))])
         name, stack = next(iter(self._layers.stacks.items()))
-        own = {slot: images[name] for slot, images in known.items()}
-        return stack.on_host(self._layers.lora_slots, own).product(hidden, mask)
+        by_slot = {slot: images[name] for slot, images in known.items()}
+        return stack.on_host(self._layers.lora_slots, by_slot).product(hidden, mask)
 
     def _outputs(
         self,
@@ -232,15 +232,17 @@ class SlotProof:
         """Write ``images`` by slot; return the outputs of each graph, with ``slot`` in all rows."""
         for number, image in images.items():
             self._layers.write(number, image)
-        found: dict[GraphSpec, Outputs] = {ADAPTER_PRODUCT: _copied(graphs[ADAPTER_PRODUCT].run())}
-        for spec, own in inputs.items():
+        outputs_by_graph: dict[GraphSpec, Outputs] = {
+            ADAPTER_PRODUCT: _copied(graphs[ADAPTER_PRODUCT].run())
+        }
+        for spec, step_inputs in inputs.items():
             outputs = []
             for token in _TOKENS:
-                _fill(own, token, slot)
+                _fill(step_inputs, token, slot)
                 outputs += _copied(graphs[spec].run())
-            found[spec] = outputs
-            own.fill_idle()
-        return found
+            outputs_by_graph[spec] = outputs
+            step_inputs.fill_idle()
+        return outputs_by_graph
 
 
 def _fill(inputs: StepInputs, token: int, slot: int) -> None:

@@ -83,12 +83,12 @@ def missing_in_files(model: nn.Module, config: VllmConfig) -> str | None:
     ``model`` has parameters on the meta device. None if nothing is missing, for a model of a hub,
     for files of another format, and for a reader of weights that needs their values.
     """
-    own = config.model_config
-    has_files = any(Path(own.model).glob("*.safetensors"))
+    model_config = config.model_config
+    has_files = any(Path(model_config.model).glob("*.safetensors"))
     if config.load_config.load_format == "dummy" or not has_files:
         return None
     loader = CompleteLoader(config.load_config)
-    _, files, are_safetensors = loader._prepare_weights(own.model, None, None, True, None)
+    _, files, are_safetensors = loader._prepare_weights(model_config.model, None, None, True, None)
     if not are_safetensors:
         return None
     names: set[str] = set()
@@ -96,11 +96,13 @@ def missing_in_files(model: nn.Module, config: VllmConfig) -> str | None:
         try:
             model.load_weights(_shapes(files, names))  # type: ignore[operator]
         except (RuntimeError, NotImplementedError) as error:
-            logger.debug("The files of %s are checked by the start alone: %s", own.model, error)
+            logger.debug(
+                "The files of %s are checked by the start alone: %s", model_config.model, error
+            )
             return None
     drafts = f"{PART}."
     missing = [name for name in written.missing() if not name.startswith(drafts)]
-    return _lacking(own.model, model, missing, names) if missing else None
+    return _lacking(model_config.model, model, missing, names) if missing else None
 
 
 def _shapes(files: Sequence[str], names: set[str]) -> Iterator[tuple[str, Tensor]]:
@@ -174,9 +176,9 @@ class WrittenElements(TorchDispatchMode):
         """Return True for what layers create whether or not their model has it."""
         if name.endswith(_OF_CACHES):
             return True
-        owner, _, own = name.rpartition(".")
+        owner, _, parameter = name.rpartition(".")
         config = getattr(self._model.get_submodule(owner), "moe_config", None)
-        return own in ("w13_bias", "w2_bias") and config is not None and not config.has_bias
+        return parameter in ("w13_bias", "w2_bias") and config is not None and not config.has_bias
 
     def _note(self, value: Any) -> None:
         for tensor in pytree.tree_leaves(value):
@@ -197,9 +199,9 @@ def _in_files(model: nn.Module, parameter: str, names: Collection[str]) -> list[
     ``names`` are those of the files' tensors, which may have another prefix.
     """
     module, _, kind = parameter.rpartition(".")
-    owner, _, own = module.rpartition(".")
+    owner, _, module_name = module.rpartition(".")
     layer = ".".join(owner.split(".")[-3:])
-    parts = getattr(model, "packed_modules_mapping", {}).get(own, ())
+    parts = getattr(model, "packed_modules_mapping", {}).get(module_name, ())
     absent = [
         part for part in parts if not any(name.endswith(f"{layer}.{part}.{kind}") for name in names)
     ]

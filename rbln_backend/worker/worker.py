@@ -67,7 +67,7 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
-from rbln_backend.worker.build import EngineBuild, EngineParts, Runner
+from rbln_backend.worker.build import EngineBuild, Runner
 from rbln_backend.worker.description import SelfDescription
 from rbln_backend.worker.draft_model import add_draft_model, has_own_embedding
 from rbln_backend.worker.memory import host_budget_bytes, npu_budget_bytes
@@ -96,7 +96,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-A = TypeVar("A")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -198,8 +197,8 @@ class RblnWorker(WorkerBase):
         if experts is None:
             return
         self._description.has_experts(experts)
-        found = experts.path, experts.reason, experts.local, experts.experts
-        logger.info("Experts: path %s (%s), %d of %d here", *found)
+        fields = experts.path, experts.reason, experts.local, experts.experts
+        logger.info("Experts: path %s (%s), %d of %d here", *fields)
 
     def _loader(self) -> BaseModelLoader:
         loader = get_model_loader(self.load_config)
@@ -264,17 +263,15 @@ class RblnWorker(WorkerBase):
         assert self._compiler is not None
         if self._compiler.capabilities.npu is not None:
             check_num_blocks(kv_cache_config.num_blocks)
-        parts = EngineParts(
-            vllm_config=self.vllm_config,
-            rbln=self._rbln,
+        self._build = EngineBuild(
+            self.vllm_config,
+            kv_cache_config,
             model=self.get_model(),
             compiler=self._compiler,
-            attention_layers=attention_layers(self.vllm_config),
             board=self._board,
             place=self._place,
             adapters=self._adapters,
         )
-        self._build = EngineBuild(parts, kv_cache_config)
         self._description.has_kv_caches(kv_cache_config)
         logger.info(
             "KV cache: %d blocks of %d tokens; requests of %d tokens at most",
@@ -302,30 +299,34 @@ class RblnWorker(WorkerBase):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         assert self._runner is not None
-        return self._guarded(self._runner.execute_model, scheduler_output)
+        try:
+            return self._runner.execute_model(scheduler_output)
+        except Exception as error:
+            self._exit_unless_replying(error)
+            raise
 
     def sample_tokens(  # type: ignore[override]  # upstream's callers accept None, its type does not
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         assert self._runner is not None
-        return self._guarded(self._runner.sample_tokens, grammar_output)
+        try:
+            return self._runner.sample_tokens(grammar_output)
+        except Exception as error:
+            self._exit_unless_replying(error)
+            raise
 
     def execute_dummy_batch(self) -> None:
         """Run padding. Called instead of ``execute_model`` while other data ranks have requests."""
         assert self._runner is not None
-        self._runner.steps.run_idle()
+        self._runner.run_idle()
 
-    def _guarded(self, step: Callable[[A], R], argument: A) -> R:
-        """Run a part of a step; if it fails on a rank that does not reply, exit the process.
+    def _exit_unless_replying(self, error: Exception) -> None:
+        """Exit the process after a failed step on a rank that does not reply.
 
         The executor would wait for the rank that replies, and that one for this one.
         """
-        try:
-            return step(argument)
-        except Exception as error:
-            if self._place.replies:
-                raise
-            logger.exception("Rank %d: a step failed, exiting", self.rank)
+        if not self._place.replies:
+            logger.error("Rank %d: a step failed, exiting", self.rank, exc_info=error)
             raise SystemExit(_STEP_FAILED) from error
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -473,8 +474,8 @@ class RblnWorker(WorkerBase):
         if self._rbln.profiler and (sdk := installed_sdk()) is not None:
             self._profiler = RebelProfiler(sdk)
         writes = not self._rbln.disable_compile_cache and not self._rbln.cache_read_only
-        own = root / "sdk" / f"rank{place.number}" if writes else None
-        rebel = make_rebel_compiler(self._rbln, own)
+        artifacts = root / "sdk" / f"rank{place.number}" if writes else None
+        rebel = make_rebel_compiler(self._rbln, artifacts)
         self._description.has_device(rebel)
         return rebel
 

@@ -130,7 +130,7 @@ def _recorded(worker: Any) -> Any:
 def _remembered(worker: Any) -> list[int]:
     drafting = _drafting(worker)
     if drafting is None:
-        return [len(worker.worker._runner.steps.batches._drafts)]
+        return [len(worker.worker._runner.batches._drafts)]
     model = drafting._model
     if model is None:
         return [len(drafting._begun), len(drafting._drafter._going)]

@@ -216,7 +216,7 @@ def test_an_unknown_shape_after_warm_up_is_refused_and_counted(
 ) -> None:
     engine = start(engines, copied)
     runner = engine.core.model_executor.driver_worker.worker._runner
-    runner.steps._graphs.dispatch._graphs.clear()
+    runner._graphs.dispatch._graphs.clear()
     with pytest.raises(UncompiledShapeError, match="was not compiled at warm-up"):
         assert_serves(engine)
     assert engine.total("rbln_recompiles_after_warmup_total") == 1

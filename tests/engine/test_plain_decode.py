@@ -71,7 +71,7 @@ def _name(found: Any) -> Any:
 @contextmanager
 def traced(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, plain: bool) -> Iterator[Trace]:
     trace, scheduler = Trace(), engine.core.scheduler
-    steps = engine.core.model_executor.driver_worker.worker._runner.steps
+    steps = engine.core.model_executor.driver_worker.worker._runner
     with monkeypatch.context() as patch:
         if not plain:
             patch.setattr(scheduler._plain, "_is_allowed", False)

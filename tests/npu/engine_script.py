@@ -133,10 +133,11 @@ def _read(when: str) -> None:
     """Break the runner: ``early`` reads outputs without a wait, ``late`` after the next launch."""
 
     from rbln_backend.core import StepOutputs
-    from rbln_backend.worker import runner
+    from rbln_backend.worker import build
+    from rbln_backend.worker.runner import RblnModelRunner
 
     if when == "late":
-        setattr(runner.AsyncModelRunner, "synchronize", lambda _: None)  # noqa: B010
+        setattr(RblnModelRunner, "synchronize", lambda _: None)  # noqa: B010
         return
 
     def read(self: Any, number: int) -> Any:
@@ -148,7 +149,7 @@ def _read(when: str) -> None:
         return lambda: (outputs, 0.0)
 
     setattr(StepOutputs, "__getitem__", read)  # noqa: B010
-    setattr(runner, "launch_on_device", launch)  # noqa: B010
+    setattr(build, "launch_on_device", launch)  # noqa: B010
 
 
 def _check_all_drafts(engine: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rbln_backend.core import GraphSpec, Phase, StepOutputs
 from rbln_backend.worker.device_sampler import DeviceSampler
-from rbln_backend.worker.graph_factory import GraphRequest, NoListener
+from rbln_backend.worker.graph_factory import GraphListener, GraphRequest
 from rbln_backend.worker.inputs import DecodeRows, LongestFirst
 
 ROWS, VOCAB = 4, 64
@@ -50,7 +50,7 @@ def sampler(sdk: ModuleType) -> DeviceSampler:
     )
     made = DeviceSampler()
     factory: Any = SimpleNamespace(build_other=EagerGraph)
-    made.compile([model], factory, NoListener())
+    made.compile([model], factory, GraphListener())
     return made
 
 

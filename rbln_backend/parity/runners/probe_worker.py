@@ -27,7 +27,7 @@ class ProbeWorker(RblnWorker):
         """Replace the graphs by tapped ones, for one request at a time; raises ``CompileError``."""
         assert self._build is not None
         self._taps = _Taps(self.get_model())
-        self._build.observe(self._taps)
+        self._build.observe(self._taps.function, self._taps.wrap)
 
     def take_probe(self) -> tuple[list[str], list[Any]]:
         """Return the layers' names, and for each float32 states [rows, hidden size]."""

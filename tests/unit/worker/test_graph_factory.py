@@ -19,7 +19,7 @@ from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.emulator.packing import pack
 from rbln_backend.store.artifact_files import PROGRAM
 from rbln_backend.store.artifacts import ArtifactStore, StoreEvent
-from rbln_backend.worker.graph_factory import GraphFactory, GraphRequest, Result
+from rbln_backend.worker.graph_factory import GraphFactory, GraphListener, GraphRequest, Result
 
 THIS = os.getpid()
 SPECS = [GraphSpec.of(Phase.LOGITS, rows) for rows in (1, 2, 4)]
@@ -37,7 +37,7 @@ class Model(nn.Module):
         return logits
 
 
-class Recorded:
+class Recorded(GraphListener):
     """A listener that records its calls."""
 
     def __init__(self) -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from rbln_backend.core import Phase, StepRound
-from rbln_backend.worker.ranks import SoleRank, agreed
+from rbln_backend.worker.ranks import agreed
 
 PREFILL, POOLING, DECODE, IDLE = 0, 1, 2, -1
-
-
-def test_a_single_rank_runs_its_batch() -> None:
-    assert SoleRank().rounds(None) == ()
-    assert SoleRank().ranks == 1
 
 
 def test_decode_uses_the_size_of_the_largest_batch() -> None:
