@@ -374,7 +374,10 @@ class EngineBuild:
             max_num_blocks_per_req=[group.width for group in self._groups],
             is_pooling_model=not self._generates,
             logitsprocs=build_logitsprocs(
-                *(_without_speculation(config), device, False, False),
+                _without_speculation(config),
+                device,
+                False,
+                False,
                 config.model_config.logits_processors or (),
             ),
         )

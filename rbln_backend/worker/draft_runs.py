@@ -311,7 +311,6 @@ class DraftLayer:
                 unread.parts.append(hidden[:count])
 
     def forget(self, request_id: str) -> None:
-        """As ``DraftSource``."""
         self._unread.pop(request_id, None)
 
     def _hidden(self, step: EndedStep) -> Tensor:

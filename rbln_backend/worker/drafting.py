@@ -331,7 +331,6 @@ class DraftHeads:
 
     @torch.inference_mode()
     def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
-        """As ``DraftSource``."""
         drafts: list[list[int]] = []
         if not rows:
             return drafts
@@ -379,20 +378,16 @@ class ModelDrafter:
             self.seconds = time.perf_counter() - started
 
     def begin(self, request: DraftedRequest) -> None:
-        """As ``Drafter``."""
         self._drafts[request.request_id] = []
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """As ``Drafter``."""
         if tokens:
             self._drafts[request_id] = []
 
     def propose(self, request_id: str, limit: int) -> list[int]:
-        """As ``Drafter``."""
         return self._drafts[request_id][:limit]
 
     def end(self, request_id: str, finished: bool) -> None:  # noqa: ARG002
-        """As ``Drafter``."""
         del self._drafts[request_id]
 
     def forget(self, request_id: str) -> None:

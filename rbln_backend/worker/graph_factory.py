@@ -295,7 +295,9 @@ class GraphFactory:
             lowered = self._compiler.lower(captured)
         logger.debug(
             "Compile time of %s: Dynamo %.2f s, graph lowering %.2f s",
-            *(request.spec, lowering_began - began, time.perf_counter() - lowering_began),
+            request.spec,
+            lowering_began - began,
+            time.perf_counter() - lowering_began,
         )
         return lowered
 

@@ -185,7 +185,8 @@ def planned_graphs(config: VllmConfig) -> list[GraphSpec]:
     """Return the graphs that a start of ``config`` loads or compiles."""
     sizes, device = compiled_sizes(config), device_capabilities(configured(config))
     return plan(
-        *(tables_of(sizes), sizes.verify),
+        tables_of(sizes),
+        sizes.verify,
         has_logits=generates(config),
         tests_slots=config.lora_config is not None and not device.runs_on_host,
         prompts=configured(config).chunk_prompts,
@@ -300,7 +301,8 @@ class Skeleton:
         try:
             model: nn.Module = initialize_model(vllm_config=self._config)
             add_draft_model(
-                *(model, self._config),
+                model,
+                self._config,
                 lambda config, draft_config: initialize_model(
                     vllm_config=config, model_config=draft_config
                 ),

@@ -275,7 +275,8 @@ class RblnWorker(WorkerBase):
         self._description.has_kv_caches(kv_cache_config)
         logger.info(
             "KV cache: %d blocks of %d tokens; requests of %d tokens at most",
-            *(kv_cache_config.num_blocks, self.cache_config.block_size),
+            kv_cache_config.num_blocks,
+            self.cache_config.block_size,
             self.model_config.max_model_len,
         )
         if self._build.usage_file is not None:
