@@ -7,7 +7,7 @@ computes by the path that was chosen when the layer was made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -106,6 +106,8 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
     choice: Choice
     routing: Routing
     experts: Experts
+    here: Sequence[int]
+    """As in ``RoutedTokens``."""
     capabilities: Capabilities
     sdk_op = "custom_moe_glu"
     """The op of an NPU."""
@@ -149,6 +151,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.routing = routing_of(layer)
         self.experts = experts
+        self.here = _numbers_here(layer)
 
     def apply_monolithic(
         self,
@@ -158,7 +161,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
         input_ids: Tensor | None = None,
     ) -> Tensor:
         """x [T, H], router_logits [T, E]; returns [T, H]."""
-        tokens = RoutedTokens(x, router_logits, layer.expert_map, self.tokens_mask)
+        tokens = RoutedTokens(x, router_logits, layer.expert_map, self.tokens_mask, self.here)
         return PATHS[self.choice.path](tokens, self.routing, self.experts)
 
 
@@ -178,6 +181,13 @@ def routing_of(layer: RoutedExperts) -> Routing:
         function=None if groups > 1 else layer.custom_routing_function,
         on_input=layer.apply_router_weight_on_input,
     )
+
+
+def _numbers_here(layer: RoutedExperts) -> Sequence[int]:
+    if layer.expert_map is None:
+        return range(layer.global_num_experts)
+    local = enumerate(layer.expert_map.tolist())
+    return [everywhere for number, everywhere in sorted((n, e) for e, n in local) if number >= 0]
 
 
 def moe_methods(model: nn.Module) -> list[RblnMoEMethod]:
@@ -223,7 +233,8 @@ def _missing_feature(layer: RoutedExperts) -> Feature | None:
     """The first thing that this layer needs and no path has, or None."""
     if layer.activation.value not in _ACTIVATIONS or layer.swiglu_limit is not None:
         return EXPERT_ACTIVATION
-    weighs_inputs = layer.apply_router_weight_on_input and layer.top_k > 1
+    several = layer.top_k > 1 or layer.use_grouped_topk
+    weighs_inputs = layer.apply_router_weight_on_input and several
     if weighs_inputs or layer.scoring_func not in SCORINGS:
         return EXPERT_ROUTING
     return None

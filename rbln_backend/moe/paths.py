@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -57,15 +58,8 @@ class RoutedTokens:
     """int32 [E]: this rank's number of each expert, -1 for those of others; None: all are here."""
     tokens_mask: Tensor | None
     """float32 [T, 1]: 0 in padding; None: every row counts."""
-
-    def by_expert(self, routing: Routing, count: int) -> tuple[Tensor, Tensor]:
-        """Return the experts' input and the weight of each of this rank's experts, 0 if not chosen.
-
-        [T, H] and float32 [T, count].
-        """
-        x, weights, ids = routing.route(self.x, self.logits)
-        here = local_ids(ids, self.expert_map, self.tokens_mask)
-        return x, weights_by_expert(weights, here, count)
+    here: Sequence[int]
+    """This rank's experts in its order, as all ranks number them."""
 
 
 class ExpertPath(Protocol):
@@ -92,16 +86,18 @@ def run_opt(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
 
 def run_custom(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """Tokens [T, H] to [T, H]: one op takes each row's expert weights and rows per expert."""
-    x, weights = tokens.by_expert(routing, experts.count)
+    x, chosen, ids = routing.route(tokens.x, tokens.logits)
+    here = local_ids(ids, tokens.expert_map, tokens.tokens_mask)
+    weights = weights_by_expert(chosen, here, experts.count)
     counts = (weights != 0).sum(dim=0, dtype=torch.int32)
     return experts.weighted(x, weights, counts)
 
 
 def run_plain(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """Tokens [T, H] to [T, H]: every expert over every row, then weighted; several nodes each."""
-    x, weights = tokens.by_expert(routing, experts.count)
+    x, weights = routing.spread(tokens.x, tokens.logits.float(), tokens.tokens_mask)
     total = torch.zeros_like(x, dtype=torch.float32)
-    for number in range(experts.count):
-        share = weights[:, number : number + 1]
+    for number, everywhere in enumerate(tokens.here):
+        share = weights[everywhere].unsqueeze(1)
         total = total + experts.expert(x, number).float() * share
-    return total.to(x.dtype)
+    return (total if routing.scale == 1.0 else total * routing.scale).to(x.dtype)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-Scoring = Callable[[Tensor], Tensor]
+# Logits to scores of the same shape; experts are along the dimension.
+Scoring = Callable[[Tensor, int], Tensor]
 SCORINGS: dict[str, Scoring] = {
-    "softmax": lambda logits: logits.softmax(dim=-1),
-    "sigmoid": torch.sigmoid,
-    "sqrtsoftplus": lambda logits: functional.softplus(logits).sqrt(),
+    "softmax": functional.softmax,
+    "sigmoid": lambda logits, _: torch.sigmoid(logits),
+    "sqrtsoftplus": lambda logits, _: functional.softplus(logits).sqrt(),
 }
 
 
@@ -68,7 +69,7 @@ class Routing:
         if self.is_plain and self.renormalize:
             best, ids = logits.topk(self.top_k, dim=-1)
             return best.softmax(dim=-1), ids
-        scores = SCORINGS[self.scoring](logits)
+        scores = SCORINGS[self.scoring](logits, -1)
         ids = self._open_scores(scores).topk(self.top_k, dim=-1)[1]
         weights = scores.gather(1, ids)
         if self.renormalize:
@@ -88,6 +89,88 @@ class Routing:
         closed = (is_open == 0).unsqueeze(-1).expand_as(by_group)
         scores_open: Tensor = by_group.masked_fill(closed, float("-inf")).flatten(-2)
         return scores_open
+
+    def spread(
+        self, x: Tensor, logits: Tensor, tokens_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the experts' input [T, H] and the weight of each expert [E, T], 0 if not chosen.
+
+        The weights leave ``scale`` out and have the dtype of ``logits`` [T, E], or of a bias if
+        that is wider. ``tokens_mask`` float32 [T, 1], 0 in padding. The compiler of an NPU makes
+        one op of this chain, whose operators and order are those of vllm-rbln 0.12
+        (``fused_moe/runner/moe_runner.py``); it wants a mask as wide as the weights.
+        """
+        if self.groups > 1:
+            by_expert = self._spread_of_groups(logits)
+        else:
+            weights, ids = self._choose_by_column(x, logits)
+            if self.on_input:
+                x, weights = x * weights.transpose(0, 1).to(x.dtype), torch.ones_like(weights)
+            by_expert = torch.zeros_like(logits.transpose(0, 1)).scatter_(0, ids, weights)
+        if tokens_mask is not None:
+            dtype = by_expert.dtype
+            if self.bias is not None:
+                dtype = torch.promote_types(dtype, self.bias.dtype)
+            by_expert = by_expert * tokens_mask.to(dtype).transpose(0, 1)
+        return x, by_expert
+
+    def _choose_by_column(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``choose`` without ``scale``: weights in the dtype of the logits, both [top_k, T]."""
+        if self.function is not None:
+            weights, ids = self.function(
+                hidden_states=x, gating_output=logits, topk=self.top_k, renormalize=self.renormalize
+            )
+            return weights.to(logits.dtype).transpose(0, 1), ids.long().transpose(0, 1)
+        columns = logits.transpose(0, 1)
+        if self.scoring == "softmax" and self.bias is None:
+            if not self.renormalize:
+                weights, ids = torch.topk(functional.softmax(columns, dim=0), self.top_k, dim=0)
+                return weights, ids
+            best, ids = torch.topk(columns, self.top_k, dim=0)
+            return functional.softmax(best, dim=0), ids
+        return self._best_by_column(SCORINGS[self.scoring](columns, 0))
+
+    def _best_by_column(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """scores [E, T]; returns weights of the same dtype and ids [top_k, T]."""
+        biased = scores if self.bias is None else scores + self.bias.unsqueeze(1)
+        ids = torch.topk(biased, self.top_k, dim=0)[1]
+        weights = scores.gather(0, ids)
+        if self.renormalize:
+            weights = weights / weights.sum(dim=0, keepdim=True).clamp_min(1e-20)
+        return weights, ids
+
+    def _spread_of_groups(self, logits: Tensor) -> Tensor:
+        """logits [T, E] to the weights [E, T] of experts in the groups open to a row."""
+        rows, count = logits.shape
+        size = count // self.groups
+        # A softmax of the chosen gives what the chosen of a softmax give, made to sum to one.
+        late = self.scoring == "softmax" and self.bias is None and self.renormalize
+        scores = logits if late else SCORINGS[self.scoring](logits, -1)
+        by_group = scores.reshape(rows, self.groups, size)
+        if self.bias is None:
+            speakers = by_group.max(dim=2)[0]
+        else:
+            biased = (scores + self.bias.unsqueeze(0)).reshape(rows, self.groups, size)
+            speakers = torch.topk(biased, 2, dim=2)[0].sum(dim=2)
+        groups = torch.topk(speakers, self.top_groups, dim=1)[1]
+        index = groups.unsqueeze(-1).expand(-1, -1, size)
+        opened = torch.gather(by_group, 1, index)
+        if self.bias is not None:
+            closed = torch.full(by_group.shape, float("-inf"), dtype=by_group.dtype)
+            columns = closed.scatter(1, index, opened).permute(1, 2, 0).reshape(count, rows)
+            weights, ids = self._best_by_column(columns)
+            return torch.zeros_like(columns).scatter_(0, ids, weights)
+        columns = opened.permute(1, 2, 0).reshape(-1, rows)
+        if late:
+            weights, ids = torch.topk(columns, self.top_k, dim=0)
+            weights = functional.softmax(weights, dim=0)
+        else:
+            weights, ids = self._best_by_column(columns)
+        spread = torch.zeros_like(columns).scatter_(0, ids, weights)
+        by_row = spread.reshape(self.top_groups, size, rows).permute(2, 0, 1)
+        zeros = torch.zeros(by_group.shape, dtype=by_row.dtype)
+        placed = zeros.scatter(1, index, by_row)
+        return placed.permute(1, 2, 0).reshape(count, rows)
 
 
 def local_ids(ids: Tensor, expert_map: Tensor | None, tokens_mask: Tensor | None) -> Tensor:

@@ -118,6 +118,26 @@ def project(rows_do: Callable[[Tensor], Tensor]) -> None:
     device.compile(attend_to)(x, weight, device.kv, start(0), blocks(1, 0))
 
 
+def route(choose: Callable[[Tensor], Tensor]) -> None:
+    """Send 5 rows to 4 experts as ``choose`` says of the router's logits [5, 4]."""
+    x, router = torch.randn(5, 8), torch.randn(4, 8)
+    gate, up, down = torch.randn(4, 6, 8), torch.randn(4, 6, 8), torch.randn(4, 8, 6)
+
+    def mix(x: Tensor, router: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        weights = choose(functional.linear(x, router))
+        found: Tensor = OPS.custom_moe_glu(
+            x, gate, up, down, weights, "silu", None, None, None, None
+        )
+        return found
+
+    found = Device().compile(mix)(x, router, gate, up, down)
+    logits = functional.linear(x, router)
+    best, ids = logits.softmax(dim=-1).topk(2, dim=-1)
+    shares = torch.zeros_like(logits).scatter(1, ids, best).T
+    expected = OPS.custom_moe_glu(x, gate, up, down, shares, "silu", None, None, None, None)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------------- what is right
 
 
@@ -204,6 +224,15 @@ def experts_of_one_rank_of_two() -> None:
         inner = functional.silu(x @ gate[local].T) * (x @ up[local].T)
         expected += inner @ down[local].T * routing[everywhere][:, None]
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def experts_of_one_chain() -> None:
+    def choose(logits: Tensor) -> Tensor:
+        by_expert = logits.transpose(0, 1)
+        best, ids = torch.topk(functional.softmax(by_expert, dim=0), 2, dim=0)
+        return torch.zeros_like(by_expert).scatter_(0, ids, best) * torch.ones(1, 5)
+
+    route(choose)
 
 
 def experts_of_fp8_in_blocks() -> None:
@@ -355,6 +384,27 @@ def a_weight_that_is_transposed() -> None:
 
 def projections_that_are_computed_in_rows() -> None:
     project(lambda rows: rows.view(CHUNK, -1, SIZE) * 2)
+
+
+def experts_of_a_wider_table() -> None:
+    def choose(logits: Tensor) -> Tensor:
+        best, ids = logits.softmax(dim=-1).topk(2, dim=-1)
+        return torch.zeros_like(functional.pad(logits, (0, 1))).scatter(1, ids, best)[:, :4].t()
+
+    route(choose)
+
+
+def experts_of_compared_numbers() -> None:
+    def choose(logits: Tensor) -> Tensor:
+        best, ids = logits.softmax(dim=-1).topk(2, dim=-1)
+        chosen = best.masked_fill(ids == 9, 0.0)
+        return torch.zeros_like(logits).scatter(1, ids, chosen).transpose(0, 1)
+
+    route(choose)
+
+
+def experts_of_the_whole_softmax() -> None:
+    route(lambda logits: logits.softmax(dim=-1).transpose(0, 1))
 
 
 def two_inputs_in_the_same_memory() -> None:

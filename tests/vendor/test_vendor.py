@@ -168,6 +168,7 @@ def test_every_rule_of_theirs_had_something_to_look_at(
         "no_grad": bool(answered("llama host").calls("compile")),
         "options": all(line["options"] for line in answered("llama host").calls("compile")),
         "positions": _calls_op(answered("drafts"), "rbln::rejection_sample"),
+        "routing": _calls_op(answered("experts"), "rbln_custom_ops::custom_moe_glu"),
         "runtime": all(line["dummy"] for line in answered("compile only").calls("runtime")),
         "schema": bool(_attention_calls(answered("llama host"))),
         "static": bool(answered("llama host").calls("mark_static_address")),

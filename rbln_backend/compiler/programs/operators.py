@@ -35,7 +35,7 @@ arange cat concat einsum empty empty_like full full_like ones ones_like stack wh
 _METHODS = """
 add_ bfloat16 bitwise_and_ bool clamp_ clone contiguous copy_ detach div_ expand expand_as fill_
 float half index_copy_ int item long masked_fill_ mul_ new_empty new_full new_ones new_zeros repeat
-sub_ t to type_as unflatten view view_as zero_
+scatter_ sub_ t to type_as unflatten view view_as zero_
 """
 # Those of torch.nn.functional; Dynamo records some by the C++ function behind them.
 _FUNCTIONAL = "embedding group_norm layer_norm normalize relu rms_norm sigmoid silu softmax tanh"

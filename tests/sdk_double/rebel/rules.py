@@ -43,6 +43,10 @@ RULES = {
     "no_grad": Rule("a graph is compiled with gradients off", "vendor"),
     "options": Rule("option keys are known ones, of the known types", "vendor"),
     "positions": Rule("the tokens of a decode step lie within the block table", "vendor"),
+    "routing": Rule(
+        "experts are chosen by one chain of operators, which ends in the table of their weights",
+        "vendor",
+    ),
     "rows": Rule(
         "CR13's decode kernel reads of a block column as many rows as reach it: longest first",
         "ours",

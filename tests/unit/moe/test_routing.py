@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rbln_backend.moe.routing import Routing, local_ids, weights_by_expert
 
@@ -42,19 +43,20 @@ def expected(row: Tensor, routing: Routing) -> dict[int, float]:
     return {e: scores[e] / total * routing.scale for e in chosen}
 
 
+ROUTINGS: list[dict[str, Any]] = [
+    {},
+    {"scoring": "sigmoid"},
+    {"scoring": "sqrtsoftplus", "scale": 2.5},
+    {"scoring": "sigmoid", "bias": BIAS, "scale": 1.5},
+    {"scoring": "softmax", "bias": BIAS},
+    {"groups": 4, "top_groups": 2},
+    {"scoring": "sigmoid", "groups": 4, "top_groups": 2},
+    {"scoring": "sigmoid", "bias": BIAS, "groups": 2, "top_groups": 1},
+]
+
+
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"scoring": "sigmoid"},
-        {"scoring": "sqrtsoftplus", "scale": 2.5},
-        {"scoring": "sigmoid", "bias": BIAS, "scale": 1.5},
-        {"scoring": "softmax", "bias": BIAS},
-        {"groups": 4, "top_groups": 2},
-        {"scoring": "sigmoid", "bias": BIAS, "groups": 2, "top_groups": 1},
-    ],
-)
+@pytest.mark.parametrize("options", ROUTINGS)
 def test_experts_and_their_weights(options: dict[str, Any], renormalize: bool) -> None:
     routing = Routing(top_k=3, renormalize=renormalize, **options)
     weights, ids = routing.choose(X, LOGITS)
@@ -64,6 +66,42 @@ def test_experts_and_their_weights(options: dict[str, Any], renormalize: bool) -
         assert set(numbers.tolist()) == set(wanted), row
         for number, weight in zip(numbers.tolist(), found.tolist(), strict=True):
             assert weight == pytest.approx(wanted[number], rel=1e-5)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("options", ROUTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_all_experts(
+    options: dict[str, Any], renormalize: bool, dtype: torch.dtype
+) -> None:
+    """By expert, then by row; zeros for experts that are not chosen, and in padding."""
+    routing = Routing(top_k=3, renormalize=renormalize, **options)
+    logits, mask = LOGITS.to(dtype), torch.ones(20, 1)
+    mask[17:] = 0.0
+    x, by_expert = routing.spread(X, logits, mask)
+    assert x is X
+    # A bias is float32, as checkpoints have it.
+    assert by_expert.dtype == (torch.float32 if routing.bias is not None else dtype)
+    assert not by_expert[:, 17:].any()
+    step = 16 * torch.finfo(dtype).eps
+    for row, column in enumerate(by_expert.T[:17]):
+        wanted = expected(logits[row].float(), routing)
+        found = {e: float(column[e]) * routing.scale for e in column.nonzero().flatten().tolist()}
+        assert found == pytest.approx(wanted, rel=step), row
+
+
+def test_weights_of_all_experts_on_inputs_and_by_a_function() -> None:
+    x = torch.randn(20, 4)
+    routing = Routing(top_k=1, scoring="sigmoid", renormalize=False, on_input=True)
+    given, by_expert = routing.spread(x, LOGITS, None)
+    assert torch.equal(given, x * LOGITS.max(dim=1, keepdim=True)[0].sigmoid())
+    assert torch.equal(by_expert, functional.one_hot(LOGITS.argmax(dim=1), 8).T.float())
+
+    def last_expert(**_: Any) -> tuple[Tensor, Tensor]:
+        return torch.full((20, 1), 0.5), torch.full((20, 1), 7, dtype=torch.int32)
+
+    _, by_expert = Routing(top_k=1, function=last_expert).spread(x, LOGITS, None)
+    assert torch.equal(by_expert, torch.tensor([0.0] * 7 + [0.5])[:, None].expand(8, 20))
 
 
 def test_a_model_may_bring_its_own_function() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -28,13 +28,13 @@ def check_axes(module: fx.GraphModule) -> None:
     for op in module.graph.nodes:
         if not _is_attention(op):
             continue
-        batch, length = _shape(op.args[0])[0], _shape(op.args[0])[-2]
+        batch, length = shape_of(op.args[0])[0], shape_of(op.args[0])[-2]
         for node in _since_linear(op):
-            shape = _shape(node)
+            shape = shape_of(node)
             has_axes = len(shape) > 2 and shape[0] == batch and length in shape[1:]
             require(
                 "axes",
-                has_axes or _name(node) in _VIEWS or _ends_linear(node),
+                has_axes or called(node) in _VIEWS or _ends_linear(node),
                 f"{node.name} is {list(shape)} before {op.name}, whose batch is {batch} and whose "
                 f"sequence is {length}",
             )
@@ -42,26 +42,32 @@ def check_axes(module: fx.GraphModule) -> None:
 
 def _since_linear(op: fx.Node) -> Iterator[fx.Node]:
     """The linear layers that ``op`` reads first, and what is computed of them for it."""
+    given = [argument for argument in op.args[:3] if isinstance(argument, fx.Node)]
+    return (node for node in since(("linear",), *given) if shape_of(node))
+
+
+def since(starts: Collection[str], *ends: fx.Node) -> list[fx.Node]:
+    """The calls of ``starts`` that ``ends`` read first, and what is computed of them, in order."""
     reaches: dict[fx.Node, bool] = {}
 
     def follow(node: fx.Node) -> bool:
         if node not in reaches:
-            reaches[node] = _name(node) == "linear"
-            if not reaches[node]:
+            if called(node) in starts:
+                reaches[node] = True
+            else:
                 # A list, because every way is looked at.
                 found = [follow(source) for source in node.all_input_nodes]
                 reaches[node] = any(found)
         return reaches[node]
 
-    for given in op.args[:3]:
-        if isinstance(given, fx.Node):
-            follow(given)
-    return (node for node, found in reaches.items() if found and _shape(node))
+    for end in ends:
+        follow(end)
+    return [node for node, found in reaches.items() if found]
 
 
 def _ends_linear(node: fx.Node) -> bool:
     """A linear layer of the vendor's quantised forms computes rows, and adds its bias to them."""
-    name = _name(node)
+    name = called(node)
     if name == "linear":
         return True
     sources = node.all_input_nodes
@@ -78,11 +84,12 @@ def _is_attention(node: fx.Node) -> bool:
     return namespace in _NAMESPACES and ("attention" in name or "mla" in name)
 
 
-def _name(node: fx.Node) -> str:
+def called(node: fx.Node) -> str:
+    """The name of what ``node`` calls; that of a method that writes is the other's."""
     return str(getattr(node.target, "__name__", node.target)).strip("_")
 
 
-def _shape(node: Any) -> tuple[int, ...]:
+def shape_of(node: Any) -> tuple[int, ...]:
     """Of a node's tensor; none of a tuple, which has its parts."""
     value = node.meta.get("example_value")
     return tuple(value.shape) if isinstance(value, Tensor) else ()

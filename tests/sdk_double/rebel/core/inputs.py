@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rebel.compile_context import CompileContext
+from rebel.core.axes import called
 from rebel.device import check_reachable, is_device_tensor, storage_id
 from rebel.rules import require
 from torch import Tensor, fx, nn
+
+_PARTS = frozenset(("getitem", "unsqueeze"))
 
 Kind = Literal["weight", "static", "device", "host", "number"]
 
@@ -68,6 +71,24 @@ def attributes(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
                 value = getattr(value, part)
             if isinstance(value, Tensor):
                 yield str(node.target), value
+
+
+def computed_of_weights(module: fx.GraphModule, inputs: Sequence[Input]) -> list[str]:
+    """Names of what is called with weights and constants alone, and so could be done once.
+
+    A part of a weight, and one with an axis more, are weights themselves.
+    """
+    weights = {given.name for given in inputs if given.kind == "weight"}
+    constant: dict[fx.Node, bool] = {}
+    found = set()
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            constant[node] = node.op == "get_attr" or node.name in weights
+        elif node.op != "output":
+            constant[node] = all(constant[source] for source in node.all_input_nodes)
+            if constant[node] and node.all_input_nodes and called(node) not in _PARTS:
+                found.add(called(node))
+    return sorted(found)
 
 
 def check_weights(

@@ -17,8 +17,10 @@ from rebel.core.inputs import (
     check_kv,
     check_weights,
     classify,
+    computed_of_weights,
 )
 from rebel.core.options import check_options, describe_options
+from rebel.core.routing import check_routing
 from rebel.core.runtime import Runtime
 from rebel.core.trace import Trace, check_metadata, describe, on_host
 from rebel.device_info import target_name
@@ -44,6 +46,7 @@ def rbln_backend(
     require("no_grad", not torch.is_grad_enabled(), "gradients are enabled")
     check_metadata(graph_module)
     check_axes(graph_module)
+    check_routing(graph_module)
     inputs = classify(graph_module, example_inputs, context)
     check_kv(graph_module, inputs)
     check_weights(graph_module, inputs, context)
@@ -64,6 +67,8 @@ def rbln_backend(
         options=describe_options(options),
         inputs=[given.describe() for given in inputs],
         attributes=[[name, describe(value)] for name, value in attributes(graph_module)],
+        of_weights=computed_of_weights(graph_module, inputs),
+        linear_ranks=sorted(trace.linear_ranks),
         sdk_ops=trace.sdk_ops,
         ops=dict(sorted(trace.others.items())),
         rank=log.environment().get("LOCAL_RANK"),

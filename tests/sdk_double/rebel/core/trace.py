@@ -19,7 +19,7 @@ class Trace(fx.Interpreter):
     """Runs ``module`` on tensors that have shapes alone.
 
     ``sdk_ops`` are the calls of the SDK's ops with a description of each argument, in order;
-    ``others`` counts the rest by name.
+    ``others`` counts the rest by name; ``linear_ranks`` are the axes of what linear layers take.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -27,6 +27,7 @@ class Trace(fx.Interpreter):
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.sdk_ops: list[list[Any]] = []
         self.others: Counter[str] = Counter()
+        self.linear_ranks: set[int] = set()
 
     def trace(self, inputs: Sequence[Any]) -> None:
         """Raises what an op says of its arguments."""
@@ -50,6 +51,8 @@ class Trace(fx.Interpreter):
             self.sdk_ops.append([name, arguments])
         else:
             self.others[name] += 1
+        if name.endswith("linear"):
+            self.linear_ranks.add(args[0].dim())
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
