@@ -45,7 +45,7 @@ class AbsorbedProjection(QuantizeMethodBase):
         for name in list(layer._parameters):
             layer.register_parameter(name, None)
         for name, stack in (("to_latent", keys.transpose(1, 2)), ("to_value", values)):
-            kept = nn.Parameter(_by_kernels(stack), requires_grad=False)
+            kept = nn.Parameter(_prepared(stack), requires_grad=False)
             layer.register_parameter(name, kept)
 
     def absorb(self, layer: Any, queries: Tensor) -> Tensor:
@@ -66,10 +66,11 @@ class AbsorbedProjection(QuantizeMethodBase):
         return columns.t()
 
 
-def _by_kernels(stack: Tensor) -> Tensor:
-    """[H, N, K], packed where the kernels multiply by packed weights."""
+def _prepared(stack: Tensor) -> Tensor:
+    """[H, N, K] as ``_multiply`` reads it, so that graphs compute nothing of weights alone."""
     if not packs_weights():
-        return stack.contiguous()
+        # The axes of the vendor's weights: vllm-rbln 0.12, ``patches/mla.py``.
+        return stack.transpose(1, 2).unsqueeze(0).contiguous()
     packed = stack.new_empty((stack.shape[0], *packed_shape(stack.dtype, *stack.shape[1:])))
     for target, matrix in zip(packed, stack, strict=True):
         target.copy_(pack(matrix))
@@ -77,8 +78,12 @@ def _by_kernels(stack: Tensor) -> Tensor:
 
 
 def _multiply(x: Tensor, stack: Tensor, width: int) -> Tensor:
-    """x [..., H, K] by the matrix of each head; kernels take rows [T, H, K] alone."""
+    """x [..., H, K] by the matrix of each head; kernels take rows [T, H, K] alone.
+
+    ``stack``: packed, or [1, H, K, width].
+    """
     if packs_weights():
         product: Tensor = torch.ops.rbln_emulator.linear_heads(x, stack, width)
         return product
-    return torch.matmul(x.transpose(-3, -2), stack.transpose(1, 2)).transpose(-3, -2)
+    product = torch.matmul(x.transpose(-3, -2), stack).transpose(-3, -2)
+    return product if x.dim() > 3 else product.squeeze(0)

@@ -31,13 +31,13 @@ class SdkAttention:
         sinks: Tensor | None,
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """``sinks`` [Hq]; ``appends``: the NPU keeps windows in pages; ``longest_first``: so are
-        the rows of decode steps; ``cache_dtype``: the floats of 8 bits in a cache of bytes, None
-        for a cache of the model's dtype.
+        """``sinks`` [Hq], and [Hq, 1] once they are loaded; ``appends``: the NPU keeps windows in
+        pages; ``longest_first``: so are the rows of decode steps; ``cache_dtype``: the floats of 8
+        bits in a cache of bytes, None for a cache of the model's dtype.
 
         Raises ``UnsupportedModelError`` where the installed SDK lacks an op.
         """
-        self._sinks_of_heads = sinks
+        self._sinks = sinks
         # Looked up here: what follows is traced.
         self._later = {name: offered(name, is_prompt_sorted=longest_first) for name in LATER}
         self._cache_dtype = cache_dtype
@@ -48,10 +48,10 @@ class SdkAttention:
             kinds.append("sliding_window_attention_naive")
         check_ops(*(f"{kind}_{phase}" for kind in kinds for phase in ("prefill", "decode")))
 
-    @property
-    def _sinks(self) -> Tensor | None:
-        """[Hq, 1], as the documented callers give them."""
-        return None if self._sinks_of_heads is None else self._sinks_of_heads[:, None]
+    def prepare_weights(self) -> None:
+        """Give sinks the axes that the documented callers give them, outside of the graph."""
+        if self._sinks is not None:
+            self._sinks.data = self._sinks.data.view(-1, 1)
 
     def causal(
         self,
@@ -77,7 +77,7 @@ class SdkAttention:
         """
         assert chunk is None
         assert window is None
-        if one_block and self._sinks_of_heads is None:
+        if one_block and self._sinks is None:
             one = (q, k, v, kv_cache, seq_idx, scale, block_tables, scale, None)
             return self._call("causal_attention_naive", is_prefill, *one)
         many = (q, k, v, kv_cache, scale, seq_idx, block_tables, scale, self._sinks)

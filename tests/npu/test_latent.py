@@ -33,6 +33,8 @@ def test_answers_are_transformers(checkpoints: CheckpointCache, tmp_path: Path) 
     ops = {name for call in cold.calls("compile") for name, _ in call["sdk_ops"]}
     phases = {f"rbln_custom_ops::paged_flash_causal_mla_naive_{x}" for x in ("prefill", "decode")}
     assert phases <= ops
+    # Weights of heads are prepared once; nothing is computed of a router's bias.
+    assert [call["of_weights"] for call in cold.calls("compile")] == [[]] * 5
     bundle = tmp_path / "bundle"
     write_folder(bundle, collect(tmp_path / "cache", GraphChecks()))
     elsewhere = run([job], tmp_path / "host", rbln={"cache_bundles": [str(bundle)]})

@@ -154,6 +154,9 @@ def test_gpt_oss_as_published_answers_as_its_float32_copy(tmp_path: Path) -> Non
     assert ran.answers == [job.expected()]
     ops = {name for call in ran.calls("compile") for name, _ in call["sdk_ops"]}
     assert "rbln_custom_ops::custom_moe_glu_mxfp4" in ops
+    # Sinks have the axes of the op when they come to the graph.
+    given = [x for call in ran.calls("compile") for x in call["inputs"] if "sinks" in x["name"]]
+    assert {tuple(x["shape"][1:]) for x in given} == {(1,)}
 
 
 @pytest.fixture(scope="module")

@@ -79,12 +79,6 @@ _DRAFT_LAYER = (
     ),
     Difference("ours", r"input decode host on cpu int64 1d", "as above"),
 )
-_LATENT_WEIGHTS = Difference(
-    "theirs",
-    r"input (prefill|decode) weight on cpu float32 4d",
-    "their projections of queries and values have an axis for the batch, of one; ours are "
-    "multiplied head by head, all tokens of a step in one axis",
-)
 OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
     "two ranks": (
         Difference(
@@ -103,8 +97,8 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
     "eagle": _DRAFT_LAYER,
     "eagle3": _DRAFT_LAYER,
     "mtp mimo": _DRAFT_LAYER,
-    "latent": (*_PADDING_MASK, _LATENT_WEIGHTS),
-    "mtp latent": (*_PADDING_MASK, _LATENT_WEIGHTS, *_DRAFT_LAYER),
+    "latent": _PADDING_MASK,
+    "mtp latent": (*_PADDING_MASK, *_DRAFT_LAYER),
     "medusa": (
         Difference(
             "ours",
