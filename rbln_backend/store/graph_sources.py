@@ -8,7 +8,8 @@ from pathlib import Path
 
 _GRAPH_SOURCES = (
     *("attention", "compiler", "emulator", "lora", "moe", "parallel", "quantization"),
-    *("core.py", "worker/draft_model.py", "worker/graph_functions.py", "worker/group_inputs.py"),
+    *("text_models", "core.py", "worker/draft_model.py", "worker/graph_functions.py"),
+    "worker/group_inputs.py",
 )
 
 

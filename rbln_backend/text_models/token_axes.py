@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText01RMSNormTP
-from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+from vllm.model_executor.layers.rotary_embedding.common import rotate_gptj, rotate_neox
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
     Phi3LongRoPEScaledRotaryEmbedding,
 )
@@ -53,6 +53,8 @@ def keep_axes(model: nn.Module) -> None:
         # Models of one process share their rotary embeddings.
         if mixin is not None and not isinstance(module, mixin):
             module.__class__ = with_axes(mixin, type(module))
+            if isinstance(module, _RotaryWithAxes):
+                module.spread_angles()
         _keep_axes_of_norms(module)
 
 
@@ -118,32 +120,55 @@ class _HeadNormWithAxes:
 
 
 class _RotaryWithAxes:
-    """Mixed into vLLM's rotary embeddings, which differ in how they fill their cache alone."""
+    """Mixed into vLLM's rotary embeddings, which differ in how they fill their cache alone.
+
+    As vllm-rbln 0.12 (``patches/rotary_embedding.py``): heads come before tokens, and each number
+    of a head has its own cosine and sine.
+    """
+
+    def spread_angles(self) -> None:
+        """Add ``cos_cache`` and ``sin_cache`` [positions, rotated] to the layer's buffers."""
+        layer: Any = self
+        for name, half in zip(
+            ("cos_cache", "sin_cache"), self._table().chunk(2, dim=-1), strict=True
+        ):
+            is_halved = layer.is_neox_style
+            full = half.repeat(1, 2) if is_halved else half.repeat_interleave(2, dim=1)
+            layer.register_buffer(name, full, persistent=False)
 
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """positions [B, L], query and key [B, L, columns] or [B, L, heads, D], to the same."""
-        table, first = self._table(query)
-        angles = table.index_select(
-            0, positions.flatten() + first if first else positions.flatten()
-        )
-        turns = angles.view(*positions.shape, -1).chunk(2, dim=-1)
-        return self._turned(query, *turns), None if key is None else self._turned(key, *turns)
-
-    def _table(self, x: Tensor, /) -> tuple[Tensor, int]:
-        """Return cosines and sines [positions, rotated], of x's dtype, and the row of the first."""
         layer: Any = self
-        return layer._match_cos_sin_cache_dtype(x), 0
+        first, rows = self._first_row(), positions.flatten()
+        rows = rows + first if first else rows
+        cos, sin = (
+            cache.index_select(0, rows).view(len(positions), 1, positions.shape[1], -1)
+            for cache in (layer.cos_cache, layer.sin_cache)
+        )
+        if cos.dtype != query.dtype:
+            cos, sin = cos.to(query.dtype), sin.to(query.dtype)
+        turned = self._turned(query, cos, sin)
+        return turned, None if key is None else self._turned(key, cos, sin)
+
+    def _table(self) -> Tensor:
+        """Return cosines and sines [positions, rotated], each of half of the numbers."""
+        table: Tensor = self.cos_sin_cache  # type: ignore[attr-defined]
+        return table
+
+    def _first_row(self) -> int:
+        return 0
 
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [B, L, columns], cos and sin [B, L, rotated / 2]."""
+        """x [B, L, columns], cos and sin [B, 1, L, rotated]."""
         layer: Any = self
         size, rotated = layer.head_size, layer.rotary_dim
-        heads = x.view(*cos.shape[:-1], -1, size)
+        heads = x.view(*x.shape[:2], -1, size)
         # The vendor slices no empty part, either ("if slice size is zero, DO NOT slice").
-        turning = heads if rotated == size else heads[..., :rotated]
-        turned = ApplyRotaryEmb.forward_static(turning, cos, sin, layer.is_neox_style)
+        turning = (heads if rotated == size else heads[..., :rotated]).transpose(1, 2)
+        other = rotate_neox(turning) if layer.is_neox_style else rotate_gptj(turning)
+        turned = (turning * cos + other * sin).transpose(1, 2)
         if rotated != size:
             turned = torch.cat((turned, heads[..., rotated:]), dim=-1)
         return turned.reshape(x.shape)
@@ -154,11 +179,14 @@ class _LongRotaryWithAxes(_RotaryWithAxes):
 
     is_neox_style = True
 
-    def _table(self, _: Tensor, /) -> tuple[Tensor, int]:
-        """As the base; the context's length chooses the part, for all requests."""
+    def _table(self) -> Tensor:
+        table: Tensor = self.long_short_cos_sin_cache  # type: ignore[attr-defined]
+        return table
+
+    def _first_row(self) -> int:
+        """The context's length chooses the part, for all requests."""
         layer: Any = self
-        first = layer.original_max_position_embeddings if layer.use_long_rope else 0
-        return layer.long_short_cos_sin_cache, first
+        return layer.original_max_position_embeddings if layer.use_long_rope else 0
 
 
 class _ExpertsOfRows:

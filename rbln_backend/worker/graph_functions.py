@@ -107,7 +107,10 @@ def _prefill(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
     def prefill(token_indices: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         """[R], then [1, L], [1, L] -> logits [R, V] of the last rows, hidden states [L, H]."""
         hidden, combined = read_hidden(model, forward(*inputs))
-        logits = _logits_of(model, hidden.index_select(0, token_indices))
+        if part.keeps_axes:
+            logits = _logits_of_axes(model, hidden.unsqueeze(0)[:, token_indices])
+        else:
+            logits = _logits_of(model, hidden.index_select(0, token_indices))
         return (logits, hidden, *combined, *_picked(logits, part))
 
     return prefill
@@ -125,7 +128,10 @@ def _decode(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
     def decode(*inputs: Tensor) -> tuple[Tensor, ...]:
         """[B, L], [B, L] -> logits [B * L, V]; L is 1 where no drafts are checked."""
         hidden, combined = read_hidden(model, forward(*inputs))
-        logits = _logits_of(model, hidden)
+        if part.keeps_axes:
+            logits = _logits_of_axes(model, hidden.view(*inputs[0].shape, -1))
+        else:
+            logits = _logits_of(model, hidden)
         kept = (combined or (hidden,)) if part.keeps_hidden else ()
         return (logits, *kept, *_picked(logits, part))
 
@@ -161,6 +167,11 @@ def _logits_of(model: Any, hidden: Tensor) -> Tensor:
     if ids is None:
         return logits + values
     return logits.index_copy_(1, ids, values.expand(logits.shape[0], -1))
+
+
+def _logits_of_axes(model: Any, hidden: Tensor) -> Tensor:
+    """As ``_logits_of``, of hidden states [B, L, H], as the vendor's graphs compute them."""
+    return _logits_of(model, hidden).flatten(0, 1)
 
 
 def _picked(logits: Tensor, part: ModelPart) -> tuple[Tensor, ...]:

@@ -21,6 +21,7 @@ from rbln_backend.compiler.compilers import (
 )
 from rbln_backend.compiler.device import device_capabilities, installed_sdk
 from rbln_backend.compiler.port import Compiler
+from rbln_backend.compiler.sdk.embedding import install_embedding
 from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank, announce_threads
 from rbln_backend.compiler.sdk.limits import check_num_blocks
 from rbln_backend.config import RblnConfig
@@ -458,6 +459,7 @@ class RblnWorker(WorkerBase):
         return compiler
 
     def _make_rebel_compiler(self, root: Path) -> Compiler:
+        install_embedding()
         place, parallel = self._place, self.parallel_config
         devices = RankDevices(
             local_number=place.local_number,

@@ -91,6 +91,9 @@ def test_cold_answers_are_transformers(jobs: list[Job], cold: Ran) -> None:
     assert len(compiles) == 5 * len(jobs), (
         "one prefill, three decodes, the head; none while serving"
     )
+    # Every linear layer has axes of batch and sequence, the LM head too; the first has no experts.
+    ranks = [call["linear_ranks"] for call in compiles[:5] if call["sdk_ops"]]
+    assert ranks == [[3]] * 4
     # Of each group of layers the shared tokens of a block were copied.
     groups = [len(set(config_of(job).get("layer_types", ["full"]))) for job in jobs]
     assert [call["tokens"] for call in cold.calls("copy_kv")] == [512] * sum(groups)

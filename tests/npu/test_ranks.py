@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers import vocab_parallel_embedding as layers
 
+from rbln_backend.compiler.sdk.embedding import RblnEmbedding
 from rbln_backend.host.cores import core_budget
 from tests.checkpoints import CheckpointCache
 from tests.fitted_drafts import FITTED, RANDOM
@@ -14,6 +18,7 @@ from tests.mtp_checkpoints import MtpMaker
 from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, Job, run
 from tests.npu.test_draft_models import with_model
 from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH
+from tests.npu.test_engines import config_of
 from tests.npu.test_mtp import jobs_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -47,10 +52,50 @@ def test_two_ranks_answer_as_transformers(
         "1": "1",
     }
     assert {variables["WORLD_SIZE"] for variables in ranks.values()} == {"2"}
+    ops = [call["ops"] for call in cold.calls("compile") if call["sdk_ops"]]
+    reduced = {counts.get("_c10d_functional::all_reduce", 0) for counts in ops}
+    assert not any("Tensor.masked_fill_" in counts for counts in ops)
+    layers = config_of(job)["num_hidden_layers"]
+    expected = {2 * layers} if "tensor_parallel_size" in options else {0}
+    assert reduced == expected, "none for the tokens, whose table each rank has"
     warm = run([job], tmp_path, devices=4)
     assert warm.answers == cold.answers
     assert warm.calls("compile")
     assert all(call["hit"] for call in warm.calls("compile"))
+
+
+@pytest.mark.parametrize(
+    ("device", "served", "own", "rows"),
+    [
+        ("rebel", False, False, 1024),
+        ("rebel", True, True, 512),
+        # The layer of a draft model reads the served model's.
+        ("rebel", True, False, 512),
+        ("emulated", False, False, 512),
+    ],
+)
+def test_a_rank_has_the_whole_embedding_unless_it_is_the_head(
+    sdk: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    *,
+    served: bool,
+    own: bool,
+    rows: int,
+) -> None:
+    assert sdk
+    for name, value in (("rank", 1), ("world_size", 2)):
+        monkeypatch.setattr(layers, f"get_tensor_model_parallel_{name}", lambda value=value: value)
+    config: Any = VllmConfig(additional_config={"rbln": {"device": device}})
+    models = [
+        SimpleNamespace(hf_text_config=SimpleNamespace(tie_word_embeddings=tied))
+        for tied in (own, served)
+    ]
+    config.model_config = models[0]
+    config.speculative_config = SimpleNamespace(target_model_config=models[1])
+    with set_current_vllm_config(config):
+        embedding = RblnEmbedding(1000, 8)
+    assert len(embedding.weight) == rows
 
 
 @pytest.mark.wide

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
+from rbln_backend.text_models.token_axes import keep_axes
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import ONE_CHUNK, THREE_CHUNKS, Job, Ran, run
 from tests.npu.test_engines import LONG
@@ -55,3 +60,18 @@ def test_answers_are_those_of_transformers(
 def test_a_layer_that_splits_rows_is_refused(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"self_attn: attention that splits rows of tokens"):
         run(jobs_of(("minicpm3",), checkpoints), tmp_path)
+
+
+@pytest.mark.parametrize("rotated", [16, 8], ids=["all", "part"])
+@pytest.mark.parametrize("is_halved", [True, False], ids=["halves", "pairs"])
+def test_heads_are_turned_as_by_vllm(*, is_halved: bool, rotated: int) -> None:
+    with set_current_vllm_config(VllmConfig()):
+        layer = RotaryEmbedding(16, rotated, 64, 10000.0, is_halved, torch.float32)
+    positions, q, k = torch.randint(64, (2, 3)), torch.randn(2, 3, 4 * 16), torch.randn(2, 3, 16)
+    rows = (x.flatten(0, 1) for x in (q, k))
+    expected = layer.forward_native(positions.flatten(), *rows)
+    keep_axes(nn.ModuleList([layer]))
+    for found, wanted in zip(layer(positions, q, k), expected, strict=True):
+        assert torch.equal(found.flatten(0, 1), wanted)
+    # As the vendor's: a cosine and a sine for each number of a head.
+    assert layer.cos_cache.shape == layer.sin_cache.shape == (64, rotated)
