@@ -106,7 +106,7 @@ class Routing:
             weights, ids = self._choose_by_column(x, logits)
             if self.on_input:
                 x, weights = x * weights.transpose(0, 1).to(x.dtype), torch.ones_like(weights)
-            by_expert = torch.zeros_like(logits.transpose(0, 1)).scatter_(0, ids, weights)
+            by_expert = _table(logits.transpose(0, 1), weights, ids)
         if tokens_mask is not None:
             dtype = by_expert.dtype
             if self.bias is not None:
@@ -159,18 +159,25 @@ class Routing:
             closed = torch.full(by_group.shape, float("-inf"), dtype=by_group.dtype)
             columns = closed.scatter(1, index, opened).permute(1, 2, 0).reshape(count, rows)
             weights, ids = self._best_by_column(columns)
-            return torch.zeros_like(columns).scatter_(0, ids, weights)
+            return _table(columns, weights, ids)
         columns = opened.permute(1, 2, 0).reshape(-1, rows)
         if late:
             weights, ids = torch.topk(columns, self.top_k, dim=0)
             weights = functional.softmax(weights, dim=0)
         else:
             weights, ids = self._best_by_column(columns)
-        spread = torch.zeros_like(columns).scatter_(0, ids, weights)
-        by_row = spread.reshape(self.top_groups, size, rows).permute(2, 0, 1)
+        by_row = _table(columns, weights, ids).reshape(self.top_groups, size, rows).permute(2, 0, 1)
         zeros = torch.zeros(by_group.shape, dtype=by_row.dtype)
         placed = zeros.scatter(1, index, by_row)
         return placed.permute(1, 2, 0).reshape(count, rows)
+
+
+def _table(scores: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """weights and ids [k, T] in a table like ``scores`` [E, T] of zeros."""
+    table = torch.zeros_like(scores)
+    # The call's result is left unused, as in the chain that the compiler knows.
+    table.scatter_(0, ids, weights)
+    return table
 
 
 def local_ids(ids: Tensor, expert_map: Tensor | None, tokens_mask: Tensor | None) -> Tensor:

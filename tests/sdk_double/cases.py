@@ -230,7 +230,9 @@ def experts_of_one_chain() -> None:
     def choose(logits: Tensor) -> Tensor:
         by_expert = logits.transpose(0, 1)
         best, ids = torch.topk(functional.softmax(by_expert, dim=0), 2, dim=0)
-        return torch.zeros_like(by_expert).scatter_(0, ids, best) * torch.ones(1, 5)
+        table = torch.zeros_like(by_expert)
+        table.scatter_(0, ids, best)
+        return table * torch.ones(1, 5)
 
     route(choose)
 

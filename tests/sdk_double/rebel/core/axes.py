@@ -52,17 +52,23 @@ def since(starts: Collection[str], *ends: fx.Node) -> list[fx.Node]:
 
     def follow(node: fx.Node) -> bool:
         if node not in reaches:
-            if called(node) in starts:
-                reaches[node] = True
-            else:
+            # What writes to a tensor reads it as well.
+            reaches[node] = called(node) in starts
+            if not reaches[node]:
                 # A list, because every way is looked at.
-                found = [follow(source) for source in node.all_input_nodes]
+                found = [follow(source) for source in (*node.all_input_nodes, *_writers(node))]
                 reaches[node] = any(found)
         return reaches[node]
 
     for end in ends:
         follow(end)
-    return [node for node, found in reaches.items() if found]
+    return [node for node in (ends[0].graph.nodes if ends else ()) if reaches.get(node)]
+
+
+def _writers(node: fx.Node) -> list[fx.Node]:
+    """The methods that write to ``node``, whose results may be left unused."""
+    users = [user for user in node.users if user.op == "call_method" and user.args[0] is node]
+    return [user for user in users if str(user.target).endswith("_")]
 
 
 def _ends_linear(node: fx.Node) -> bool:

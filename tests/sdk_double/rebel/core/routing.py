@@ -40,7 +40,6 @@ def check_routing(module: fx.GraphModule) -> None:
             size = torch.Size(shape_of(node)).numel()
             wide = f"{node.name} is {list(shape_of(node))}, the weights of experts {list(table)}"
             require("routing", size <= torch.Size(table).numel(), wide)
-        # ``zeros_like`` is of the logits, and stands anywhere before ``scatter``.
         names = [called(node) for node in chain if called(node) in ("topk", "scatter")]
         told = f"{op.name} gets what {names} give"
         require("routing", names[-1:] == ["scatter"] and "topk" in names, told)
