@@ -103,25 +103,32 @@ class Routing:
         if self.groups > 1:
             by_expert = self._spread_of_groups(logits)
         else:
-            weights, ids = self._choose_by_column(x, logits)
+            columns = logits.transpose(0, 1)
+            weights, ids = self._choose_by_column(x, logits, columns)
             if self.on_input:
                 x, weights = x * weights.transpose(0, 1).to(x.dtype), torch.ones_like(weights)
-            by_expert = _table(logits.transpose(0, 1), weights, ids)
+            by_expert = _table(columns, weights, ids)
         if tokens_mask is not None:
             dtype = by_expert.dtype
             if self.bias is not None:
                 dtype = torch.promote_types(dtype, self.bias.dtype)
-            by_expert = by_expert * tokens_mask.to(dtype).transpose(0, 1)
+            if tokens_mask.dtype != dtype:
+                tokens_mask = tokens_mask.to(dtype)
+            by_expert = by_expert * tokens_mask.transpose(0, 1)
         return x, by_expert
 
-    def _choose_by_column(self, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``choose`` without ``scale``: weights in the dtype of the logits, both [top_k, T]."""
+    def _choose_by_column(
+        self, x: Tensor, logits: Tensor, columns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As ``choose`` without ``scale``: weights in the dtype of the logits, both [top_k, T].
+
+        ``columns`` [E, T] are the logits.
+        """
         if self.function is not None:
             weights, ids = self.function(
                 hidden_states=x, gating_output=logits, topk=self.top_k, renormalize=self.renormalize
             )
             return weights.to(logits.dtype).transpose(0, 1), ids.long().transpose(0, 1)
-        columns = logits.transpose(0, 1)
         if self.scoring == "softmax" and self.bias is None:
             if not self.renormalize:
                 weights, ids = torch.topk(functional.softmax(columns, dim=0), self.top_k, dim=0)
@@ -134,10 +141,12 @@ class Routing:
         """scores [E, T]; returns weights of the same dtype and ids [top_k, T]."""
         biased = scores if self.bias is None else scores + self.bias.unsqueeze(1)
         ids = torch.topk(biased, self.top_k, dim=0)[1]
-        weights = scores.gather(0, ids)
-        if self.renormalize:
-            weights = weights / weights.sum(dim=0, keepdim=True).clamp_min(1e-20)
-        return weights, ids
+        return self._normalised(scores.gather(0, ids)), ids
+
+    def _normalised(self, weights: Tensor) -> Tensor:
+        if not self.renormalize:
+            return weights
+        return weights / weights.sum(dim=0, keepdim=True).clamp_min(1e-20)
 
     def _spread_of_groups(self, logits: Tensor) -> Tensor:
         """logits [T, E] to the weights [E, T] of experts in the groups open to a row."""
@@ -161,11 +170,8 @@ class Routing:
             weights, ids = self._best_by_column(columns)
             return _table(columns, weights, ids)
         columns = opened.permute(1, 2, 0).reshape(-1, rows)
-        if late:
-            weights, ids = torch.topk(columns, self.top_k, dim=0)
-            weights = functional.softmax(weights, dim=0)
-        else:
-            weights, ids = self._best_by_column(columns)
+        best, ids = torch.topk(columns, self.top_k, dim=0)
+        weights = functional.softmax(best, dim=0) if late else self._normalised(best)
         by_row = _table(columns, weights, ids).reshape(self.top_groups, size, rows).permute(2, 0, 1)
         zeros = torch.zeros(by_group.shape, dtype=by_row.dtype)
         placed = zeros.scatter(1, index, by_row)

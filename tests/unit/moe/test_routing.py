@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rbln_backend.compiler.capture import capture
+from rbln_backend.compiler.programs.call_list import CallList
+from rbln_backend.compiler.programs.program import Program
+from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.moe.routing import Routing, local_ids, weights_by_expert
 
 LOGITS = torch.randn(20, 8, generator=torch.Generator().manual_seed(3))
@@ -88,6 +92,24 @@ def test_weights_of_all_experts(
         wanted = expected(logits[row].float(), routing)
         found = {e: float(column[e]) * routing.scale for e in column.nonzero().flatten().tolist()}
         assert found == pytest.approx(wanted, rel=step), row
+
+
+def test_the_chain_that_a_compiler_makes_one_op_of() -> None:
+    """Of vllm-rbln 0.12, in its order, also after a round trip through the store."""
+    routing, mask = Routing(top_k=2), torch.ones(20, 1)
+    steps = {"logits": LOGITS, "mask": mask}
+    table = TensorTable(lambda weight: weight)
+    captured = capture(
+        lambda logits, mask: routing.spread(X, logits, mask)[1:], (LOGITS, mask), table, steps
+    )
+    program = Program.from_bytes(captured.to_bytes())
+    calls = [node for node in program.graph.nodes if node.op.startswith("call")]
+    names = [str(getattr(node.target, "__name__", node.target)) for node in calls]
+    assert [name for name in names if name != "getitem"] == [
+        *("transpose", "topk", "softmax", "zeros_like", "scatter_", "transpose", "mul")
+    ]
+    (found,) = CallList(program.graph)(LOGITS, mask)
+    assert torch.equal(found, routing.spread(X, LOGITS, mask)[1])
 
 
 def test_weights_of_all_experts_on_inputs_and_by_a_function() -> None:
