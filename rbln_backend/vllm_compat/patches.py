@@ -99,7 +99,7 @@ def chunk_by_default(tokens: int) -> None:
         return dict.fromkeys((None, *UsageContext), tokens), theirs(world_size)[1]
 
     defaults.has_own_chunk = True  # type: ignore[attr-defined]
-    EngineArgs.get_batch_defaults = staticmethod(defaults)  # type: ignore[method-assign, assignment]
+    EngineArgs.get_batch_defaults = staticmethod(defaults)  # type: ignore[method-assign]
 
 
 def _without_default(settle: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
