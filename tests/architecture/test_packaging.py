@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import platform
 import re
@@ -20,7 +21,7 @@ from packaging.version import Version
 import server
 from rbln_backend.api import refuse_twins
 from rbln_backend.host.vllm_build import SUPPORTED
-from tests.architecture.source_tree import PACKAGES, ROOT
+from tests.architecture.source_tree import PACKAGES, ROOT, python_files
 
 
 def _toml(path: str) -> dict[str, Any]:
@@ -99,6 +100,25 @@ def test_the_lock_holds_every_direct_dependency() -> None:
     wanted = _toml("pyproject.toml")["project"]["dependencies"]
     names = {_normal(re.split(r"[<>=~!\[ ]", requirement)[0]) for requirement in wanted}
     assert names <= locked
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Imports of vLLM are the extras'; of the SDK and nixl there are none by statement."""
+    wanted = _toml("pyproject.toml")["project"]["dependencies"]
+    declared = {_normal(re.split(r"[<>=~!\[ ]", requirement)[0]) for requirement in wanted}
+    packages = set()
+    for path in python_files("server", "rbln_backend"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                packages |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                packages.add(str(node.module).partition(".")[0])
+    packages -= {*sys.stdlib_module_names, "server", "rbln_backend", "vllm"}
+    distributions = importlib.metadata.packages_distributions()
+    names = {package: {_normal(name) for name in distributions[package]} for package in packages}
+    assert {package for package in packages if not names[package] & declared} == set()
+    # transformers imports it.
+    assert declared - set().union(*names.values()) == {"gguf"}
 
 
 def test_the_version_is_the_same_everywhere() -> None:
