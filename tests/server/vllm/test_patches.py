@@ -70,6 +70,7 @@ def test_an_object_becomes_one_of_a_subclass_of_its_class_alone() -> None:
             refuse()
 
 
+@pytest.mark.slow
 def test_nothing_is_replaced_in_another_module(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "server", tmp_path / "server")
     (tmp_path / "rbln_backend").mkdir()
