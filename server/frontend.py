@@ -76,7 +76,7 @@ class ParsedRequest:
     """True if a stream's chunks have the progress of its prompt."""
     tier: str | None = None
     """Service tier that the body names, by OpenAI's name."""
-    stamp: JsonObject = field(default_factory=dict)
+    extra_fields: JsonObject = field(default_factory=dict)
     """Fields of the answer that depend on the request alone."""
     storage_options: StorageOptions | None = None
     """None for endpoints that take no items."""
@@ -134,11 +134,11 @@ class Frontend(Protocol):
         """Return the counts of large bodies since the last call."""
 
     async def handle(
-        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, extra_fields: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         """Return the JSON body of the answer, or its SSE frames.
 
-        `stamp` are fields to add to the answer. Raises a `ServerError`, also from the generator.
+        `extra_fields` are added to the answer. Raises a `ServerError`, also from the generator.
         Cancelling the call or closing the generator aborts the request in the engine.
         """
 

@@ -94,7 +94,7 @@ class HeadlessFrontend:
         return self._reading
 
     async def handle(
-        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, extra_fields: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         raise self._refusal()
 

@@ -37,14 +37,14 @@ class InternalRequest:
     """A request that the service sends to itself, for the owner of stored work.
 
     `tiers` are those that the work may run in; `permitted` work takes a permit of admission, as a
-    client's request does. `stamp` are fields that its answer has. `response_id` is the id of the
-    response that a request of the Responses API makes.
+    client's request does. `extra_fields` are in its answer. `response_id` is the id of the response
+    that a request of the Responses API makes.
     """
 
     owner: str
     tiers: Tiers
     permitted: bool = False
-    stamp: JsonObject = field(default_factory=dict)
+    extra_fields: JsonObject = field(default_factory=dict)
     response_id: str | None = None
 
 

@@ -79,11 +79,11 @@ def _handler(
         permit = admission.acquire(record.caller.owner) if takes else None
         if permit is not None:
             record.on_end.append(permit.release)
-        parsed, stamp = await store.read(endpoint, raw, record)
+        parsed, extra_fields = await store.read(endpoint, raw, record)
         record.tier = granted_tier(parsed.tier, record.caller.tiers)
         shows_tier = parsed.storage_options is not None or parsed.tier is not None
         if shows_tier or record.tier is not Tier.DEFAULT:
-            stamp[TIER_FIELD] = record.tier.value
+            extra_fields[TIER_FIELD] = record.tier.value
         record.bounds_answer = any(parsed.fields.get(name) for name in _ANSWER_BOUNDS)
         if permit is not None and parsed.storage_options and parsed.storage_options.background:
             # A background response takes its own permit when it runs.
@@ -98,7 +98,7 @@ def _handler(
                 model = parsed.fields.get("model") or (await frontend().models())[0]["id"]
                 head = chunk_head(endpoint, record.request_id, str(model))
             record.progress = PromptProgress(head)
-        result = await store.handle(endpoint, parsed, stamp, raw, request)
+        result = await store.handle(endpoint, parsed, extra_fields, raw, request)
         if isinstance(result, bytes):
             return Response(result, media_type=JSON_TYPE)
         record.stream = True

@@ -179,38 +179,38 @@ class ResponseStore:
             assert isinstance(parsed, ParsedRequest)
         else:
             parsed = read
-        stamp = dict(parsed.stamp)
+        extra_fields = dict(parsed.extra_fields)
         options = parsed.storage_options
         if options is not None:
             if options.previous is not None:
-                stamp["previous_response_id"] = options.previous
-            stamp["store"] = options.is_stored = await self._reserve(options, record)
+                extra_fields["previous_response_id"] = options.previous
+            extra_fields["store"] = options.is_stored = await self._reserve(options, record)
             if record.internal is not None:
-                stamp |= record.internal.stamp
-        return parsed, stamp
+                extra_fields |= record.internal.extra_fields
+        return parsed, extra_fields
 
     async def handle(
         self,
         endpoint: Endpoint,
         parsed: ParsedRequest,
-        stamp: JsonObject,
+        extra_fields: JsonObject,
         raw: bytes,
         request: Request,
     ) -> bytes | AsyncGenerator[str, None]:
         """Answer a request, or queue it for the background; see `server.frontend.Frontend`."""
         options, service = parsed.storage_options, self._service
         if options is None or service is None or not options.is_stored:
-            return await self._frontend().handle(endpoint, parsed, stamp, request)
+            return await self._frontend().handle(endpoint, parsed, extra_fields, request)
         record = record_of(request.scope)
         owner = record.caller.owner
         if options.background:
             tier = record.tier or Tier.DEFAULT
-            shown = {"model": await self._default_model(), **stamp}
+            shown = {"model": await self._default_model(), **extra_fields}
             response = await service.begin(owner, options, raw, tier, shown)
             if options.stream:
                 return await service.follow(response, -1)
             return response.shown()
-        result = await self._frontend().handle(endpoint, parsed, stamp, request)
+        result = await self._frontend().handle(endpoint, parsed, extra_fields, request)
         if isinstance(result, bytes):
             is_stored = await _store(service, owner, options, result)
             return result if is_stored else _unstored(result)

@@ -238,10 +238,14 @@ class ResponseRunner:
     async def _send(self, response: Response, log: EventLog) -> LoopbackResponse:
         assert self._app is not None
         assert response.request is not None
-        stamp = {"background": True, "store": True, "created_at": response.created_at}
+        extra_fields = {"background": True, "store": True, "created_at": response.created_at}
         tiers = (Tier(response.tier),)
         internal = InternalRequest(
-            response.owner, tiers, permitted=True, stamp=stamp, response_id=response.id
+            response.owner,
+            tiers,
+            permitted=True,
+            extra_fields=extra_fields,
+            response_id=response.id,
         )
 
         def take(chunk: bytes) -> None:

@@ -51,10 +51,10 @@ from server.vllm.handlers import (
     describe_answer,
     describe_request,
     described_frames,
+    extended_frames,
     handlers,
     name_model,
     request_models,
-    stamped_frames,
 )
 from server.vllm.patches import (
     count_whole_prompts,
@@ -230,7 +230,7 @@ class VllmFrontend:
         return cards
 
     async def handle(
-        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, extra_fields: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         record = record_of(request.scope)
         record.drafts = parsed.drafts
@@ -255,7 +255,7 @@ class VllmFrontend:
         model: Any = parsed.model
         if record.internal is not None and record.internal.response_id:
             model.request_id = record.internal.response_id
-        answering = self._answer(self._handlers[parsed.form], model, request, stamp, record)
+        answering = self._answer(self._handlers[parsed.form], model, request, extra_fields, record)
         try:
             if parsed.is_large and endpoint in _WITHOUT_ENGINE:
                 # Texts and answers of megabytes run on a loop in another thread.
@@ -267,15 +267,15 @@ class VllmFrontend:
             raise self._translated(error, context, record) from error
         if isinstance(answer, bytes):
             return answer
-        stamped = stamped_frames(endpoint, answer, stamp, record)
-        return self._frames(described_frames(record, endpoint, stamped), context, record)
+        extended = extended_frames(endpoint, answer, extra_fields, record)
+        return self._frames(described_frames(record, endpoint, extended), context, record)
 
     async def _answer(
         self,
         handler: Handler,
         model: BaseModel,
         request: Request,
-        stamp: JsonObject,
+        extra_fields: JsonObject,
         record: RequestRecord,
     ) -> bytes | AsyncGenerator[Any, None]:
         assert handler.serve is not None
@@ -287,7 +287,7 @@ class VllmFrontend:
         if isinstance(result, Response):
             return bytes(result.body)
         if isinstance(result, BaseModel):
-            return handler.to_body(result, stamp, record)
+            return handler.to_body(result, extra_fields, record)
         frames: AsyncGenerator[Any, None] = result
         return frames
 

@@ -120,16 +120,16 @@ def adapted(serving: Any) -> Any:
     return adapt_serving(serving, ours, object_call_parser)
 
 
-def _body(answer: BaseModel, stamp: JsonObject, _: RequestRecord) -> bytes:
-    for name, value in stamp.items():
+def _body(answer: BaseModel, extra_fields: JsonObject, _: RequestRecord) -> bytes:
+    for name, value in extra_fields.items():
         # Fields that the answer's model lacks are sent as well.
         setattr(answer, name, value)
     add_prediction_counts(getattr(answer, "usage", None))
     return answer.model_dump_json().encode()
 
 
-def _chat_body(answer: BaseModel, stamp: JsonObject, record: RequestRecord) -> bytes:
-    whole = _body(answer, stamp, record)
+def _chat_body(answer: BaseModel, extra_fields: JsonObject, record: RequestRecord) -> bytes:
+    whole = _body(answer, extra_fields, record)
     return with_custom_calls(whole, record.custom_tools) if record.custom_tools else whole
 
 
@@ -167,22 +167,25 @@ def handlers(state: State) -> dict[str, Handler]:
     return found
 
 
-def stamped_frames(
-    endpoint: Endpoint, answer: AsyncGenerator[Any, None], stamp: JsonObject, record: RequestRecord
+def extended_frames(
+    endpoint: Endpoint,
+    answer: AsyncGenerator[Any, None],
+    extra_fields: JsonObject,
+    record: RequestRecord,
 ) -> AsyncGenerator[str, None]:
     """Return the frames of vLLM's stream, each object in it with the fields."""
     if endpoint is Endpoint.RESPONSES:
-        return response_frames(answer, stamp, record)
+        return response_frames(answer, extra_fields, record)
     if record.custom_tools:
         answer = custom_call_frames(answer, record.custom_tools)
-    return answer if endpoint.anthropic or not stamp else _marked(answer, stamp)
+    return answer if endpoint.anthropic or not extra_fields else _marked(answer, extra_fields)
 
 
 async def _marked(
-    frames: AsyncGenerator[str, None], stamp: JsonObject
+    frames: AsyncGenerator[str, None], extra_fields: JsonObject
 ) -> AsyncGenerator[str, None]:
     """Write the fields into chunks that are text already, before all others."""
-    begin = f"data: {to_json(stamp).decode()[:-1]},"
+    begin = f"data: {to_json(extra_fields).decode()[:-1]},"
     async with aclosing(frames):
         async for frame in frames:
             yield begin + frame[len(_DATA) :] if frame.startswith(_DATA) else frame

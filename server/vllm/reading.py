@@ -223,7 +223,7 @@ class BodyReader:
                 for one in body["documents"]
             ]
         # What the answer shows of the request is what the client sent, so before any change.
-        stamp = shown_request(body, rules.sampling) if endpoint is Endpoint.RESPONSES else {}
+        extra_fields = shown_request(body, rules.sampling) if endpoint is Endpoint.RESPONSES else {}
         # The stored conversation goes in front; without it, only the options are known.
         options = take_storage_options(endpoint, body, before)
         if options is not None and options.previous is not None and before is None:
@@ -259,7 +259,7 @@ class BodyReader:
             # After the rules, which are about what the client sent: a request for a summary.
             output = summarise(body, rules.limits.max_model_len)
             if endpoint is Endpoint.COMPACT:
-                stamp["output"] = output
+                extra_fields["output"] = output
         # After the variables, which a client may set itself: thinking becomes one of them.
         ignored += normalize_thinking(endpoint, body, rules.thinking)
         drafts, undrafted = pop_drafts(endpoint, body, speculates=rules.speculates)
@@ -300,7 +300,7 @@ class BodyReader:
             drafts=drafts,
             returns_progress=returns_progress,
             tier=tier,
-            stamp=stamp,
+            extra_fields=extra_fields,
             storage_options=options,
             is_large=is_large,
         )

@@ -153,9 +153,9 @@ def _set_status(answer: Any, ending: Ending) -> None:
         answer.incomplete_details = None if reason is None else IncompleteDetails(reason=reason)
 
 
-def response_json(answer: Any, stamp: JsonObject, record: RequestRecord) -> bytes:
-    """Return the body for vLLM's `ResponsesResponse`; `stamp` are additional fields."""
-    response = response_of(answer, stamp, record)
+def response_json(answer: Any, extra_fields: JsonObject, record: RequestRecord) -> bytes:
+    """Return the body for vLLM's `ResponsesResponse`; `extra_fields` are additional fields."""
+    response = response_of(answer, extra_fields, record)
     if record.compacts:
         return to_json(with_summary(response))
     is_cut = response["status"] == "incomplete"
@@ -167,13 +167,13 @@ def response_json(answer: Any, stamp: JsonObject, record: RequestRecord) -> byte
     return to_json(response)
 
 
-def compacted_json(answer: Any, stamp: JsonObject, record: RequestRecord) -> bytes:
+def compacted_json(answer: Any, extra_fields: JsonObject, record: RequestRecord) -> bytes:
     """Return the body for vLLM's `ResponsesResponse` that summarises a conversation.
 
-    `stamp["output"]` has the messages that stay. Raises `InternalError` for an empty summary.
+    `extra_fields["output"]` has the messages that stay. Raises `InternalError` without a summary.
     """
     response = response_of(answer, {}, record)
-    return to_json(compacted(response, stamp["output"], _summary_of(response)))
+    return to_json(compacted(response, extra_fields["output"], _summary_of(response)))
 
 
 def with_summary(response: JsonObject) -> JsonObject:
@@ -197,7 +197,7 @@ def _summary_of(response: JsonObject) -> str:
     return summary
 
 
-def response_of(answer: Any, stamp: JsonObject, record: RequestRecord | None) -> JsonObject:
+def response_of(answer: Any, extra_fields: JsonObject, record: RequestRecord | None) -> JsonObject:
     """Return vLLM's `ResponsesResponse` with OpenAI's fields; its items are vLLM's."""
     found: JsonObject = answer.model_dump(mode="json", by_alias=True)
     for name in _VLLM_FIELDS:
@@ -208,7 +208,7 @@ def response_of(answer: Any, stamp: JsonObject, record: RequestRecord | None) ->
     found["error"] = None
     if found["usage"] is not None:
         found["usage"] = _usage(found["usage"], record)
-    return found | stamp
+    return found | extra_fields
 
 
 def _usage(usage: JsonObject, record: RequestRecord | None) -> JsonObject:
@@ -243,13 +243,13 @@ def _item(item: JsonObject, custom_tools: Collection[str], *, is_cut: bool) -> J
 
 
 async def response_frames(
-    events: AsyncGenerator[Any, None], stamp: JsonObject, record: RequestRecord | None
+    events: AsyncGenerator[Any, None], extra_fields: JsonObject, record: RequestRecord | None
 ) -> AsyncGenerator[str, None]:
-    """Yield the SSE frames for vLLM's events; each response in them has the fields of `stamp`.
+    """Yield the SSE frames for vLLM's events; each response in them has the `extra_fields`.
 
     The record's `failure_frames` end a stream that fails.
     """
-    stream = _ResponseStream(stamp, record)
+    stream = _ResponseStream(extra_fields, record)
     if record is not None:
         record.failure_frames = stream.fail
     async with aclosing(events):
@@ -261,8 +261,8 @@ async def response_frames(
 class _ResponseStream:
     """One streamed response; at most one item is open."""
 
-    def __init__(self, stamp: JsonObject, record: RequestRecord | None) -> None:
-        self._stamp = stamp
+    def __init__(self, extra_fields: JsonObject, record: RequestRecord | None) -> None:
+        self._extra_fields = extra_fields
         self._record = record
         self._custom_tools = () if record is None else record.custom_tools
         self._begun: JsonObject = {}
@@ -342,7 +342,7 @@ class _ResponseStream:
         return self._frame(event) + self._frame({"type": "response.failed", "response": failed})
 
     def _response(self, event: Any) -> JsonObject:
-        return response_of(event.response, self._stamp, self._record)
+        return response_of(event.response, self._extra_fields, self._record)
 
     def _within(self, events: Iterator[JsonObject]) -> Iterator[str]:
         index = {"output_index": len(self._items)}

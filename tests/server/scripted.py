@@ -111,7 +111,7 @@ class ScriptedFrontend:
         return JobCounts()
 
     async def handle(
-        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, extra_fields: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         body = parsed.fields
         self.headers = dict(request.headers)
@@ -124,7 +124,7 @@ class ScriptedFrontend:
         if "progress" in body:
             self._show_progress(body["progress"], record_of(request.scope).progress)
         if endpoint is Endpoint.RESPONSES and "do" not in body:
-            return await self._respond(body, stamp)
+            return await self._respond(body, extra_fields)
         if body.get("stream"):
             return self._stream(body["do"])
         if body["do"] == "wait":
@@ -147,17 +147,19 @@ class ScriptedFrontend:
             asyncio.get_running_loop().call_later(number * 0.05, progress.update, report)
 
     async def _respond(
-        self, body: JsonObject, stamp: JsonObject
+        self, body: JsonObject, extra_fields: JsonObject
     ) -> bytes | AsyncGenerator[str, None]:
         """Answers how many items it got; waits for `go_on` where the body says so."""
         if body.get("stream"):
-            return self._events(body, stamp)
+            return self._events(body, extra_fields)
         if body.get("user") == "wait":
             await self._wait("response")
-        return to_json(response_of(body, stamp))
+        return to_json(response_of(body, extra_fields))
 
-    async def _events(self, body: JsonObject, stamp: JsonObject) -> AsyncGenerator[str, None]:
-        frames = events_of(response_of(body, stamp))
+    async def _events(
+        self, body: JsonObject, extra_fields: JsonObject
+    ) -> AsyncGenerator[str, None]:
+        frames = events_of(response_of(body, extra_fields))
         for number, frame in enumerate(frames):
             if number == 3 and body.get("user") == "wait":
                 await self._wait("events")

@@ -79,7 +79,7 @@ class AdapterFrontend(ScriptedFrontend):
         return [*await super().models(), *cards]
 
     async def handle(
-        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, extra_fields: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         body = parsed.fields
         if body["model"] != "tiny":
@@ -88,7 +88,7 @@ class AdapterFrontend(ScriptedFrontend):
             if adapter is None:
                 raise ModelNotFoundError("no such model", param="model")
             record_of(request.scope).on_end.append(partial(self.adapters.release, adapter))
-        return await super().handle(endpoint, parsed, stamp, request)
+        return await super().handle(endpoint, parsed, extra_fields, request)
 
 
 def registry(

@@ -26,10 +26,10 @@ class ChatFrontend(ScriptedFrontend):
     bodies: list[JsonObject] = field(default_factory=list)
 
     async def handle(
-        self, endpoint: Endpoint, parsed: ParsedRequest, stamp: JsonObject, request: Request
+        self, endpoint: Endpoint, parsed: ParsedRequest, extra_fields: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
         if endpoint is not Endpoint.CHAT:
-            return await super().handle(endpoint, parsed, stamp, request)
+            return await super().handle(endpoint, parsed, extra_fields, request)
         self.bodies.append(parsed.fields)
         return self._chat(self.scripts[parsed.fields["messages"][-1]["content"]])
 

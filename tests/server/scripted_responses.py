@@ -13,7 +13,7 @@ from server.request.record import record_var
 _numbers = itertools.count()
 
 
-def response_of(body: dict[str, Any], stamp: dict[str, Any]) -> dict[str, Any]:
+def response_of(body: dict[str, Any], extra_fields: dict[str, Any]) -> dict[str, Any]:
     """An answer that says how many items the request had."""
     given = body["input"]
     text = f"{len(given) if isinstance(given, list) else 1} items"
@@ -30,7 +30,7 @@ def response_of(body: dict[str, Any], stamp: dict[str, Any]) -> dict[str, Any]:
         "status": "completed",
         "model": "scripted",
         "output": [{"id": f"msg_{name}", **message}],
-        **stamp,
+        **extra_fields,
     }
 
 

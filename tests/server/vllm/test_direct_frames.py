@@ -29,7 +29,7 @@ from server.http.streaming import ChunkWriter, HeldStream, SseResponse
 from server.request.endpoints import route_of
 from server.request.record import RequestRecord, record_var
 from server.vllm import text_stream
-from server.vllm.handlers import adapted, stamped_frames
+from server.vllm.handlers import adapted, extended_frames
 from server.vllm.parser import object_call_parser
 from server.vllm.text_stream import DirectState
 from server.wire.endpoint import Endpoint
@@ -124,7 +124,7 @@ class Played:
         self, frames: AsyncGenerator[str, None], steps: list[list[int]], pauses: Callable[[], int]
     ) -> str:
         """Return all that was sent; `pauses` gives turns of the event loop after each step."""
-        whole = stamped_frames(Endpoint.CHAT, frames, STAMP, self.record)
+        whole = extended_frames(Endpoint.CHAT, frames, STAMP, self.record)
         response = SseResponse(HeldStream([], None, whole), self.record)
         scope: Any = {"extensions": {"rbln_serve.chunks": {"writer": self.writer}}}
 
