@@ -30,21 +30,20 @@ help: ## List the targets
 install: $(stamps)/torch ## Locked environment, this project, its kernels, a default model
 	@$(MAKE) --no-print-directory --jobs 2 $(stamps)/kernels $(stamps)/project build/default-model/config.json
 
-# Without kernels: tests build theirs into a separate cache.
 dev: $(stamps)/project build/default-model/config.json $(stamps)/dev
 
 serve: install ## Serve MODEL (a folder, smollm2) on HOST:PORT; ARGS go to the server unchanged
 	$(if $(filter $(fetched),$(MODEL)),$(VENV)/bin/rbln-serve fetch $(MODEL))
 	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: dev ## Run TESTS with pytest, except those marked wide; ARGS go to pytest
+test: dev $(stamps)/test-kernels ## Run TESTS with pytest, except those marked wide; ARGS go to pytest
 	$(quiet) $(python) -m pytest -m 'not wide' --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
+
+test-fast: dev $(stamps)/test-kernels ## Tests of all parts that start no engine and take under ten seconds each
+	$(quiet) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 2 --dist loadfile --max-worker-restart 0 $(TESTS) $(ARGS)
 
 test-tools: ## As root: install the Debian packages without which `make test` skips tests
 	$(scripts)/install_test_tools.sh
-
-test-fast: dev ## Unit and architecture tests that start no engine and take under ten seconds each
-	$(quiet) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 2 tests/unit tests/architecture $(ARGS)
 
 test-nixl: dev build/nixl/.stamp ## Tests of KV transfer with the real nixl, installed into build/nixl
 	PYTHONPATH=$(CURDIR):$(CURDIR)/build/nixl $(quiet) $(python) -m pytest --numprocesses 0 tests/engine/test_kv_transfer.py tests/server/test_prefill_decode.py $(ARGS)
@@ -119,6 +118,11 @@ $(stamps)/project: $(stamps)/locked pyproject.toml deploy/vllm-metadata/pyprojec
 
 $(stamps)/dev: $(stamps)/locked requirements/dev.lock
 	$(scripts)/install.sh $(VENV) requirements/dev.lock
+	@touch $@
+
+# Into a cache of tests: they do not read the one of a service.
+$(stamps)/test-kernels: $(kernels) $(stamps)/torch
+	$(python) -m tests.kernel_cache
 	@touch $@
 
 build/site-tools/.stamp: requirements/site.lock $(scripts)/install.sh

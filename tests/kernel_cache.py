@@ -1,4 +1,7 @@
-"""One build of the emulator's kernels for all cache roots that tests make."""
+"""One build of the emulator's kernels for all cache roots that tests make.
+
+``python -m tests.kernel_cache`` builds those of this CPU before a run.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import hashlib
 from pathlib import Path
 
 from rbln_backend.emulator.build import build_key, find_or_build
-from rbln_backend.emulator.targets import LEVELS, Target
+from rbln_backend.emulator.targets import LEVELS, NATIVE, Target
 
 _STAND_IN = Path(__file__).parent / "unit" / "emulator" / "avx512_stand_in.h"
 
@@ -44,3 +47,8 @@ def build_variant(name: str) -> Path:
     key = build_key(target) + hashlib.sha256(_STAND_IN.read_bytes()).hexdigest()[:8]
     SHARED.mkdir(parents=True, exist_ok=True)
     return find_or_build(SHARED / key, target)[0]
+
+
+if __name__ == "__main__":
+    SHARED.mkdir(parents=True, exist_ok=True)
+    find_or_build(SHARED / build_key(NATIVE), NATIVE)
