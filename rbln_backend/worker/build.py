@@ -23,6 +23,7 @@ from rbln_backend.moe.paths import TOKENS_MASK
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.parallel.stages import largest_decode
+from rbln_backend.reporting.batch_size_log import BatchSizeLog
 from rbln_backend.reporting.progress import ProgressWriter
 from rbln_backend.reporting.ranks import RankPlace
 from rbln_backend.reporting.stats import MetricsBoard
@@ -65,10 +66,8 @@ from rbln_backend.worker.group_inputs import kv_groups
 from rbln_backend.worker.inputs import AdapterRows, LongestFirst, StepInputs
 from rbln_backend.worker.metrics import (
     StepMetrics,
-    open_size_log,
     open_store,
     open_usage,
-    report_store_size,
 )
 from rbln_backend.worker.pooling import HostPooler, PoolingRunner, TokenTypes
 from rbln_backend.worker.preflight import attention_layers, bucket_tables
@@ -198,7 +197,8 @@ class EngineBuild:
 
         counts = self._generates and place.counts_steps
         self._usage = open_usage(config, compiler, self._groups, tables) if counts else None
-        self._sizes = open_size_log(rbln) if counts else None
+        interval_s = rbln.log_batchsize_interval
+        self._sizes = BatchSizeLog(interval_s) if counts and interval_s >= 0 else None
 
     @property
     def usage_file(self) -> Path | None:
@@ -263,7 +263,8 @@ class EngineBuild:
             self._graphs.dispatch.add(graph)
         self._graphs.dispatch.seal()
         if self._store is not None:
-            report_store_size(self._board, self._store)
+            self._board.gauge("rbln_compile_cache_entries").set(len(self._store.entries()))
+            self._board.gauge("rbln_compile_cache_size_bytes").set(self._store.size_bytes())
 
     def _request(self, spec: GraphSpec) -> GraphRequest:
         if spec in self._others:

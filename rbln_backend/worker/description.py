@@ -60,17 +60,39 @@ class SelfDescription:
         """Tell what is known before anything is done."""
         self._writer.write("settings", self._rbln.to_dict())
         self._writer.write("model", _model_info(self._config, None, None))
-        self._writer.write("limits", _limits_info(self._config))
+        limits = LimitsInfo(
+            max_model_len=self._config.model_config.max_model_len,
+            max_num_seqs=self._config.scheduler_config.max_num_seqs,
+            max_num_batched_tokens=self._config.scheduler_config.max_num_batched_tokens,
+        )
+        self._writer.write("limits", limits)
         self._writer.write("buckets", _buckets_info(self._config, None))
 
     def has_device(self, compiler: Compiler) -> None:
         """Describe an NPU."""
-        self._writer.write("device", _device_info(compiler, None))
+        npu = compiler.fingerprint().get("npu")
+        info = DeviceInfo(
+            name=compiler.name,
+            npu=None if npu is None else str(npu),
+            kernels=None,
+            isa=None,
+            library=None,
+            reason="",
+        )
+        self._writer.write("device", info)
 
     def has_kernels(self, compiler: Compiler, kernels: KernelSet, runtime: RuntimeInfo) -> None:
         """Describe the emulated device."""
         self._runtime = runtime
-        self._writer.write("device", _device_info(compiler, kernels))
+        info = DeviceInfo(
+            name=compiler.name,
+            npu=None,
+            kernels=kernels.name,
+            isa=kernels.isa,
+            library=None if kernels.library is None else str(kernels.library),
+            reason=kernels.reason,
+        )
+        self._writer.write("device", info)
         self._writer.write("runtime", runtime)
 
     def has_model(self, model: nn.Module) -> None:
@@ -124,28 +146,6 @@ class SelfDescription:
             self._writer.write("runtime", runtime)
 
 
-def _device_info(compiler: Compiler, kernels: KernelSet | None) -> DeviceInfo:
-    """Return the device of ``compiler``; ``kernels`` is None for an NPU."""
-    if kernels is None:
-        npu = compiler.fingerprint().get("npu")
-        return DeviceInfo(
-            name=compiler.name,
-            npu=None if npu is None else str(npu),
-            kernels=None,
-            isa=None,
-            library=None,
-            reason="",
-        )
-    return DeviceInfo(
-        name=compiler.name,
-        npu=None,
-        kernels=kernels.name,
-        isa=kernels.isa,
-        library=None if kernels.library is None else str(kernels.library),
-        reason=kernels.reason,
-    )
-
-
 def _model_info(
     config: VllmConfig, weight_bytes: int | None, quantized_layers: str | None
 ) -> ServedModelInfo:
@@ -159,15 +159,6 @@ def _model_info(
         quantization=model.quantization,
         quantized_layers=quantized_layers,
         weight_bytes=weight_bytes,
-    )
-
-
-def _limits_info(config: VllmConfig) -> LimitsInfo:
-    """Return the limits of requests and steps."""
-    return LimitsInfo(
-        max_model_len=config.model_config.max_model_len,
-        max_num_seqs=config.scheduler_config.max_num_seqs,
-        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
     )
 
 

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,23 +220,18 @@ def open_usage(
     return open_recorder(root, config.model_config, fields, device, tables)
 
 
-def open_size_log(rbln: RblnConfig) -> BatchSizeLog | None:
-    """Return the log of batch sizes, None without an interval."""
-    interval_s = rbln.log_batchsize_interval
-    return BatchSizeLog(interval_s) if interval_s >= 0 else None
+def open_store(rbln: RblnConfig, board: MetricsBoard) -> ArtifactStore | None:
+    """Return the store of compiled graphs, None if the cache is disabled.
 
-
-_REQUESTS = frozenset(("hit", "miss", "corrupt"))
-_WRITES = frozenset(("stored", "failed", "read_only"))
-
-
-def store_event_recorder(board: MetricsBoard) -> Callable[[StoreEvent], None]:
-    """Return a listener for ``ArtifactStore``, whose label sets exist from the start, at 0."""
+    Its events are metrics, whose label sets exist from the start, at 0.
+    """
     requests = {
-        kind: board.counter("rbln_compile_cache_requests_total", result=kind) for kind in _REQUESTS
+        kind: board.counter("rbln_compile_cache_requests_total", result=kind)
+        for kind in ("hit", "miss", "corrupt")
     }
     writes = {
-        kind: board.counter("rbln_compile_cache_writes_total", result=kind) for kind in _WRITES
+        kind: board.counter("rbln_compile_cache_writes_total", result=kind)
+        for kind in ("stored", "failed", "read_only")
     }
     lock_wait = board.histogram("rbln_compile_cache_lock_wait_seconds")
 
@@ -248,18 +243,6 @@ def store_event_recorder(board: MetricsBoard) -> Callable[[StoreEvent], None]:
         elif event.kind == "lock_wait":
             lock_wait.observe(event.seconds)
 
-    return record
-
-
-def report_store_size(board: MetricsBoard, store: ArtifactStore) -> None:
-    """Set the metrics of entries and bytes. Called after the warm-up."""
-    board.gauge("rbln_compile_cache_entries").set(len(store.entries()))
-    board.gauge("rbln_compile_cache_size_bytes").set(store.size_bytes())
-
-
-def open_store(rbln: RblnConfig, board: MetricsBoard) -> ArtifactStore | None:
-    """Return the store of compiled graphs, None if the cache is disabled."""
-    record = store_event_recorder(board)
     if rbln.disable_compile_cache:
         board.counter("rbln_compile_cache_requests_total", result="bypass").inc()
         return None
