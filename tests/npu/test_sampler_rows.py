@@ -48,7 +48,7 @@ def sampler(sdk: ModuleType) -> DeviceSampler:
     model = EagerGraph(
         GraphRequest(spec, {"x": torch.zeros(ROWS, VOCAB)}, None), lambda x: (x,), ["x"]
     )
-    made = DeviceSampler()
+    made = DeviceSampler("0.12.0")
     factory: Any = SimpleNamespace(build_other=EagerGraph)
     made.compile([model], factory, GraphListener())
     return made
