@@ -10,7 +10,12 @@ from typing import Any
 
 from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.vllm_compat.heads import VocabParallelEmbedding
-from rbln_backend.vllm_compat.surface import VllmConfig, configured, get_current_vllm_config
+from rbln_backend.vllm_compat.surface import (
+    ModelConfig,
+    VllmConfig,
+    configured,
+    get_current_vllm_config,
+)
 
 
 class RblnEmbedding(VocabParallelEmbedding):
@@ -25,7 +30,7 @@ class RblnEmbedding(VocabParallelEmbedding):
 
 def _is_head(config: VllmConfig) -> bool:
     """Of the served model too: a draft model reads its embedding."""
-    models = [config.model_config]
+    models: list[ModelConfig | None] = [config.model_config]
     if config.speculative_config is not None:
         models.append(config.speculative_config.target_model_config)
     return any(getattr(x.hf_text_config, "tie_word_embeddings", False) for x in models if x)
