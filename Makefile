@@ -17,7 +17,7 @@ scripts := deploy/scripts
 kernels := $(shell find rbln_backend/emulator/kernels -name '*.cpp' -o -name '*.h') rbln_backend/emulator/build.py rbln_backend/emulator/targets.py
 # The default model's served name, without the path of its folder.
 name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-model)
-# Models to download first: rbln_backend/checkpoints/catalogue.py.
+# Models to download first: rbln_backend/checkpoints/folders.py.
 fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1

@@ -21,8 +21,8 @@ from saved_tables import code, table
 from upstream_routes import absent_routes
 
 from rbln_backend.config import GRAPH, RblnConfig
-from rbln_backend.reporting.declared_metrics import METRICS, MetricDecl
-from rbln_backend.reporting.description import SECTIONS, KvGroupInfo
+from rbln_backend.reporting.metrics import METRICS, MetricDecl
+from rbln_backend.reporting.reports import SECTIONS, KvGroupInfo
 from rbln_backend.unsupported import FEATURES
 from rbln_backend.variables import (
     KINDS,

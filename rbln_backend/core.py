@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rbln_backend.bucketing.chunk_plan import room_of
+from rbln_backend.bucketing.buckets import room_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

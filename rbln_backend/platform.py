@@ -10,9 +10,12 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from rbln_backend.bucketing.chunk_plan import step_tokens_of
-from rbln_backend.bucketing.engine_buckets import EngineBuckets
-from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
+from rbln_backend.bucketing.buckets import (
+    DEFAULT_CHUNK_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    EngineBuckets,
+    step_tokens_of,
+)
 from rbln_backend.compilation import settle_compilation
 from rbln_backend.compiler.sdk.shapes import check_release, settle_npu
 from rbln_backend.config import RblnConfig

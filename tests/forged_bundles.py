@@ -22,11 +22,9 @@ from typing import Any
 from rbln_backend.compiler.programs.call_list import CallList
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.sdk.modules import module_of
-from rbln_backend.store.archive import write_archive
-from rbln_backend.store.artifact_files import MANIFEST, encode_manifest, read_manifest
-from rbln_backend.store.bundle_contents import collect
-from rbln_backend.store.cache_key import CacheKey
-from rbln_backend.store.graph_sources import sources_digest
+from rbln_backend.store.artifacts import MANIFEST, encode_manifest, read_manifest
+from rbln_backend.store.bundles import collect, write_archive
+from rbln_backend.store.cache_key import CacheKey, sources_digest
 from server.commands.cache import GraphChecks
 from server.commands.cli import main
 

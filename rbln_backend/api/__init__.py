@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from vllm.reasoning import ReasoningParser
 
     from rbln_backend.grammar.trial import GrammarTrial
-    from rbln_backend.reporting.model_report import ModelReport
-    from rbln_backend.reporting.store_report import CompileReport, StoreReport
+    from rbln_backend.reporting.reports import CompileReport, ModelReport, StoreReport
     from rbln_backend.store.cache_key import CacheKey
 
 

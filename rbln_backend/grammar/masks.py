@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from rbln_backend.grammar.backend import tokens_without
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.vllm_compat.grammar import (
     GrammarOutput,
     SchedulerOutput,

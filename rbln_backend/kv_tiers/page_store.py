@@ -1,25 +1,369 @@
-"""Both tiers behind two background threads: a step neither reads nor writes a file."""
+"""Both KV tiers behind two background threads: a step neither reads nor writes a file.
+
+The tier in host memory holds pages by key, least recently used first out. The tier in files is a
+bounded folder, which servers of one host can share: a page is written beside its place and renamed,
+so a reader meets no part of one. What a crash or a disk leaves damaged fails its checksum: it is a
+miss, and its file is removed. A page in a file has a header that says what it is, then K and V of
+every layer; its key says what computed it, and the prefix that ends with it.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import mmap
+import os
+import shutil
+import struct
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, takewhile
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+from blake3 import blake3
 from torch import Tensor
 
-from rbln_backend.kv_tiers.folder_tier import FolderTier
-from rbln_backend.kv_tiers.memory_tier import MemoryTier
-from rbln_backend.kv_tiers.page_layout import PageLayout
-from rbln_backend.kv_tiers.page_memory import new_page
-from rbln_backend.kv_tiers.tier_counts import TierCounts
+from rbln_backend.errors import ConfigError, UntrustedFileError
+from rbln_backend.host.trusted_files import make_trusted_folder
+from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, parts_of
+from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.vllm_compat.surface import KVCacheConfig
+
+
+def new_page(num_bytes: int) -> Tensor:
+    """Return memory for a page, bytes [num_bytes], of undefined content.
+
+    It lies on small pages of the system. Large tensors lie on huge pages, and on virtual machines
+    the first use of one can take milliseconds, longer than writing the file.
+    """
+    memory = mmap.mmap(-1, num_bytes)
+    with suppress(OSError):
+        # A system without huge pages does not know the advice.
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+# A file per page: larger ones waste the end of a prefix, smaller ones cost more than they save.
+_WANTED_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Sizes of pages, which all cover the same tokens."""
+
+    tokens: int
+    num_bytes: int
+    """Of a page of all paged layers."""
+    window_bytes: Mapping[int, int]
+    """Of a page of each window group, by number of the group."""
+
+    @classmethod
+    def of(cls, config: KVCacheConfig, unit: int, block_sizes: Sequence[int]) -> PageLayout:
+        """Return the layout for prefixes that are reused in units of ``unit`` tokens.
+
+        A page lies within one block: it divides all ``block_sizes``.
+        """
+        block = math.gcd(*block_sizes)
+        sizes = [n for n in range(unit, block + 1, unit) if block % n == 0]
+        tokens = max((n for n in sizes if n <= _WANTED_TOKENS), default=sizes[0])
+        paged, windows = 0, dict[int, int]()
+        for index, group in enumerate(config.kv_cache_groups):
+            specs = layer_specs(group.kv_cache_spec, group.layer_names).values()
+            sizes_of_token = [(parts_of(x), x.num_kv_heads, x.head_size) for x in specs]
+            itemsize = any_layer_spec(group.kv_cache_spec).dtype.itemsize
+            group_bytes = tokens * itemsize * sum(map(math.prod, sizes_of_token))
+            if isinstance(any_layer_spec(group.kv_cache_spec), WindowSpec):
+                windows[index] = group_bytes
+            else:
+                paged += group_bytes
+        return cls(tokens, paged, windows)
+
+
+_MAGIC = b"RBLNKV1\n"
+# Magic, key, checksum of key and payload, bytes of the payload.
+_HEADER = struct.Struct("<8s32s32sQ")
+HEADER_BYTES = _HEADER.size
+
+
+def header_of(key: bytes, payload: memoryview) -> bytes:
+    """Return the header of a page with a ``key`` of 32 bytes."""
+    return _HEADER.pack(_MAGIC, key, _checksum(key, payload), payload.nbytes)
+
+
+def is_page(header: bytes, key: bytes, payload: memoryview) -> bool:
+    """Return whether ``payload`` is, bit by bit, what was stored under ``key``."""
+    if len(header) != HEADER_BYTES:
+        return False
+    magic, own_key, checksum, length = _HEADER.unpack(header)
+    if (magic, own_key, length) != (_MAGIC, key, payload.nbytes):
+        return False
+    return bool(checksum == _checksum(key, payload))
+
+
+def _checksum(key: bytes, payload: memoryview) -> bytes:
+    return blake3(key).update(payload).digest()
+
+
+# Raise it when pages are laid out in another way than before.
+_FORM = 1
+
+
+class PageKeys:
+    """Keys of 32 bytes. Pages of other weights, kernels or layouts have other keys."""
+
+    def __init__(self, made_by: Mapping[str, Any]) -> None:
+        """``made_by``: everything besides the tokens that changes a page, as JSON values."""
+        content = json.dumps({"form": _FORM, **made_by}, sort_keys=True, default=str)
+        self._base = blake3(content.encode())
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the folder of all pages with this origin."""
+        return self._base.hexdigest(length=16)
+
+    def key(self, prefix: bytes, window_group: int | None = None) -> bytes:
+        """Return the key of the page that ends the prefix with vLLM's hash ``prefix``.
+
+        It is a page of all paged layers, or of one window group.
+        """
+        group = b"" if window_group is None else b"window %d" % window_group
+        return self._base.copy().update(prefix).update(group).digest()
+
+
+READS = ("memory", "folder", "miss", "damaged")
+WRITES = ("memory", "folder", "failed")
+
+
+class TierCounts:
+    """Pages read and written by result; of any thread."""
+
+    def __init__(self) -> None:
+        self._reads: Counter[str] = Counter()
+        self._writes: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def add_read(self, result: str) -> None:
+        with self._lock:
+            self._reads[result] += 1
+
+    def add_write(self, result: str) -> None:
+        with self._lock:
+            self._writes[result] += 1
+
+    def take(self) -> tuple[Counter[str], Counter[str]]:
+        """Return the reads and writes since the last call."""
+        with self._lock:
+            taken = self._reads, self._writes
+            self._reads, self._writes = Counter(), Counter()
+            return taken
+
+
+class TierMetrics:
+    """Copies counts to the metrics board, from one thread."""
+
+    def __init__(self, board: MetricsBoard, counts: TierCounts) -> None:
+        self._counts = counts
+        self._reads = {x: board.counter("rbln_kv_tier_reads_total", result=x) for x in READS}
+        self._writes = {x: board.counter("rbln_kv_tier_writes_total", result=x) for x in WRITES}
+        self._tokens = board.counter("rbln_kv_tier_tokens_total")
+        self._memory = board.gauge("rbln_kv_tier_bytes", tier="memory")
+        self._folder = board.gauge("rbln_kv_tier_bytes", tier="folder")
+
+    def placed(self, num_tokens: int) -> None:
+        """Count tokens whose pages came back to the KV cache."""
+        self._tokens.inc(num_tokens)
+
+    def update(self, memory_bytes: int, folder_bytes: int) -> None:
+        reads, writes = self._counts.take()
+        for result, count in reads.items():
+            self._reads[result].inc(count)
+        for result, count in writes.items():
+            self._writes[result].inc(count)
+        # Most steps change neither, and setting a gauge costs microseconds.
+        for gauge, held in ((self._memory, memory_bytes), (self._folder, folder_bytes)):
+            if held != gauge.value:
+                gauge.set(held)
+
+
+class MemoryTier:
+    """Holds pages up to a number of bytes; of any thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._pages: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bytes
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._pages
+
+    def get(self, key: bytes) -> Tensor | None:
+        """Return the page [page_bytes] of ``key``, not to be changed, or None."""
+        with self._lock:
+            page = self._pages.get(key)
+            if page is not None:
+                self._pages.move_to_end(key)
+            return page
+
+    def put(self, key: bytes, page: Tensor) -> None:
+        """Keep ``page`` [page_bytes] itself, not a copy."""
+        with self._lock:
+            former = self._pages.pop(key, None)
+            self._bytes += page.nbytes - (0 if former is None else former.nbytes)
+            self._pages[key] = page
+            while self._bytes > self._max_bytes:
+                self._bytes -= self._pages.popitem(last=False)[1].nbytes
+
+    def clear(self) -> None:
+        with self._lock:
+            self._pages.clear()
+            self._bytes = 0
+
 
 logger = logging.getLogger(__name__)
+
+_SUFFIX = ".kv"
+# Eviction makes room for the writes of a while, because it lists all files.
+_KEPT_SHARE = 0.9
+_OWN_MODE = 0o700
+
+
+class FolderTier:
+    """Pages of one origin below ``root``, whose pages of all origins take ``max_bytes`` at most.
+
+    One thread lists, writes and clears; another may read meanwhile.
+    """
+
+    def __init__(self, root: Path, name: str, max_bytes: int) -> None:
+        """Raise ``ConfigError`` for a folder that others can write: who writes it, answers."""
+        self._root, self._folder = root, root / name
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self.is_read_only = False
+        try:
+            make_trusted_folder(root)
+            self._folder.mkdir(_OWN_MODE, exist_ok=True)
+        except UntrustedFileError as error:
+            raise ConfigError(f"KV tiers: {error}; KV caches must be this user's own") from error
+        except OSError as error:
+            self._read_only(error)
+        if not os.access(self._folder, os.W_OK):
+            self._read_only(PermissionError(f"{self._folder} cannot be written"))
+
+    def _read_only(self, error: OSError) -> None:
+        if not self._folder.is_dir():
+            raise ConfigError(f"KV tiers: cannot make {self._folder}: {error}") from error
+        self.is_read_only = True
+        logger.warning("KV tiers: pages are read and never written: %s", error)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages below the root, as far as this process knows."""
+        return self._bytes
+
+    def known(self) -> Iterator[bytes]:
+        """Yield the keys of all pages of this origin, and count the bytes of all origins."""
+        self._bytes = 0
+        for _, size, file in self._files():
+            self._bytes += size
+            if (key := self._key(file)) is not None:
+                yield key
+
+    def __contains__(self, key: bytes) -> bool:
+        return self._path(key).exists()
+
+    def read(self, key: bytes, page: memoryview) -> bool | None:
+        """Fill ``page`` and return True; None where there is no page, False if it is damaged.
+
+        ``page`` is undefined unless True is returned.
+        """
+        path = self._path(key)
+        try:
+            with path.open("rb") as file:
+                header = file.read(HEADER_BYTES)
+                whole = file.readinto(page) == page.nbytes and not file.read(1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("KV tiers: cannot read %s: %s", path, error)
+            return None
+        if whole and is_page(header, key, page):
+            with suppress(OSError):
+                os.utime(path)
+            return True
+        logger.warning("KV tiers: %s is damaged and is removed", path)
+        with suppress(OSError):
+            path.unlink()
+        return False
+
+    def write(self, key: bytes, page: memoryview) -> list[bytes]:
+        """Store ``page`` and return the keys of pages that were evicted; raises ``OSError``."""
+        path = self._path(key)
+        path.parent.mkdir(_OWN_MODE, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
+        try:
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(header_of(key, page))
+                file.write(page)
+            beside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink()
+            raise
+        self._bytes += HEADER_BYTES + page.nbytes
+        return self._evict() if self._bytes > self._max_bytes else []
+
+    def clear(self) -> None:
+        """Remove all pages of this origin."""
+        for folder in self._folder.glob("*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        self._bytes = sum(size for _, size, _ in self._files())
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._folder / name[:2] / f"{name}{_SUFFIX}"
+
+    def _key(self, file: Path) -> bytes | None:
+        """Return the key of a page of this origin, None for any other file."""
+        if file.suffix == _SUFFIX and file.parent.parent == self._folder:
+            with suppress(ValueError):
+                return bytes.fromhex(file.stem)
+        return None
+
+    def _files(self) -> Iterator[tuple[float, int, Path]]:
+        """Yield time of last use, bytes and path of every file, of all servers and origins."""
+        for file in self._root.glob("*/*/*"):
+            with suppress(OSError):
+                about = file.stat()
+                yield about.st_mtime, about.st_size, file
+
+    def _evict(self) -> list[bytes]:
+        """Remove the least recently used files until there is room; return own keys of these."""
+        removed: list[bytes] = []
+        files = sorted(self._files())
+        self._bytes = sum(size for _, size, _ in files)
+        for _, size, file in files:
+            if self._bytes <= self._max_bytes * _KEPT_SHARE:
+                break
+            with suppress(OSError):
+                file.unlink()
+                self._bytes -= size
+            if (key := self._key(file)) is not None:
+                removed.append(key)
+        return removed
+
 
 # Bytes of pages that one prefix has read and not placed, and of pages that wait to be written.
 _READ_BYTES = 64 << 20

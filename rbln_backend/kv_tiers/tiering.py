@@ -1,23 +1,182 @@
-"""The scheduler's side of KV tiers: what is read before a prompt begins, and what a step stores."""
+"""The scheduler's side of KV tiers: what is read before a prompt begins, and what a step stores.
+
+Pages that were read are put into the KV cache, where the usual prefix hits find them; pages of
+window groups go between the prefix log and host memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from rbln_backend.kv_cache.adapter_digests import AdapterHasher
+from rbln_backend.checkpoints.weights_digest import weights_digest
+from rbln_backend.compiler.device import device_capabilities, installed_sdk
+from rbln_backend.config import RblnConfig
+from rbln_backend.emulator.kernel_set import active_isa
+from rbln_backend.kv_cache.adapter_digests import AdapterHasher, adapter_digests
+from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
-from rbln_backend.kv_cache.transfers import PageMove, PageMoves
-from rbln_backend.kv_tiers.page_keys import PageKeys
-from rbln_backend.kv_tiers.page_layout import PageLayout
-from rbln_backend.kv_tiers.page_memory import new_page
-from rbln_backend.kv_tiers.page_store import PageStore, PrefixRead, ReadPlan
-from rbln_backend.kv_tiers.placement import PagePlace, Placement
-from rbln_backend.kv_tiers.tier_counts import TierMetrics
-from rbln_backend.kv_tiers.window_pages import WindowPages
-from rbln_backend.vllm_compat.surface import Request
+from rbln_backend.kv_cache.transfers import PageMove, PageMoves, PagePart
+from rbln_backend.kv_tiers.page_store import (
+    FolderTier,
+    MemoryTier,
+    PageKeys,
+    PageLayout,
+    PageStore,
+    PrefixRead,
+    ReadPlan,
+    TierCounts,
+    TierMetrics,
+    WindowPage,
+    new_page,
+)
+from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.vllm_compat.model_identity import model_fields
+from rbln_backend.vllm_compat.surface import (
+    KVCacheConfig,
+    Request,
+    VllmConfig,
+    configured,
+    get_hash_fn_by_name,
+    init_logger,
+    resolve_none_hash_seed,
+)
+
+
+@dataclass
+class PagePlace:
+    """Blocks that hold a growing prefix of a request that has not begun."""
+
+    owner: Request
+    """The request under another id, so that its own blocks are not these."""
+    tokens: int
+    """Tokens up to the end of the latest page."""
+
+
+class Placement:
+    """Owns the blocks of placed pages until their request begins.
+
+    The blocks are registered like those of a computed prefix. Their release leaves them in the
+    prefix cache, which may evict them like any other.
+    """
+
+    def __init__(self, coordinator: RblnKvCoordinator, page_tokens: int) -> None:
+        self._coordinator = coordinator
+        self._pool = coordinator.block_pool
+        self._page_tokens = page_tokens
+
+    def first_token(self, hit: int) -> int:
+        """Return where the first page of a place begins: the block in which a local ``hit`` ends.
+
+        A block is found by the whole prefix that it ends, so its head must be placed, too.
+        """
+        return min(hit // m.block_size * m.block_size for m in self._coordinator.paged)
+
+    def begin(self, request: Request, first_token: int) -> PagePlace:
+        """Return a place of ``request`` without blocks."""
+        owner = copy.copy(request)
+        owner.request_id = f"kv-tier:{request.request_id}"
+        for manager in self._coordinator.paged:
+            blocks = first_token // manager.block_size
+            manager.req_to_blocks[owner.request_id] = [self._pool.null_block] * blocks
+            manager.num_cached_block[owner.request_id] = blocks
+        return PagePlace(owner, first_token)
+
+    def add(self, place: PagePlace, pages: Sequence[Tensor], spared: int) -> list[PageMove]:
+        """Return the moves of the next ``pages`` [page_bytes]; fewer if it would leave few blocks.
+
+        ``spared`` blocks of the pool stay free.
+        """
+        moves: list[PageMove] = []
+        for page in pages:
+            end = place.tokens + self._page_tokens
+            if self._pool.get_num_free_blocks() - self._missing(place, end) < spared:
+                break
+            self._grow(place, end)
+            moves.append(PageMove(page, self.parts(place.owner, place.tokens)))
+            place.tokens = end
+        if moves:
+            for manager in self._coordinator.paged:
+                manager.cache_blocks(place.owner, place.tokens, replay_boundaries=())
+        return moves
+
+    def parts(self, request: Request, start: int) -> list[PagePart]:
+        """Return the parts of the page that begins at ``start`` tokens, in the request's blocks."""
+        parts: list[PagePart] = []
+        for manager in self._coordinator.paged:
+            block = manager.req_to_blocks[request.request_id][start // manager.block_size]
+            slot, group = start % manager.block_size, manager.kv_cache_group_id
+            parts.append(PagePart(group, block.block_id, slot, self._page_tokens))
+        return parts
+
+    def release(self, place: PagePlace) -> None:
+        """Leave the blocks of ``place`` to the prefix cache."""
+        for manager in self._coordinator.paged:
+            manager.free(place.owner.request_id)
+
+    def _missing(self, place: PagePlace, end: int) -> int:
+        """Return the blocks that ``place`` lacks for tokens up to ``end``."""
+        owned = ((m, m.req_to_blocks[place.owner.request_id]) for m in self._coordinator.paged)
+        return sum(-(-end // m.block_size) - len(blocks) for m, blocks in owned)
+
+    def _grow(self, place: PagePlace, end: int) -> None:
+        """Give ``place`` blocks for the page that ends at ``end``."""
+        for manager in self._coordinator.paged:
+            blocks = manager.req_to_blocks[place.owner.request_id]
+            if len(blocks) * manager.block_size < end:
+                blocks.extend(self._pool.get_new_blocks(1))
+
+
+class WindowPages:
+    """Moves of the pages of all window groups of a model; it may have none.
+
+    A page of KV tiers is some pages of the log. The log has only what the window block held after a
+    step, so not every page of a prompt can be stored.
+    """
+
+    def __init__(self, coordinator: RblnKvCoordinator, layout: PageLayout) -> None:
+        self._managers = {m.kv_cache_group_id: m for m in coordinator.windows}
+        self._layout = layout
+        self._unit = coordinator.block_pool.hash_block_size
+        self._units = layout.tokens // self._unit
+
+    @property
+    def spans(self) -> dict[int, int]:
+        """Pages before its end that a prefix needs, by group."""
+        tokens = self._layout.tokens
+        return {group: -(-m.log.window // tokens) for group, m in self._managers.items()}
+
+    def load(self, request: Request, found: WindowPage) -> PageMove:
+        """Return the move of a page that was read into the log."""
+        first = found.number * self._units
+        pages = self._managers[found.group].refill(request, first, first + self._units)
+        return PageMove(found.page, self._parts(found.group, pages))
+
+    def store(self, request: Request, group: int, number: int) -> PageMove | None:
+        """Return the move of a page out of the log, None where the log lacks a part of it."""
+        pages = self._managers[group].log.find(self._hashes(request, number))
+        if pages is None:
+            return None
+        page = new_page(self._layout.window_bytes[group])
+        return PageMove(page, self._parts(group, pages))
+
+    def is_unchanged(self, request: Request, group: int, number: int, move: PageMove) -> bool:
+        """Return whether the log still has the page where ``move`` reads it."""
+        pages = self._managers[group].log.find(self._hashes(request, number))
+        return pages == [part.block for part in move.parts]
+
+    def _hashes(self, request: Request, number: int) -> list[bytes]:
+        return list(request.block_hashes[number * self._units : (number + 1) * self._units])
+
+    def _parts(self, group: int, pages: list[int]) -> list[PagePart]:
+        return [PagePart(group, page, 0, self._unit) for page in pages]
+
 
 # Bytes that one step copies in either direction; 64 MiB take about 10 ms.
 _STEP_BYTES = 64 << 20
@@ -240,3 +399,70 @@ class KvTiering:
                 if move is not None:
                     place = (page + 1) * tokens
                     self._stores.append(_Store(request, place, key, move, (group, page)))
+
+
+logger = init_logger(__name__)
+
+
+def make_tiering(
+    config: VllmConfig, kv_cache: KVCacheConfig, manager: RblnKvCacheManager, board: MetricsBoard
+) -> KvTiering | None:
+    """Return the tiers; None where none is configured or prefixes are not reused.
+
+    Raises ``ConfigError`` for weights that cannot be identified, and for a folder that cannot be
+    used.
+    """
+    rbln = configured(config)
+    if not rbln.has_kv_tiers:
+        return None
+    if not config.cache_config.enable_prefix_caching:
+        logger.warning("KV tiers have no effect: prefix caching is off")
+        return None
+    blocks = [paged.block_size for paged in manager.ours.paged]
+    layout = PageLayout.of(kv_cache, manager.block_pool.hash_block_size, blocks)
+    made_by = _made_by(config, rbln, kv_cache, layout)
+    keys = PageKeys({**made_by, "unit": manager.block_pool.hash_block_size})
+    counts = TierCounts()
+    memory = folder = None
+    if rbln.kv_tier_memory_bytes:
+        memory = MemoryTier(rbln.kv_tier_memory_bytes)
+    if rbln.kv_tier_folder is not None:
+        root = Path(rbln.kv_tier_folder)
+        folder = FolderTier(root, keys.folder_name, rbln.kv_tier_folder_bytes)
+    logger.info(
+        "KV tiers: pages of %d tokens, %d bytes; memory %d bytes; folder %s",
+        *(layout.tokens, layout.num_bytes, rbln.kv_tier_memory_bytes, rbln.kv_tier_folder),
+    )
+    store = PageStore(memory, folder, counts)
+    metrics, digests = TierMetrics(board, counts), adapter_digests(config.instance_id)
+    return KvTiering(store, keys, layout, manager, metrics, digests)
+
+
+def _made_by(
+    config: VllmConfig, rbln: RblnConfig, kv_cache: KVCacheConfig, layout: PageLayout
+) -> dict[str, Any]:
+    """Return everything besides tokens that changes the bytes of a page."""
+    model, cache = config.model_config, config.cache_config
+    started = time.perf_counter()
+    weights = weights_digest(model.model, str(config.load_config.load_format), model.seed)
+    logger.info("KV tiers: weights identified in %.2f s", time.perf_counter() - started)
+    algorithm = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
+    return {
+        "weights": weights,
+        "options": model.override_generation_config,
+        "kernels": _kernels(rbln),
+        **model_fields(config, rbln),
+        "layers": [
+            [group.layer_names, repr(group.kv_cache_spec)] for group in kv_cache.kv_cache_groups
+        ],
+        "page_tokens": layout.tokens,
+        "hashes": [cache.prefix_caching_hash_algo, resolve_none_hash_seed(algorithm)],
+    }
+
+
+def _kernels(rbln: RblnConfig) -> str:
+    """Return the instruction set of the kernels, or the NPU and the version of its compiler."""
+    device = device_capabilities(rbln)
+    if device.runs_on_host:
+        return active_isa()
+    return f"{device.product}, SDK {getattr(installed_sdk(), '__version__', 'unknown')}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
-from rbln_backend.reporting.description import KvTransferInfo
+from rbln_backend.reporting.reports import KvTransferInfo
 from rbln_backend.unsupported import NIXL
 
 if TYPE_CHECKING:

@@ -4,41 +4,214 @@ A decode server reads the blocks of a prompt out of the memory of the server tha
 (pull). NIXL and vLLM do the transfer, the leases and the handshake. What is added here: a prompt is
 compared with the one whose blocks are offered, a peer must compute KV as this server does, and
 block numbers of a request are checked against the peer's cache.
+
+Keys and values of a layer are two regions of memory, so that ranks can read some of the heads: a
+block of a layer is [2, Hkv, 1, block_size, D], heads are contiguous within its keys and within its
+values, but not within the block. vLLM's connector divides a block of a region by heads where two
+servers have different tensor-parallel sizes. A layer of latent attention is one region: it caches
+values within keys, which each rank has whole.
+
+NIXL's thread sleeps between events here: nixl 1.5 makes it poll without a pause, which takes a
+whole core, and has no option for it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import socket
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from rbln_backend.checkpoints.weights_digest import weights_digest
 from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.errors import ConfigError
-from rbln_backend.kv_transfer.head_regions import head_regions, with_head_regions
-from rbln_backend.kv_transfer.kv_origin import kv_origin
-from rbln_backend.kv_transfer.progress_delay import sleeping_progress
-from rbln_backend.kv_transfer.unsaved_blocks import UnsavedBlocks
+from rbln_backend.kv_cache.specs import PagedSpec, layer_specs, parts_of
 from rbln_backend.vllm_compat.kv_connector import (
     CopyBlocksOp,
+    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
     NixlConnectorMetadata,
     NixlPullConnector,
     NixlPullConnectorScheduler,
     NixlPullConnectorWorker,
+    NixlWrapper,
     ReqMeta,
+    yield_req_data,
 )
+from rbln_backend.vllm_compat.model_identity import model_fields
 from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
+    KVCacheSpec,
     Request,
+    RequestStatus,
     SchedulerOutput,
+    UniformTypeKVCacheSpecs,
     VllmConfig,
     configured,
     init_logger,
 )
+
+_PARTS = ("keys", "values")
+_LATENT_RANK = 3
+"""Dimensions of a cache of latent attention on an NPU."""
+
+
+def with_head_regions(config: KVCacheConfig) -> KVCacheConfig:
+    """Return ``config`` with two layers, of half the block each, in place of every layer.
+
+    ``LAYER.keys`` and ``LAYER.values`` are the names, in the order of blocks' memory. Of latent
+    attention there are keys alone.
+    """
+    groups = []
+    for group in config.kv_cache_groups:
+        specs = layer_specs(group.kv_cache_spec, group.layer_names)
+        halves = {
+            f"{name}.{part}": _half(spec)
+            for name, spec in specs.items()
+            for part in _PARTS[: parts_of(spec)]
+        }
+        spec: KVCacheSpec = next(iter(halves.values()))
+        if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+            spec = dataclasses.replace(group.kv_cache_spec, kv_cache_specs=dict(halves))
+        groups.append(dataclasses.replace(group, layer_names=[*halves], kv_cache_spec=spec))
+    return dataclasses.replace(config, kv_cache_groups=groups)
+
+
+def head_regions(caches: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return views of the layers of ``with_head_regions``.
+
+    ``caches``: [num_blocks, 2, Hkv, 1, block_size, D] by layer name; the views lack the second
+    dimension. Caches of latent attention have 1 in its place or, on an NPU, are
+    [num_blocks, block_size, D].
+    """
+    regions: dict[str, Tensor] = {}
+    for name, cache in caches.items():
+        parts = [cache] if cache.dim() == _LATENT_RANK else cache.unbind(1)
+        regions |= {f"{name}.{part}": view for part, view in zip(_PARTS, parts, strict=False)}
+    return regions
+
+
+def _half(spec: KVCacheSpec) -> PagedSpec:
+    assert isinstance(spec, PagedSpec), "checked by check_cached_layers"
+    return dataclasses.replace(spec, head_size_v=0)
+
+
+_SHORT = 12
+
+
+def kv_origin(config: VllmConfig, kv_cache: KVCacheConfig) -> str:
+    """Return a readable description, equal for servers whose blocks of a prompt are equal.
+
+    Compiled sizes and the number of blocks may differ, and so may kernels of different
+    instruction sets: their results differ by rounding alone. Raises ``ConfigError`` for weights
+    that are not on this host.
+    """
+    rbln, model = configured(config), config.model_config
+    fields = model_fields(config, rbln)
+    del fields["rbln"]
+    versions = {name: fields.pop(name) for name in ("torch", "vllm", "backend_sources")}
+    layers = [
+        [group.layer_names, type(group.kv_cache_spec).__name__]
+        for group in kv_cache.kv_cache_groups
+    ]
+    options = [model.override_generation_config, rbln.enforce_model_fp32, layers]
+    weights = weights_digest(model.model, str(config.load_config.load_format), model.seed)
+    return (
+        f"model {model.architecture} ({_digest([fields, options])}), "
+        f"weights {weights[:_SHORT]}, dtype {fields['dtype']}, "
+        f"KV dtype {fields['kv_dtype']}, context {model.max_model_len}, "
+        f"blocks of {config.cache_config.block_size} tokens, vLLM {versions['vllm']}, "
+        f"torch {versions['torch']}, backend {versions['backend_sources'][:_SHORT]}"
+    )
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:_SHORT]
+
+
+# The thread wakes for events of sockets; what else it has to do waits at most so long.
+_PAUSE_US = 1000
+
+
+@contextmanager
+def sleeping_progress() -> Iterator[None]:
+    """Make agents whose thread pauses for 1 ms; a nixl without the setting keeps its own."""
+    api: Any = sys.modules.get(getattr(NixlWrapper, "__module__", ""))
+    bindings = getattr(api, "nixlBind", None)
+    if bindings is None or not hasattr(bindings.nixlAgentConfig, "pthrDelay"):
+        yield
+        return
+    api.nixlBind = _PausingBindings(bindings)
+    try:
+        yield
+    finally:
+        api.nixlBind = bindings
+
+
+class _PausingBindings:
+    """NIXL's bindings with a configuration of agents whose pause cannot be set to 0."""
+
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._bindings, name)
+        return _pausing(found) if name == "nixlAgentConfig" else found
+
+
+def _pausing(base: Any) -> Any:
+    """Return a class like ``base``, nixl's, that ignores the pause that it is given."""
+
+    def read(config: Any) -> Any:
+        return base.pthrDelay.__get__(config)
+
+    def write(config: Any, _: Any) -> None:
+        base.pthrDelay.__set__(config, _PAUSE_US)
+
+    return type("PausingAgentConfig", (base,), {"pthrDelay": property(read, write)})
+
+
+class UnsavedBlocks:
+    """Collects the blocks of a request over the steps that compute its prompt."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, tuple[list[int], ...]] = {}
+
+    def take(
+        self, output: SchedulerOutput, requests: Mapping[str, Request]
+    ) -> Iterator[tuple[str, tuple[list[int], ...]]]:
+        """Yield id and blocks by group of each of ``requests`` whose last chunk ``output`` has."""
+        for name, blocks, is_resumed in yield_req_data(output):
+            request = requests.get(name)
+            if request is None:
+                continue
+            if blocks is not None:
+                self._add(name, blocks, is_new=is_resumed or name not in self._blocks)
+            # The tokens of ``output`` are counted: our scheduler describes a step when it is whole.
+            if request.num_computed_tokens >= request.num_prompt_tokens:
+                yield name, self._blocks.pop(name)
+
+    def forget(self, name: str) -> None:
+        """Drop the blocks of a request that ended."""
+        self._blocks.pop(name, None)
+
+    def _add(self, name: str, blocks: tuple[list[int], ...], *, is_new: bool) -> None:
+        """Add ``blocks``; a new or resumed request names all that it has."""
+        if is_new:
+            self._blocks[name] = tuple(list(group) for group in blocks)
+            return
+        for own, more in zip(self._blocks[name], blocks, strict=True):
+            own.extend(more)
+
 
 logger = init_logger(__name__)
 
@@ -215,3 +388,27 @@ def _blocks_fault(meta: ReqMeta, most: int) -> str | None:
         if outside:
             return f"block {outside[0]} of {most}"
     return None
+
+
+class RemotePrompts:
+    """Names the waiting requests whose blocks are to be requested from the server that has them."""
+
+    def __init__(self, side: PromptScheduling) -> None:
+        self._side = side
+
+    @classmethod
+    def of(cls, connector: KVConnectorBase_V1) -> RemotePrompts:
+        """Return those of a scheduler's ``connector``."""
+        assert isinstance(connector, RblnNixlConnector)
+        assert isinstance(connector.connector_scheduler, PromptScheduling)
+        return cls(connector.connector_scheduler)
+
+    def unrequested(self, waiting: Iterable[Request]) -> list[Request]:
+        """Return those of ``waiting`` whose blocks are not requested yet, in their order."""
+        return [request for request in waiting if self.is_unrequested(request)]
+
+    def is_unrequested(self, request: Request) -> bool:
+        """Return whether blocks of ``request`` have to be requested before it can begin."""
+        if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
+            return False
+        return self._side.will_read(request)

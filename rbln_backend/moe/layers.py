@@ -30,7 +30,7 @@ from rbln_backend.moe.paths import (
     run_plain,
 )
 from rbln_backend.moe.routing import SCORINGS, Routing
-from rbln_backend.reporting.description import ExpertsInfo
+from rbln_backend.reporting.reports import ExpertsInfo
 from rbln_backend.unsupported import EXPERT_ACTIVATION, EXPERT_ROUTING, Feature
 from rbln_backend.vllm_compat.surface import (
     CustomOp,

@@ -1,7 +1,7 @@
 """VLLM_LOG_BATCHSIZE_INTERVAL: a periodic log line with counts of steps by size.
 
 The line begins like vLLM's. Sizes of prefill chunks follow those of decode batches, because a chunk
-may be as small as a batch. `bucketing.batchsize_log` reads it.
+may be as small as a batch. `bucketing.usage` reads it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import logging
 import statistics
 import time
 from collections import defaultdict, deque
+from pathlib import Path
+
+from prometheus_client.mmap_dict import MmapedDict
 
 logger = logging.getLogger(__name__)
 
@@ -62,3 +65,20 @@ class BatchSizeLog:
             if of == phase
         ]
         return sorted(found, key=lambda stats: -stats[1])
+
+
+_KEY = '["rbln_bucket_useful_rows"'
+"""Prefix of this counter's keys. It does not count steps that are only padding."""
+
+
+def computed_rows(run_dir: Path, engines: int) -> float | None:
+    """Return the rows of requests in all steps so far.
+
+    None if fewer than ``engines`` engines have files on this host: the others may compute.
+    """
+    boards: list[float] = []
+    for path in (run_dir / "metrics").glob("counter_*.db"):
+        values = MmapedDict.read_all_values_from_file(str(path))  # type: ignore[no-untyped-call]
+        if rows := [value for key, value, *_ in values if key.startswith(_KEY)]:
+            boards.append(sum(rows))
+    return sum(boards) if len(boards) >= engines else None

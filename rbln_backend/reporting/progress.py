@@ -4,6 +4,12 @@ Each rank appends JSON lines to `<run_dir>/progress-<rank>.jsonl`; the API proce
 files of all ranks. Invariants (tests/unit/reporting/test_progress.py): a line is written with one
 system call, so that at most the last line is incomplete; the phase `init` resets a rank's state; a
 failed write never stops a start-up.
+
+One instance (one HTTP process, one run directory) may have several engines (data parallel), each
+with several ranks (tensor times pipeline parallel). Invariants
+(tests/unit/reporting/test_ranks.py): workers of an instance have distinct numbers; exactly one rank
+of an engine counts its steps, and exactly one its samples. The seconds of the last start below a
+cache root are the forecast of the next one.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from rbln_backend.errors import RblnError
+from rbln_backend.host.replaced_files import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -336,3 +343,72 @@ def _graphs_left_s(
     remaining = len(graphs) - len(done)
     rounds = max(1.0, remaining / slowest.workers) if remaining else 0.0
     return max(0.0, rounds * mean_s - max(0.0, now - updated))
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Position of a worker.
+
+    `engine` is the index of the data-parallel engine, as in vLLM's metrics. `rank` is the index
+    within the engine, which has `ranks` ranks, `tensor_ranks` per pipeline stage. Of the ranks of
+    all engines `local_ranks` are on this host; `local_number` is the index among these.
+    """
+
+    engine: int = 0
+    rank: int = 0
+    ranks: int = 1
+    tensor_ranks: int = 1
+    local_number: int = 0
+    local_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.engine < 0 or not 0 <= self.rank < self.ranks:
+            raise ValueError(f"There is no rank {self.rank} of {self.ranks} in {self.engine}")
+        if self.tensor_ranks < 1 or self.ranks % self.tensor_ranks:
+            raise ValueError(f"{self.ranks} ranks cannot be stages of {self.tensor_ranks}")
+
+    @property
+    def number(self) -> int:
+        """Index of this worker in its instance; part of its file names."""
+        return self.engine * self.ranks + self.rank
+
+    @property
+    def counts_steps(self) -> bool:
+        """True for the rank that counts the steps of its engine."""
+        return self.rank == 0
+
+    @property
+    def replies(self) -> bool:
+        """True for the rank whose results the executor reads: the first of the last stage.
+
+        It also counts the work of that stage after the graph.
+        """
+        return self.rank == self.ranks - self.tensor_ranks
+
+
+_LONGEST_S = 1e7
+
+
+class LastStart:
+    """The file `<cache_root>/rbln/last_start.json`, which holds one number.
+
+    An unreadable or unwritable file is ignored.
+    """
+
+    def __init__(self, cache_root: Path) -> None:
+        self._path = cache_root / "rbln" / "last_start.json"
+
+    def seconds(self) -> float | None:
+        """Return the seconds from process start to `ready`, None if they are unknown."""
+        try:
+            content = json.loads(self._path.read_text())
+        except (OSError, ValueError, RecursionError):
+            return None
+        return content if isinstance(content, float) and 0 <= content < _LONGEST_S else None
+
+    def keep(self, seconds: float) -> None:
+        """Store the seconds of this start."""
+        try:
+            replace_file(self._path, json.dumps(round(seconds, 3)).encode())
+        except OSError as error:
+            logger.debug("The duration of this start is not stored: %s", error)

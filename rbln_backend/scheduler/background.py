@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.buckets import BucketTable
 from rbln_backend.config import BACKGROUND_PRIORITY
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.scheduler.constraints import can_decode, decode_share, needs_chunk
 from rbln_backend.vllm_compat.surface import Request
 

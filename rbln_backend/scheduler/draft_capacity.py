@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
+from rbln_backend.bucketing.buckets import NO_DRAFTS, VerifyTable
 from rbln_backend.scheduler.background import Rows
 from rbln_backend.scheduler.output import DraftedOutput
 from rbln_backend.vllm_compat.surface import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
 from rbln_backend.kv_cache.group_managers import WindowManager
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import MetricsBoard
 
 
 class KvMetrics:

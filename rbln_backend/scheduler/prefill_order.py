@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.scheduler.background import is_background
 from rbln_backend.scheduler.constraints import AGING
 from rbln_backend.scheduler.priority_first import is_priority

@@ -15,9 +15,8 @@ from rbln_backend.kv_cache.specs import (
     any_layer_spec,
     window_in,
 )
-from rbln_backend.kv_tiers.tier_setup import make_tiering
-from rbln_backend.kv_tiers.tiering import KvTiering
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.kv_tiers.tiering import KvTiering, make_tiering
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.scheduler.kv_metrics import KvMetrics
 from rbln_backend.scheduler.output import with_transfers
 from rbln_backend.vllm_compat.surface import (

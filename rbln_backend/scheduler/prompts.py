@@ -8,8 +8,7 @@ from heapq import merge
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rbln_backend.bucketing.chunk_plan import ChunkPlan
-from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.buckets import BucketTable, ChunkPlan
 from rbln_backend.scheduler.background import is_background
 from rbln_backend.scheduler.constraints import adapter_fits, needs_chunk
 from rbln_backend.scheduler.narrowing import NarrowedScheduler, StepView
@@ -28,7 +27,7 @@ from rbln_backend.vllm_compat.surface import (
 )
 
 if TYPE_CHECKING:
-    from rbln_backend.kv_transfer.remote_prompts import RemotePrompts
+    from rbln_backend.kv_transfer.nixl_connector import RemotePrompts
     from rbln_backend.vllm_compat.kv_connector import KVConnectorBase_V1
 
 
@@ -59,7 +58,7 @@ class PromptScheduler(NarrowedScheduler):
         if self.connector is None:
             return None
         # A fifth of a second that other engines do not need.
-        from rbln_backend.kv_transfer.remote_prompts import RemotePrompts
+        from rbln_backend.kv_transfer.nixl_connector import RemotePrompts
 
         return RemotePrompts.of(self.connector)
 

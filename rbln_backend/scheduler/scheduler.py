@@ -10,7 +10,7 @@ from typing import Any
 from rbln_backend.config import NO_TOKEN, NO_TOKEN_LEFT
 from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.grammar.masks import StepMasks
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.scheduler.background import (
     Background,
     Rows,

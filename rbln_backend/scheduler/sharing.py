@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
-from rbln_backend.bucketing.chunk_plan import ChunkPlan
+from rbln_backend.bucketing.buckets import ChunkPlan
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.vllm_compat.surface import Request
 

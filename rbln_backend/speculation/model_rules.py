@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rbln_backend.bucketing.engine_buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP
+from rbln_backend.bucketing.buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP
 from rbln_backend.config import RblnConfig
-from rbln_backend.speculation.choice import draft_model_of
+from rbln_backend.speculation.text_drafts import draft_model_of
 from rbln_backend.unsupported import (
     DRAFT_MODEL,
     DRAFT_MODEL_OPTION,

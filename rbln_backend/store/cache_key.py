@@ -10,6 +10,8 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -120,3 +122,25 @@ def _flatten(value: JsonValue, path: str) -> dict[str, str]:
             leaves |= _flatten(item, f"{path}[{index}]")
         return leaves
     return {path: canonical_json(value).decode()} if path else {}
+
+
+_GRAPH_SOURCES = (
+    *("attention", "compiler", "emulator", "lora", "moe", "parallel", "quantization"),
+    *("text_models", "core.py", "worker/draft_model.py", "worker/graph_functions.py"),
+    "worker/group_inputs.py",
+)
+
+
+@cache
+def sources_digest() -> str:
+    """Return the SHA-256 of the sources, part of every graph's key against old programs."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for entry in _GRAPH_SOURCES:
+        path = root / entry
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        for file in files:
+            if file.suffix in (".py", ".cpp", ".h"):
+                digest.update(file.relative_to(root).as_posix().encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()

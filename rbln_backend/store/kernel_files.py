@@ -22,7 +22,7 @@ from typing import Any, Literal
 from rbln_backend.errors import CorruptArtifactError, UntrustedFileError
 from rbln_backend.host.file_locks import claimed_folder, locked_file
 from rbln_backend.host.trusted_files import open_trusted, trusted_folder
-from rbln_backend.store.artifact_files import directory_bytes, write_file
+from rbln_backend.store.artifacts import directory_bytes, write_file
 
 LIBRARY = "librbln_emulator.so"
 RECORD = "library.json"

@@ -24,9 +24,8 @@ from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.peers import Peers
 from rbln_backend.parallel.stages import largest_decode
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
-from rbln_backend.reporting.progress import ProgressWriter
-from rbln_backend.reporting.ranks import RankPlace
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reporting.progress import ProgressWriter, RankPlace
 from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
     VllmConfig,

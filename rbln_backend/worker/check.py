@@ -18,15 +18,15 @@ from rbln_backend.emulator.build import build_key, can_build
 from rbln_backend.emulator.kernel_set import find_built, kernel_stores, why_refused
 from rbln_backend.emulator.targets import LEVELS, cpu_name
 from rbln_backend.errors import ConfigError, CorruptArtifactError
-from rbln_backend.reporting.model_report import ModelReport
-from rbln_backend.reporting.store_report import (
+from rbln_backend.reporting.reports import (
     Difference,
     GraphState,
     KernelReport,
+    ModelReport,
     PlannedGraph,
     StoreReport,
 )
-from rbln_backend.speculation.choice import draft_model_of
+from rbln_backend.speculation.text_drafts import draft_model_of
 from rbln_backend.store.artifacts import ArtifactStore, Entry, StoreEvent, graph_store
 from rbln_backend.store.cache_key import CacheKey, diff
 from rbln_backend.store.kernel_files import kernel_store, libraries

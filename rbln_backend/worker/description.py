@@ -13,7 +13,8 @@ from rbln_backend.emulator.kernel_set import KernelSet
 from rbln_backend.emulator.memory import huge_page_bytes
 from rbln_backend.kv_cache.specs import WindowSpec, layer_specs, window_in
 from rbln_backend.kv_transfer.nixl_config import transfer_info
-from rbln_backend.reporting.description import (
+from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reporting.reports import (
     BucketsInfo,
     CacheInfo,
     DescriptionWriter,
@@ -27,7 +28,6 @@ from rbln_backend.reporting.description import (
     RuntimeInfo,
     ServedModelInfo,
 )
-from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
     VllmConfig,

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.bucketing.chunk_plan import room_of
-from rbln_backend.bucketing.engine_buckets import DraftSizes
+from rbln_backend.bucketing.buckets import DraftSizes, room_of
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.speculation.choice import draft_model_of
+from rbln_backend.speculation.text_drafts import draft_model_of
 from rbln_backend.vllm_compat.surface import (
     CachedRequestState,
     VllmConfig,

@@ -11,16 +11,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.verify import VerifyTable
+from rbln_backend.bucketing.buckets import BucketTable, VerifyTable
 from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
 from rbln_backend.parallel.first_rank import FirstRank
-from rbln_backend.reporting.draft_counts import DraftCounts
-from rbln_backend.reporting.stats import MetricsBoard
-from rbln_backend.speculation.choice import make_drafter
-from rbln_backend.speculation.draft_budget import DraftBudget
-from rbln_backend.speculation.drafter import DraftedRequest, DraftSettings
-from rbln_backend.speculation.prediction import PredictionFirst
+from rbln_backend.reporting.metrics_board import DraftCounts, MetricsBoard
+from rbln_backend.speculation.drafter import (
+    DraftBudget,
+    DraftedRequest,
+    DraftSettings,
+    PredictionFirst,
+)
+from rbln_backend.speculation.text_drafts import make_drafter
 from rbln_backend.vllm_compat.surface import (
     CachedRequestState,
     DraftTokenIds,

@@ -33,9 +33,8 @@ from rbln_backend.core import GraphSpec
 from rbln_backend.emulator.packing import pack, pack_consuming
 from rbln_backend.errors import CompileError, CorruptArtifactError
 from rbln_backend.kv_cache.tensors import KvCaches
-from rbln_backend.speculation.choice import draft_model_of
-from rbln_backend.store.artifact_files import BINARIES, PROGRAM
-from rbln_backend.store.artifacts import ArtifactStore
+from rbln_backend.speculation.text_drafts import draft_model_of
+from rbln_backend.store.artifacts import BINARIES, PROGRAM, ArtifactStore
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.vllm_compat.model_identity import model_fields, without_provenance
 from rbln_backend.vllm_compat.surface import VllmConfig, init_logger

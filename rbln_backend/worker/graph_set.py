@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rbln_backend.bucketing.chunk_plan import prompts_of
-from rbln_backend.bucketing.engine_buckets import DraftSizes, EngineBuckets
-from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.verify import NO_DRAFTS, VerifyTable
+from rbln_backend.bucketing.buckets import (
+    NO_DRAFTS,
+    BucketTable,
+    DraftSizes,
+    EngineBuckets,
+    VerifyTable,
+    prompts_of,
+)
 from rbln_backend.compiler.port import CompiledGraph
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.errors import UncompiledShapeError

@@ -25,7 +25,7 @@ from rbln_backend.kv_cache.layout import (
 )
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, window_bytes
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
-from rbln_backend.reporting.memory_report import MemoryReport
+from rbln_backend.reporting.reports import MemoryReport
 from rbln_backend.vllm_compat.surface import VllmConfig, configured
 from rbln_backend.worker.preflight import Preflight, start_graphs, weight_bytes
 

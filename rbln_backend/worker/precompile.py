@@ -14,7 +14,7 @@ from rbln_backend.emulator.variants import build_variants
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.plan import paged_bytes_per_block
-from rbln_backend.reporting.store_report import CompileReport
+from rbln_backend.reporting.reports import CompileReport
 from rbln_backend.vllm_compat.surface import (
     BaseModelLoader,
     CompilationTimes,

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.verify import VerifyTable
+from rbln_backend.bucketing.buckets import BucketTable, VerifyTable
 from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.compiler.sdk.limits import check_windows
@@ -32,7 +31,7 @@ from rbln_backend.kv_cache.tensors import sharing_layers
 from rbln_backend.kv_transfer.nixl_config import check_cached_layers, names_nixl
 from rbln_backend.moe.layers import install_expert_layers
 from rbln_backend.quantization.weights import summary
-from rbln_backend.reporting.model_report import CacheGroup
+from rbln_backend.reporting.reports import CacheGroup
 from rbln_backend.text_models.axes import refuse_rows
 from rbln_backend.unsupported import KV_TIERS, LORA_MODEL, QUANTIZATION
 from rbln_backend.vllm_compat.surface import (

@@ -8,9 +8,8 @@ import rbln_backend.attention.ops
 import rbln_backend.emulator.ops  # noqa: F401
 from rbln_backend.compiler.programs.document import read_document
 from rbln_backend.errors import CorruptArtifactError
-from rbln_backend.store.artifact_files import BINARIES, PROGRAM
-from rbln_backend.store.cache_key import CacheKey
-from rbln_backend.store.graph_sources import sources_digest
+from rbln_backend.store.artifacts import BINARIES, PROGRAM
+from rbln_backend.store.cache_key import CacheKey, sources_digest
 
 # Imported because they define the ops that programs call.
 

@@ -37,9 +37,9 @@ from rbln_backend.kv_cache.tensors import sharing_layers
 from rbln_backend.moe.layers import experts_info, install_expert_layers
 from rbln_backend.parallel.collectives import groups
 from rbln_backend.parallel.rules import RANKS_EXECUTOR
-from rbln_backend.reporting.description import DescriptionWriter, RuntimeInfo
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.reporting.progress import ProgressWriter
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.reports import DescriptionWriter, RuntimeInfo
 from rbln_backend.text_models.axes import keep_axes
 from rbln_backend.text_models.registry import register as register_text_models
 from rbln_backend.unsupported import SLEEP

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend.api.settings import resolve
-from rbln_backend.bucketing.batchsize_log import read_log
-from rbln_backend.bucketing.engine_buckets import decode_bucket_table, prefill_chunk_table
-from rbln_backend.bucketing.search import LEAST_STEPS, LIMITS, Change, fitting, suggest
-from rbln_backend.bucketing.step_times import StepTimes
-from rbln_backend.bucketing.table import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS, BucketTable
-from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage, UsageFile
+from rbln_backend.bucketing.buckets import (
+    DEFAULT_CHUNK_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+    BucketTable,
+    decode_bucket_table,
+    prefill_chunk_table,
+)
+from rbln_backend.bucketing.search import LEAST_STEPS, LIMITS, Change, StepTimes, fitting, suggest
+from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage, UsageFile, read_log
 from rbln_backend.errors import RblnError
 from server.commands.command_line.command_parser import CommandParser
 

@@ -15,14 +15,16 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from rbln_backend.errors import ConfigError, UnsupportedModelError
-from rbln_backend.kv_tiers.folder_tier import FolderTier
-from rbln_backend.kv_tiers.memory_tier import MemoryTier
-from rbln_backend.kv_tiers.page_keys import PageKeys
-from rbln_backend.kv_tiers.page_memory import new_page
-from rbln_backend.kv_tiers.page_store import PageStore
-from rbln_backend.kv_tiers.tier_counts import TierCounts
-from rbln_backend.kv_tiers.tier_setup import make_tiering
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.kv_tiers.page_store import (
+    FolderTier,
+    MemoryTier,
+    PageKeys,
+    PageStore,
+    TierCounts,
+    new_page,
+)
+from rbln_backend.kv_tiers.tiering import make_tiering
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts

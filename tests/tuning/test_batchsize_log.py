@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.bucketing.batchsize_log import read_log
-from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.buckets import BucketTable
+from rbln_backend.bucketing.usage import read_log
 from rbln_backend.errors import BucketError
 from rbln_backend.reporting import batch_size_log
 from rbln_backend.reporting.batch_size_log import BatchSizeLog

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.bucketing.search import suggest
-from rbln_backend.bucketing.step_times import StepTimes
-from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.buckets import BucketTable
+from rbln_backend.bucketing.search import StepTimes, suggest
 from rbln_backend.errors import BucketError
 
 ROWS = StepTimes({})

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping
 
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.scheduler.background import is_background
 from rbln_backend.scheduler.constraints import needs_chunk
 from rbln_backend.vllm_compat.surface import Request, SchedulerOutput

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.scheduler.reports.first_tokens import FirstTokens
 from rbln_backend.scheduler.reports.prompt_progress import ProgressReports
 from rbln_backend.vllm_compat.surface import EngineCoreOutputs, Request, SchedulerOutput

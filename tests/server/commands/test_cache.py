@@ -13,9 +13,8 @@ import pytest
 
 from rbln_backend.compiler.programs.document import write_document
 from rbln_backend.store.artifacts import ArtifactStore, graph_store
-from rbln_backend.store.bundle_contents import collect, write_bundle
-from rbln_backend.store.cache_key import CacheKey
-from rbln_backend.store.graph_sources import sources_digest
+from rbln_backend.store.bundles import collect, write_bundle
+from rbln_backend.store.cache_key import CacheKey, sources_digest
 from rbln_backend.store.kernel_files import LIBRARY, RECORD, kernel_store, make_record, publish
 from server.commands.cli import main
 

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.bucketing.chunk_plan import ChunkPlan, prompts_of, room_of, step_tokens_of
-from rbln_backend.bucketing.table import BucketTable
+from rbln_backend.bucketing.buckets import (
+    BucketTable,
+    ChunkPlan,
+    prompts_of,
+    room_of,
+    step_tokens_of,
+)
 from rbln_backend.errors import BucketError
 
 HALVES = BucketTable((16, 32, 64, 128, 256))

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from rbln_backend.checkpoints.catalogue import CATALOGUE, Download
-from rbln_backend.checkpoints.folders import checkpoint_of, fetch
-from rbln_backend.checkpoints.paths import path_problem
+from rbln_backend.checkpoints.folders import CATALOGUE, Download, checkpoint_of, fetch, path_problem
 from rbln_backend.errors import CheckpointError
 from tests.checkpoints import CheckpointCache
 from tests.gguf_files import write_gguf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rbln_backend.checkpoints.hub_names import HubFile, is_repo_name, needed_files
+from rbln_backend.checkpoints.hub_download import HubFile, is_repo_name, needed_files
 from rbln_backend.errors import CheckpointError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rbln_backend.reporting.computed_rows import computed_rows
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.batch_size_log import computed_rows
+from rbln_backend.reporting.metrics_board import MetricsBoard
 
 ROWS = "rbln_bucket_useful_rows_total"
 

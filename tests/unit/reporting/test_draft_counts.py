@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rbln_backend.reporting.draft_counts import DraftCounts
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import DraftCounts, MetricsBoard
 
 
 def test_drafts_are_counted_by_size() -> None:

@@ -9,10 +9,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.reporting.description import DescriptionWriter, read_descriptions
-from rbln_backend.reporting.progress import ProgressReader, ProgressWriter
-from rbln_backend.reporting.ranks import RankPlace
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reporting.progress import ProgressReader, ProgressWriter, RankPlace
+from rbln_backend.reporting.reports import DescriptionWriter, read_descriptions
 from rbln_backend.worker.metrics import StepMetrics
 from rbln_backend.worker.sampling import GrammarMask
 

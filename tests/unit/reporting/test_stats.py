@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from rbln_backend.reporting.declared_metrics import METRICS, MetricDecl
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics import METRICS, MetricDecl
+from rbln_backend.reporting.metrics_board import MetricsBoard
 
 SURFACE = {
     "rbln_compile_seconds": ("histogram", ("kind", "result")),

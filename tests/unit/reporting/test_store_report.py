@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.reporting.store_report import (
+from rbln_backend.reporting.reports import (
     CompileReport,
     KernelReport,
     PlannedGraph,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rbln_backend.grammar.masks import StepMasks
-from rbln_backend.reporting.stats import MetricsBoard
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.vllm_compat.grammar import GrammarOutput, StructuredOutputGrammar
 
 Fill = Callable[[Any, int], None]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.speculation.draft_budget import (
+from rbln_backend.speculation.drafter import (
     FIRST,
     LARGEST_LOSS,
     LEAST_PLAIN,

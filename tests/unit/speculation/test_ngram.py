@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rbln_backend.speculation.drafter import DraftedRequest
-from rbln_backend.speculation.ngram import NgramDrafter, NgramLimits
+from rbln_backend.speculation.text_drafts import NgramDrafter, NgramLimits
 from tests.unit.speculation.texts import saved
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.speculation.drafter import DraftedRequest
-from rbln_backend.speculation.ngram import NgramDrafter, NgramLimits
-from rbln_backend.speculation.prediction import Prediction, PredictionFirst
+from rbln_backend.speculation.drafter import DraftedRequest, Prediction, PredictionFirst
+from rbln_backend.speculation.text_drafts import NgramDrafter, NgramLimits
 from tests.unit.speculation.texts import saved
 
 TEXT = [n * n % 1009 for n in range(200)]

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rbln_backend.speculation.drafter import DraftedRequest
-from rbln_backend.speculation.past_answers import Owner, PastAnswers
-from rbln_backend.speculation.suffix import SuffixDrafter, SuffixLimits
+from rbln_backend.speculation.text_drafts import Owner, PastAnswers, SuffixDrafter, SuffixLimits
 from tests.unit.speculation.texts import answered, saved
 
 ANSWER = [*range(100, 140)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.speculation.text_index import GAP, TextIndex
+from rbln_backend.speculation.text_drafts import GAP, TextIndex
 
 TEXTS = st.lists(st.sampled_from([GAP, 0, 1, 2, 200_000]), max_size=80)
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from rbln_backend.errors import ArtifactError
-from rbln_backend.store.artifact_files import MANIFEST
-from rbln_backend.store.artifacts import QUARANTINE_KEPT, ArtifactStore
+from rbln_backend.store.artifacts import MANIFEST, QUARANTINE_KEPT, ArtifactStore
 from rbln_backend.store.cache_key import CacheKey, canonical_json
 from tests.unit.store import store_workers
 from tests.unit.store.store_workers import key_of, open_store, payload_of

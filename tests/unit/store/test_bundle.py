@@ -10,10 +10,18 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.errors import BundleError, CorruptArtifactError
-from rbln_backend.store.archive import read_archive, read_tree, write_archive
 from rbln_backend.store.artifacts import ArtifactStore, graph_store
-from rbln_backend.store.audit import audit
-from rbln_backend.store.bundle_contents import Contents, collect, write_bundle, write_folder
+from rbln_backend.store.bundles import (
+    Contents,
+    audit,
+    collect,
+    read_archive,
+    read_tree,
+    unpack,
+    write_archive,
+    write_bundle,
+    write_folder,
+)
 from rbln_backend.store.cache_key import CacheKey
 from rbln_backend.store.kernel_files import (
     LIBRARY,
@@ -23,7 +31,6 @@ from rbln_backend.store.kernel_files import (
     make_record,
     publish,
 )
-from rbln_backend.store.unpack import unpack
 
 KEYS = [CacheKey({"model": {"hidden": 8}, "phase": "decode", "bucket": size}) for size in (1, 2)]
 KERNEL = "0123456789abcdef" * 2

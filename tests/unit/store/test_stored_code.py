@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.store.artifact_files import BINARIES, MANIFEST
-from rbln_backend.store.artifacts import ArtifactStore, StoreEvent
+from rbln_backend.store.artifacts import BINARIES, MANIFEST, ArtifactStore, StoreEvent
 from rbln_backend.store.cache_key import CacheKey
 
 KEY = CacheKey({"phase": "binaries", "graphs": ["decode-1"]})

@@ -17,8 +17,7 @@ from rbln_backend.compiler.programs.document import write_document
 from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.emulator.packing import pack
-from rbln_backend.store.artifact_files import PROGRAM
-from rbln_backend.store.artifacts import ArtifactStore, StoreEvent
+from rbln_backend.store.artifacts import PROGRAM, ArtifactStore, StoreEvent
 from rbln_backend.worker.graph_factory import GraphFactory, GraphListener, GraphRequest, Result
 
 THIS = os.getpid()

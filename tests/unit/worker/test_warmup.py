@@ -7,11 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rbln_backend.bucketing.table import BucketTable
-from rbln_backend.bucketing.verify import VerifyTable
+from rbln_backend.bucketing.buckets import BucketTable, VerifyTable
 from rbln_backend.core import GraphSpec, Phase, UsefulRows
+from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.reporting.progress import ProgressWriter
-from rbln_backend.reporting.stats import MetricsBoard
 from rbln_backend.worker.warmup import WarmUp
 
 BUCKETS = BucketTable((1, 4, 8))
