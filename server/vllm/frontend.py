@@ -54,7 +54,6 @@ from server.vllm.handlers import (
     extended_frames,
     handlers,
     name_model,
-    request_models,
 )
 from server.vllm.patches import (
     count_whole_prompts,
@@ -70,6 +69,7 @@ from server.vllm.rendering import (
     render_elsewhere,
     sanitizer,
 )
+from server.vllm.request_models import request_models
 from server.vllm.templates import templates_of
 from server.vllm.tool_prompt import check_parsers, choose_tools, template_tokenizer
 from server.wire.endpoint import Endpoint, JsonObject

@@ -70,7 +70,8 @@ class Messages(Chats, AnthropicServingMessages):
             request.max_tokens, request.max_completion_tokens = wanted
         if not isinstance(rendered, ErrorResponse):
             for prompt in rendered[1]:
-                if (length := len(prompt.get("prompt_token_ids") or ())) > most:
+                tokens: Any = prompt.get("prompt_token_ids")
+                if (length := len(tokens or ())) > most:
                     raise _too_long(str(length), most)
         return rendered
 

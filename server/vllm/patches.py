@@ -230,7 +230,7 @@ def use_stat_loggers(engine: AsyncLLM, manager_type: Any) -> Any:
 
 def use_output_socket(engine: AsyncLLM, socket: Any, queue: Any) -> None:
     """Replace the output socket and queue of a new engine's client."""
-    client: AsyncMPClient = engine.engine_core  # type: ignore[assignment]
+    client: AsyncMPClient = engine.engine_core
     resources: BackgroundResources = client.resources
     is_new = resources.output_queue_task is None and isinstance(queue, type(client.outputs_queue))
     require(is_new, "AsyncMPClient.outputs_queue")
@@ -433,7 +433,7 @@ def use_token_texts(texts: Callable[[Any, Sequence[int]], list[str]]) -> None:
     """Make vLLM's log-probabilities take the texts of tokens from `texts`."""
     from vllm.v1.engine import logprobs
 
-    logprobs.convert_ids_list_to_tokens = texts  # type: ignore[attr-defined]
+    logprobs.convert_ids_list_to_tokens = texts  # type: ignore[assignment]
 
 
 def use_logprobs_processor(state: RequestState, processor: Any) -> None:
