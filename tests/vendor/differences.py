@@ -33,11 +33,6 @@ ALLOWED = (
     ),
     Difference(
         "theirs",
-        r"environment of rank \d+: RBLN_NUM_THREADS=any",
-        "they tell the SDK how many host threads a rank has; ours leaves it the SDK's default",
-    ),
-    Difference(
-        "theirs",
         r"input prefill (host on cpu|device on rbln) int32 2d",
         "their token ids are int32, ours int64, as vLLM's are; their sources say that the compiler "
         "converts integer inputs (backends/flash_attention.py, RBLNFlashAttentionMetadata)",
