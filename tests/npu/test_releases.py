@@ -16,7 +16,7 @@ from rbln_backend.worker.worker import RblnWorker
 from tests.checkpoints import CheckpointCache
 from tests.fitted_drafts import RANDOM
 from tests.multimodal_checkpoints import make_multimodal_checkpoint
-from tests.npu.engines import ONE_CHUNK, TWO_BLOCKS, Job, run
+from tests.npu.engines import ONE_CHUNK, THREE_CHUNKS, TWO_BLOCKS, Job, run
 from tests.npu.test_draft_models import with_model
 from tests.npu.test_lora import Loras
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
@@ -27,8 +27,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 LONG = {"max_position_embeddings": 4096}
 BLOCK = {"block_size": 1024}
-# The longest request comes last: of CR13's kernel it must be the first row.
 BATCHES = [[ONE_CHUNK, TWO_BLOCKS]]
+# The longer request comes last: of CR13's kernel it must be the first row. The first one still
+# decodes when the second one begins to.
+TOGETHER = [[ONE_CHUNK, THREE_CHUNKS]]
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, **LONG}
 
 
@@ -72,18 +74,18 @@ def test_rows_go_longest_first_whatever_they_hold(
 ) -> None:
     """This release's double takes no other order, and the requests come in another."""
     path, environment = checkpoints("llama", **LONG), None
-    job = Job(path, BLOCK, BATCHES)
+    job = Job(path, BLOCK, TOGETHER)
     if kind == "seeds and drafts":
-        alone = replace(job, batches=[[prompt] for prompt in BATCHES[0]], seed=3)
+        alone = replace(job, batches=[[prompt] for prompt in TOGETHER[0]], seed=3)
         drafts = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}}
-        with_drafts = replace(job, options=BLOCK | drafts, batches=BATCHES * 2, seed=3)
+        with_drafts = replace(job, options=BLOCK | drafts, batches=TOGETHER * 2, seed=3)
         ran = run([alone, with_drafts], tmp_path, version="0.12.1")
         single = [answer for (answer,) in ran.answers[0]]
         assert ran.answers[1] == [single, single]
         return
     if kind == "adapters":
         loras = Loras(path, tmp_path)
-        job = loras.job([[(ONE_CHUNK, "a"), (TWO_BLOCKS, "b")]], **BLOCK)
+        job = loras.job([[(ONE_CHUNK, "a"), (THREE_CHUNKS, "b")]], **BLOCK)
         wanted, environment = loras.expected(job), torch_rbln_variables()
     else:
         job = with_model(job, "eagle3", RANDOM["eagle3"](tmp_path / "drafts", path))
