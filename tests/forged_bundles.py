@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rbln_backend.compiler.programs.call_list import CallList
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.sdk.modules import module_of
@@ -295,7 +297,7 @@ def import_forged(files: dict[str, bytes], folder: Path, watch: Watch) -> bool:
     for program in programs:
         # The SDK takes source, which is written here, of what has passed: it defines a function.
         with watch.over(folder) as seen:
-            text = module_of(program, None).code
+            text = module_of(program, [torch.ones(1)] * len(program.bindings), None).code
         assert {one.partition(" ")[0] for one in seen} <= {"compile", "exec"}, seen
         assert CODE not in text
         assert [type(part) for part in ast.parse(text).body] == [ast.FunctionDef]

@@ -8,8 +8,9 @@ was run against (``tests/sdk_double``, ``docs/npu.md``).
 from __future__ import annotations
 
 import importlib
-import io
+import itertools
 import logging
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from rbln_backend.compiler.port import CompiledGraph, KvMemory
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.programs.sdk_schemas import signatures_digest
 from rbln_backend.compiler.sdk.kv_memory import StaticKvMemory, TensorKvMemory
-from rbln_backend.compiler.sdk.modules import as_dynamo_calls, module_of
+from rbln_backend.compiler.sdk.modules import as_dynamo_calls, mark, module_of
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.compiler.sdk.tensors import BoundTensors, HostTensors, Moved, NpuTensors
 from rbln_backend.core import GraphSpec, Phase, UsefulRows
@@ -127,6 +128,7 @@ class RebelCompiler:
             self._options |= {"cache_dir": str(cache_dir), "mega_cache_only": True}
         self.kv_memory = self._make_kv_memory(self._runtimes)
         self._groups: Mapping[str, Group] = {}
+        self._numbers = itertools.count()
 
     def _make_kv_memory(self, runtimes: Sequence[Any]) -> KvMemory:
         if self._moved is not None:
@@ -182,11 +184,13 @@ class RebelCompiler:
         """Compile over tensors [...], or fetch from the SDK's cache; raises ``CompileError``."""
         started = time.perf_counter()
         bound = self._bind(program, tensors)
-        module = module_of(program, None if self._moved is None else self._moved.device)
+        mark(program.bindings, bound.arguments)
+        device = None if self._moved is None else self._moved.device
+        module = module_of(program, bound.arguments, device)
         use_functional_ops(module.graph, self._groups)
         module.recompile()
         try:
-            with as_dynamo_calls(module, bound.arguments):
+            with as_dynamo_calls(module, bound.arguments, next(self._numbers)):
                 runtime = self._backend(module, bound.arguments, options=self._options_of(spec))
         except RuntimeError as error:
             if any(marker in str(error) for marker in _OUT_OF_MEMORY):
@@ -219,13 +223,21 @@ class RebelCompiler:
         if self._cache_dir is None:
             return False
         bundles = self._bundles()
-        return bundles.read_bundle(io.BytesIO(data)) is not None
+        # A real file, as the vendor's: the SDK may want more of it than ``read``.
+        with tempfile.TemporaryFile(dir=self._cache_dir) as file:
+            file.write(data)
+            file.seek(0)
+            return bundles.read_bundle(file) is not None
 
     def write_binaries(self) -> bytes | None:
         if self._cache_dir is None:
             return None
-        written = io.BytesIO()
-        return written.getvalue() if self._bundles().write_bundle(written) else None
+        bundles = self._bundles()
+        with tempfile.TemporaryFile(dir=self._cache_dir) as file:
+            if not bundles.write_bundle(file):
+                return None
+            file.seek(0)
+            return file.read()
 
     def _bundles(self) -> Any:
         """The SDK's own store of what it compiled, over this rank's folder."""

@@ -24,6 +24,11 @@ KV = "kv:"
 ADAPTERS = "lora:"
 
 
+def is_weight(name: str) -> bool:
+    """Return True for what no step and no request changes: weights, buffers and scales."""
+    return not name.startswith((INPUT, KV, ADAPTERS))
+
+
 Pack = Callable[[Tensor], Tensor]
 
 

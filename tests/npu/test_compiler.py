@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.frontend_utils import _try_get_metadata_from_dynamo
 
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.programs.sdk_schemas import PASSED, check_ops
 from rbln_backend.compiler.rebel_compiler import RebelCompiler
-from rbln_backend.compiler.sdk.modules import input_name
+from rbln_backend.compiler.sdk.modules import module_of
 from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.errors import CompileError, ConfigError, UnsupportedModelError
@@ -106,14 +107,63 @@ def test_a_weight_has_one_name_in_every_graph_cold_and_warm(
         bound = {"input:x": x, "param:weight": weight, "param:bias": bias}
         compiler.load(program, SPEC, [bound[name] for name in program.bindings])
     names = [[n.name for n in m.graph.nodes if n.op == "placeholder"] for m, _, _ in backend.calls]
-    assert [name[-1] for name in names] == [input_name("param:weight")] * 3
+    assert [name[-1] for name in names] == ["l_self_model_parameters_weight_"] * 3
     assert names[0] == names[2]
 
 
+def test_weights_are_told_from_what_steps_and_requests_bring(
+    sdk: ModuleType, backend: Backend
+) -> None:
+    """On a cold start Dynamo has marked what it captured of modules, on a warm one nothing."""
+    bindings = ("input:x", "param:weight", "param:table", "scale:layer", "lora:a")
+    starts = []
+    for is_cold in (True, False):
+        x, weight = tensors()
+        values = [x, weight, *(torch.ones(2) for _ in range(3))]
+        for value in values if is_cold else ():
+            torch._dynamo.mark_static_address(value)
+        graph = fx.Graph()
+        first, *others = (graph.placeholder(name.replace(":", "_")) for name in bindings)
+        for other in others:
+            first = graph.call_function(torch.add, (first, other))
+        graph.output((first,))
+        compiler = make(sdk)
+        program = compiler.lower(Program(graph, bindings))
+        compiler.load(program, SPEC, values)
+        module, found, _ = backend.calls[-1]
+        nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+        # What torch's own ahead-of-time compiler would hold fixed.
+        _, fixed = _try_get_metadata_from_dynamo(module, {}.keys(), len(bindings), [])
+        assert fixed == [1, 2, 3]
+        assert [hasattr(x, "_dynamo_static_input_type") for x in found] == [
+            number in fixed for number in range(len(bindings))
+        ]
+        starts.append(
+            [
+                (node.name, node.target, node.meta["tensor_dict"], node.meta["grapharg"].source)
+                for node in nodes
+            ]
+            + [(module.code, module.meta["dynamo_compile_id"], None, None)]
+        )
+    assert starts[0] == starts[1]
+
+
 def test_names_that_read_alike_stay_apart() -> None:
-    names = {input_name(name) for name in ("param:a.b_c", "param:a_b.c", "param:a.b.c", "kv:a.b.c")}
-    assert len(names) == 4
-    assert all(name.isidentifier() for name in names)
+    names = ["param:a.b_c", "param:a_b.c", "param:a.b.c", "scale:a.b.c", "kv:a.b.c", "lora:a.b.c"]
+    bindings = (*names, "input:a")
+    graph = fx.Graph()
+    graph.output(tuple(graph.placeholder(f"x{number}") for number in range(len(bindings))))
+    module = module_of(Program(graph, bindings), [torch.ones(1)] * len(bindings), None)
+    names = [node.target for node in module.graph.nodes if node.op == "placeholder"]
+    assert names == [
+        "L_self_model_modules_a_buffers_b_c_",
+        "L_self_model_modules_a_b_buffers_c_",
+        "L_self_model_modules_a_modules_b_buffers_c_",
+        "L_self_model_modules_a_modules_b_modules_c_impl_scale",
+        "L_kv_a_b_c_",
+        "L_lora_a_b_c_",
+        "L_a_",
+    ]
 
 
 def test_a_host_without_an_npu_only_compiles(sdk: ModuleType, backend: Backend) -> None:

@@ -6,15 +6,18 @@ The argument is a list of names; the result has for each the message of what it 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import rebel
 import torch
 from rebel.core import torch_compile
 from torch import Tensor, fx, nn
+from torch._dynamo.source import LocalSource, UnspecializedNNModuleSource
 from torch.nn import functional
 
 BLOCKS, HEADS, GROUP, BLOCK, CHUNK, SIZE = 4, 2, 2, 512, 128, 32
@@ -416,15 +419,52 @@ def two_inputs_in_the_same_memory() -> None:
     graph(both[:3], both[1:])
 
 
-def _load(device: Device, weight: Tensor, cache: Tensor | None, name: str = "weight") -> None:
+def an_input_of_unknown_source() -> None:
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    module = fx.GraphModule(nn.Module(), graph)
+    torch_compile.rbln_backend(module, [torch.zeros(2)], options={})
+
+
+def a_weight_without_a_mark() -> None:
+    _load(Device(), torch.ones(2), None, mark=False)
+
+
+def a_buffer_without_a_mark() -> None:
+    _load(Device(), torch.ones(2), None, mark=False, as_buffer=True)
+
+
+def a_step_input_with_a_mark() -> None:
+    x = torch.zeros(2)
+    torch._dynamo.mark_static_address(x)
+    Device().compile(lambda x: x + 1)(x)
+
+
+def _load(
+    device: Device,
+    weight: Tensor,
+    cache: Tensor | None,
+    name: str = "weight",
+    *,
+    mark: bool = True,
+    as_buffer: bool = False,
+) -> None:
     """Compile a graph that adds ``weight``, and reads ``cache`` if there is one."""
     graph = fx.Graph()
     caches = [] if cache is None else [cache]
-    given = [graph.placeholder(word) for word in ("x", name, *("kv" for _ in caches))]
+    value = weight if as_buffer else nn.Parameter(weight, requires_grad=False)
+    values = [torch.zeros_like(weight), value, *caches]
+    owned = UnspecializedNNModuleSource(LocalSource(name))
+    given = []
+    for source in (LocalSource("x"), owned, *(LocalSource("kv") for _ in caches)):
+        given.append(graph.placeholder(re.sub(r"\W+", "_", source.name)))
+        given[-1].meta["grapharg"] = SimpleNamespace(source=source)
+    if mark:
+        torch._dynamo.mark_static_address(value)
+        given[1].meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     total = graph.call_function(torch.add, (given[0], given[1]))
     total.meta["example_value"] = weight
     graph.output((total, *given[2:]))
-    values = [torch.zeros_like(weight), nn.Parameter(weight, requires_grad=False), *caches]
     options = {"compile_context": device.context}
     torch_compile.rbln_backend(fx.GraphModule(nn.Module(), graph), values, options=options)
 

@@ -41,8 +41,12 @@ BROKEN = {
     "experts_of_compared_numbers": r"rule 'routing'.* eq is 'eq' before found",
     "experts_of_the_whole_softmax": r"rule 'routing'.* gets what \[\] give",
     "two_inputs_in_the_same_memory": "rule 'aliases'.* share memory",
-    "two_names_of_one_weight": r"rule 'weights'.* bias was weight in another graph",
-    "two_weights_of_one_name": r"rule 'weights'.* weight is \[3\] here and was \[\[2\]\]",
+    "an_input_of_unknown_source": "rule 'marks'.* x has no source",
+    "a_weight_without_a_mark": r"rule 'marks'.* L\['weight'\] has \(None, None\), not unguarded",
+    "a_buffer_without_a_mark": r"rule 'marks'.* L\['weight'\] has \(None, None\), not unguarded",
+    "a_step_input_with_a_mark": r"rule 'marks'.* L\['x'\] has \('unguarded', .*, not None twice",
+    "two_names_of_one_weight": r"rule 'weights'.* l_bias_ was l_weight_ in another graph",
+    "two_weights_of_one_name": r"rule 'weights'.* l_weight_ is \[3\] here and was \[\[2\]\]",
 }
 
 

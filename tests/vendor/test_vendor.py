@@ -164,6 +164,7 @@ def test_every_rule_of_theirs_had_something_to_look_at(
         "cache": len({line["pid"] for line in warm_ranks.calls("compile") if line["hit"]}) == 2,
         "devices": len({line["pid"] for line in answered("two ranks").calls("runtime")}) == 2,
         "kv": bool(answered("llama host").calls("copy_kv")),
+        "marks": all(given["mark"] == "unguarded" for given in weights),
         "meta": bool(answered("llama host").calls("compile")),
         "no_grad": bool(answered("llama host").calls("compile")),
         "options": all(line["options"] for line in answered("llama host").calls("compile")),

@@ -1,41 +1,63 @@
 """A program as the SDK is given graphs: what Dynamo would have handed to its backend.
 
 The vendor goes through ``torch.compile``; docs/dev/decisions/12-npu.md says why this does not. A
-graph's inputs are all its tensors, weights among them, under names that come from the tensor table
-and are the same in every graph, cold and warm. Every node has its ``example_value``.
+graph's inputs are all its tensors, weights among them. What Dynamo says of each follows from its
+name in the tensor table, so that it is the same in every graph, cold and warm: its source, a name
+made of that, and a mark if it is a weight. Every node has its ``example_value``.
 """
 
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._guards import TracingContext, tracing
+from torch._dynamo.source import (
+    AttrSource,
+    DictGetItemSource,
+    LocalSource,
+    UnspecializedNNModuleSource,
+    UnspecializedParamBufferSource,
+)
+from torch._dynamo.variables.builder import GraphArg
+from torch._guards import (
+    CompileContext,
+    CompileId,
+    Source,
+    TracingContext,
+    compile_context,
+    tracing,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rbln_backend.compiler.programs.program import Program
 from rbln_backend.compiler.programs.shapes import make_tensors_on
+from rbln_backend.compiler.tensor_table import INPUT, PARAM, is_weight
+
+_MARK = "_dynamo_static_input_type"
 
 
-def module_of(program: Program, device: torch.device | None) -> fx.GraphModule:
-    """A copy of ``program`` whose placeholders are named after what they are bound to.
+def module_of(
+    program: Program, tensors: Sequence[Tensor], device: torch.device | None
+) -> fx.GraphModule:
+    """A copy of ``program`` whose placeholders are named as Dynamo names ``tensors`` [...].
 
     ``device``: where tensors lie that the graph makes, if not in host memory.
     """
     graph = fx.Graph()
-    names = [input_name(binding) for binding in program.bindings]
-    # What is bound twice has two names: they are the parameters of a function.
-    counts = [names[:n].count(name) for n, name in enumerate(names)]
-    names = [f"{n}_{count}" if count else n for n, count in zip(names, counts, strict=True)]
-    copies: dict[fx.Node, Any] = {
-        node: graph.placeholder(name)
-        for node, name in zip(program.placeholders(), names, strict=True)
-    }
+    copies: dict[fx.Node, Any] = {}
+    used: dict[str, int] = {}
+    bound = zip(program.placeholders(), program.bindings, tensors, strict=True)
+    for node, binding, tensor in bound:
+        source = source_of(binding, tensor)
+        name = re.sub(r"[^a-zA-Z0-9]+", "_", source.name)
+        # What is bound twice has two names: they are the parameters of a function.
+        count = used[name] = used.get(name, -1) + 1
+        copies[node] = graph.placeholder(f"{name}_{count}" if count else name)
+        copies[node]._dynamo_source = source
     graph.output(graph.graph_copy(program.graph, copies))
     if device is not None:
         make_tensors_on(graph, device)
@@ -47,19 +69,61 @@ def module_of(program: Program, device: torch.device | None) -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), graph)
 
 
-def input_name(binding: str) -> str:
-    """A name in Python of a name in the tensor table; no two have the same."""
-    return f"{re.sub(r'[^0-9A-Za-z]+', '_', binding)}_{zlib.crc32(binding.encode()):08x}"
+def source_of(binding: str, tensor: Tensor) -> Source:
+    """Where Dynamo would find ``tensor`` [...] in the vendor's runner, whose model is ``model``."""
+    kind, _, name = binding.partition(":")
+    if not is_weight(binding):
+        source = LocalSource(name if binding.startswith(INPUT) else kind, is_input=True)
+        return source if binding.startswith(INPUT) else DictGetItemSource(source, name)
+    owner, _, leaf = name.rpartition(".") if binding.startswith(PARAM) else (name, "", "")
+    module: Source = AttrSource(LocalSource("self"), "model")
+    for part in filter(None, owner.split(".")):
+        modules = AttrSource(UnspecializedNNModuleSource(module), "_modules")
+        module = DictGetItemSource(modules, part)
+    module = UnspecializedNNModuleSource(module)
+    if not leaf:
+        return AttrSource(AttrSource(module, "impl"), kind)
+    kept = "_parameters" if isinstance(tensor, nn.Parameter) else "_buffers"
+    return DictGetItemSource(UnspecializedParamBufferSource(module, kept), leaf)
+
+
+def mark(bindings: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Mark the weights among ``tensors`` [...] as Dynamo does, and nothing else.
+
+    Dynamo itself marks what a module refers to, caches and adapters too, and only when it captures.
+    """
+    for binding, tensor in zip(bindings, tensors, strict=True):
+        if is_weight(binding):
+            torch._dynamo.mark_static_address(tensor)
+        elif hasattr(tensor, _MARK):
+            delattr(tensor, _MARK)
 
 
 @contextmanager
-def as_dynamo_calls(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Set up Dynamo's backend context: tracing context, no gradients, example inputs [...]."""
-    mode = FakeTensorMode()
-    with torch.no_grad(), tracing(TracingContext(mode)):
+def as_dynamo_calls(
+    module: fx.GraphModule, inputs: Sequence[Tensor], number: int
+) -> Iterator[None]:
+    """Set up Dynamo's backend context for inputs [...]: the ``number``-th compile, no gradients."""
+    mode, compile_id = FakeTensorMode(), CompileId(frame_id=number, frame_compile_id=0)
+    with (
+        torch.no_grad(),
+        compile_context(CompileContext(compile_id)),
+        tracing(TracingContext(mode)),
+    ):
         fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
         with mode:
             _Examples(module).run(*fakes)
+        placeholders = module.graph.find_nodes(op="placeholder")
+        for node, x, fake in zip(placeholders, inputs, fakes, strict=True):
+            node.meta["tensor_dict"] = {_MARK: getattr(x, _MARK)} if hasattr(x, _MARK) else {}
+            node.meta["grapharg"] = GraphArg(node._dynamo_source, x, False, fake)
+        module.meta |= {
+            "dynamo_flat_name_to_original_fqn": {},
+            "dynamo_compile_id": compile_id,
+            "backend_id": f"__compiled_fn_{number}",
+        }
+        # Not in ``meta`` with Dynamo either.
+        module._param_name_to_source = {}  # type: ignore[assignment]
         yield
 
 
@@ -70,4 +134,6 @@ class _Examples(fx.Interpreter):
         result = super().run_node(n)
         if n.op != "output":
             n.meta["example_value"] = result
+        if n.op == "call_function":
+            n.meta["source_fn_stack"] = [(n.name, n.target)]
         return result

@@ -36,6 +36,11 @@ RULES = {
         "a rank opens devices that its environment names, and no other rank's", "vendor"
     ),
     "kv": Rule("KV lives on the device: what the host writes there is not seen", "vendor"),
+    "marks": Rule(
+        "what a module owns is marked as static, on the tensor and on its placeholder, which has "
+        "its source's name; a cache and what a step or a request brings is not",
+        "vendor",
+    ),
     "memory": Rule(
         "device memory is finite: weights, KV, and 1 GiB for each graph with KV", "vendor"
     ),
@@ -61,7 +66,8 @@ RULES = {
         "vendor",
     ),
     "weights_fixed": Rule(
-        "a weight goes to the device once: later writes are not seen, and spoil what is there",
+        "a weight, or what is marked as one, goes to the device once: later writes are not seen, "
+        "and spoil what is there",
         "ours",
     ),
 }

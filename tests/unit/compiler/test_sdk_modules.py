@@ -24,7 +24,7 @@ def module() -> fx.GraphModule:
     x, weight = graph.placeholder("x"), graph.placeholder("weight")
     doubled = graph.call_method("mul", (x, 2))
     graph.output((graph.call_function(torch.add, (doubled, weight)),))
-    return module_of(Program(graph, ("input:x", "param:weight")), None)
+    return module_of(Program(graph, ("input:x", "param:weight")), INPUTS, None)
 
 
 def exported(module: fx.GraphModule) -> Callable[..., Any]:
@@ -94,7 +94,7 @@ def test_ops_have_the_names_that_dynamo_gives() -> None:
     x, weight = graph.placeholder("x"), graph.placeholder("weight")
     graph.output((graph.call_function(torch.ops.aten.embedding.default, (weight, x)),))
     stored = Program.from_bytes(Program(graph, ("input:x", "param:weight")).to_bytes())
-    calls = [n for n in module_of(stored, None).graph.nodes if n.op == "call_function"]
+    calls = [n for n in module_of(stored, INPUTS, None).graph.nodes if n.op == "call_function"]
     assert [node.target for node in calls] == targets[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 _PARTS = frozenset(("getitem", "unsqueeze"))
 
 Kind = Literal["weight", "static", "device", "host", "number"]
+_MARK = "_dynamo_static_input_type"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,15 @@ class Input:
     name: str
     kind: Kind
     value: Any
+    source: str | None = None
+    """Where Dynamo says that it comes from."""
+    mark: str | None = None
+    """Of Dynamo, on tensors whose content is said not to change."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return True if the device may keep a copy."""
+        return self.kind == "weight" or (self.kind != "static" and self.mark is not None)
 
     def describe(self) -> dict[str, Any]:
         """The input as the log has it."""
@@ -35,6 +46,8 @@ class Input:
             "device": self.value.device.type,
             "dtype": str(self.value.dtype).removeprefix("torch."),
             "shape": [int(size) for size in self.value.shape],
+            "source": self.source,
+            "mark": self.mark,
         }
 
 
@@ -42,11 +55,21 @@ def classify(
     module: fx.GraphModule, example_inputs: Sequence[Any], context: CompileContext | None
 ) -> list[Input]:
     """The inputs in order; raises where a tensor has no content that a device could see."""
-    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     return [
-        Input(name, _kind(name, value, context), value)
-        for name, value in zip(names, example_inputs, strict=True)
+        Input(
+            node.name,
+            _kind(node.name, value, context),
+            value,
+            getattr(_source_of(node), "name", None),
+            getattr(value, _MARK, None),
+        )
+        for node, value in zip(nodes, example_inputs, strict=True)
     ]
+
+
+def _source_of(node: fx.Node) -> Any:
+    return getattr(node.meta.get("grapharg"), "source", None)
 
 
 def _kind(name: str, value: Any, context: CompileContext | None) -> Kind:
@@ -105,6 +128,25 @@ def check_weights(
     for given in inputs:
         if given.kind == "weight":
             context.name_weight(given.name, given.value, caches)
+
+
+def check_marks(module: fx.GraphModule, inputs: Sequence[Input]) -> None:
+    """Rule ``marks``; as Dynamo gives the vendor's graphs."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, given in zip(nodes, inputs, strict=True):
+        if not isinstance(given.value, Tensor):
+            continue
+        source = _source_of(node)
+        require("marks", source is not None, f"{given.name} has no source")
+        if source is None:
+            continue
+        name = re.sub(r"[^a-zA-Z0-9]+", "_", source.name)
+        require("marks", node.target.startswith(name), f"{node.target} comes from {source.name}")
+        is_owned = given.kind == "weight" or source.guard_source.is_unspecialized_nn_module()
+        marks = given.mark, node.meta.get("tensor_dict", {}).get(_MARK)
+        wanted = "unguarded" if is_owned else None
+        kept = marks == (wanted, wanted)
+        require("marks", kept, f"{source.name} has {marks}, not {wanted} twice")
 
 
 def check_contiguous(module: fx.GraphModule, inputs: Sequence[Input]) -> None:

@@ -94,7 +94,7 @@ class Runtime:
             owner._buffers.pop(last, None)
             setattr(owner, last, upload(weight))
         for given in self._inputs:
-            if given.kind in ("weight", "static"):
+            if given.is_fixed or given.kind == "static":
                 self._on_device(given, given.value)
         if "operands" in SETTINGS.broken:
             operands = _operands(self._module)
@@ -105,7 +105,7 @@ class Runtime:
         if given.kind == "static":
             assert self._context is not None
             return self._context.kv.on_device(value)
-        if given.kind == "weight":
+        if given.is_fixed:
             return upload(value)
         if given.name in self._packed:
             return self._packed[given.name]

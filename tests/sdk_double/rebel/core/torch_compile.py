@@ -15,6 +15,7 @@ from rebel.core.inputs import (
     attributes,
     check_contiguous,
     check_kv,
+    check_marks,
     check_weights,
     classify,
     computed_of_weights,
@@ -51,6 +52,7 @@ def rbln_backend(
     check_kv(graph_module, inputs)
     check_weights(graph_module, inputs, context)
     check_contiguous(graph_module, inputs)
+    check_marks(graph_module, inputs)
     if target_name() is None:
         raise RuntimeError("no NPU is here to compile for; RBLN_FORCE_NPU_NAME may name one")
     module = on_host(graph_module)
