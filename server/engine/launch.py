@@ -63,6 +63,9 @@ _SERVING_MODULES = (
     "vllm.entrypoints.generate.api_router",
     "vllm.entrypoints.launchers.api_server.app_state",
 )
+# What is replaced before the engine starts, and what `build_frontend` replaces.
+_ENGINE_NAMES = ("vllm.v1.", "vllm.renderers.registry.")
+_SERVING_NAMES = ("vllm.envs.", "vllm.entrypoints.", "vllm.renderers.hf.", "vllm.renderers.params.")
 
 
 class VllmEngine:
@@ -231,6 +234,8 @@ class VllmLauncher(Launcher):
         from server.vllm.engine_client import EngineClient
 
         self._parts.end("configuration")
+        # Before any of them is replaced.
+        check_shapes(*_ENGINE_NAMES)
         # The engine process loads the model while this one imports vLLM's serving modules.
         serving = in_daemon_thread(import_serving)
         with engine_first(vllm_config, log_stats=not engine_args.disable_log_stats):
@@ -264,7 +269,7 @@ def import_serving() -> None:
     """Import what `build_frontend` needs; called in a thread while the engine loads the model."""
     for name in _SERVING_MODULES:
         importlib.import_module(name)
-    check_shapes()
+    check_shapes(*_SERVING_NAMES)
 
 
 def _last_start() -> LastStart | None:

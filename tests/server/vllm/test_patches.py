@@ -11,6 +11,7 @@ import pytest
 from vllm.v1.engine import output_processor
 
 from deploy.upstream.uses import find_uses
+from server.engine import launch
 from server.frontend import LaunchError
 from server.vllm import patches
 from tests.architecture.source_tree import ROOT
@@ -87,3 +88,9 @@ def test_nothing_is_replaced_in_another_module(tmp_path: Path) -> None:
             and isinstance(node.ctx, ast.Store)
         ]
         assert not classes, path
+
+
+def test_each_name_is_compared_once_at_a_start() -> None:
+    parts = (launch._ENGINE_NAMES, launch._SERVING_NAMES)
+    for name in patches.SHAPES:
+        assert sum(name.startswith(part) for part in parts) == 1, name
