@@ -161,7 +161,11 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
         input_ids: Tensor | None = None,
     ) -> Tensor:
         """x [T, H], router_logits [T, E]; returns [T, H]."""
-        tokens = RoutedTokens(x, router_logits, layer.expert_map, self.tokens_mask, self.here)
+        tokens = RoutedTokens(
+            *(x, router_logits, layer.expert_map, self.tokens_mask),
+            here=self.here,
+            on_host=self.capabilities.runs_on_host,
+        )
         return PATHS[self.choice.path](tokens, self.routing, self.experts)
 
 

@@ -60,6 +60,17 @@ class RoutedTokens:
     """float32 [T, 1]: 0 in padding; None: every row counts."""
     here: Sequence[int]
     """This rank's experts in its order, as all ranks number them."""
+    on_host: bool
+    """The graph runs on the emulated device."""
+
+    def by_expert(self, routing: Routing, count: int) -> tuple[Tensor, Tensor]:
+        """Return the experts' input and the weight of each of this rank's experts, 0 if not chosen.
+
+        [T, H] and float32 [T, count].
+        """
+        x, weights, ids = routing.route(self.x, self.logits)
+        here = local_ids(ids, self.expert_map, self.tokens_mask)
+        return x, weights_by_expert(weights, here, count)
 
 
 class ExpertPath(Protocol):
@@ -86,18 +97,21 @@ def run_opt(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
 
 def run_custom(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """Tokens [T, H] to [T, H]: one op takes each row's expert weights and rows per expert."""
-    x, chosen, ids = routing.route(tokens.x, tokens.logits)
-    here = local_ids(ids, tokens.expert_map, tokens.tokens_mask)
-    weights = weights_by_expert(chosen, here, experts.count)
+    x, weights = tokens.by_expert(routing, experts.count)
     counts = (weights != 0).sum(dim=0, dtype=torch.int32)
     return experts.weighted(x, weights, counts)
 
 
 def run_plain(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """Tokens [T, H] to [T, H]: every expert over every row, then weighted; several nodes each."""
-    x, weights = routing.spread(tokens.x, tokens.logits.float(), tokens.tokens_mask)
+    if tokens.on_host:
+        # torch's kernels over columns make the bits of a row depend on the number of rows.
+        x, weights = tokens.by_expert(routing, experts.count)
+        shares, scale = [weights[:, n : n + 1] for n in range(experts.count)], 1.0
+    else:
+        x, weights = routing.spread(tokens.x, tokens.logits.float(), tokens.tokens_mask)
+        shares, scale = [weights[number].unsqueeze(1) for number in tokens.here], routing.scale
     total = torch.zeros_like(x, dtype=torch.float32)
-    for number, everywhere in enumerate(tokens.here):
-        share = weights[everywhere].unsqueeze(1)
+    for number, share in enumerate(shares):
         total = total + experts.expert(x, number).float() * share
-    return (total if routing.scale == 1.0 else total * routing.scale).to(x.dtype)
+    return (total if scale == 1.0 else total * scale).to(x.dtype)
