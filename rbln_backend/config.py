@@ -168,6 +168,10 @@ class RblnConfig(BaseModel):
     """On an NPU: weights, KV caches and buffers are tensors of torch's device `rbln`, not the
     SDK's own. Unset: where torch-rbln is installed.
     """
+    auto_port: Annotated[OptionalSwitch, Env("VLLM_RBLN_AUTO_PORT")] = None
+    """On an NPU with device tensors, whose process groups are the SDK's own (`rbln-ccl`): let it
+    find their ports (`RCCL_PORT_GEN=1`). Unset: on. Without device tensors groups are gloo's.
+    """
     enable_warm_up: Annotated[Switch, Env("VLLM_RBLN_ENABLE_WARM_UP")] = True
     """Compile or load and run every planned graph before the service is ready."""
     hot_path_policy: Annotated[HotPathPolicy, Env("VLLM_RBLN_HOT_PATH_POLICY")] = "error"

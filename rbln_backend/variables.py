@@ -195,7 +195,6 @@ VARIABLES: tuple[Variable, ...] = (
         _IDLE,
         "One attention op serves every batch.",
     ),
-    Variable("VLLM_RBLN_AUTO_PORT", _IDLE, "Ports are vLLM's."),
     Variable("VLLM_RBLN_NUM_RAY_NODES", _IDLE, "Ray's placement decides.", type=Number),
     Variable("VLLM_RBLN_DISABLE_OFFLOAD", _IDLE, "Weights are never offloaded."),
     Variable(

@@ -71,6 +71,16 @@ def uses_npu_tensors(config: RblnConfig) -> bool:
     return False
 
 
+def uses_npu_collectives(config: RblnConfig) -> bool:
+    """Return True if ranks' process groups are the SDK's, as the vendor's are with device tensors.
+
+    Raises ``ConfigError`` as ``uses_npu_tensors``.
+    """
+    sdk = installed_sdk()
+    has_device = sdk is not None and bool(sdk.get_npu_name(0))
+    return has_device and config.device != "emulated" and uses_npu_tensors(config)
+
+
 def builds_kernels(config: RblnConfig) -> bool:
     """Return True if an emulated compiler has to build its kernels first."""
     stores = kernel_stores(config.cache_root, config.cache_bundles)

@@ -161,8 +161,10 @@ from rbln_backend.vllm_compat.settled import compiled_sizes, settled
 VLLM_VERSION = str(vllm.__version__)
 
 
-def init_process_groups(config: VllmConfig, rank: int, init_method: str, local_rank: int) -> None:
-    """Create vLLM's process groups over gloo.
+def init_process_groups(
+    config: VllmConfig, rank: int, init_method: str, local_rank: int, backend: str = "gloo"
+) -> None:
+    """Create vLLM's process groups; those of host tensors are gloo's with any ``backend``.
 
     vLLM's own function is in a module that imports its GPU runner and Inductor.
     """
@@ -170,7 +172,7 @@ def init_process_groups(config: VllmConfig, rank: int, init_method: str, local_r
     seconds = parallel.distributed_timeout_seconds
     timeout = timedelta(seconds=seconds) if seconds is not None else None
     init_distributed_environment(
-        parallel.world_size, rank, init_method, local_rank, "gloo", timeout
+        parallel.world_size, rank, init_method, local_rank, backend, timeout
     )
     ensure_model_parallel_initialized(
         parallel.tensor_parallel_size,

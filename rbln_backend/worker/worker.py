@@ -18,6 +18,7 @@ from rbln_backend.compiler.compilers import (
     builds_kernels,
     make_emulated_compiler,
     make_rebel_compiler,
+    uses_npu_collectives,
 )
 from rbln_backend.compiler.device import device_capabilities, installed_sdk
 from rbln_backend.compiler.port import Compiler
@@ -167,7 +168,8 @@ class RblnWorker(WorkerBase):
         self.device = torch.device("cpu")
         config, method = self.vllm_config, self.distributed_init_method
         with timed_phase(self._board, "init"):
-            init_process_groups(config, self.rank, method, self.local_rank)
+            backend = self._announce_rank()
+            init_process_groups(config, self.rank, method, self.local_rank, backend)
             self._compiler = self._make_compiler()
             self._compiler.join(groups())
         set_random_seed(self.model_config.seed)
@@ -458,9 +460,12 @@ class RblnWorker(WorkerBase):
         install_layers()
         return compiler
 
-    def _make_rebel_compiler(self, root: Path) -> Compiler:
-        install_embedding()
+    def _announce_rank(self) -> str:
+        """Tell the SDK which rank this is; returns the backend of process groups."""
+        if device_capabilities(self._rbln).runs_on_host:
+            return "gloo"
         place, parallel = self._place, self.parallel_config
+        has_collectives = uses_npu_collectives(self._rbln)
         devices = RankDevices(
             local_number=place.local_number,
             rank=place.number,
@@ -468,9 +473,15 @@ class RblnWorker(WorkerBase):
             npus_per_rank=self._rbln.num_devices_per_local_rank,
             assigned=parallel.assigned_physical_gpu_ids,
             local_rank=self.local_rank,
+            finds_ports=has_collectives and self._rbln.auto_port is not False,
         )
         for warning in announce_rank(devices):
             logger.warning(warning)
+        return "rbln-ccl" if has_collectives else "gloo"
+
+    def _make_rebel_compiler(self, root: Path) -> Compiler:
+        install_embedding()
+        place = self._place
         budget = core_budget()
         threads = budget.threads(place.local_number, place.local_ranks)
         announce_threads(self._rbln.num_threads or threads)

@@ -20,6 +20,7 @@ from tests.npu.test_draft_models import with_model
 from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH
 from tests.npu.test_engines import config_of
 from tests.npu.test_mtp import jobs_of
+from tests.vendor.environment import torch_rbln_variables
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -58,6 +59,7 @@ def test_two_ranks_answer_as_transformers(
     layers = config_of(job)["num_hidden_layers"]
     expected = {2 * layers} if "tensor_parallel_size" in options else {0}
     assert reduced == expected, "none for the tokens, whose table each rank has"
+    assert not cold.calls("ccl"), "without torch-rbln ranks talk over gloo"
     warm = run([job], tmp_path, devices=4)
     assert warm.answers == cold.answers
     assert warm.calls("compile")
@@ -96,6 +98,22 @@ def test_a_rank_has_the_whole_embedding_unless_it_is_the_head(
     with set_current_vllm_config(config):
         embedding = RblnEmbedding(1000, 8)
     assert len(embedding.weight) == rows
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("auto_port", [None, "0"])
+def test_ranks_with_device_tensors_join_groups_of_the_device(
+    checkpoints: CheckpointCache, tmp_path: Path, auto_port: str | None
+) -> None:
+    checkpoint = checkpoints("llama", max_position_embeddings=4096)
+    job = Job(checkpoint, {"tensor_parallel_size": 2}, [[ONE_CHUNK, TWO_BLOCKS], [SHARED]])
+    environment = torch_rbln_variables()
+    environment |= {} if auto_port is None else {"VLLM_RBLN_AUTO_PORT": auto_port}
+    ran = run([job], tmp_path, environment=environment, devices=4)
+    assert ran.answers == [job.expected()]
+    groups = [call for call in ran.calls("ccl") if call["size"] == 2]
+    assert {call["rank"] for call in groups} == {"0", "1"}
+    assert {call["finds_ports"] for call in groups} == {None if auto_port else "1"}
 
 
 @pytest.mark.wide

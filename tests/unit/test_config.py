@@ -20,6 +20,7 @@ FIELDS = [
     "kernels",
     "strict_mode",
     "use_device_tensor",
+    "auto_port",
     "enable_warm_up",
     "hot_path_policy",
     "decode_batch_bucket_strategy",
@@ -153,7 +154,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_known_one() -> None:
 
 
 def test_an_unknown_option_that_resembles_none_lists_all() -> None:
-    with pytest.raises(ConfigError, match=r"'zzz' in .*; known names: cache_bundles"):
+    with pytest.raises(ConfigError, match=r"'zzz' in .*; known names: auto_port, cache_bundles"):
         from_options(zzz=1)
 
 

@@ -159,6 +159,7 @@ def test_any_other_boolean_is_an_error(raw: str) -> None:
         ("VLLM_RBLN_KERNELS", "aten", "kernels", "aten"),
         ("VLLM_RBLN_COMPILE_STRICT_MODE", "0", "strict_mode", False),
         ("VLLM_RBLN_USE_DEVICE_TENSOR", "0", "use_device_tensor", False),
+        ("VLLM_RBLN_AUTO_PORT", "0", "auto_port", False),
         ("VLLM_RBLN_ENABLE_WARM_UP", "0", "enable_warm_up", False),
         ("VLLM_RBLN_HOT_PATH_POLICY", "warn", "hot_path_policy", "warn"),
         (

@@ -44,13 +44,6 @@ ALLOWED = (
     ),
 )
 
-_WITH_DEVICE_TENSORS = (
-    Difference(
-        "theirs",
-        r"environment of rank \d+: RBLN_(LOCAL|ROOT)_IP=any",
-        "torch-rbln sets them where its own collectives are set up; ours are gloo's on the host",
-    ),
-)
 _PADDING_MASK = (
     Difference(
         "theirs",
@@ -82,9 +75,6 @@ OF_RUNS: Mapping[str, tuple[Difference, ...]] = {
             "releases before 0.12 set it under model parallelism, and warn of 0; 0.12 does not",
         ),
     ),
-    "llama device": _WITH_DEVICE_TENSORS,
-    "sampled": _WITH_DEVICE_TENSORS,
-    "window device": _WITH_DEVICE_TENSORS,
     "experts": _PADDING_MASK,
     "fp8 experts": _PADDING_MASK,
     "fp8 experts w8a8": _PADDING_MASK,

@@ -74,7 +74,7 @@ def vendor_environment(
         "LD_LIBRARY_PATH": str(native_library()),
         "VLLM_RBLN_USE_VLLM_MODEL": "1",
         "VLLM_RBLN_USE_DEVICE_TENSOR": "1" if device_tensors else "0",
-        # The device's own collectives have no double: ranks talk over gloo.
+        # The double's collectives are gloo's and have no ports of their own.
         "VLLM_RBLN_AUTO_PORT": "0",
         "VLLM_CACHE_ROOT": str(cache),
         "VLLM_NO_USAGE_STATS": "1",

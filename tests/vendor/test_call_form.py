@@ -50,7 +50,9 @@ def test_our_calls_are_theirs_but_for_named_differences(
         sampling=theirs.sampling,
     )
     environment = dict(theirs.environment)
-    environment |= torch_rbln_variables() if theirs.device_tensors else {}
+    if theirs.device_tensors:
+        # As theirs are started, see ``vendor_environment``.
+        environment |= torch_rbln_variables() | {"VLLM_RBLN_AUTO_PORT": "0"}
     rbln = {"sample_on_device": theirs.device_tensors}
     ran = run([job], tmp_path, rbln=rbln, environment=environment, **dict(theirs.double))
     assert ran.answers == [expected_of(theirs, checkpoint)]

@@ -18,6 +18,7 @@ _WORLD_SIZE = "WORLD_SIZE"
 _STANDALONE = "RBLN_CTX_STANDALONE"
 _ASYNCHRONOUS = "RBLN_FORCE_CCL_ASYNC"
 _THREADS = "RBLN_NUM_THREADS"
+_FINDS_PORTS = "RCCL_PORT_GEN"
 _QUANT_BITS = "RBLN_QUANT_BITS"
 
 
@@ -36,6 +37,8 @@ class RankDevices:
     """The engine's NPUs on this host, by ``local_rank``; None: those that are visible."""
     local_rank: int = 0
     """Among the ranks of its engine that share the host."""
+    finds_ports: bool = False
+    """Process groups are the SDK's own, which finds ports for them."""
 
 
 def announce_rank(devices: RankDevices) -> list[str]:
@@ -56,6 +59,8 @@ def announce_rank(devices: RankDevices) -> list[str]:
         environment[_PER_DEVICE] = str(devices.npus_per_rank)
     environment[_LOCAL_RANK] = str(devices.rank)
     environment[_WORLD_SIZE] = str(devices.ranks)
+    if devices.finds_ports:
+        environment[_FINDS_PORTS] = "1"
     if devices.ranks > 1:
         environment[_STANDALONE] = "1"
         if environment.setdefault(_ASYNCHRONOUS, "1") == "0":

@@ -7,7 +7,7 @@ over it (``tests/vendor``). It says nothing about an NPU's numbers, speed or mem
 
 from __future__ import annotations
 
-from rebel import log, ops
+from rebel import ccl, log, ops
 from rebel.compile_context import CompileContext
 from rebel.core.offline import compile
 from rebel.device_info import get_npu_name
@@ -18,4 +18,5 @@ __version__ = SETTINGS.version
 
 __all__ = ["CompileContext", "__version__", "compile", "get_npu_name", "manual_seed", "ops"]
 
+ccl.replace()
 log.write_environment("import")
