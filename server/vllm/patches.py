@@ -437,7 +437,7 @@ def use_token_texts(texts: Callable[[Any, Sequence[int]], list[str]]) -> None:
     """Make vLLM's log-probabilities take the texts of tokens from `texts`."""
     from vllm.v1.engine import logprobs
 
-    logprobs.convert_ids_list_to_tokens = texts  # type: ignore[assignment]
+    logprobs.convert_ids_list_to_tokens = texts  # type: ignore[assignment, attr-defined]
 
 
 def use_logprobs_processor(state: RequestState, processor: Any) -> None:
