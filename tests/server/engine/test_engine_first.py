@@ -12,6 +12,7 @@ import pytest
 from vllm.v1.engine import async_llm
 
 from server.engine.process import engine_first
+from server.frontend import LaunchError
 
 CONFIG: Any = SimpleNamespace()
 
@@ -95,5 +96,5 @@ def test_a_tokenizer_that_cannot_be_read_ends_the_engine(
 
 def test_an_engine_of_other_options_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     OfVllm(monkeypatch)
-    with engine_first(CONFIG, log_stats=True), pytest.raises(AssertionError, match="another"):
+    with engine_first(CONFIG, log_stats=True), pytest.raises(LaunchError, match="another AsyncLLM"):
         made(log_stats=False)
