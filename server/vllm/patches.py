@@ -147,6 +147,9 @@ def _shape(name: str) -> str | None:
             found = getattr(found, part)
     except (ImportError, AttributeError):
         return None
+    if str(getattr(found, "__module__", "")).startswith("server."):
+        # An earlier start of this process has replaced it.
+        return SHAPES[name]
     return (
         ", ".join(inspect.signature(found).parameters) if callable(found) else type(found).__name__
     )
