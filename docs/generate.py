@@ -43,7 +43,7 @@ from server.request.tables import FIELDS, RENDERED_CHAT
 from server.routes.server_info import SERVER_FIELDS
 from server.settings import ENV_PREFIX, ServerSettings
 from server.vllm import flag_table
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 
 DOCS = Path(__file__).resolve().parent
 _TABLE = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- /generated -->)", re.DOTALL)

@@ -22,7 +22,7 @@ from server.storage.response_table import StorageOptions
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.gate import GrammarGate
 from server.tools import ToolSupport
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 if TYPE_CHECKING:
     # It needs opentelemetry, which is optional.

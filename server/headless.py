@@ -25,7 +25,7 @@ from server.host.job_pool import JobCounts
 from server.host.tasks import in_daemon_thread, in_thread, without_garbage_collection
 from server.storage.response_table import StorageOptions
 from server.tools import ToolSupport
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

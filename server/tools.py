@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from server.errors import InvalidValueError, MissingFieldError, UnsupportedFieldError, describe
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 FIELD = "tool_choice"
 _ALLOWED = "allowed_tools"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rbln_backend import api
 from rbln_backend.api.settings import given_options, options_of_vllm
 from rbln_backend.errors import RblnError
-from server.engine.model_files import check_model_folder
+from server.engine.weight_files import check_model_folder
 from server.frontend import LaunchError
 from server.settings import ServerSettings
 

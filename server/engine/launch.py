@@ -2,6 +2,7 @@
 
 All slow work runs in one daemon thread, so that the event loop answers probes and a stop during
 start-up does not wait. Invariant: a launched engine has answered a request.
+The request of its test also starts vLLM's tasks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import importlib
 import importlib.metadata
 import logging
 import platform
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -35,11 +37,10 @@ from server.engine.process import (
     engine_first,
     engine_processes,
 )
-from server.engine.self_test import self_test
 from server.engine.socket import EngineSocket, receive_directly, watch_others
-from server.engine.start_parts import StartParts
 from server.engine.watch import HangWatch, IdleWatch
 from server.engine.weight_files import read_ahead, refuse_damaged_weights
+from server.frontend import LaunchError
 from server.host.tasks import in_daemon_thread, in_thread, without_garbage_collection
 from server.observability.logging import bound_vllm_log
 from server.settings import ServerSettings
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.tasks import SupportedTask
+    from vllm.v1.engine.async_llm import AsyncLLM
 
     from server.vllm.engine_client import EngineClient
     from server.vllm.frontend import VllmFrontend
@@ -229,8 +232,7 @@ class VllmLauncher(Launcher):
         args, engine_args, vllm_config = self._configure()
         from vllm.usage.usage_lib import UsageContext
 
-        from server.engine.outputs import install_output_processor
-        from server.engine.step_stats import defer_stats
+        from server.engine.outputs import defer_stats, install_output_processor
         from server.vllm.engine_client import EngineClient
 
         self._parts.end("configuration")
@@ -278,3 +280,65 @@ def _last_start() -> LastStart | None:
     except ConfigError:
         # The engine's configuration reports this error with all settings.
         return None
+
+
+_TIMEOUT_S = 120.0
+_REQUEST_ID = "self-test"
+
+
+async def self_test(engine: AsyncLLM, tasks: tuple[SupportedTask, ...]) -> None:
+    """Generate one token or one pooled vector. Raises `LaunchError` or `TimeoutError`."""
+    work = _generate(engine) if "generate" in tasks else _pool(engine, tasks)
+    if not await asyncio.wait_for(work, _TIMEOUT_S):
+        raise LaunchError("the self-test got no result")
+
+
+async def _generate(engine: AsyncLLM) -> bool:
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+    async for output in engine.generate(tokens_input([1]), params, _REQUEST_ID):
+        if output.finished:
+            return len(output.outputs[0].token_ids) == 1
+    return False
+
+
+async def _pool(engine: AsyncLLM, tasks: tuple[SupportedTask, ...]) -> bool:
+    from vllm import PoolingParams
+    from vllm.inputs import tokens_input
+
+    task = engine.model_config.get_pooling_task(tasks)
+    params = PoolingParams(task=task)
+    async for output in engine.encode(tokens_input([1]), params, _REQUEST_ID):
+        if output.finished:
+            return int(output.outputs.data.numel()) > 0
+    return False
+
+
+class StartParts:
+    """Parts that follow one another; `clock` returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._seconds: dict[str, float] = {}
+
+    def end(self, part: str) -> None:
+        """Record the seconds since the end of the part before as those of `part`."""
+        now = self._clock()
+        self._seconds[part] = now - self._since
+        self._since = now
+
+    def line(self, inside: Mapping[str, Mapping[str, float]]) -> str:
+        """Return all parts as one line; `inside` has seconds of what is inside some of them."""
+        return ", ".join(
+            f"{part} {seconds:.2f} s{_details(inside.get(part, {}))}"
+            for part, seconds in self._seconds.items()
+        )
+
+
+def _details(inside: Mapping[str, float]) -> str:
+    if not inside:
+        return ""
+    return f" ({', '.join(f'{part} {seconds:.2f}' for part, seconds in inside.items())})"

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rbln_backend.api.models import MULTIMODAL
 from rbln_backend.errors import RblnError
 from rbln_backend.host.vllm_build import vllm_build
-from server.engine.model_files import model_config_of
+from server.engine.weight_files import model_config_of
 from server.frontend import LaunchError
 
 _MAX_LENGTH = 600

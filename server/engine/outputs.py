@@ -1,49 +1,72 @@
-"""vLLM's output processor with queue timeouts, progress of prompts and their logprobs.
+"""vLLM's output processor with queue timeouts, progress of prompts, logprobs and spans.
 
 The scheduler ends a request that exceeds `--max-queue-s` with our stop reason. vLLM's serving
 classes handle its error differently per endpoint, and some log a traceback. So the request's record
 stores the error, which takes precedence in the front end.
+
+vLLM records a span for every finished request, traced or not, and none for aborted ones. Here each
+sequence of a traced request has one, also of an aborted request.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
+from tokenizers.decoders import DecodeStream
 from vllm.exceptions import GracefulHTTPError
-from vllm.v1.engine import EngineCoreOutput, FinishReason
-from vllm.v1.engine.output_processor import OutputProcessorOutput
-from vllm.v1.metrics.stats import IterationStats
+from vllm.tracing import SpanAttributes, SpanKind, extract_trace_context, instrument_manual
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+from vllm.v1.engine.output_processor import (
+    OutputProcessor,
+    OutputProcessorOutput,
+    RequestOutputCollector,
+    RequestState,
+)
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from rbln_backend.api.requests import PROMPT_PROGRESS, QUEUE_TIMEOUT
-from server.engine.open_characters import keep_prompt_out
-from server.engine.spans import TracedOutputs
 from server.errors import QueueTimeoutError, ServerError
+from server.observability.tracing import (
+    CACHE_READ_TOKENS,
+    FINISH_REASONS,
+    INPUT_TOKENS,
+    OUTPUT_TOKENS,
+    AttributeValue,
+)
 from server.request.record import RequestRecord, record_var
 from server.vllm.logprobs import AnswerLogprobs, TokenBytes, token_texts
 from server.vllm.patches import (
+    use_decode_stream,
     use_logprobs_processor,
     use_output_processor,
+    use_stat_loggers,
     use_token_texts,
 )
 from server.vllm.text_stream import DirectState, push_to
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from vllm.v1.engine import EngineCoreRequest
+    from tokenizers import Tokenizer
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
-    from vllm.v1.engine.parallel_sampling import ParentRequest
 
+SPAN = "llm_request"
+"""vLLM's name of its span."""
+_NS = 1_000_000_000
 _REPORTS = (QUEUE_TIMEOUT, PROMPT_PROGRESS)
 """Stop reasons of outputs that are reports of our scheduler."""
 
 
-class QueueAwareOutputs(TracedOutputs):
+class QueueAwareOutputs(OutputProcessor):
     """vLLM's output processor, which maps output queues to request records."""
 
     def __init__(self, engine: AsyncLLM, max_queue_s: float, *, logs_deltas: bool) -> None:
@@ -59,6 +82,8 @@ class QueueAwareOutputs(TracedOutputs):
         self._records = WeakKeyDictionary()
         tokenizer = getattr(engine.renderer.tokenizer, "_tokenizer", None)
         self._token_bytes = None if tokenizer is None else TokenBytes(tokenizer)
+        # The running sequences of traced requests: the headers, the time of arrival, the state.
+        self._traced: dict[str, tuple[Mapping[str, str], float, RequestState]] = {}
 
     def add_request(
         self,
@@ -73,6 +98,9 @@ class QueueAwareOutputs(TracedOutputs):
         if record is not None and queue is not None:
             self._records[queue] = record
         state: RequestState = self.request_states[request.request_id]
+        if self.tracing_enabled and request.trace_headers:
+            traced = request.trace_headers, request.arrival_time, state
+            self._traced[request.request_id] = traced
         if self._token_bytes is not None:
             keep_prompt_out(state, self._token_bytes)
         processor = state.logprobs_processor
@@ -140,8 +168,33 @@ class QueueAwareOutputs(TracedOutputs):
         # The children of a request are aborted by a call of their own.
         states = [self.request_states[name] for name in own if name in self.request_states]
         aborted = super().abort_requests(ids, internal)
+        for request_id in aborted:
+            self._record_span(request_id, FinishReason.ABORT)
         self._count_aborted(states)
         return aborted
+
+    def do_tracing(
+        self,
+        engine_core_output: EngineCoreOutput,
+        req_state: RequestState,
+        iteration_stats: IterationStats | None,  # noqa: ARG002 (vLLM's signature)
+    ) -> None:
+        # The engine reports no reason if the detokenizer found a stop string.
+        reason = engine_core_output.finish_reason or FinishReason.STOP
+        self._record_span(req_state.request_id, reason)
+
+    def _record_span(self, request_id: str, reason: FinishReason) -> None:
+        if request_id not in self._traced:
+            return
+        headers, arrival_time, state = self._traced.pop(request_id)
+        instrument_manual(
+            span_name=SPAN,
+            start_time=int(arrival_time * _NS),
+            end_time=time.time_ns(),
+            attributes=_span_attributes(state, arrival_time, reason),
+            context=extract_trace_context(headers),
+            kind=SpanKind.INTERNAL,
+        )
 
     def _count_aborted(self, states: Sequence[RequestState]) -> None:
         """Record requests as finished by an abort, in vLLM's metrics."""
@@ -193,6 +246,34 @@ class QueueAwareOutputs(TracedOutputs):
         return ended
 
 
+def _span_attributes(
+    state: RequestState, arrival_time: float, reason: FinishReason
+) -> dict[str, AttributeValue]:
+    """Return the attributes of a sequence's span, with the seconds of each stage it has reached."""
+    attributes: dict[str, AttributeValue] = {
+        SpanAttributes.GEN_AI_REQUEST_ID: state.external_req_id,
+        FINISH_REASONS: [str(reason)],
+        INPUT_TOKENS: state.prompt_len,
+        CACHE_READ_TOKENS: state.num_cached_tokens,
+        SpanAttributes.GEN_AI_LATENCY_E2E: time.time() - arrival_time,
+    }
+    if state.detokenizer is not None:
+        attributes[OUTPUT_TOKENS] = state.detokenizer.num_output_tokens()
+    stats = state.stats
+    if stats is not None and stats.scheduled_ts:
+        queued_s = stats.scheduled_ts - stats.queued_ts
+        attributes[SpanAttributes.GEN_AI_LATENCY_TIME_IN_QUEUE] = queued_s
+    if stats is not None and stats.first_token_ts:
+        first, last = stats.first_token_ts, stats.last_token_ts
+        attributes |= {
+            SpanAttributes.GEN_AI_LATENCY_TIME_TO_FIRST_TOKEN: stats.first_token_latency,
+            SpanAttributes.GEN_AI_LATENCY_TIME_IN_MODEL_PREFILL: first - stats.scheduled_ts,
+            SpanAttributes.GEN_AI_LATENCY_TIME_IN_MODEL_DECODE: last - first,
+            SpanAttributes.GEN_AI_LATENCY_TIME_IN_MODEL_INFERENCE: last - stats.scheduled_ts,
+        }
+    return attributes
+
+
 def queue_timeout(max_queue_s: float) -> QueueTimeoutError:
     """Return the error of a request that was not scheduled within `max_queue_s` seconds."""
     return QueueTimeoutError(
@@ -208,3 +289,184 @@ def install_output_processor(engine: AsyncLLM, max_queue_s: float, *, logs_delta
     """
     use_token_texts(token_texts)
     use_output_processor(engine, QueueAwareOutputs(engine, max_queue_s, logs_deltas=logs_deltas))
+
+
+# Statistics of decode steps are recorded several steps at once. The graph evicts the metrics'
+# objects from the processor's caches, so that recording a step on its own costs several times what
+# it costs among others: 13 % of the HTTP process's time at one stream. Half of vLLM's calls for
+# such a step set gauges of the scheduler, which only the last of several steps needs to set.
+
+_DELAY_S = 0.25
+_MAX_STEPS = 64
+
+
+class DeferredStats(StatLoggerManager):
+    """vLLM's loggers of steps, which get decode steps at most 0.25 seconds late.
+
+    Steps in which a request starts or ends are recorded at once, after all earlier ones, so that
+    the metrics of an answer are complete when it is.
+    """
+
+    pending: list[tuple[Any, ...]]
+    timer: asyncio.TimerHandle | None
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int | None = None,
+    ) -> None:
+        self.pending.append((scheduler_stats, iteration_stats, mm_cache_stats, engine_idx))
+        if not _is_decode(scheduler_stats, iteration_stats) or len(self.pending) >= _MAX_STEPS:
+            self.flush()
+        elif self.timer is None:
+            self.timer = asyncio.get_running_loop().call_later(_DELAY_S, self.flush)
+
+    def flush(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        pending, self.pending = self.pending, []
+        for number, (scheduler, iteration, cache, engine) in enumerate(pending, 1):
+            following = pending[number] if number < len(pending) else (None,)
+            is_last = following[0] is None or following[-1] != engine
+            if not is_last and _has_only_gauges(scheduler):
+                scheduler = None
+            super().record(scheduler, iteration, cache, engine)
+
+    def log(self) -> None:
+        self.flush()
+        super().log()  # type: ignore[no-untyped-call]
+
+
+def _is_decode(
+    scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None
+) -> bool:
+    """Return whether running requests got tokens in a step, and nothing else happened."""
+    return bool(
+        scheduler_stats is not None
+        and iteration_stats is not None
+        and scheduler_stats.num_running_reqs
+        and iteration_stats.num_generation_tokens
+        and not iteration_stats.finished_requests
+        and not iteration_stats.time_to_first_tokens_iter
+        and not iteration_stats.num_preempted_reqs
+    )
+
+
+def _has_only_gauges(stats: SchedulerStats | None) -> bool:
+    """Return whether the statistics of a later step replace all of these."""
+    return (
+        stats is not None
+        and not stats.prefix_cache_stats.reset
+        and not stats.prefix_cache_stats.requests
+        and not stats.prefix_cache_stats.preempted_requests
+        and not stats.kv_cache_eviction_events
+        and stats.connector_prefix_cache_stats is None
+        and stats.spec_decoding_stats is None
+        and stats.kv_connector_stats is None
+        and stats.iteration_details is None
+        and stats.cudagraph_stats is None
+        and stats.perf_stats is None
+    )
+
+
+def defer_stats(engine: AsyncLLM) -> None:
+    """Make a new engine's loggers keep decode steps for later; without statistics do nothing."""
+    manager = use_stat_loggers(engine, DeferredStats)
+    if manager is not None:
+        manager.pending, manager.timer = [], None
+
+
+# Texts of answers whose prompt ends in the middle of a character, or in U+FFFD. vLLM primes the
+# decode stream of the `tokenizers` library with the prompt. The library finds no prefix in ids
+# whose text ends in U+FFFD, and returns the text of the whole prompt with the first token. Such a
+# prompt is replaced here by one letter and the tokens of the open character: the answer begins with
+# its own text, or with the character that it completes.
+
+_REPLACEMENT = "\ufffd"
+_MOST_OPEN_BYTES = 3
+"""A character of UTF-8 has at most four bytes."""
+
+
+class _StreamBehindOpenCharacter:
+    """A decode stream that begins with the tokens of a character that the prompt left open."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tokens: Sequence[int],
+        chars: int,
+        skip: bool,
+        token_bytes: TokenBytes,
+    ) -> None:
+        """Read `tokens`, which have `chars` whole characters before the open one."""
+        # One letter: a decoder may drop the space before the first word of a text.
+        letter = tokenizer.encode("a", add_special_tokens=False).ids
+        self._stream = DecodeStream(ids=letter, skip_special_tokens=skip)
+        self._unjoined: DecodeStream | None = DecodeStream(ids=letter, skip_special_tokens=skip)
+        self._bytes_of = partial(token_bytes.of, skip_special_tokens=skip)
+        self._drop = chars
+        for token in tokens:
+            self._stream.step(tokenizer, token)
+
+    def step(self, tokenizer: Tokenizer, token: int) -> str | None:
+        """Return the text of a token, None while it is incomplete."""
+        if self._unjoined is not None and (own := self._bytes_of(token)):
+            if not 0x80 <= own[0] < 0xC0:
+                # It does not continue the open character, which is then no part of the answer.
+                self._stream, self._drop = self._unjoined, 0
+            self._unjoined = None
+        text = self._stream.step(tokenizer, token)
+        if text and self._drop:
+            text, self._drop = text[self._drop :], 0
+        return text
+
+
+def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
+    """Replace the decode stream of a new request if its prompt's text ends in U+FFFD."""
+    detokenizer: FastIncrementalDetokenizer = cast("FastIncrementalDetokenizer", state.detokenizer)
+    prompt, tokenizer = state.prompt_token_ids, getattr(detokenizer, "tokenizer", None)
+    if not prompt or not hasattr(detokenizer, "stream") or tokenizer is None:
+        return
+    skip = detokenizer.skip_special_tokens
+    tail = list(_last_shown(tokenizer, prompt, skip))[::-1]
+    if not tokenizer.decode(tail, skip_special_tokens=skip).endswith(_REPLACEMENT):
+        return
+    tokens, chars = _open_tokens([token_bytes.of(token) for token in tail])
+    open_tokens = tail[len(tail) - tokens :]
+    stream = _StreamBehindOpenCharacter(tokenizer, open_tokens, chars, skip, token_bytes)
+    use_decode_stream(detokenizer, stream)
+
+
+def _last_shown(tokenizer: Tokenizer, prompt: Sequence[int], skip: bool) -> Iterator[int]:
+    """Yield the last tokens that have a text, the latest first: one more than may be open."""
+    count = 0
+    for token in reversed(prompt):
+        if count > _MOST_OPEN_BYTES:
+            return
+        if tokenizer.decode([token], skip_special_tokens=skip):
+            count += 1
+            yield token
+
+
+def _open_tokens(pieces: Sequence[bytes]) -> tuple[int, int]:
+    """Return the number of last tokens that hold an open character, and of whole ones in them."""
+    size = _open_bytes(b"".join(pieces)[-_MOST_OPEN_BYTES:])
+    count, held = 0, b""
+    while len(held) < size:
+        count += 1
+        held = pieces[-count] + held
+    return count, len(held[: len(held) - size].decode(errors="replace"))
+
+
+def _open_bytes(end: bytes) -> int:
+    """Return the number of bytes at the end of a text that begin a character of UTF-8."""
+    for size in range(1, len(end) + 1):
+        try:
+            end[-size:].decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data" and error.start == 0:
+                return size
+    return 0

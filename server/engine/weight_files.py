@@ -1,6 +1,7 @@
-"""Checks that a folder's safetensors files are complete, by their headers only; their read-ahead.
+"""Checks a checkpoint's folder before the engine's libraries are imported, and reads it ahead.
 
-Otherwise a truncated download causes a library's error after minutes.
+Hugging Face's error for a folder that is no checkpoint names neither the file nor the problem, and
+a truncated download causes a library's error after minutes. Of safetensors files, headers are read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,45 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rbln_backend.host.memory import host_memory
+from server.errors import json_type
 from server.frontend import LaunchError
+from server.wire import JsonObject
+
+_CONFIG = "config.json"
+# Mistral's format.
+_OTHER_CONFIGS = ("params.json",)
+
+
+def check_model_folder(model: str) -> None:
+    """Raise `LaunchError` when `model` is a folder without a readable configuration.
+
+    Names of models on the Hugging Face hub pass: they are not downloaded yet.
+    """
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return
+    path = folder / _CONFIG
+    if not path.is_file():
+        if any((folder / name).is_file() for name in _OTHER_CONFIGS):
+            return
+        raise LaunchError(f"MODEL {model!r}: the folder has no {_CONFIG}, so it is no checkpoint")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"MODEL {model!r}: {_CONFIG} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        kind = json_type(content)
+        raise LaunchError(f"MODEL {model!r}: {_CONFIG} must hold a JSON object, not {kind}")
+
+
+def model_config_of(model: str) -> JsonObject:
+    """Return the folder's config.json; empty for a model on the hub."""
+    path = Path(model).expanduser() / _CONFIG
+    if not path.is_file():
+        return {}
+    content: JsonObject = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
 
 _INDEX = "model.safetensors.index.json"
 _OTHER_FORMATS = ("dummy", "pt", "npcache")

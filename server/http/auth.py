@@ -19,10 +19,10 @@ from pathlib import Path
 from pydantic import SecretStr
 from starlette.types import Scope as AsgiScope
 
+from server.admission import NO_LIMITS, KeyLimits
 from server.errors import AuthenticationError, PermissionDeniedError
 from server.host.files import FileWatch, read_regular
 from server.host.tasks import background_task, in_thread
-from server.key_limits import NO_LIMITS, KeyLimits
 from server.request.endpoints import NEVER_GUARDED, Route, Scope, scope_of
 from server.request.options import EVERY_TIER, Tier, Tiers, tiers_of
 from server.request.record import Caller

@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.admission import Admission
+from server.admission import Admission, rate_headers
 from server.errors import (
     ContentEncodingError,
     InternalError,
@@ -32,7 +32,6 @@ from server.errors import (
     describe,
 )
 from server.http.auth import Access
-from server.key_limits import rate_headers
 from server.lifecycle import Lifecycle
 from server.observability.logging import FIELDS, REQUEST_LOGGER, request_id_var
 from server.observability.metrics import ServerMetrics
@@ -67,8 +66,7 @@ from server.request.record import (
     with_request_id,
 )
 from server.settings import ServerSettings
-from server.wire.endpoint import Endpoint
-from server.wire.frames import named_frame
+from server.wire import Endpoint, named_frame
 
 logger = logging.getLogger(REQUEST_LOGGER)
 

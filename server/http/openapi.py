@@ -26,7 +26,7 @@ from server.frontend import Frontend, WireSchemas
 from server.lifecycle import Lifecycle
 from server.request.body import JSON_TYPE
 from server.request.endpoints import INVOCATIONS, INVOKED, NEVER_GUARDED, Scope, route_of, scope_of
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 BODY_FAILURES = (
     *(errors.InvalidJsonError, errors.InvalidTypeError, errors.InvalidValueError),

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from server.request.body import ClientGoneError
 from server.request.record import Deadline, RequestRecord
-from server.wire.frames import PromptProgress
+from server.wire import PromptProgress
 
 T = TypeVar("T")
 

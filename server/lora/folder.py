@@ -23,7 +23,7 @@ from rbln_backend.errors import AdapterError
 from server.errors import InvalidAdapterError, describe, json_type
 from server.host.files import read_regular
 from server.lora.registry import Target
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

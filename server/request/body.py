@@ -23,7 +23,7 @@ from server.errors import (
 )
 from server.settings import ServerSettings
 from server.tools import replace_halves
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 JSON_TYPE = "application/json"
 MAX_PLAIN_BYTES = 256 * 1024

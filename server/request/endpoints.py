@@ -17,7 +17,7 @@ from starlette.types import Scope as AsgiScope
 
 from server.errors import MissingFieldError, UnsupportedFieldError
 from server.request.tables import error_field
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 
 class Scope(enum.Enum):

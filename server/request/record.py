@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from server.admission import NO_LIMITS, KeyLimits, KeyUse
 from server.errors import DeadlineError, InvalidValueError, RateLimitError, ServerError, describe
-from server.key_limits import NO_LIMITS, KeyLimits, KeyUse
 from server.request.endpoints import Route
 from server.request.options import EVERY_TIER, DraftOptions, Tier, Tiers
-from server.wire.endpoint import JsonObject
-from server.wire.frames import DirectFrames, PromptProgress
+from server.wire import DirectFrames, JsonObject, PromptProgress
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

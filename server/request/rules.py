@@ -29,7 +29,7 @@ from server.errors import (
 )
 from server.request.fields import Field, FieldAction
 from server.request.tables import FIELDS, fields_by_name
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 logger = logging.getLogger(__name__)
 

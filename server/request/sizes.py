@@ -19,7 +19,7 @@ from server.request.endpoints import is_message
 from server.request.fields import FieldKind
 from server.request.tables import kind_of_field
 from server.tools import replace_halves
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 MAX_FIELDS = 256
 """Most fields of a body; request models have fewer than a hundred."""

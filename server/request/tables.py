@@ -24,7 +24,7 @@ from server.request.fields import (
     obeyed,
     refused,
 )
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 _LABEL = "a label of the client, without effect"
 _CACHE = "prefixes are cached automatically, until their blocks are evicted"

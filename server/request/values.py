@@ -26,7 +26,7 @@ from server.request.fields import LOGPROBS_FIELDS, MAX_TOKENS_FIELDS, FieldKind
 from server.request.options import check_priority
 from server.request.sizes import RequestLimits
 from server.request.tables import fields_by_name, fields_of_kind, prompt_fields
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 _MAX_BIAS = 100
 _ARGUMENTS = ("parameters", "input_schema")

@@ -21,7 +21,7 @@ from server.lifecycle import Lifecycle, ServiceStatus
 from server.request.body import read_json_object
 from server.request.rules import known_fields
 from server.settings import ServerSettings
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 _REASON = "POST /admin/drain"
 _MAX_WAIT_S = 3600.0

@@ -37,7 +37,7 @@ from server.storage.batch_table import LONGEST_S, SHORTEST_S, CreateBatchBody, b
 from server.storage.batches import BatchService
 from server.storage.database import Page
 from server.storage.files import INPUT, FileObject, Upload
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 _MAX_FILES = 10_000
 _MAX_DIGITS = 18

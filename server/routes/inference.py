@@ -21,8 +21,7 @@ from server.request.record import get_deadline, record_of
 from server.routes.responses import ResponseStore
 from server.settings import ServerSettings
 from server.storage.raw_json import JsonSyntaxError, ShapeError, decode, with_fields
-from server.wire.endpoint import Endpoint
-from server.wire.frames import PromptProgress, chunk_head
+from server.wire import Endpoint, PromptProgress, chunk_head
 
 _ANSWER_BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Fields of the APIs that bound the tokens of an answer."""

@@ -31,7 +31,7 @@ from server.request.record import record_of
 from server.request.rules import parse_body
 from server.routes.models import ShownPaths
 from server.settings import ServerSettings
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 _ACCEPTED = 202
 _FAILURES = (

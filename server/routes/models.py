@@ -22,7 +22,7 @@ from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
 from server.lora.registry import AdapterObject
 from server.request.record import record_of
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
 _UNKNOWN: JsonObject = dict.fromkeys(("capabilities", "deprecated_at", "line", "retires_at"))

@@ -36,8 +36,7 @@ from server.routes.batches import listed, owner_of, page_of
 from server.storage.raw_json import all_fields_of, object_of, string_of
 from server.storage.response_table import StorageOptions, page_of_items
 from server.storage.responses import END_EVENTS, ResponseService
-from server.wire.endpoint import Endpoint, JsonObject
-from server.wire.frames import data_text, named_frame
+from server.wire import Endpoint, JsonObject, data_text, named_frame
 
 _MAX_LIMIT = 100
 _KEEP_ALIVE_S = 15.0

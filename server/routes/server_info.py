@@ -29,7 +29,7 @@ from server.request.record import record_of
 from server.routes.models import ShownPaths
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import BACKEND
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 _NUMBER = re.compile("[0-9]{1,12}")
 

@@ -14,7 +14,7 @@ from server.request.body import read_json_object
 from server.request.rules import known_fields
 from server.settings import ServerSettings
 from server.structured_outputs.gate import FIELDS, Verdict, validate
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 _FAILURES = (*BODY_FAILURES, OverloadedError)
 _BODY: JsonObject = {

@@ -24,7 +24,7 @@ from server.storage.batch_lines import InputLine, Line, LineError, LineResult, d
 from server.storage.database import Page, find_row, new_id, page_of_rows
 from server.storage.files import INPUT, StoredFile, find, insert
 from server.storage.jobs import BATCHES
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 
 _MOMENTS = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from server.errors import InvalidValueError, MissingFieldError
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 COMPACTION = "compaction"
 MAX_SUMMARY_TOKENS = 1024

@@ -40,7 +40,7 @@ from server.storage.raw_json import (
     with_fields,
 )
 from server.storage.store import Reservation
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 _INPUT = "input"
 

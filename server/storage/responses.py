@@ -41,8 +41,7 @@ from server.storage.response_table import (
     queued_response,
 )
 from server.storage.store import Reservation, Store
-from server.wire.endpoint import Endpoint, JsonObject
-from server.wire.frames import data_text, named_frame
+from server.wire import Endpoint, JsonObject, data_text, named_frame
 
 END_EVENTS = tuple(f"event: response.{kind}\n" for kind in ("completed", "incomplete", "failed"))
 """First lines of the frames that contain the final response."""

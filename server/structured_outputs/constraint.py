@@ -20,7 +20,7 @@ from server.errors import (
 )
 from server.settings import ServerSettings
 from server.tools import ToolChoice, get_field
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 BACKEND = "xgrammar"
 """vLLM's grammar backend, set by `rbln_backend.platform`; most constraints go to llguidance."""

@@ -20,7 +20,7 @@ from server.errors import (
     describe,
 )
 from server.tools import FIELD, get_field
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 KIND = "custom"
 INPUT = "input"

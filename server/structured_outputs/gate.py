@@ -52,7 +52,7 @@ from server.structured_outputs.constraint import (
 )
 from server.structured_outputs.grammars import SchemaRules, schema_grammar
 from server.structured_outputs.trial import TrialVerdict, job_bytes, serve_trials, shares_of
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -25,7 +25,7 @@ from server.tools import Ending, finish_reason
 from server.vllm.logprobs import UnsentLogprobs, add_bytes, most_likely, placed_entries
 from server.vllm.serving import GenerationServing
 from server.vllm.tool_requests import demands_answer
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 _DATA = "data: "
 # Parts of a chunk's JSON. No string of it has these quotes without a backslash.

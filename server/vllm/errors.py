@@ -41,7 +41,7 @@ from server.errors import (
 )
 from server.request.fields import MAX_TOKENS_FIELDS
 from server.vllm.sampling import no_token_left
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 logger = logging.getLogger(__name__)
 

@@ -72,7 +72,7 @@ from server.vllm.rendering import (
 from server.vllm.request_models import request_models
 from server.vllm.templates import templates_of
 from server.vllm.tool_prompt import check_parsers, choose_tools, template_tokenizer
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 if TYPE_CHECKING:
     from vllm.tasks import SupportedTask

@@ -42,7 +42,7 @@ from server.vllm.request_models import request_models
 from server.vllm.responses import Responses, compacted_json, response_frames, response_json
 from server.vllm.sampling import add_prediction_counts
 from server.vllm.serving import Completions
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 _ANTHROPIC = "anthropic_serving_messages"
 _RESPONSES = "openai_serving_responses"

@@ -26,8 +26,7 @@ from server.request.record import record_of
 from server.tools import is_whole, replace_halves
 from server.vllm.chats import Chats
 from server.vllm.errors import TOO_LONG_PARAMETERS
-from server.wire.endpoint import JsonObject
-from server.wire.frames import named_frame
+from server.wire import JsonObject, named_frame
 
 _DATA = "data:"
 _CHAT_ID, _MESSAGE_ID = "chatcmpl-", "msg_"

@@ -59,7 +59,7 @@ from server.vllm.errors import RequestContext, from_exception, from_validation
 from server.vllm.sampling import FORBIDDING
 from server.vllm.templates import declared_by, template_variables
 from server.vllm.tool_requests import allow_names, rewrites_arguments
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 if TYPE_CHECKING:
     from starlette.datastructures import State

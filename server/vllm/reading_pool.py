@@ -45,7 +45,7 @@ from server.settings import ServerSettings
 from server.storage.response_table import StorageOptions
 from server.vllm.reading import BodyReader, RequestRules
 from server.vllm.rendering import MARK, Rendered, render
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 
 SMALL_BYTES = 32 * 1024
 SMALL_CONTAINERS = 160

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from server.structured_outputs.custom_tools import CALL, InputReader, input_of
 from server.tools import is_whole
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 
 _ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", CALL: "ctc_"}
 Events = Iterator[JsonObject]

@@ -30,8 +30,7 @@ from server.vllm.chats import mark_unfinished, read_whole
 from server.vllm.logprobs import UnsentLogprobs, add_bytes, most_likely, placed_entries
 from server.vllm.response_items import OutputItem, TextItem, custom_call, output_item
 from server.vllm.serving import GenerationServing
-from server.wire.endpoint import JsonObject
-from server.wire.frames import named_frame
+from server.wire import JsonObject, named_frame
 
 _REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """The reasons that OpenAI has for an incomplete response, by finish reason."""

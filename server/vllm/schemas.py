@@ -32,7 +32,7 @@ from server.structured_outputs.custom_tools import (
 )
 from server.tools import ALLOWED_SCHEMA, FIELD
 from server.vllm.handlers import RenderedPrompts
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 
 
 class TextFormat(TypedDict, total=False):

@@ -6,7 +6,7 @@ take the place of those models in vLLM's serving modules; whatever is more than 
 still becomes vLLM's own. Frames are the same to the byte (tests/server/vllm/test_stream_chunks.py).
 
 Once a stream's first frame is known, `DirectState` pushes later texts into it where the engine's
-output arrives (`server.wire.frames.DirectFrames`), past the stream's task and its generators.
+output arrives (`server.wire.DirectFrames`), past the stream's task and its generators.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.outputs import PoolingRequestOutput, RequestOutput
     from vllm.v1.engine import FinishReason
 
-    from server.wire.frames import DirectFrames
+    from server.wire import DirectFrames
 
 
 _CHUNK = {"id", "object", "created", "choices", "model"}

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin
 
 from server.request.endpoints import forms_of
 from server.vllm.request_models import request_models
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 
 MAX_BYTES = 4 * 1024 * 1024 - 4096
 SIZES = (100, 10_000, 1_000_000)

@@ -9,7 +9,7 @@ import pytest
 
 from server.errors import ContextLengthError, InvalidValueError, ServerError
 from server.request.sizes import MAX_FIELDS, check_sizes
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 from tests.server.request.limits import LIMITS
 
 USER = {"role": "user", "content": "hi"}

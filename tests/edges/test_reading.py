@@ -34,7 +34,7 @@ from server.tools import NO_CALLS, ToolSupport
 from server.vllm.reading import BodyReader, RequestRules, _fail_fast_validator
 from server.vllm.reading_pool import RequestReader, answer_of, is_small, job_bytes, serve_reading
 from server.vllm.request_models import request_models
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 from tests.edges.corpus import BODIES, USER, endpoint_of
 
 pytestmark = pytest.mark.engine

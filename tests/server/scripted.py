@@ -34,8 +34,7 @@ from server.settings import ServerSettings
 from server.storage.response_table import StorageOptions, take_storage_options
 from server.structured_outputs.gate import GrammarGate
 from server.tools import ToolSupport
-from server.wire.endpoint import Endpoint, JsonObject
-from server.wire.frames import PromptProgress
+from server.wire import Endpoint, JsonObject, PromptProgress
 from tests.server.scripted_responses import events_of, response_of
 
 SHOWN = ToolSupport("template", "hermes", "it names them")

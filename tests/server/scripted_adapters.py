@@ -16,7 +16,7 @@ from server.frontend import ParsedRequest
 from server.lora.folder import ServedModel
 from server.lora.registry import AdapterRegistry, EngineAdapter, RegistryLimits, StateFile
 from server.request.record import record_of
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 from tests.server.adapter_folders import TARGETS
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher
 

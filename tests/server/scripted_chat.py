@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from server.errors import InternalError
 from server.frontend import ParsedRequest
-from server.wire.endpoint import Endpoint, JsonObject
+from server.wire import Endpoint, JsonObject
 from tests.server.scripted import ScriptedFrontend
 
 Script = Sequence[JsonObject | float | str]

@@ -8,7 +8,7 @@ import pytest
 
 from server.errors import RequestError, UnsupportedFieldError
 from server.tools import ToolChoice, ToolSupport, check_choice
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 
 CHAT_TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
 TOOLS = [{"type": "function", "name": name} for name in ("f", "g")]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from vllm import SamplingParams
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
-from server.engine.open_characters import TokenBytes, keep_prompt_out
+from server.engine.outputs import TokenBytes, keep_prompt_out
 from tests.checkpoint_tokenizer import EOS_TOKEN, train_tokenizer
 
 TEXTS = (

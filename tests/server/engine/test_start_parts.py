@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.engine.start_parts import StartParts
+from server.engine.launch import StartParts
 
 
 def test_parts_follow_one_another() -> None:

@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
-from server.engine.step_stats import DeferredStats, defer_stats
+from server.engine.outputs import DeferredStats, defer_stats
 
 pytestmark = pytest.mark.engine
 

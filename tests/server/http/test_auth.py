@@ -14,12 +14,12 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from server.admission import NO_LIMITS
 from server.errors import AuthenticationError, PermissionDeniedError, ServerError
 from server.http.auth import Access, KeyRing
-from server.key_limits import NO_LIMITS
 from server.request.endpoints import OPEN, OPENINGS, ROUTES, UNGUARDED, Route, Scope, route_of
 from server.settings import ServerSettings, SettingsError, load_settings
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 from tests.server.scripted import ScriptedLauncher, running, said
 
 CHAT = "/v1/chat/completions"

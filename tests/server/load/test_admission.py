@@ -10,7 +10,7 @@ import pytest
 from server.admission import Admission, Capacity
 from server.errors import OverloadedError
 from server.request.endpoints import answers_in
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 
 
 class Clock:

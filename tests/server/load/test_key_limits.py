@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.errors import RateLimitError
-from server.key_limits import (
+from server.admission import (
     NO_LIMITS,
     KeyLedger,
     KeyLimits,
@@ -17,6 +16,7 @@ from server.key_limits import (
     duration,
     rate_headers,
 )
+from server.errors import RateLimitError
 from tests.server.load.test_admission import Clock
 
 

@@ -22,7 +22,7 @@ from server.observability.metrics import (
 )
 from server.observability.traffic import BucketAdvice
 from server.structured_outputs.constraint import GUIDES, constraints_of, kind_of
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 from tests.server.adapter_folders import write_adapter
 from tests.server.scripted_adapters import ScriptedPort, registry
 

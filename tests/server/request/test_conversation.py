@@ -12,7 +12,7 @@ from server.errors import InvalidJsonError, InvalidValueError
 from server.request.body import parse_json_object
 from server.request.conversation import drop_billing_line
 from server.request.sizes import check_call_arguments
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.37; cch=fa690;"
 

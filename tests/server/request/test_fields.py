@@ -23,7 +23,7 @@ from server.request.options import Tier, check_priority_header, check_tier
 from server.request.rules import accepted_fields
 from server.request.sizes import RequestLimits
 from server.request.values import check_values
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 from tests.server.request.limits import LIMITS
 
 KNOWN = ("messages", "temperature", "stream", "stream_options", "tools", "length_penalty")

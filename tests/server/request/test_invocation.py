@@ -9,7 +9,7 @@ import pytest
 
 from server.errors import MissingFieldError
 from server.request.endpoints import INVOKED, invoked_endpoint
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 
 POOLING = frozenset({Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.SCORE, Endpoint.POOLING})
 

@@ -30,7 +30,7 @@ from server.request.options import (
 from server.request.tables import extra_schemas
 from server.settings import SettingsError
 from server.vllm.templates import declared_by
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 from tests.server.http.test_auth import ring
 from tests.server.scripted import Running, running
 

@@ -12,7 +12,7 @@ from server.errors import InvalidValueError, ServerError, UnsupportedFieldError
 from server.request.endpoints import request_form
 from server.request.tables import prompt_fields
 from server.request.values import check_values
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 from tests.server.request.limits import LIMITS
 
 RANGES = [

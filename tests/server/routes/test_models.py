@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.wire.endpoint import JsonObject
+from server.wire import JsonObject
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running
 
 

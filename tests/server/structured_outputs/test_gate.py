@@ -38,7 +38,7 @@ from server.structured_outputs.constraint import (
 from server.structured_outputs.gate import GrammarGate
 from server.structured_outputs.grammars import SchemaRules
 from server.structured_outputs.trial import TrialVerdict, do_job, job_bytes
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running
 
 LIMITS = SchemaLimits.of(ServerSettings())

@@ -32,8 +32,7 @@ from server.vllm import text_stream
 from server.vllm.handlers import adapted, extended_frames
 from server.vllm.parser import object_call_parser
 from server.vllm.text_stream import DirectState
-from server.wire.endpoint import Endpoint
-from server.wire.frames import DirectFrames
+from server.wire import DirectFrames, Endpoint
 from tests.checkpoints import CheckpointCache
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,7 @@ from server.observability.logging import JsonFormatter, TextFormatter, request_i
 from server.observability.metrics import OUTCOMES
 from server.request.endpoints import route_of
 from server.request.record import RequestRecord
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 
 
 def all_classes(root: type[ServerError]) -> set[type[ServerError]]:

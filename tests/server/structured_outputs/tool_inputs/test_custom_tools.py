@@ -10,7 +10,7 @@ import pytest
 
 from server.errors import RequestError, UnknownFieldError
 from server.structured_outputs.custom_tools import InputReader, input_of, take_custom_tools
-from server.wire.endpoint import Endpoint
+from server.wire import Endpoint
 
 PARAMETERS = {
     "type": "object",
