@@ -325,8 +325,8 @@ def _set_classes(vllm_config: VllmConfig) -> None:
     if parallel.worker_cls == "auto":
         parallel.worker_cls = "rbln_backend.worker.worker.RblnWorker"
     if scheduler.scheduler_cls is None:
-        name = "async_scheduler.RblnAsync" if scheduler.async_scheduling else "scheduler.Rbln"
-        scheduler.scheduler_cls = f"rbln_backend.scheduler.{name}Scheduler"
+        name = "RblnAsync" if scheduler.async_scheduling else "Rbln"
+        scheduler.scheduler_cls = f"rbln_backend.scheduler.scheduler.{name}Scheduler"
 
 
 def _set_compilation(vllm_config: VllmConfig) -> None:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 
 from rbln_backend.config import NO_TOKEN
 from rbln_backend.kv_cache.manager import RblnKvCacheManager
-from rbln_backend.scheduler.background import is_background
-from rbln_backend.scheduler.narrowing import NarrowedScheduler
+from rbln_backend.scheduler.priorities import is_background
 from rbln_backend.vllm_compat.surface import (
     CachedRequestData,
     EngineCoreOutput,
@@ -22,6 +21,7 @@ from rbln_backend.vllm_compat.surface import (
     ModelRunnerOutput,
     PauseState,
     Request,
+    Scheduler,
     SchedulerOutput,
 )
 
@@ -35,7 +35,7 @@ class PlainDecode:
     the KV blocks suffice. What ends a request, or needs more than its token, is left to vLLM.
     """
 
-    def __init__(self, scheduler: NarrowedScheduler, manager: RblnKvCacheManager) -> None:
+    def __init__(self, scheduler: Scheduler, manager: RblnKvCacheManager) -> None:
         self._scheduler = scheduler
         self._manager = manager
         self._coordinator = manager.ours
@@ -198,7 +198,7 @@ class PlainDecode:
         return min(own, self._scheduler.max_model_len) - request.num_tokens
 
 
-def _is_allowed(scheduler: NarrowedScheduler) -> bool:
+def _is_allowed(scheduler: Scheduler) -> bool:
     """Return whether steps of an engine with this configuration can be plain."""
     config = scheduler.vllm_config
     return not (

@@ -1,22 +1,31 @@
-"""The prompts that a prefill step computes."""
+"""The prompts that a prefill step computes, and what one call of vLLM's ``schedule`` sees.
+
+Prompts share a step where its chunk holds all of them whole. Each gets the same tokens as alone,
+bit for bit: rows of a step are independent. A request must not read KV that another request of the
+same step writes. So a prompt that shares the next prefix of another one waits for a later step, in
+which that prefix is a hit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import merge
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rbln_backend.bucketing.buckets import BucketTable, ChunkPlan
-from rbln_backend.scheduler.background import is_background
-from rbln_backend.scheduler.constraints import adapter_fits, needs_chunk
-from rbln_backend.scheduler.narrowing import NarrowedScheduler, StepView
-from rbln_backend.scheduler.output import merge_reports
-from rbln_backend.scheduler.prefill_order import PrefillOrder
+from rbln_backend.kv_cache.manager import RblnKvCacheManager
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, publish_events
-from rbln_backend.scheduler.priority_first import behind_priority
-from rbln_backend.scheduler.sharing import StepBounds, adapter_of, prompts_together
+from rbln_backend.scheduler.priorities import (
+    PrefillOrder,
+    background_last,
+    behind_priority,
+    is_background,
+)
+from rbln_backend.scheduler.steps import adapter_fits, is_prefill, merge_reports, needs_chunk
 from rbln_backend.vllm_compat.surface import (
     EngineCoreOutputs,
     Request,
@@ -31,6 +40,114 @@ if TYPE_CHECKING:
     from rbln_backend.vllm_compat.kv_connector import KVConnectorBase_V1
 
 
+@dataclass(slots=True, kw_only=True)
+class StepView:
+    """The part of a scheduler that one step sees."""
+
+    running: list[Request]
+    hidden: Sequence[Request]
+    """Running requests that take no part in the step."""
+    max_running: int
+    max_tokens: int | None = None
+    """Token budget of the step; None, or more than vLLM's own budget: vLLM's."""
+    cuts_prompts: bool = True
+    adds_drafts: bool = True
+    """False disables drafts for this step."""
+    decode_prefill: bool = False
+    """True computes one token of each prompt, in a decode row."""
+    left_out: Set[str] = frozenset()
+    """Names of running requests that the step does not compute, and may preempt."""
+
+
+class StepBounds(NamedTuple):
+    """Limits of vLLM's scheduler for one step."""
+
+    requests: int
+    tokens: int
+    """Tokens of all requests together."""
+    prompt_tokens: int
+    """Tokens of one prompt; the rest is left for later steps."""
+
+
+def adapter_of(request: Request) -> int | None:
+    """Return the id of a request's adapter, None without one."""
+    return request.lora_request.lora_int_id if request.lora_request else None
+
+
+def prompts_together(
+    plan: ChunkPlan,
+    prefilling: Sequence[Request],
+    waiting: Iterable[Request],
+    bounds: StepBounds,
+    cache: RblnKvCacheManager,
+) -> dict[str, int]:
+    """Return the missing tokens of each prompt of the next prefill step, by request id.
+
+    Empty where the step should take a chunk of one prompt. ``prefilling`` prompts are partly
+    computed, ``waiting`` requests can begin; both are in order of admission. Prompts are taken
+    whole: none that ``bounds`` would cut is included.
+    """
+    chosen = _Chosen(cache.block_pool.hash_block_size)
+    most = min(bounds.requests, plan.prompts)
+    for request in takewhile(chosen.has_adapter, prefilling[:most]):
+        chosen.add(request, request.num_computed_tokens)
+    for request in waiting:
+        if len(chosen.requests) >= most or sum(chosen.left) >= plan.largest:
+            break
+        if not chosen.suits(request):
+            break
+        hit = request.num_computed_tokens or cache.peek_hit(request)
+        chosen.add(request, hit)
+    whole = list(takewhile(lambda tokens: tokens <= bounds.prompt_tokens, chosen.left))
+    count = plan.together(whole) if whole else 1
+    while sum(whole[:count]) > bounds.tokens and count > 1:
+        count -= 1
+    if count == 1:
+        return {}
+    ids = [request.request_id for request in chosen.requests[:count]]
+    return dict(zip(ids, chosen.left, strict=False))
+
+
+@dataclass(slots=True)
+class _Chosen:
+    unit: int
+    """Tokens between two positions where a prefix can be hit."""
+    requests: list[Request] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    _starts: list[int] = field(default_factory=list)
+
+    def add(self, request: Request, start: int) -> None:
+        self.requests.append(request)
+        self.left.append(request.num_tokens - start)
+        self._starts.append(start)
+
+    def has_adapter(self, request: Request) -> bool:
+        """Return whether ``request`` has the adapter of the chosen ones."""
+        return not self.requests or adapter_of(request) == adapter_of(self.requests[0])
+
+    def suits(self, request: Request) -> bool:
+        """Return whether it has that adapter and shares no chosen request's next prefix."""
+        others = zip(self.requests, self._starts, strict=True)
+        return self.has_adapter(request) and not any(
+            _adds_prefix_of(request, other, start, self.unit) for other, start in others
+        )
+
+
+def will_compute_prefix_of(request: Request, others: Iterable[Request], unit: int) -> bool:
+    """Return whether one of ``others`` will compute a prefix that ``request`` could hit.
+
+    ``unit``: tokens between two positions where a prefix can be hit.
+    """
+    return any(_adds_prefix_of(request, r, r.num_computed_tokens, unit) for r in others)
+
+
+def _adds_prefix_of(request: Request, other: Request, start: int, unit: int) -> bool:
+    """Return whether the next prefix of ``other`` after ``start`` tokens is one of ``request``."""
+    # A prefix hash covers all tokens before it.
+    place, hashes, theirs = start // unit, request.block_hashes, other.block_hashes
+    return place < min(len(hashes), len(theirs)) and hashes[place] == theirs[place]
+
+
 class Turn(NamedTuple):
     """The requests of a prefill step."""
 
@@ -42,8 +159,14 @@ class Turn(NamedTuple):
     """Missing tokens of the prompts that share the chunk, by request id; empty for one prompt."""
 
 
-class PromptScheduler(NarrowedScheduler):
-    """vLLM's scheduler with the choice of the prompts that a prefill step computes."""
+class PromptScheduler(Scheduler):
+    """vLLM's scheduler with the choice of the prompts that a prefill step computes.
+
+    Single calls of it are narrowed to a ``StepView``; nothing outlasts a call.
+    """
+
+    _decode_prefill = False
+    _left_out: Set[str] = frozenset()
 
     _chunks: ChunkPlan | None
     _reuse: PrefixReuse
@@ -52,6 +175,56 @@ class PromptScheduler(NarrowedScheduler):
     _decode_steps_per_chunk: int
     _most_partial: int
     """Prompts that may be partly computed at the same time."""
+
+    @contextmanager
+    def _narrowed(self, view: StepView) -> Iterator[None]:
+        """Restrict the scheduler to ``view``; on exit hidden requests are running again."""
+        before, capacity = self.running, self.max_num_running_reqs
+        budget, drafts = self.max_num_scheduled_tokens, self.num_spec_tokens
+        self.running, self.max_num_running_reqs = view.running, view.max_running
+        if view.max_tokens is not None:
+            self.max_num_scheduled_tokens = min(view.max_tokens, budget)
+        if not view.adds_drafts:
+            self.num_spec_tokens = 0
+        if not view.cuts_prompts:
+            self.scheduler_config.enable_chunked_prefill = False
+        self._decode_prefill, self._left_out = view.decode_prefill, view.left_out
+        try:
+            yield
+        finally:
+            self._decode_prefill, self._left_out = False, frozenset()
+            if not view.cuts_prompts:
+                self.scheduler_config.enable_chunked_prefill = True
+            self.num_spec_tokens, self.max_num_scheduled_tokens = drafts, budget
+            self.max_num_running_reqs = capacity
+            if view.running is not before:
+                # The newest request stays last: upstream preempts from the end.
+                self.running = background_last([*view.hidden, *self.running], before)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Return the tokens of a request that a step computes: 1 of a prompt in a decode row."""
+        if request.request_id in self._left_out:
+            return 0
+        if self._decode_prefill and is_prefill(num_computed_tokens, request.num_tokens):
+            return 1
+        tokens: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        return tokens
+
+    @contextmanager
+    def _held_back(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Hide waiting ``requests``; on exit they are back in front, as skipped requests are."""
+        if requests:
+            self.skipped_waiting.remove_requests(requests)
+            self.waiting.remove_requests(requests)
+        try:
+            yield
+        finally:
+            for request in reversed(requests):
+                self.skipped_waiting.prepend_request(request)
 
     @cached_property
     def _remote(self) -> RemotePrompts | None:

@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.config import NO_TOKEN, NO_TOKEN_LEFT
+from rbln_backend.bucketing.buckets import NO_DRAFTS, VerifyTable
+from rbln_backend.config import NO_TOKEN, NO_TOKEN_LEFT, QUEUE_TIMEOUT
 from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.grammar.masks import StepMasks
 from rbln_backend.reporting.metrics_board import MetricsBoard
-from rbln_backend.scheduler.background import (
+from rbln_backend.scheduler.plain_decode import PlainDecode
+from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
+from rbln_backend.scheduler.priorities import (
     Background,
+    PrefillOrder,
     Rows,
     can_decode_prefill,
     comes_seldom,
     is_background,
 )
-from rbln_backend.scheduler.constraints import (
+from rbln_backend.scheduler.prompts import (
+    PromptScheduler,
+    StepView,
+    Turn,
+    chunk_plan,
+    will_compute_prefix_of,
+)
+from rbln_backend.scheduler.reports import PromptReports
+from rbln_backend.scheduler.steps import (
+    DraftedOutput,
     can_decode,
     decode_share,
+    forget_known_tokens,
+    merge_reports,
     prefill_block_reason,
 )
-from rbln_backend.scheduler.draft_capacity import (
-    DraftCapacity,
-    drafts_to_check,
-    rows_of_other_steps,
-)
-from rbln_backend.scheduler.expiry import QueueExpiry, never_scheduled, report_expired
-from rbln_backend.scheduler.narrowing import StepView
-from rbln_backend.scheduler.output import forget_known_tokens, merge_reports
-from rbln_backend.scheduler.plain_decode import PlainDecode
-from rbln_backend.scheduler.prefill_order import PrefillOrder
-from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
-from rbln_backend.scheduler.prompts import PromptScheduler, Turn, chunk_plan
-from rbln_backend.scheduler.reports.prompt_reports import PromptReports
-from rbln_backend.scheduler.sharing import will_compute_prefix_of
 from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
+    AsyncScheduler,
+    BlockPool,
+    DraftTokenIds,
+    EngineCoreOutput,
     EngineCoreOutputs,
     GrammarOutput,
     KVCacheConfig,
@@ -52,20 +58,130 @@ from rbln_backend.vllm_compat.surface import (
 )
 
 
+class QueueExpiry:
+    """Queue of deadlines, from which a step takes the expired request ids.
+
+    All requests have the same limit, so that deadlines are in order of arrival and a step checks
+    only the first. The scheduler decides if an expired request is still waiting.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """``limit_s``: seconds that a request may wait; 0 disables the limit."""
+        self._limit_s = limit_s
+        self._clock = clock
+        self._due: deque[tuple[float, str]] = deque()
+
+    def add(self, request_id: str, waited_s: float) -> None:
+        """Add a request that arrived ``waited_s`` seconds ago, measured on another clock."""
+        if self._limit_s:
+            waited_s = min(max(waited_s, 0.0), self._limit_s)
+            self._due.append((self._clock() + self._limit_s - waited_s, request_id))
+
+    def take_due(self) -> Iterator[str]:
+        """Yield each request id once, after its deadline."""
+        if not self._due:
+            return
+        now = self._clock()
+        while self._due and self._due[0][0] <= now:
+            yield self._due.popleft()[1]
+
+
+def never_scheduled(request: Request | None) -> bool:
+    """Return whether ``request`` exists and waits for its first step."""
+    return request is not None and request.status in (
+        RequestStatus.WAITING,
+        RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+    )
+
+
+def report_expired(requests: list[Request], outputs: dict[int, EngineCoreOutputs]) -> None:
+    """Move the ends of ``requests`` to the front of a step's outputs, where vLLM reads them."""
+    for request in requests:
+        end = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=[],
+            finish_reason=request.get_finished_reason(),
+            stop_reason=QUEUE_TIMEOUT,
+            events=request.take_events(),
+            trace_headers=request.trace_headers,
+        )
+        step = outputs.setdefault(request.client_index, EngineCoreOutputs(outputs=[]))
+        step.outputs.insert(0, end)
+    requests.clear()
+
+
+def rows_of_other_steps(rows: Rows, most: int) -> tuple[set[str], bool]:
+    """Return the names of requests that a step of ``most`` rows leaves to other steps.
+
+    A pipeline's other stages may still compute a request's latest token, and drafts behind it.
+    Also return True if the step is full without them.
+    """
+    ready = [r.request_id for r in rows.visible if r.num_computed_tokens < r.num_tokens]
+    left_out = {request.request_id for request in rows.visible}.difference(ready[:most])
+    return left_out, len(ready) >= most
+
+
+def drafts_to_check(
+    output: ModelRunnerOutput, requests: Mapping[str, Request]
+) -> DraftTokenIds | None:
+    """Return the drafts that came with a step's result, of requests that it leaves decoding."""
+    if not isinstance(output, DraftedOutput) or output.drafts is None:
+        return None
+    pairs = zip(output.drafts.req_ids, output.drafts.draft_token_ids, strict=True)
+    decoding = {name: own for name, own in pairs if _is_ready(requests.get(name))}
+    return DraftTokenIds(list(decoding), list(decoding.values()))
+
+
+def _is_ready(request: Request | None) -> bool:
+    """Return False for a request that has ended or lost its blocks since the step began."""
+    if request is None or request.status != RequestStatus.RUNNING:
+        return False
+    return request.num_computed_tokens + 1 == request.num_tokens
+
+
+class DraftCapacity:
+    """Limits drafts to compiled sizes within the context and to free KV blocks.
+
+    A step takes as many tokens of each request, padding included: none may lie beyond
+    ``max_model_len``, where an NPU's op has no place for them. Drafts never cause a preemption.
+    """
+
+    def __init__(
+        self, table: VerifyTable, block_size: int, groups: int, max_model_len: int
+    ) -> None:
+        """``groups``: number of KV cache groups; each holds every token."""
+        self._table, self._block_size, self._groups = table, block_size, groups
+        self._max_model_len = max_model_len
+
+    def cut(self, rows: Rows, blocks: BlockPool) -> None:
+        """Drop the drafts that no compiled step checks; drop all where free blocks are too few."""
+        decoding = rows.decoding
+        if self._table is NO_DRAFTS or not decoding:
+            return
+        room = self._max_model_len - max(r.num_computed_tokens for r in rows.visible)
+        longest = self._table.longest(len(decoding), room)
+        # Blocks that the tokens of one request can need.
+        each = (1 + longest // self._block_size) * self._groups
+        if blocks.get_num_free_blocks() < len(decoding) * each:
+            longest = 1
+        for request in decoding:
+            del request.spec_token_ids[longest - 1 :]
+
+
 class RblnScheduler(PromptScheduler):
     """Each step is one prefill chunk or one decode batch, by these rules in order:
 
-    * the prompt with the fewest tokens left is read first (``prefill_order.py``), chunk by chunk;
+    * the prompt with the fewest tokens left is read first (``PrefillOrder``), chunk by chunk;
       with ``prefill_policy="fcfs"`` a prompt is read to its end before another is admitted;
     * ``decode_steps_per_chunk`` decode steps follow a prefill step while both have work;
     * a prefill step sees no decoding request. It admits at most one waiting request, or several
-      whose whole prompts fit into one chunk (``sharing.py``);
+      whose whole prompts fit into one chunk (``prompts_together``);
     * ``ChunkPlan`` chooses the tokens of a chunk, so that little padding is computed;
     * a decode step leaves the other stages of a pipeline their share. It admits only background
       prompts, one token per padding row;
     * all running requests together use at most ``max_loras`` adapters;
-    * priority requests (``priority_first.py``) are admitted before all other waiting requests;
-    * background requests (``background.py``) use only spare rows and spare steps.
+    * priority requests (``is_priority``) are admitted before all other waiting requests;
+    * background requests (``Background``) use only spare rows and spare steps.
 
     Admission, KV blocks, preemption, prefix hits and aborts are upstream's, unchanged: each rule
     only hides requests from, or caps, one call of ``Scheduler.schedule``.
@@ -370,3 +486,11 @@ def _board(config: VllmConfig) -> MetricsBoard:
     run_dir = configured(config).run_dir
     name = f"scheduler{config.parallel_config.data_parallel_index}"
     return MetricsBoard(Path(run_dir) if run_dir else None, name)
+
+
+class RblnAsyncScheduler(RblnScheduler, AsyncScheduler):
+    """``RblnScheduler`` over vLLM's placeholders for tokens of a step that has not ended.
+
+    A request has one token more than is known, so that its next step can be planned. A stop is
+    found one step late: vLLM drops the token of that step.
+    """

@@ -8,7 +8,7 @@ import torch
 
 from rbln_backend.config import NO_TOKEN
 from rbln_backend.core import Phase, StepBatch
-from rbln_backend.scheduler.constraints import is_prefill
+from rbln_backend.scheduler.steps import is_prefill
 from rbln_backend.vllm_compat.surface import (
     BatchUpdate,
     CachedRequestState,

@@ -20,7 +20,7 @@ from torch import Tensor
 from rbln_backend.compiler.port import CompiledGraph
 from rbln_backend.core import Phase, StepBatch, StepOutputs, StepResult, StepRound, UsefulRows
 from rbln_backend.kv_cache.tensors import KvCaches
-from rbln_backend.scheduler.output import (
+from rbln_backend.scheduler.steps import (
     head_copies,
     moves_kv,
     page_moves,

@@ -8,7 +8,7 @@ import pytest
 from vllm import SamplingParams
 
 from rbln_backend.config import BACKGROUND_PRIORITY
-from rbln_backend.scheduler import background
+from rbln_backend.scheduler import priorities
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.reference import reference_generate
@@ -142,7 +142,7 @@ def test_a_prompt_that_comes_seldom_is_not_cut(
 ) -> None:
     """Alone it takes two steps; beside a stream the second would be a long time in coming."""
     engine, mixed = run
-    monkeypatch.setattr(background, "STEPS_PER_CHUNK", 5)
+    monkeypatch.setattr(priorities, "STEPS_PER_CHUNK", 5)
 
     def chunks() -> float:
         return engine.total("rbln_bucket_steps_total", phase="prefill")

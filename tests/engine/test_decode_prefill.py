@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rbln_backend.config import BACKGROUND_PRIORITY
-from rbln_backend.scheduler import background
+from rbln_backend.scheduler import priorities
 from tests.engine.conftest import Engine, Engines
 from tests.engine.oracle import AnyLength, Oracle
 from tests.engine.test_equality import make_prompts
@@ -196,7 +196,7 @@ def test_a_prefix_is_read_once(engines: Engines) -> None:
 def test_chunks_take_the_prompt_of_which_most_is_left(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "STEPS_PER_CHUNK", 20)
+    monkeypatch.setattr(priorities, "STEPS_PER_CHUNK", 20)
     engine = engines("llama", rbln=ONE_BUCKET)
     mixed, before = start(engine), chunks(engine)
     for number, prompt in enumerate(make_prompts([50, 120], seed=19)):
@@ -218,7 +218,7 @@ def test_chunks_take_the_prompt_of_which_most_is_left(
 def test_scores_of_prompts_come_from_chunks(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "STEPS_PER_CHUNK", 10)
+    monkeypatch.setattr(priorities, "STEPS_PER_CHUNK", 10)
     engine = engines("llama", rbln=ONE_BUCKET)
     mixed, before, earlier = start(engine), chunks(engine), prefilled(engine)
     mixed.add("line-0", make_prompts([30], seed=20)[0], params(prompt_logprobs=1))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rbln_backend.scheduler.constraints import (
+from rbln_backend.scheduler.steps import (
     can_decode,
     decode_share,
     is_prefill,

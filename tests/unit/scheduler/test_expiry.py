@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rbln_backend.scheduler.expiry import QueueExpiry
+from rbln_backend.scheduler.scheduler import QueueExpiry
 
 
 class Clock:

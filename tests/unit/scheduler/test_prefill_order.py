@@ -10,8 +10,8 @@ from vllm.v1.request import Request
 
 from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from rbln_backend.reporting.metrics_board import MetricsBoard
-from rbln_backend.scheduler.constraints import AGING
-from rbln_backend.scheduler.prefill_order import PrefillOrder
+from rbln_backend.scheduler.priorities import PrefillOrder
+from rbln_backend.scheduler.steps import AGING
 
 CHUNK = 64
 

@@ -6,9 +6,9 @@ from vllm import SamplingParams
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from rbln_backend.scheduler.background import Rows
-from rbln_backend.scheduler.draft_capacity import drafts_to_check, rows_of_other_steps
-from rbln_backend.scheduler.output import with_drafts
+from rbln_backend.scheduler.priorities import Rows
+from rbln_backend.scheduler.scheduler import drafts_to_check, rows_of_other_steps
+from rbln_backend.scheduler.steps import with_drafts
 
 
 def request(name: str, computed: int, status: RequestStatus = RequestStatus.RUNNING) -> Request:

@@ -1,1 +1,0 @@
-"""Reports of a step about requests: times to first token, progress of prompts."""
