@@ -10,7 +10,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from rbln_backend.bucketing.buckets import (
+from rbln_backend.buckets import (
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     EngineBuckets,
@@ -20,7 +20,7 @@ from rbln_backend.compilation import settle_compilation
 from rbln_backend.compiler.sdk.shapes import check_release, settle_npu
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
-from rbln_backend.kv_tiers.offloading_config import take_tiers
+from rbln_backend.kv_transfer.options import take_tiers
 from rbln_backend.parallel.rules import settle_parallel
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
 from rbln_backend.settings import options_of_vllm, resolve
@@ -130,7 +130,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
-        from rbln_backend.kv_cache.group_managers import register_specs
+        from rbln_backend.kv_cache.managers import register_specs
 
         register_specs()
 

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rbln_backend.bucketing.buckets import MTP
+from rbln_backend.buckets import MTP
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.fp8 import FP8_DTYPES
-from rbln_backend.kv_transfer.nixl_config import check_nixl, names_nixl
+from rbln_backend.kv_transfer.options import check_nixl, names_nixl
 from rbln_backend.parallel.rules import RANKS_EXECUTOR, check_ranks
 from rbln_backend.quantization.schemes import METHODS, MODELOPT, check_modelopt
 from rbln_backend.speculation.model_rules import check_draft_model

@@ -77,7 +77,7 @@ def start_engine(checkpoint: Checkpoint, largest_batch: int, run_dir: Path) -> E
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
-    from rbln_backend.bucketing.buckets import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
+    from rbln_backend.buckets import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_NUM_SEQS
 
     config = EngineArgs(
         model=str(checkpoint.path),

@@ -2,7 +2,7 @@
 
 The functions of this module need vLLM, and import it when they are called. The submodules export
 names that need neither torch nor vLLM. The server imports nothing else of the backend but
-`bucketing`, `errors` and `host` (contract `server-door`).
+`buckets`, `usage`, `errors` and `host` (contract `server-door`).
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def describe_cpu() -> dict[str, str]:
 
 def check_connectors(transfer: KVTransferConfig) -> None:
     """Raise ``ConfigError`` for a list of connectors that vLLM would fail on without a reason."""
-    from rbln_backend.kv_tiers.offloading_config import several_connectors
+    from rbln_backend.kv_transfer.options import several_connectors
 
     several_connectors(transfer)
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from rbln_backend.compiler.capabilities import Capabilities
     from rbln_backend.compiler.programs.program import Program
-    from rbln_backend.core import GraphSpec, UsefulRows
-    from rbln_backend.kv_cache.transfers import HeadCopy, WindowRestore, WindowStore
+    from rbln_backend.core import GraphSpec, HeadCopy, UsefulRows, WindowRestore, WindowStore
     from rbln_backend.parallel.collectives import Group
 
 

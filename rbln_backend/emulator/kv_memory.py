@@ -12,7 +12,7 @@ from rbln_backend.emulator.memory import reserve_pages, zeros_on_demand
 from rbln_backend.errors import DeviceMemoryError
 
 if TYPE_CHECKING:
-    from rbln_backend.kv_cache.transfers import HeadCopy, WindowRestore, WindowStore
+    from rbln_backend.core import HeadCopy, WindowRestore, WindowStore
 
 
 class HostKvMemory:

@@ -1,21 +1,33 @@
-"""Prefix hits across the KV cache groups of a model, at a granularity finer than a block."""
+"""vLLM's KV cache manager: prefix hits finer than a block, and events of these units."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
-from rbln_backend.kv_cache.group_managers import (
+from rbln_backend.core import HeadCopy, WindowTransfers
+from rbln_backend.kv_cache.layout import page_span
+from rbln_backend.kv_cache.managers import (
     AppendedWindowManager,
     HeadSharingManager,
     PagedManager,
     WindowManager,
+    report_stored,
+    units_of,
 )
-from rbln_backend.kv_cache.transfers import HeadCopy, WindowTransfers
 from rbln_backend.vllm_compat.surface import (
+    AllBlocksCleared,
     BlockHash,
+    BlockRemoved,
+    BlockStored,
     KVCacheBlock,
+    KVCacheBlocks,
     KVCacheCoordinator,
+    KVCacheEvent,
+    KVCacheManager,
+    KVCacheSpecKind,
     Request,
 )
 
@@ -198,3 +210,199 @@ class RblnKvCoordinator(KVCacheCoordinator):
         for window in self.windows:
             window.log.clear()
         return True
+
+
+_Name = tuple[int | None, bytes | int]
+"""A KV cache group and the hash of a unit, as events have them."""
+_Change = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class BlockEvents:
+    """Net changes of the units that can be reused, for prefix-aware routers.
+
+    The managers queue every registration of a unit, and upstream every removal. Several blocks may
+    hold the same tokens, and a block that fills up is registered anew. A router gets one event when
+    a unit can be reused and one when it no longer can.
+    """
+
+    def __init__(self, coordinator: RblnKvCoordinator) -> None:
+        self._pool, self._paged = coordinator.block_pool, coordinator.paged
+        logged = [(m.log.window, m.kv_cache_group_id) for m in coordinator.windows]
+        appended = [(m.sliding_window, m.kv_cache_group_id) for m in coordinator.appended]
+        self._windows = logged + appended
+        self._held: Counter[_Name] = Counter()
+        self._reused: list[KVCacheEvent] = []
+
+    def report_reuse(self, request: Request, num_tokens: int) -> None:
+        """Queue the ``num_tokens``, whole units, that an admitted request reuses.
+
+        Only for requests with ``kv_cache_report_mode`` "full".
+        """
+        enabled = self._pool.enable_kv_cache_events
+        if not enabled or getattr(request, "kv_cache_report_mode", None) != "full":
+            return
+        queue, unit = self._pool.kv_event_queue, self._pool.hash_block_size
+        begin = len(queue)
+        for group in self._paged:
+            report_stored(self._pool, request, 0, num_tokens // unit, group.kv_cache_group_id)
+        for window, number in self._windows:
+            report_stored(self._pool, request, *page_span(num_tokens, window, unit), number)
+        self._reused += queue[begin:]
+
+    def filter(self, events: Sequence[KVCacheEvent]) -> list[_Change]:
+        """Return what the ``events`` of a step changed: removals, reuse reports, stored units."""
+        reused, self._reused = self._reused, []
+        was_held: dict[_Name, bool] = {}
+        changes: list[_Change] = []
+        reports: list[BlockStored] = []
+        stored: list[BlockStored] = []
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                changes = [event]
+                for record in (self._held, was_held, reports, stored):
+                    record.clear()
+            elif isinstance(event, BlockRemoved):
+                self._count(event, -1, was_held)
+            elif isinstance(event, BlockStored):
+                if any(event is report for report in reused):
+                    reports.append(event)
+                # Upstream's events of whole blocks repeat what ``PagedManager`` reports by unit.
+                elif event.block_size == self._pool.hash_block_size:
+                    self._count(event, 1, was_held)
+                    stored.append(event)
+        gone = [name for name, held in was_held.items() if held and name not in self._held]
+        fresh = {name for name, held in was_held.items() if not held and name in self._held}
+        changes += self._removed(gone)
+        changes += _parts(reports, lambda name: name in self._held)
+        changes += _parts(stored, lambda name: _take(fresh, name))
+        return changes
+
+    def _count(
+        self, event: BlockStored | BlockRemoved, change: int, was_held: dict[_Name, bool]
+    ) -> None:
+        """Add to the blocks that hold the units of ``event``; note in ``was_held`` those before."""
+        for name in _names(event):
+            was_held.setdefault(name, name in self._held)
+            self._held[name] += change
+            if self._held[name] <= 0:
+                del self._held[name]
+
+    def _removed(self, names: list[_Name]) -> Iterator[BlockRemoved]:
+        """Return one event for each group."""
+        for group in dict.fromkeys(group for group, _ in names):
+            hashes = [block_hash for owner, block_hash in names if owner == group]
+            yield BlockRemoved(block_hashes=hashes, medium=self._pool.medium, group_idx=group)
+
+
+def _parts(
+    events: Sequence[BlockStored], is_wanted: Callable[[_Name], bool]
+) -> Iterator[BlockStored]:
+    """Return the runs of wanted units of ``events``."""
+    for event in events:
+        first = 0
+        for wanted, run in groupby([is_wanted(name) for name in _names(event)]):
+            end = first + len(list(run))
+            if wanted:
+                yield units_of(event, first, end)
+            first = end
+
+
+def _take(names: set[_Name], name: _Name) -> bool:
+    """Remove ``name`` from ``names``; return whether it was there."""
+    if name not in names:
+        return False
+    names.remove(name)
+    return True
+
+
+def _names(event: BlockStored | BlockRemoved) -> Iterator[_Name]:
+    return ((event.group_idx, block_hash) for block_hash in event.block_hashes)
+
+
+# Options with which vLLM's scheduler allocates for a running request.
+_RUNNING = {"num_lookahead_tokens": 0}
+_WINDOW_KIND = KVCacheSpecKind.SLIDING_WINDOW.value
+# All attributes of vLLM's manager. A new one in another release may refer to its coordinator.
+_ATTRIBUTES = frozenset(
+    """
+    block_pool coordinator empty_kv_cache_blocks enable_caching enable_kv_cache_events
+    kv_cache_config kv_cache_event_metadata log_stats mamba_fine_grained_prefix_cache max_model_len
+    metrics_collector num_kv_cache_groups prefix_cache_stats retained_hit_group_ids use_eagle
+    watermark_blocks
+    """.split()
+)
+
+
+class RblnKvCacheManager(KVCacheManager):
+    """Upstream's manager over our coordinator.
+
+    Most tokens of a running request go to a block that it owns and complete no prefix that could
+    be registered. Querying every group for each of them is a third of upstream's time to schedule
+    a decode batch.
+    """
+
+    def __init__(self, upstream: KVCacheManager, coordinator: RblnKvCoordinator) -> None:
+        """Take over the attributes of ``upstream``, which has allocated no block yet."""
+        attributes = vars(upstream)
+        unknown = sorted(attributes.keys() ^ _ATTRIBUTES)
+        if unknown:
+            raise RuntimeError(f"vLLM's KVCacheManager has other attributes than known: {unknown}")
+        vars(self).update(attributes)
+        self.coordinator = self.ours = coordinator
+        self.block_pool = coordinator.block_pool
+        self._unit = coordinator.block_pool.hash_block_size
+        self._events = BlockEvents(coordinator)
+        # Upstream does not know the kind of our window groups.
+        known = list(self.kv_cache_event_metadata)
+        for window in coordinator.windows:
+            known[window.kv_cache_group_id] = (_WINDOW_KIND, window.log.window)
+        self.kv_cache_event_metadata = tuple(known)
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Return the tokens of a request that others can share: whole units, not whole blocks."""
+        return request.num_computed_tokens // self._unit * self._unit if self.enable_caching else 0
+
+    def peek_hit(self, request: Request) -> int:
+        """Return the tokens that a prefix hit would save ``request``; changes nothing."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return 0
+        # The last token is always computed, for its logits.
+        return self.ours.peek_hit(request.block_hashes, request.num_tokens - 1)
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[KVCacheBlock]]:
+        """As upstream, with a ``HeadCopy`` for each copy."""
+        copies, retained = super().take_kv_cache_block_copies()
+        heads = self.ours.take_head_copies()
+        if [head[:2] for head in heads] != copies:
+            raise RuntimeError("a group of the KV cache copies blocks of its own")
+        return heads, retained
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return [*self._events.filter(super().take_events())]
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        *positional: Any,
+        **options: Any,
+    ) -> KVCacheBlocks | None:
+        if (
+            num_new_tokens == 1
+            and options == _RUNNING
+            and not (num_new_computed_tokens or positional)
+            # Every block and every page begins and ends at a multiple of the unit.
+            and 0 < request.num_computed_tokens % self._unit < self._unit - 1
+        ):
+            return self.empty_kv_cache_blocks
+        given = (num_new_tokens, num_new_computed_tokens, *positional)
+        allocated = super().allocate_slots(request, *given, **options)
+        if allocated is not None:
+            start = request.num_computed_tokens + num_new_computed_tokens
+            end = start + num_new_tokens
+            places = slice(start // self._unit, end // self._unit)
+            self.ours.will_write(request.block_hashes[places])
+            if num_new_computed_tokens:
+                self._events.report_reuse(request, num_new_computed_tokens)
+        return allocated

@@ -1,1 +1,1 @@
-"""KV blocks that go from the server that reads a prompt to the one that answers it."""
+"""KV in other memory: NIXL between servers, and tiers in host memory and in files."""

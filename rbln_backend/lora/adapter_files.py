@@ -1,7 +1,8 @@
-"""Validation of an adapter's files: adapter_config.json, and the names and shapes of its tensors.
+"""An adapter's files: checks of configuration, names and shapes of tensors, and digests.
 
 vLLM reads rank, alpha and rsLoRA of the configuration and ignores the rest. An adapter that depends
-on other fields would therefore be applied wrongly without an error.
+on other fields would therefore be applied wrongly without an error. By the digest of a loaded
+adapter its prefixes are found after a restart, when its number and name may mean other weights.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import regex
+from blake3 import blake3
 
 from rbln_backend.errors import AdapterError
 from rbln_backend.lora.target import Target
@@ -234,3 +237,50 @@ def _unknown_module(module: str, targets: Mapping[str, Target]) -> str:
         f"module {module!r} cannot be adapted in the served model, whose layers for adapters are "
         f"{', '.join(kinds) or 'none'}"
     )
+
+
+_ENGINES: dict[str, dict[int, str]] = {}
+
+
+def adapter_digests(instance_id: str) -> dict[int, str]:
+    """Return the digests by number of an engine, which its worker and its scheduler share.
+
+    ``instance_id`` is vLLM's of the configuration. Empty in a scheduler whose worker is another
+    process.
+    """
+    return _ENGINES.setdefault(instance_id, {})
+
+
+@dataclass(frozen=True)
+class AdapterHasher:
+    """Hashes of the prefixes of one adapter's request."""
+
+    hash: Callable[[Any], Any]
+    digest: str | None
+    """In the hashes; None: they have the adapter's number instead."""
+
+    def __call__(self, request: Any) -> Any:
+        return self.hash(request)
+
+
+class DigestedFiles:
+    """The files of an adapter, hashed while they are read for its weights."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._files = files
+        self._before = self._states()
+
+    def digest(self) -> str:
+        """Return the digest of names and contents; ``AdapterError`` if files have changed since."""
+        whole = blake3()
+        for file in self._files:
+            own = blake3()
+            own.update_mmap(file)
+            whole.update(f"{file.name}\0".encode() + own.digest())
+        if self._states() != self._before:
+            raise AdapterError("its files changed while they were read")
+        return whole.hexdigest()
+
+    def _states(self) -> list[tuple[int, int, int]]:
+        states = [file.stat() for file in self._files]
+        return [(state.st_ino, state.st_size, state.st_mtime_ns) for state in states]

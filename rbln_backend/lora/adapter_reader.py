@@ -13,8 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.errors import AdapterError
-from rbln_backend.kv_cache.adapter_digests import DigestedFiles
-from rbln_backend.lora.adapter_files import TensorName, check_config, check_modules, check_tensors
+from rbln_backend.lora.adapter_files import (
+    DigestedFiles,
+    TensorName,
+    check_config,
+    check_modules,
+    check_tensors,
+)
 from rbln_backend.lora.model_manager import RblnLoraModelManager
 from rbln_backend.vllm_compat.lora import (
     LoRARequest,

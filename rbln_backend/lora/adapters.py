@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rbln_backend.compiler.port import Compiler
 from rbln_backend.errors import AdapterError
-from rbln_backend.kv_cache.adapter_digests import adapter_digests
+from rbln_backend.lora.adapter_files import adapter_digests
 from rbln_backend.lora.adapter_reader import AdapterReader, PackedAdapter
 from rbln_backend.lora.model_manager import RblnLoraModelManager
 from rbln_backend.lora.punica import RblnPunicaWrapper

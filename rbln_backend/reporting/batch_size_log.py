@@ -1,7 +1,7 @@
 """VLLM_LOG_BATCHSIZE_INTERVAL: a periodic log line with counts of steps by size.
 
 The line begins like vLLM's. Sizes of prefill chunks follow those of decode batches, because a chunk
-may be as small as a batch. `bucketing.usage` reads it.
+may be as small as a batch. `rbln_backend.usage` reads it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rbln_backend.config import NO_TOKEN
-from rbln_backend.kv_cache.manager import RblnKvCacheManager
+from rbln_backend.kv_cache.coordinator import RblnKvCacheManager
 from rbln_backend.scheduler.priorities import is_background
 from rbln_backend.vllm_compat.surface import (
     CachedRequestData,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from rbln_backend.kv_cache.adapter_digests import AdapterHasher, adapter_digests
-from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
-from rbln_backend.kv_cache.group_managers import WindowManager
-from rbln_backend.kv_cache.manager import RblnKvCacheManager
+from rbln_backend.kv_cache.coordinator import RblnKvCacheManager, RblnKvCoordinator
+from rbln_backend.kv_cache.managers import WindowManager
 from rbln_backend.kv_cache.plan import reuse_unit_of
 from rbln_backend.kv_cache.specs import (
     AppendedWindowSpec,
@@ -16,7 +14,8 @@ from rbln_backend.kv_cache.specs import (
     any_layer_spec,
     window_in,
 )
-from rbln_backend.kv_tiers.tiering import KvTiering, make_tiering
+from rbln_backend.kv_transfer.tiering import KvTiering, make_tiering
+from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
 from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.scheduler.steps import with_transfers
 from rbln_backend.vllm_compat.surface import (

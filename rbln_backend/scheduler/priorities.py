@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
 
-from rbln_backend.bucketing.buckets import BucketTable
+from rbln_backend.buckets import BucketTable
 from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.scheduler.steps import AGING, can_decode, decode_share, needs_chunk

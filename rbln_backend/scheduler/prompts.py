@@ -16,8 +16,8 @@ from heapq import merge
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rbln_backend.bucketing.buckets import BucketTable, ChunkPlan
-from rbln_backend.kv_cache.manager import RblnKvCacheManager
+from rbln_backend.buckets import BucketTable, ChunkPlan
+from rbln_backend.kv_cache.coordinator import RblnKvCacheManager
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, publish_events
 from rbln_backend.scheduler.priorities import (
     PrefillOrder,
@@ -36,7 +36,7 @@ from rbln_backend.vllm_compat.surface import (
 )
 
 if TYPE_CHECKING:
-    from rbln_backend.kv_transfer.nixl_connector import RemotePrompts
+    from rbln_backend.kv_transfer.nixl import RemotePrompts
     from rbln_backend.vllm_compat.kv_connector import KVConnectorBase_V1
 
 
@@ -231,7 +231,7 @@ class PromptScheduler(Scheduler):
         if self.connector is None:
             return None
         # A fifth of a second that other engines do not need.
-        from rbln_backend.kv_transfer.nixl_connector import RemotePrompts
+        from rbln_backend.kv_transfer.nixl import RemotePrompts
 
         return RemotePrompts.of(self.connector)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.bucketing.buckets import NO_DRAFTS, VerifyTable
+from rbln_backend.buckets import NO_DRAFTS, VerifyTable
 from rbln_backend.config import NO_TOKEN, NO_TOKEN_LEFT, QUEUE_TIMEOUT
 from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.grammar.masks import StepMasks

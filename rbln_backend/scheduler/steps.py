@@ -9,7 +9,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Protocol, cast
 
-from rbln_backend.kv_cache.transfers import HeadCopy, PageMoves, WindowTransfers
+from rbln_backend.core import HeadCopy, PageMoves, WindowTransfers
 from rbln_backend.vllm_compat.surface import (
     CachedRequestData,
     DraftTokenIds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rbln_backend.bucketing.buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP
+from rbln_backend.buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP
 from rbln_backend.config import RblnConfig
 from rbln_backend.speculation.text_drafts import draft_model_of
 from rbln_backend.unsupported import (

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rbln_backend.bucketing.buckets import EngineBuckets
+from rbln_backend.buckets import EngineBuckets
 from rbln_backend.config import RblnConfig
 
 if TYPE_CHECKING:

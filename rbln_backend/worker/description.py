@@ -12,7 +12,7 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.emulator.kernel_set import KernelSet
 from rbln_backend.emulator.memory import huge_page_bytes
 from rbln_backend.kv_cache.specs import WindowSpec, layer_specs, window_in
-from rbln_backend.kv_transfer.nixl_config import transfer_info
+from rbln_backend.kv_transfer.options import transfer_info
 from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.reporting.reports import (
     BucketsInfo,

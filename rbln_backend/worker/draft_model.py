@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from rbln_backend.bucketing.buckets import DRAFT_LAYERS, EAGLE, EAGLE3
+from rbln_backend.buckets import DRAFT_LAYERS, EAGLE, EAGLE3
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.parallel import stage_loan
 from rbln_backend.speculation.text_drafts import draft_model_of

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.bucketing.buckets import DraftSizes, room_of
+from rbln_backend.buckets import DraftSizes, room_of
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.speculation.text_drafts import draft_model_of
 from rbln_backend.vllm_compat.surface import (

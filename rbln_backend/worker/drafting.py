@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rbln_backend.bucketing.buckets import BucketTable, VerifyTable
+from rbln_backend.buckets import BucketTable, VerifyTable
 from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
 from rbln_backend.parallel.first_rank import FirstRank
 from rbln_backend.reporting.metrics_board import DraftCounts, MetricsBoard

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rbln_backend.bucketing.buckets import (
+from rbln_backend.buckets import (
     NO_DRAFTS,
     BucketTable,
     DraftSizes,

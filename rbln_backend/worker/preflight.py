@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from rbln_backend.bucketing.buckets import BucketTable, VerifyTable
+from rbln_backend.buckets import BucketTable, VerifyTable
 from rbln_backend.compiler.capabilities import Capabilities
 from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.compiler.sdk.limits import check_windows
@@ -28,7 +28,7 @@ from rbln_backend.kv_cache.fp8 import FP8_DTYPES
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.kv_cache.tensors import sharing_layers
-from rbln_backend.kv_transfer.nixl_config import check_cached_layers, names_nixl
+from rbln_backend.kv_transfer.options import check_cached_layers, names_nixl
 from rbln_backend.moe.layers import install_expert_layers
 from rbln_backend.quantization.weights import summary
 from rbln_backend.reporting.reports import CacheGroup

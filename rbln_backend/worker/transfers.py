@@ -1,10 +1,13 @@
-"""The hooks of a KV connector around the steps of a rank."""
+"""The hooks of a KV connector around the steps of a rank, and blocks that others read."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from rbln_backend.kv_transfer.shared_blocks import SharedBlocks
+from torch import Tensor
+
 from rbln_backend.vllm_compat.kv_connector import (
     KVConnectorBase_V1,
     KVConnectorFactory,
@@ -21,6 +24,9 @@ from rbln_backend.vllm_compat.surface import (
     VllmConfig,
 )
 from rbln_backend.worker.runner import RblnModelRunner
+
+if TYPE_CHECKING:
+    from rbln_backend.compiler.port import KvMemory
 
 
 class TransferRunner:
@@ -102,3 +108,37 @@ class TransferRunner:
             result = copy.copy(result)
         result.kv_connector_output = ended
         return result
+
+
+class SharedBlocks:
+    """The caches themselves, or, for caches in an NPU's memory, buffers of their size.
+
+    Blocks are copied to the buffers when a prompt is computed, and out of them when another
+    server's have arrived. vLLM calls ``copy`` for both.
+    """
+
+    def __init__(self, memory: KvMemory, caches: Mapping[str, Tensor]) -> None:
+        """``caches``: [num_blocks, 2, Hkv, 1, block_size, D] by layer name."""
+        self._memory, self._caches = memory, caches
+        self.tensors: Mapping[str, Tensor] = {
+            name: memory.shared_blocks(cache) for name, cache in caches.items()
+        }
+        self.are_copies = any(self.tensors[name] is not cache for name, cache in caches.items())
+
+    def copy(
+        self,
+        sources: Mapping[str, Tensor],  # noqa: ARG002 - vLLM's keys and values, here one block
+        targets: Mapping[str, Tensor],  # noqa: ARG002
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+        direction: str,
+    ) -> None:
+        """Copy blocks of every layer, "d2h" or "h2d": vLLM's ``CopyBlocksOp``.
+
+        A block has one number on both sides; ``sources`` and ``targets`` [...] are not read.
+        """
+        assert source_ids == target_ids
+        move = self._memory.read_tokens if direction == "d2h" else self._memory.write_tokens
+        for name, cache in self._caches.items():
+            for block in source_ids:
+                move(cache, block, 0, self.tensors[name][block])

@@ -426,8 +426,7 @@ class RblnWorker(WorkerBase):
         """Return ``runner``, with the hooks of a KV connector if there is one."""
         if self.vllm_config.kv_transfer_config is None:
             return runner
-        from rbln_backend.kv_transfer.shared_blocks import SharedBlocks
-        from rbln_backend.worker.transfers import TransferRunner
+        from rbln_backend.worker.transfers import SharedBlocks, TransferRunner
 
         assert isinstance(runner, RblnModelRunner), "checked by check_nixl"
         caches = build.kv_caches

@@ -14,16 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend.api.settings import resolve
-from rbln_backend.bucketing.buckets import (
+from rbln_backend.buckets import (
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     BucketTable,
     decode_bucket_table,
     prefill_chunk_table,
 )
-from rbln_backend.bucketing.search import LEAST_STEPS, LIMITS, Change, StepTimes, fitting, suggest
-from rbln_backend.bucketing.usage import PHASES, PhaseUsage, Usage, UsageFile, read_log
 from rbln_backend.errors import RblnError
+from rbln_backend.usage import (
+    LEAST_STEPS,
+    LIMITS,
+    PHASES,
+    Change,
+    PhaseUsage,
+    StepTimes,
+    Usage,
+    UsageFile,
+    fitting,
+    read_log,
+    suggest,
+)
 from server.commands.command_line.command_parser import CommandParser
 
 _PROG = "rbln-serve tune"

@@ -17,8 +17,7 @@ from prometheus_client import REGISTRY, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from rbln_backend.api.reports import read_descriptions
-from rbln_backend.bucketing.search import advise
-from rbln_backend.bucketing.usage import UsageFile
+from rbln_backend.usage import UsageFile, advise
 from server.host.tasks import in_thread
 
 _VLLM = (

@@ -64,7 +64,7 @@ def test_the_server_knows_these_rooms_of_the_backend() -> None:
     """The contract `server-door` can only list the others."""
     names = {name for path in python_files("server") for name in _imported_modules(path)}
     rooms = {name.split(".")[1] for name in names if name.startswith("rbln_backend.")}
-    assert rooms == {"api", "bucketing", "errors", "host"}
+    assert rooms == {"api", "buckets", "errors", "host", "usage"}
 
 
 def test_registering_the_plugin_loads_nothing_heavy() -> None:

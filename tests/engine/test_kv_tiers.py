@@ -15,7 +15,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from rbln_backend.errors import ConfigError, UnsupportedModelError
-from rbln_backend.kv_tiers.page_store import (
+from rbln_backend.kv_transfer.page_store import (
     FolderTier,
     MemoryTier,
     PageKeys,
@@ -23,7 +23,7 @@ from rbln_backend.kv_tiers.page_store import (
     TierCounts,
     new_page,
 )
-from rbln_backend.kv_tiers.tiering import make_tiering
+from rbln_backend.kv_transfer.tiering import make_tiering
 from rbln_backend.reporting.metrics_board import MetricsBoard
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
+from rbln_backend.usage import Usage, UsageFile, about_engine
 from tests.adapters import make_adapter
 from tests.checkpoints import CheckpointCache
 from tests.operators.mixed_load import MixedLoad

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rbln_backend.bucketing.search import LEAST_STEPS, NOISE, advise
-from rbln_backend.bucketing.usage import Usage, about_engine
+from rbln_backend.usage import LEAST_STEPS, NOISE, Usage, about_engine, advise
 
 
 def usage(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.bucketing.buckets import BucketTable
-from rbln_backend.bucketing.usage import read_log
+from rbln_backend.buckets import BucketTable
 from rbln_backend.errors import BucketError
 from rbln_backend.reporting import batch_size_log
 from rbln_backend.reporting.batch_size_log import BatchSizeLog
+from rbln_backend.usage import read_log
 
 TABLES = {"decode": BucketTable((1, 8, 32)), "prefill": BucketTable((16, 256))}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.bucketing.usage import Usage, UsageFile, about_engine
 from rbln_backend.settings import resolve
+from rbln_backend.usage import Usage, UsageFile, about_engine
 from server.commands.cli import main
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.bucketing.buckets import BucketTable
-from rbln_backend.bucketing.search import StepTimes, suggest
+from rbln_backend.buckets import BucketTable
 from rbln_backend.errors import BucketError
+from rbln_backend.usage import StepTimes, suggest
 
 ROWS = StepTimes({})
 

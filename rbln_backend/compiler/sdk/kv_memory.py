@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from rbln_backend.kv_cache.transfers import HeadCopy, WindowRestore, WindowStore
+    from rbln_backend.core import HeadCopy, WindowRestore, WindowStore
 
 
 def _held_as(dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.bucketing.buckets import (
+from rbln_backend.buckets import (
     BucketTable,
     ChunkPlan,
     prompts_of,

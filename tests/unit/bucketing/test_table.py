@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.bucketing.buckets import BucketTable, decode_bucket_table, prefill_chunk_table
+from rbln_backend.buckets import BucketTable, decode_bucket_table, prefill_chunk_table
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import BucketError
 

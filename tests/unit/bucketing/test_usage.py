@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.bucketing.usage import PhaseUsage, Usage, UsageFile, about_engine
+from rbln_backend.usage import PhaseUsage, Usage, UsageFile, about_engine
 
 
 def counted(size: int, bucket: int, steps: int = 1) -> Usage:

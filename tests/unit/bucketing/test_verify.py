@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rbln_backend.bucketing.buckets import NO_DRAFTS, BucketTable, VerifyTable
+from rbln_backend.buckets import NO_DRAFTS, BucketTable, VerifyTable
 from rbln_backend.errors import BucketError
 
 TABLE = VerifyTable(BucketTable((1, 4, 8)), (8, 2, 4), 16)

@@ -20,9 +20,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheT
 from vllm.v1.request import Request
 
 from rbln_backend.emulator.kv_memory import HostKvMemory
-from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
-from rbln_backend.kv_cache.group_managers import register_specs
-from rbln_backend.kv_cache.manager import RblnKvCacheManager
+from rbln_backend.kv_cache.coordinator import RblnKvCacheManager, RblnKvCoordinator
+from rbln_backend.kv_cache.managers import register_specs
 from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec, WindowSpec, window_in
 from rbln_backend.kv_cache.tensors import KvCaches
 

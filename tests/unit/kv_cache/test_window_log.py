@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rbln_backend.kv_cache.window_log import WindowLog
+from rbln_backend.kv_cache.managers import WindowLog
 
 UNIT = 4
 

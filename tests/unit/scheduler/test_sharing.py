@@ -13,7 +13,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from rbln_backend.bucketing.buckets import BucketTable, ChunkPlan
+from rbln_backend.buckets import BucketTable, ChunkPlan
 from rbln_backend.scheduler.prompts import StepBounds, prompts_together
 
 UNIT = 4

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from rbln_backend.bucketing.buckets import BucketTable
+from rbln_backend.buckets import BucketTable
 from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.errors import UncompiledShapeError
 from rbln_backend.worker.graph_set import LOGITS_ROWS, GraphDispatch, plan

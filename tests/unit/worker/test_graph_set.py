@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from rbln_backend.bucketing.buckets import BucketTable
+from rbln_backend.buckets import BucketTable
 from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.worker.graph_set import GraphDispatch, GraphSet
 from rbln_backend.worker.inputs import StepInputs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rbln_backend.bucketing.buckets import BucketTable, VerifyTable
+from rbln_backend.buckets import BucketTable, VerifyTable
 from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.reporting.progress import ProgressWriter

@@ -18,12 +18,10 @@ from torch import Tensor
 from rbln_backend.checkpoints.weights_digest import weights_digest
 from rbln_backend.compiler.device import device_capabilities, installed_sdk
 from rbln_backend.config import RblnConfig
+from rbln_backend.core import PageMove, PageMoves, PagePart
 from rbln_backend.emulator.kernel_set import active_isa
-from rbln_backend.kv_cache.adapter_digests import AdapterHasher, adapter_digests
-from rbln_backend.kv_cache.coordinator import RblnKvCoordinator
-from rbln_backend.kv_cache.manager import RblnKvCacheManager
-from rbln_backend.kv_cache.transfers import PageMove, PageMoves, PagePart
-from rbln_backend.kv_tiers.page_store import (
+from rbln_backend.kv_cache.coordinator import RblnKvCacheManager, RblnKvCoordinator
+from rbln_backend.kv_transfer.page_store import (
     FolderTier,
     MemoryTier,
     PageKeys,
@@ -36,6 +34,7 @@ from rbln_backend.kv_tiers.page_store import (
     WindowPage,
     new_page,
 )
+from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
 from rbln_backend.reporting.metrics_board import MetricsBoard
 from rbln_backend.vllm_compat.model_identity import model_fields
 from rbln_backend.vllm_compat.surface import (

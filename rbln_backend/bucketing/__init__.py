@@ -1,1 +1,0 @@
-"""Bucketing: which batch and chunk sizes are compiled, and which one a step runs in."""

@@ -1,1 +1,0 @@
-"""KV tiers: prefixes that left the KV cache, or the process, kept in host memory and in files."""
