@@ -27,15 +27,15 @@ from rbln_backend.host.progress_line import ProgressLine
 from rbln_backend.host.replaced_files import replace_file
 from server.errors import describe
 from server.settings import ServerSettings
-from server.storage.batch_lines import (
+from server.storage.batch_table import (
+    ENDPOINTS,
     InputLine,
     LineError,
     LineRules,
     duplicate_id,
     read_lines,
 )
-from server.storage.batch_table import ENDPOINTS
-from server.storage.jobs import BATCHES
+from server.storage.database import BATCHES
 
 _ANY = 1 << 50
 _STOPPED = 130

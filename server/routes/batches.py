@@ -33,7 +33,7 @@ from server.request.body import read_json_object
 from server.request.record import record_of
 from server.request.rules import UnknownPolicy, known_fields, parse_body
 from server.settings import ServerSettings
-from server.storage.batch_table import LONGEST_S, SHORTEST_S, CreateBatchBody, batch_request
+from server.storage.batch_table import LONGEST_S, SHORTEST_S, CreateBatchBody
 from server.storage.batches import BatchService
 from server.storage.database import Page
 from server.storage.files import INPUT, FileObject, Upload
@@ -229,7 +229,7 @@ def batches_router(store: Callable[[], BatchService], settings: ServerSettings) 
         body = await read_json_object(request, settings)
         fields = parse_body(CreateBatchBody, body, settings.unknown_fields)
         key = request.headers.get("idempotency-key")
-        batch = await service.create(batch_request(fields, owner_of(request), key))
+        batch = await service.create(owner_of(request), fields, key)
         return JSONResponse(batch.shown())
 
     @router.get("/v1/batches", response_model=JsonObject, responses=_CHANGED_BATCH)

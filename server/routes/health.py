@@ -95,7 +95,7 @@ def metrics_router(
             if lifecycle.started and (grammars := frontend().grammars) is not None:
                 metrics.observe_grammars(grammars.take_counts())
             if (batches := storage.batches) is not None:
-                done = batches.take_counts()
+                done = batches.runner.take_counts()
                 metrics.observe_batches(batches.statuses, batches.gauges(), done.lines, done.tokens)
             if storage.responses is not None:
                 for status, count in storage.responses.statuses.items():

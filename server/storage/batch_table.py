@@ -1,6 +1,8 @@
-"""Batches: the request for one, its row and its form in OpenAI's API, and queries of the tables.
+"""Batches: their input lines and results, their rows, and queries of their tables.
 
-Each query or change is within one transaction. A batch's status:
+An input line is `{"custom_id": …, "method": "POST", "url": …, "body": {…}}`. Its body is validated
+when the line runs, by the code that validates HTTP requests. Results are lines of OpenAI's output
+and error files. Each query or change is within one transaction. A batch's status:
 
     validating -> in_progress -> finalizing -> completed | expired | cancelled
          |             +-> cancelling -^
@@ -9,67 +11,292 @@ Each query or change is within one transaction. A batch's status:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from codecs import BOM_UTF8
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+from msgspec import Raw, Struct
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from server.errors import InvalidValueError, describe
-from server.storage.batch_lines import InputLine, Line, LineError, LineResult, duplicate_id
-from server.storage.database import Page, find_row, new_id, page_of_rows
+from server.errors import InvalidValueError, UnsupportedFieldError, describe
+from server.storage.database import BATCHES, Page, find_row, new_id, page_of_rows
 from server.storage.files import INPUT, StoredFile, find, insert
-from server.storage.jobs import BATCHES
+from server.storage.jobs import LoopbackResponse
+from server.storage.raw_json import (
+    JsonSyntaxError,
+    ShapeError,
+    UnknownNameError,
+    decode,
+    described,
+    fields_of,
+    first_item,
+    in_one_line,
+    object_of,
+    string_of,
+)
 from server.wire import Endpoint
+
+_MAX_ID_CHARS = 512
+_SHARED_BYTES = 2000
+"""Bytes of the first message that group lines with a common prefix."""
+_KNOWN_PREFIXES = 1 << 16
+"""Bound of the prefixes in memory (about 10 MB); the oldest is forgotten."""
+_ABSENT = Raw(b"")
+
+
+class _Line(Struct, forbid_unknown_fields=True):
+    """Fields of a line, all optional, so that errors name the first wrong one."""
+
+    custom_id: Raw = _ABSENT
+    method: Raw = _ABSENT
+    url: Raw = _ABSENT
+    body: Raw = _ABSENT
+
+
+class LineError(TypedDict):
+    """Error in the input; the first line is 1."""
+
+    code: str
+    line: int | None
+    message: str
+    param: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class InputLine:
+    """Valid line: its offset and length in bytes, and its sort key `shared`.
+
+    `shared` is equal for lines with a common prefix, and ascends with their first line.
+    """
+
+    number: int
+    custom_id: str
+    place: int
+    bytes: int
+    model: str | None
+    shared: str
+
+
+@dataclass(frozen=True, slots=True)
+class LineRules:
+    """Endpoint of all lines of a batch, and limits on their number and size."""
+
+    endpoint: str
+    max_lines: int
+    max_bytes: int
+
+
+def read_lines(path: Path, rules: LineRules) -> Iterator[InputLine | LineError]:
+    """Yield each line, or its error. Stops at the first line beyond `max_lines`."""
+    number = place = 0
+    groups: OrderedDict[bytes, str] = OrderedDict()
+    with path.open("rb") as file:
+        while raw := file.readline(rules.max_bytes + 1):
+            begin, place = place, place + len(raw)
+            if not begin and raw.startswith(BOM_UTF8):
+                raw, begin = raw.removeprefix(BOM_UTF8), len(BOM_UTF8)
+            if len(raw) > rules.max_bytes:
+                number += 1
+                yield _error(
+                    "line_too_long",
+                    number,
+                    f"The line has more than {rules.max_bytes} bytes (--max-body-bytes).",
+                )
+                while rest := file.readline(rules.max_bytes):
+                    place += len(rest)
+                    if rest.endswith(b"\n"):
+                        break
+                continue
+            if not raw.strip():
+                continue
+            number += 1
+            if number > rules.max_lines:
+                yield _error(
+                    "too_many_tasks",
+                    None,
+                    f"There are more than {rules.max_lines} lines (--max-batch-lines).",
+                )
+                return
+            yield _read(raw, number, begin, rules, groups)
+    if not number:
+        yield _error("empty_file", None, "The file has no lines.")
+
+
+def duplicate_id(number: int, custom_id: str) -> LineError:
+    """Return the error of a line whose `custom_id` is not unique."""
+    message = f"'custom_id' {describe(custom_id)} is that of an earlier line."
+    return _error("duplicate_custom_id", number, message, "custom_id")
+
+
+def body_of(raw: bytes) -> bytes:
+    """Return the JSON body of a valid line. Raises `UnsupportedFieldError`."""
+    body = fields_of(raw, "body")["body"]
+    if fields_of(body, "stream").get("stream") == b"true":
+        raise UnsupportedFieldError(
+            "'stream' is not supported in lines of a batch.", param="stream"
+        )
+    return body
+
+
+def _read(
+    raw: bytes, number: int, place: int, rules: LineRules, groups: OrderedDict[bytes, str]
+) -> InputLine | LineError:
+    """Return a line or its error; `groups` are the sort keys of the prefixes before it.
+
+    A prefix sorts as its first line, so that lines of new prefixes are added to the end of the
+    index and not to random pages.
+    """
+    try:
+        line = decode(raw, _Line)
+    except UnknownNameError as error:
+        return _error("unknown_field", number, f"Unknown field {describe(error.name)}.", error.name)
+    except (JsonSyntaxError, ShapeError) as error:
+        return _error("invalid_json_line", number, f"The line is not a JSON object: {error}.")
+    custom_id = string_of(bytes(line.custom_id))
+    if custom_id is None or not 0 < len(custom_id) <= _MAX_ID_CHARS:
+        return _error(
+            "invalid_custom_id",
+            number,
+            "'custom_id' must be a string of 1 to "
+            f"{_MAX_ID_CHARS} characters, got {_described(line.custom_id)}.",
+            "custom_id",
+        )
+    if string_of(bytes(line.method)) != "POST":
+        return _error(
+            "invalid_method",
+            number,
+            f"'method' must be 'POST', got {_described(line.method)}.",
+            "method",
+        )
+    if string_of(bytes(line.url)) != rules.endpoint:
+        return _error(
+            "mismatched_url",
+            number,
+            f"'url' must be the batch's endpoint {describe(rules.endpoint)}, got "
+            f"{_described(line.url)}.",
+            "url",
+        )
+    body = bytes(line.body)
+    if body[:1] != b"{":
+        return _error("invalid_body", number, "'body' must be an object.", "body")
+    fields = fields_of(body, "model", "messages", "input", "instructions")
+    model = fields.get("model", b"null")
+    if model != b"null" and string_of(model) is None:
+        return _error(
+            "invalid_model",
+            number,
+            f"'model' must be a string, got {described(model)}.",
+            "body.model",
+        )
+    prefix = _prefix(fields)
+    shared = groups.get(prefix)
+    if shared is None:
+        if len(groups) == _KNOWN_PREFIXES:
+            groups.popitem(last=False)
+        shared = groups[prefix] = f"{number:012}"
+    return InputLine(number, custom_id, place, len(raw), string_of(model), shared)
+
+
+def _described(value: Raw) -> str:
+    return described(None if value is _ABSENT else bytes(value))
+
+
+def _prefix(fields: dict[str, bytes]) -> bytes:
+    """Return a digest that is equal for lines with the same model and first message prefix."""
+    first = first_item(fields.get("messages") or fields.get("input"))
+    content = None
+    if first is not None and first[:1] == b"{":
+        content = fields_of(first, "content").get("content")
+    begin = content or fields.get("instructions") or b""
+    text = fields.get("model", b"") + b" " + begin[:_SHARED_BYTES]
+    return hashlib.blake2b(text, digest_size=8).digest()
+
+
+def _error(code: str, line: int | None, message: str, param: str | None = None) -> LineError:
+    return LineError(code=code, line=line, message=message, param=param)
+
+
+_OK = 200
+_NEVER_RUN = {
+    "expired": ("batch_expired", "This line was not run before the batch expired."),
+    "cancelled": ("batch_cancelled", "This line was not run: the batch was cancelled."),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Line of a batch without a result; `place` and `bytes` locate it in the input file."""
+
+    batch: str
+    number: int
+    custom_id: str
+    place: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """Result of a line: a line of JSON, and its token counts."""
+
+    line: Line
+    succeeded: bool
+    text: bytes
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def kind(self) -> str:
+        """Kind of its result file, a key of `Batch.result_bytes`."""
+        return "output" if self.succeeded else "error"
+
+
+def result_of(line: Line, answer: LoopbackResponse) -> LineResult:
+    """Return the result of a line that ran, with the unchanged body of the response."""
+    usage = msgspec.json.decode(fields_of(answer.body, "usage").get("usage", b"null"))
+    usage = usage if isinstance(usage, dict) else {}
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    response = {
+        "status_code": answer.status,
+        "request_id": answer.request_id,
+        "body": Raw(in_one_line(answer.body)),
+    }
+    return LineResult(
+        line,
+        answer.status == _OK,
+        _text(line, response=response, error=None),
+        input_tokens=int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
+        cached_tokens=int(details.get("cached_tokens") or 0),
+        output_tokens=int(usage.get("completion_tokens") or usage.get("output_tokens") or 0),
+    )
+
+
+def never_run(line: Line, why: str) -> LineResult:
+    """Return the result of a line that did not run: its batch was `expired` or `cancelled`."""
+    code, message = _NEVER_RUN[why]
+    text = _text(line, response=None, error={"code": code, "message": message})
+    return LineResult(line, False, text)
+
+
+def _text(line: Line, *, response: Any, error: Any) -> bytes:
+    name = f"batch_req_{line.batch.removeprefix('batch_')}_{line.number}"
+    result = {"id": name, "custom_id": line.custom_id, "response": response, "error": error}
+    return object_of(result) + b"\n"
+
 
 _MOMENTS = (
     *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),
     *("cancelling_at", "cancelled_at"),
 )
-
-Status = Literal[
-    "validating",
-    "failed",
-    "in_progress",
-    "finalizing",
-    "completed",
-    "expired",
-    "cancelling",
-    "cancelled",
-]
-
-
-class Counts(TypedDict):
-    """Numbers of lines of a batch."""
-
-    total: int
-    completed: int
-    failed: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """Request to create a batch; times in seconds."""
-
-    owner: str
-    endpoint: str
-    input_file: str
-    window_s: int
-    keep_s: int
-    metadata: dict[str, str] = field(default_factory=dict)
-    idempotency: str | None = None
-
-    @property
-    def fingerprint(self) -> str:
-        """Text that requests with the same idempotency key must have in common."""
-        return json.dumps(
-            [self.endpoint, self.input_file, self.window_s, self.keep_s, self.metadata],
-            sort_keys=True,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +307,7 @@ class Batch:
     owner: str
     endpoint: str
     input_file: str
-    status: Status
+    status: str
     created_at: int
     expires_at: int
     keep_s: int
@@ -140,9 +367,11 @@ class Batch:
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             **{name: self.moments.get(name) for name in _MOMENTS},
-            "request_counts": Counts(
-                total=self.total, completed=self.completed, failed=self.failed
-            ),
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
             "usage": {
                 "input_tokens": self.input_tokens,
                 "input_tokens_details": {"cached_tokens": self.cached_tokens},
@@ -185,8 +414,8 @@ class CreateBatchBody(BaseModel):
     )
 
 
-def batch_request(body: CreateBatchBody, owner: str, idempotency: str | None) -> BatchRequest:
-    """Validate a body. Raises `InvalidValueError`."""
+def check_batch(body: CreateBatchBody, idempotency: str | None) -> None:
+    """Raise `InvalidValueError` for a body or an idempotency key that cannot be used."""
     if body.endpoint not in [endpoint.value for endpoint in ENDPOINTS]:
         raise InvalidValueError(
             f"'endpoint' must be one of {', '.join(e.value for e in ENDPOINTS)}, got "
@@ -200,21 +429,7 @@ def batch_request(body: CreateBatchBody, owner: str, idempotency: str | None) ->
         )
     if idempotency is not None and not 0 < len(idempotency) <= _MAX_KEY:
         raise InvalidValueError(f"An Idempotency-Key has 1 to {_MAX_KEY} characters.")
-    _check_metadata(body.metadata or {})
-    expires = body.output_expires_after
-    keep_s = expires.seconds if expires is not None else 0
-    return BatchRequest(
-        owner=owner,
-        endpoint=body.endpoint,
-        input_file=body.input_file_id,
-        window_s=WINDOW_S,
-        keep_s=keep_s,
-        metadata=dict(body.metadata or {}),
-        idempotency=idempotency,
-    )
-
-
-def _check_metadata(metadata: Mapping[str, str]) -> None:
+    metadata = body.metadata or {}
     if len(metadata) > _MAX_PAIRS:
         raise InvalidValueError(
             f"'metadata' has {len(metadata)} pairs, and at most {_MAX_PAIRS} may be.",
@@ -229,20 +444,34 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
             )
 
 
-def create(db: sqlite3.Connection, request: BatchRequest) -> Batch:
-    """Insert a batch, or return the one with the same idempotency key.
+def create(
+    db: sqlite3.Connection, owner: str, body: CreateBatchBody, idempotency: str | None
+) -> Batch:
+    """Insert a batch for a valid body, or return the one with the same idempotency key.
 
     Raises `NotFoundError` for an unknown input file, and `InvalidValueError` for one of another
     purpose or a key that was used with another body.
     """
-    if request.idempotency is not None:
+    expires, metadata = body.output_expires_after, body.metadata or {}
+    keep_s = expires.seconds if expires is not None else 0
+    # What requests with the same idempotency key must have in common.
+    fingerprint = json.dumps(
+        [body.endpoint, body.input_file_id, WINDOW_S, keep_s, metadata], sort_keys=True
+    )
+    if idempotency is not None:
         row = db.execute(
             "SELECT * FROM batches WHERE owner = ? AND idempotency = ?",
-            (request.owner, request.idempotency),
+            (owner, idempotency),
         ).fetchone()
         if row is not None:
-            return _require_same(Batch.of(row), request)
-    file = find(db, request.owner, request.input_file, "input_file_id")
+            batch = Batch.of(row)
+            if batch.fingerprint != fingerprint:
+                raise InvalidValueError(
+                    f"The Idempotency-Key {describe(idempotency)} was used with another body, "
+                    f"for the batch {batch.id}."
+                )
+            return batch
+    file = find(db, owner, body.input_file_id, "input_file_id")
     if file.purpose != INPUT:
         raise InvalidValueError(
             f"'input_file_id' names a file of purpose {describe(file.purpose)}, not 'batch'.",
@@ -253,21 +482,19 @@ def create(db: sqlite3.Connection, request: BatchRequest) -> Batch:
         "INSERT INTO batches VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, ?, '{}', '[]', NULL, NULL, "
         "NULL, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0)",
         (
-            *(batch_id, request.owner, request.endpoint, request.input_file, now),
-            *(now + request.window_s, request.keep_s, json.dumps(request.metadata)),
-            *(request.idempotency, request.fingerprint),
+            batch_id,
+            owner,
+            body.endpoint,
+            body.input_file_id,
+            now,
+            now + WINDOW_S,
+            keep_s,
+            json.dumps(metadata),
+            idempotency,
+            fingerprint,
         ),
     )
     return reload(db, batch_id)
-
-
-def _require_same(batch: Batch, request: BatchRequest) -> Batch:
-    if batch.fingerprint != request.fingerprint:
-        raise InvalidValueError(
-            f"The Idempotency-Key {describe(request.idempotency)} was used with another body, "
-            f"for the batch {batch.id}."
-        )
-    return batch
 
 
 def get(db: sqlite3.Connection, owner: str, batch_id: str) -> Batch:
@@ -337,7 +564,7 @@ def fail(db: sqlite3.Connection, batch_id: str, errors: Sequence[LineError]) -> 
     move(db, batch_id, "failed")
 
 
-def move(db: sqlite3.Connection, batch_id: str, status: Status) -> None:
+def move(db: sqlite3.Connection, batch_id: str, status: str) -> None:
     """Enter a status and record the time."""
     moments = reload(db, batch_id).moments | {f"{status}_at": int(time.time())}
     db.execute(
@@ -384,13 +611,16 @@ def count_results(db: sqlite3.Connection, results: Sequence[LineResult]) -> None
             "input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, "
             "output_tokens = output_tokens + ? WHERE id = ?",
             (
-                *(len(result.text), result.input_tokens, result.cached_tokens),
-                *(result.output_tokens, line.batch),
+                len(result.text),
+                result.input_tokens,
+                result.cached_tokens,
+                result.output_tokens,
+                line.batch,
             ),
         )
 
 
-def end(db: sqlite3.Connection, batch: Batch, status: Status, files: Sequence[StoredFile]) -> None:
+def end(db: sqlite3.Connection, batch: Batch, status: str, files: Sequence[StoredFile]) -> None:
     """End a batch: insert its result files and delete its lines."""
     for file in files:
         insert(db, file)
@@ -398,12 +628,6 @@ def end(db: sqlite3.Connection, batch: Batch, status: Status, files: Sequence[St
         db.execute(f"UPDATE batches SET {column} = ? WHERE id = ?", (file.id, batch.id))
     delete_lines(db, batch.id)
     move(db, batch.id, status)
-
-
-def input_files_in_use(db: sqlite3.Connection) -> list[str]:
-    """Return the ids of the input files of open batches."""
-    rows = db.execute(f"SELECT input_file FROM batches WHERE {BATCHES.is_open}")
-    return [row[0] for row in rows]
 
 
 def lines_to_do(db: sqlite3.Connection) -> int:

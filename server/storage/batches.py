@@ -20,9 +20,9 @@ import logging
 import os
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -37,7 +37,9 @@ from server.request.options import Tier
 from server.request.record import InternalRequest
 from server.settings import ServerSettings
 from server.storage import batch_table as table
-from server.storage.batch_lines import (
+from server.storage.batch_table import (
+    Batch,
+    CreateBatchBody,
     InputLine,
     Line,
     LineError,
@@ -48,11 +50,9 @@ from server.storage.batch_lines import (
     read_lines,
     result_of,
 )
-from server.storage.batch_table import Batch, BatchRequest, Status
-from server.storage.database import Database, DataFolder, Page
+from server.storage.database import BATCHES, Database, DataFolder, Page, Store, usage_of
 from server.storage.files import OUTPUT, FileStore, StoredFile
-from server.storage.jobs import BATCHES, JobLoop, LoopbackResponse, post_until_taken
-from server.storage.store import Store
+from server.storage.jobs import JobLoop, LoopbackResponse, post_until_accepted
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +72,19 @@ class ResultFiles:
     async def recover(self, batches: Sequence[Batch]) -> None:
         """Truncate uncounted results and delete parts that belong to no batch."""
         known = {
-            self._part(batch.id, kind).name: size
+            self._part(batch.id, kind): size
             for batch in batches
             for kind, size in batch.result_bytes.items()
         }
-        await asyncio.to_thread(self._truncate_parts, known)
+
+        def truncate() -> None:
+            for part in self._folder.parts.iterdir():
+                if part not in known:
+                    part.unlink(missing_ok=True)
+                elif part.stat().st_size > known[part]:
+                    os.truncate(part, known[part])
+
+        await asyncio.to_thread(truncate)
 
     async def add(self, results: Sequence[LineResult]) -> None:
         """Write and count results; retries every 5 s while the disk is full or fails."""
@@ -93,7 +101,7 @@ class ResultFiles:
                 await asyncio.sleep(_PAUSE_S)
         self.full = False
 
-    async def end(self, batch: Batch, status: Status) -> None:
+    async def end(self, batch: Batch, status: str) -> None:
         """Turn the result parts into files and end the batch."""
         files = []
         for kind, size in batch.result_bytes.items():
@@ -107,16 +115,14 @@ class ResultFiles:
     def _part(self, batch_id: str, kind: str) -> Path:
         return self._folder.parts / f"{batch_id}.{kind}"
 
-    def _truncate_parts(self, known: Mapping[str, int]) -> None:
-        for part in self._folder.parts.iterdir():
-            if part.name not in known:
-                part.unlink(missing_ok=True)
-            elif part.stat().st_size > known[part.name]:
-                os.truncate(part, known[part.name])
-
     def _append(self, results: Sequence[LineResult], batches: Sequence[Batch]) -> None:
         self._folder.require(sum(len(result.text) for result in results))
-        self._truncate_uncounted(batches)
+        # Uncounted bytes are those of an earlier attempt.
+        for batch in batches:
+            for kind, size in batch.result_bytes.items():
+                path = self._part(batch.id, kind)
+                if path.exists():
+                    os.truncate(path, size)
         parts: dict[Path, list[bytes]] = defaultdict(list)
         for result in results:
             path = self._part(result.line.batch, result.kind)
@@ -126,14 +132,6 @@ class ResultFiles:
                 file.writelines(texts)
                 file.flush()
                 os.fsync(file.fileno())
-
-    def _truncate_uncounted(self, batches: Sequence[Batch]) -> None:
-        """Truncate uncounted bytes of an earlier attempt."""
-        for batch in batches:
-            for kind, size in batch.result_bytes.items():
-                path = self._part(batch.id, kind)
-                if path.exists():
-                    os.truncate(path, size)
 
 
 def _file_of(batch: Batch, kind: str, size: int, keep_s: int) -> StoredFile:
@@ -183,11 +181,7 @@ class SpareRows:
     def __init__(self, lifecycle: Lifecycle, admission: Admission) -> None:
         self._lifecycle = lifecycle
         self._admission = admission
-        self._times: DecodeTimes = {}
-
-    def set_decode_times(self, times: DecodeTimes) -> None:
-        """Replace the measured step times."""
-        self._times = times
+        self.times: DecodeTimes = {}
 
     def limit(self) -> int:
         """Return how many lines may run. The engine parks running lines beyond that."""
@@ -196,7 +190,7 @@ class SpareRows:
         buckets, online = self._admission.rows, self._admission.in_flight
         place = bisect.bisect_left(buckets, online)
         if not online:
-            return best_rows(buckets, self._times) - self._admission.flex_in_flight
+            return best_rows(buckets, self.times) - self._admission.flex_in_flight
         spare = buckets[place] - online if place < len(buckets) else 0
         return spare - self._admission.flex_in_flight
 
@@ -323,7 +317,16 @@ class BatchRunner:
             await self._database.run(table.move, batch.id, "finalizing")
             self.wake()
         else:
-            await self._start_lines(batch)
+            free = self._spare.limit() - self.running
+            if free <= 0 or self._results.full:
+                return
+            self.quota_reached = not await self._database.read(self._quotas.has_room)
+            if self.quota_reached:
+                return
+            busy = [number for batch_id, number in self._running if batch_id == batch.id]
+            for line in await self._database.read(table.waiting_lines, batch.id, busy, free):
+                task = asyncio.create_task(self._answer(batch, line))
+                self._running[line.batch, line.number] = _RunningLine(line, task)
 
     async def _read_input(self, batch: Batch) -> None:
         """Insert the lines of the input, or fail the batch with their errors."""
@@ -331,23 +334,16 @@ class BatchRunner:
         try:
             file = await self._files.get(batch.owner, batch.input_file)
         except Exception as error:  # noqa: BLE001 (deleted, or gone from the disk)
-            await self._fail(batch, [_missing(str(error))])
+            missing = LineError(
+                code="input_file_missing", line=None, message=str(error), param="input_file_id"
+            )
+            await self._fail(batch, [missing])
             return
-        rules = LineRules(batch.endpoint, self._rules.max_lines, self._rules.max_bytes)
-        errors, model = await self._insert_lines(batch, self._files.content_path(file.id), rules)
-        if errors:
-            await self._fail(batch, errors)
-            return
-        await self._database.run(table.begin, batch.id, model)
-
-    async def _insert_lines(
-        self, batch: Batch, path: Path, rules: LineRules
-    ) -> tuple[list[LineError], str | None]:
-        """Return the first errors, and the model if all lines name the same one."""
         errors: list[LineError] = []
         models: set[str | None] = set()
-        lines = read_lines(path, rules)
-        while found := await asyncio.to_thread(_next_lines, lines):
+        rules = replace(self._rules, endpoint=batch.endpoint)
+        lines = read_lines(self._files.content_path(file.id), rules)
+        while found := await asyncio.to_thread(lambda: list(islice(lines, _SLICE))):
             valid = [line for line in found if isinstance(line, InputLine)]
             errors += [line for line in found if not isinstance(line, InputLine)]
             await self._database.run(table.add_lines, batch.id, valid)
@@ -355,24 +351,17 @@ class BatchRunner:
             if len(errors) >= _SHOWN_ERRORS:
                 break
         errors += await self._database.read(table.duplicates, batch.id, _SHOWN_ERRORS)
-        errors.sort(key=lambda error: error["line"] or 0)
-        return errors[:_SHOWN_ERRORS], models.pop() if len(models) == 1 else None
+        if errors:
+            errors.sort(key=lambda error: error["line"] or 0)
+            await self._fail(batch, errors[:_SHOWN_ERRORS])
+            return
+        # The batch shows a model if all lines name the same one.
+        model = models.pop() if len(models) == 1 else None
+        await self._database.run(table.begin, batch.id, model)
 
     async def _fail(self, batch: Batch, errors: list[LineError]) -> None:
         await self._database.run(table.fail, batch.id, errors)
         logger.info("%s failed: %s", batch.id, errors[0]["message"])
-
-    async def _start_lines(self, batch: Batch) -> None:
-        free = self._spare.limit() - self.running
-        if free <= 0 or self._results.full:
-            return
-        self.quota_reached = not await self._database.read(self._quotas.has_room)
-        if self.quota_reached:
-            return
-        busy = [number for batch_id, number in self._running if batch_id == batch.id]
-        for line in await self._database.read(table.waiting_lines, batch.id, busy, free):
-            task = asyncio.create_task(self._answer(batch, line))
-            self._running[line.batch, line.number] = _RunningLine(line, task)
 
     async def _answer(self, batch: Batch, line: Line) -> None:
         key = (line.batch, line.number)
@@ -392,20 +381,32 @@ class BatchRunner:
     async def _send(self, batch: Batch, line: Line) -> LoopbackResponse:
         assert self._app is not None
         path = self._files.content_path(batch.input_file)
+
+        def read_body() -> bytes:
+            try:
+                with path.open("rb") as file:
+                    file.seek(line.place)
+                    return body_of(file.read(line.bytes))
+            except FileNotFoundError:
+                raise NotFoundError(
+                    "The batch's input file was deleted before this line ran.",
+                    param="input_file_id",
+                ) from None
+
         try:
-            body = await asyncio.to_thread(_read_body, path, line)
+            body = await asyncio.to_thread(read_body)
         except RequestError as error:
             return LoopbackResponse(error.status, "", error.body())
         internal = InternalRequest(batch.owner, (Tier.FLEX,))
-        response = await post_until_taken(self._app, batch.endpoint, body, internal)
+        response = await post_until_accepted(self._app, batch.endpoint, body, internal)
         for _ in range(1, _MAX_FAULTS):
             if response.status < _FAULT:
                 break
             await asyncio.sleep(_FAULT_PAUSE_S)
-            response = await post_until_taken(self._app, batch.endpoint, body, internal)
+            response = await post_until_accepted(self._app, batch.endpoint, body, internal)
         return response
 
-    async def _cut(self, batch: Batch, status: Status) -> None:
+    async def _cut(self, batch: Batch, status: str) -> None:
         """End a batch early: cancel its running lines and write a result for the others."""
         cancelled = [run for run in self._running.values() if run.line.batch == batch.id]
         for running in cancelled:
@@ -417,26 +418,6 @@ class BatchRunner:
             await self._results.add([never_run(line, status) for line in lines])
         batch = await self._database.read(table.reload, batch.id)
         await self._results.end(batch, status)
-
-
-def _next_lines(lines: Iterator[InputLine | LineError]) -> list[InputLine | LineError]:
-    return list(islice(lines, _SLICE))
-
-
-def _missing(message: str) -> LineError:
-    return LineError(code="input_file_missing", line=None, message=message, param="input_file_id")
-
-
-def _read_body(path: Path, line: Line) -> bytes:
-    """Return the request body of a line. Raises a `RequestError`."""
-    try:
-        with path.open("rb") as file:
-            file.seek(line.place)
-            return body_of(file.read(line.bytes))
-    except FileNotFoundError:
-        raise NotFoundError(
-            "The batch's input file was deleted before this line ran.", param="input_file_id"
-        ) from None
 
 
 _EXPIRE_EVERY = 12
@@ -461,15 +442,12 @@ class BatchService:
         """Create the service. `decode_times` is called in another thread."""
         self._folder, self._database = store.folder, store.database
         self._keep_s = settings.file_retention_s
-        self._max_open = bounds.MAX_BATCHES_PER_KEY
-        self.files = FileStore(
-            store, settings.max_file_bytes, settings.file_retention_s, table.input_files_in_use
-        )
+        self.files = FileStore(store, settings.max_file_bytes, settings.file_retention_s)
         self._results = ResultFiles(self._database, self._folder, settings.file_retention_s)
         rules = LineRules("", settings.max_batch_lines, settings.max_body_bytes)
         self._spare, self._decode_times = SpareRows(lifecycle, admission), decode_times
         self._clock = store.clock
-        self._runner = BatchRunner(store, self.files, self._results, rules, self._spare)
+        self.runner = BatchRunner(store, self.files, self._results, rules, self._spare)
         self._refreshes = 0
         self.statuses: Mapping[str, int] = BATCHES.no_rows()
         """Numbers of batches by status, at the last refresh."""
@@ -479,13 +457,9 @@ class BatchService:
         """Return gauges by the names of metrics."""
         return {
             **self._stored,
-            "rbln_batch_lines_running": self._runner.running,
-            "rbln_storage_full": self._results.full or self._runner.quota_reached,
+            "rbln_batch_lines_running": self.runner.running,
+            "rbln_storage_full": self._results.full or self.runner.quota_reached,
         }
-
-    def take_counts(self) -> LineCounts:
-        """Return the counts since the last call."""
-        return self._runner.take_counts()
 
     @asynccontextmanager
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
@@ -493,13 +467,25 @@ class BatchService:
         # Before the first request, since an upload in progress has no row either.
         await self.files.remove_unknown()
         await self._results.recover(await self._database.read(table.unfinished))
-        async with background_task(self._runner.run(app)):
+        async with background_task(self.runner.run(app)):
             yield
 
-    async def create(self, request: BatchRequest) -> Batch:
+    async def create(self, owner: str, body: CreateBatchBody, idempotency: str | None) -> Batch:
         """Create a batch. Raises `NotFoundError`, `InvalidValueError`, `StorageFullError`."""
-        batch = await self._database.run(self._create, request)
-        self._runner.wake()
+        table.check_batch(body, idempotency)
+
+        def create(db: sqlite3.Connection) -> Batch:
+            batch = table.create(db, owner, body, idempotency)
+            if (count := BATCHES.count_open(db, owner)) > bounds.MAX_BATCHES_PER_KEY:
+                # The exception rolls the new batch back.
+                raise StorageFullError(
+                    f"This key has {count - 1} batches that have not ended; at most "
+                    f"{bounds.MAX_BATCHES_PER_KEY} are allowed."
+                )
+            return batch
+
+        batch = await self._database.run(create)
+        self.runner.wake()
         return batch
 
     async def get(self, owner: str, batch_id: str) -> Batch:
@@ -513,35 +499,22 @@ class BatchService:
     async def cancel(self, owner: str, batch_id: str) -> Batch:
         """Start the cancellation of a batch. Raises `NotFoundError`, `InvalidValueError`."""
         batch = await self._database.run(table.cancel, owner, batch_id)
-        self._runner.wake()
-        return batch
-
-    def _create(self, db: sqlite3.Connection, request: BatchRequest) -> Batch:
-        batch = table.create(db, request)
-        if (count := BATCHES.count_open(db, request.owner)) > self._max_open:
-            # The exception rolls the new batch back.
-            raise StorageFullError(
-                f"This key has {count - 1} batches that have not ended; at most {self._max_open} "
-                "are allowed."
-            )
+        self.runner.wake()
         return batch
 
     async def refresh(self) -> None:
         """Refresh the gauges; every `_EXPIRE_EVERY` calls, delete expired data first."""
         if not self._refreshes % _EXPIRE_EVERY:
-            await self._delete_expired()
+            now = self._clock.now()
+            if count := await self.files.remove_expired(now):
+                logger.info("%d files have expired", count)
+            if self._keep_s:
+                await self._database.run(table.delete_old, self._keep_s, now)
         self._refreshes += 1
         self.statuses = await self._database.read(BATCHES.count_by_status)
         lines = await self._database.read(table.lines_to_do)
         free = await asyncio.to_thread(self._folder.free_bytes)
-        values = (lines, *await self.files.usage(), free)
+        values = (lines, *await self._database.read(usage_of, "files"), free)
         self._stored = dict(zip(_GAUGES, values, strict=True))
         if lines:
-            self._spare.set_decode_times(await asyncio.to_thread(self._decode_times))
-
-    async def _delete_expired(self) -> None:
-        now = self._clock.now()
-        if count := await self.files.remove_expired(now):
-            logger.info("%d files have expired", count)
-        if self._keep_s:
-            await self._database.run(table.delete_old, self._keep_s, now)
+            self._spare.times = await asyncio.to_thread(self._decode_times)

@@ -1,4 +1,4 @@
-"""Data folder and SQLite database of one server, with its tables, owners and clock.
+"""The store of one server: data folder, SQLite database, tables, owners, clock and quotas.
 
     <data-dir>/lock           locked while the server runs
     <data-dir>/store.sqlite   metadata and job states
@@ -10,6 +10,13 @@ Invariant: a file in `files` was written and synchronised before it got its name
 The owner of a named API key is its name, so the key can be replaced. The owner of an unnamed key
 is a salted digest, so its data does not pass to another key at the same position. Without keys the
 owner is "". All owners but names contain a colon.
+
+A request reserves its object before it writes; the reservation ends in the transaction that inserts
+the row. Reservations are in memory, since one server has the data folder.
+
+Invariant: for each owner and kind, rows plus reservations are at most the quota. Stored plus
+reserved bytes are at most `--max-stored-bytes`. Results of accepted work (batch lines, background
+responses) are always stored, and may exceed it by the size of what runs concurrently.
 """
 
 from __future__ import annotations
@@ -25,14 +32,17 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from rbln_backend.host.replaced_files import sync_directory
+from server import bounds
 from server.errors import (
     NotFoundError,
     ServerError,
@@ -40,7 +50,7 @@ from server.errors import (
     StorageUnavailableError,
     describe,
 )
-from server.settings import SettingsError
+from server.settings import ServerSettings, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +197,8 @@ class Database:
         self._local = threading.local()
         self._read_connections: list[sqlite3.Connection] = []
         try:
-            self._connection = self._thread.submit(_open, path).result()
+            self._connection = _open(path)
+            (self.owner_salt,) = self._connection.execute("SELECT salt FROM owner_salt").fetchone()
         except (sqlite3.Error, SettingsError) as error:
             self._thread.shutdown()
             raise SettingsError(
@@ -207,10 +218,6 @@ class Database:
         """Run the read-only `work` on one snapshot, as `run`."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._readers, lambda: self._read(work, *args, **kwargs))
-
-    def run_now(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `work` as `run`, and block until it ends; for the server start."""
-        return self._thread.submit(lambda: self._write(work, *args, **kwargs)).result()
 
     def _write(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with disk_errors(), self._connection:
@@ -255,24 +262,56 @@ def _open(path: Path) -> sqlite3.Connection:
         (check,) = connection.execute("PRAGMA quick_check").fetchone()
         if check != "ok":
             raise SettingsError(f"it is damaged: {check}")
-        _make_tables(connection)
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+        elif version != VERSION:
+            raise SettingsError(f"it has version {version}; this server supports version {VERSION}")
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _make_tables(connection: sqlite3.Connection) -> None:
-    """Make the tables of a new database. Raises `SettingsError` for one of another version."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version == 0:
-        connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
-    elif version != VERSION:
-        raise SettingsError(f"it has version {version}; this server supports version {VERSION}")
+@dataclass(frozen=True, slots=True)
+class JobTable:
+    """A table with columns `id`, `owner` and `status`; the statuses of open and of ended rows."""
+
+    name: str
+    open_statuses: tuple[str, ...]
+    ended_statuses: tuple[str, ...]
+
+    @property
+    def is_open(self) -> str:
+        """SQL condition for open rows, equal to that of the table's partial index."""
+        return f"status IN ({', '.join(repr(status) for status in self.open_statuses)})"
+
+    def no_rows(self) -> dict[str, int]:
+        return dict.fromkeys((*self.open_statuses, *self.ended_statuses), 0)
+
+    def count_by_status(self, db: sqlite3.Connection) -> dict[str, int]:
+        query = f"SELECT status, count(*) FROM {self.name} GROUP BY status"
+        return self.no_rows() | dict(db.execute(query).fetchall())
+
+    def count_open(self, db: sqlite3.Connection, owner: str | None = None) -> int:
+        """Return the number of open rows of `owner`, or of all owners."""
+        query = f"SELECT count(*) FROM {self.name} WHERE {self.is_open}"
+        if owner is not None:
+            query += " AND owner = :owner"
+        (count,) = db.execute(query, {"owner": owner}).fetchone()
+        return int(count)
 
 
-Conditions = Sequence[tuple[str, Any]]
-"""Columns or SQL expressions with the values that they must have."""
+BATCHES = JobTable(
+    "batches",
+    ("validating", "in_progress", "finalizing", "cancelling"),
+    ("completed", "failed", "expired", "cancelled"),
+)
+RESPONSES = JobTable(
+    "responses", ("queued", "in_progress"), ("completed", "incomplete", "failed", "cancelled")
+)
+
+
 _NOUNS = {"files": "file", "batches": "batch", "responses": "response"}
 
 
@@ -286,7 +325,6 @@ class Page:
 
 
 def new_id(prefix: str) -> str:
-    """Return a random id of 128 bits."""
     return prefix + secrets.token_hex(16)
 
 
@@ -309,11 +347,15 @@ def find_row(
 
 
 def page_of_rows(
-    db: sqlite3.Connection, table: str, owner: str, page: Page, conditions: Conditions = ()
+    db: sqlite3.Connection, table: str, owner: str, page: Page, **conditions: Any
 ) -> tuple[list[sqlite3.Row], bool]:
-    """Return a page of an owner's rows, and whether more follow. Raises `NotFoundError`."""
+    """Return a page of an owner's rows, and whether more follow. Raises `NotFoundError`.
+
+    `conditions` are columns with the values that they must have.
+    """
     order, sign = ("DESC", "<") if page.newest_first else ("ASC", ">")
-    where, values = _where(owner, conditions)
+    conditions["owner"] = owner
+    where, values = " AND ".join(f"{name} = ?" for name in conditions), [*conditions.values()]
     if page.after is not None:
         at = db.execute(
             f"SELECT created_at FROM {table} WHERE id = ? AND owner = ?", (page.after, owner)
@@ -331,12 +373,6 @@ def page_of_rows(
     return rows[: page.limit], len(rows) > page.limit
 
 
-def _where(owner: str, conditions: Conditions) -> tuple[str, list[Any]]:
-    """Return an SQL condition and its values."""
-    every = [("owner", owner), *conditions]
-    return " AND ".join(f"{column} = ?" for column, _ in every), [value for _, value in every]
-
-
 NO_KEY = ""
 DIGEST_PREFIX = "key:"
 
@@ -350,19 +386,11 @@ def owner_of_digest(salt: bytes, digest: bytes) -> str:
     return DIGEST_PREFIX + slow.hex()
 
 
-def read_salt(connection: sqlite3.Connection) -> bytes:
-    """Return the salt of this database's owners."""
-    return bytes(connection.execute("SELECT salt FROM owner_salt").fetchone()[0])
-
-
 _SLACK_S = 60.0
 """Largest difference that is an ordinary clock correction."""
 _GRACE_S = 3600.0
-
-
-def _elapsed_s() -> float:
-    # Unlike CLOCK_MONOTONIC it counts the time in which the host sleeps.
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+_elapsed_s = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
+"""Unlike CLOCK_MONOTONIC it counts the time in which the host sleeps."""
 
 
 class ExpiryClock:
@@ -382,7 +410,6 @@ class ExpiryClock:
         self._ahead_since: float | None = None
 
     def now(self) -> int:
-        """Return the time."""
         system, elapsed = self._system(), self._elapsed()
         jump = system - elapsed - self._offset
         if jump > _SLACK_S:
@@ -390,7 +417,8 @@ class ExpiryClock:
                 self._ahead_since = elapsed
                 logger.warning(
                     "The system clock has jumped %.0f s forward; nothing expires by it for %.0f s.",
-                    *(jump, _GRACE_S),
+                    jump,
+                    _GRACE_S,
                 )
             if elapsed - self._ahead_since < _GRACE_S:
                 return int(elapsed + self._offset)
@@ -446,5 +474,169 @@ class DataFolder:
             sync_directory(self.files)
 
     def close(self) -> None:
-        """Release the lock."""
         os.close(self._lock)
+
+
+Kind = Literal["files", "responses"]
+_ADVICE: dict[Kind, str] = {
+    "files": "Delete some.",
+    "responses": "Delete some, or send 'store': false.",
+}
+
+
+class StorageQuotas:
+    """Quota checks and reservations of one server.
+
+    Methods that take a connection run in transactions of `Database.run`, so one at a time.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._max_bytes = settings.max_stored_bytes
+        self._max_objects: dict[Kind, int] = {
+            "files": bounds.MAX_FILES_PER_KEY,
+            "responses": bounds.MAX_RESPONSES_PER_KEY,
+        }
+        # `release` runs in the event loop, the other methods in threads of the database. Whoever
+        # holds the lock does not wait for the disk: values that were checked can only fall.
+        self._lock = threading.Lock()
+        self._objects: Counter[tuple[str, Kind]] = Counter()
+        self._bytes = 0
+
+    def reserve(
+        self, connection: sqlite3.Connection, reservation: Reservation, size: int = 0
+    ) -> None:
+        """Reserve one object of `size` bytes. Raises `StorageFullError`.
+
+        Does nothing for a reservation that was released before its transaction began.
+        """
+        if reservation.ended:
+            return
+        self._check_objects(connection, reservation.owner, reservation.kind)
+        self._check_bytes(connection, size, reservation.kind)
+        with self._lock:
+            if not reservation.ended:
+                self._objects[reservation.owner, reservation.kind] += 1
+                self._bytes += size
+                reservation.size, reservation.held = size, True
+
+    def has_room(self, connection: sqlite3.Connection) -> bool:
+        """Return whether at least one more byte may be stored."""
+        return stored_bytes(connection) + self._bytes < self._max_bytes
+
+    def extend(
+        self, connection: sqlite3.Connection, reservation: Reservation, least: int, most: int
+    ) -> None:
+        """Reserve between `least` and `most` more bytes for an object, as many as are available.
+
+        Raises `StorageFullError`.
+        """
+        if not reservation.held:
+            return
+        self._check_bytes(connection, least, reservation.kind)
+        available = self._max_bytes - stored_bytes(connection) - self._bytes
+        size = max(least, min(most, available))
+        with self._lock:
+            if reservation.held:
+                reservation.size += size
+                self._bytes += size
+
+    def settle(self, connection: sqlite3.Connection, reservation: Reservation, size: int) -> None:
+        """End a reservation in the transaction that inserts its object of `size` bytes.
+
+        Raises `StorageFullError` if the object exceeds its reservation and does not fit.
+        """
+        if not self.release(reservation):
+            # The reservation was released, so the quota may be used up by now.
+            self._check_objects(connection, reservation.owner, reservation.kind)
+        self._check_bytes(connection, size, reservation.kind)
+
+    def release(self, reservation: Reservation) -> bool:
+        """End a reservation; return whether it was held. A repeated call does nothing."""
+        with self._lock:
+            reservation.ended = True
+            if not reservation.held:
+                return False
+            reservation.held = False
+            key = reservation.owner, reservation.kind
+            self._objects[key] -= 1
+            if not self._objects[key]:
+                del self._objects[key]
+            self._bytes -= reservation.size
+            return True
+
+    def _check_objects(self, connection: sqlite3.Connection, owner: str, kind: Kind) -> None:
+        most, reserved = self._max_objects[kind], self._objects[owner, kind]
+        row = connection.execute(
+            "SELECT objects FROM usage WHERE owner = ? AND kind = ?", (owner, kind)
+        ).fetchone()
+        stored = 0 if row is None else row[0]
+        if stored + reserved >= most:
+            pending = f", {reserved} more are being stored" if reserved else ""
+            raise StorageFullError(
+                f"This key has {stored} {kind}{pending}; at most {most} are allowed. "
+                f"{_ADVICE[kind]}"
+            )
+
+    def _check_bytes(self, connection: sqlite3.Connection, size: int, kind: Kind) -> None:
+        stored = stored_bytes(connection)
+        # A full store rejects empty objects as well.
+        if stored + self._bytes + max(size, 1) > self._max_bytes:
+            pending = f" and {self._bytes} are being stored" if self._bytes else ""
+            raise StorageFullError(
+                f"{size} bytes cannot be stored: {stored} bytes of at most {self._max_bytes} "
+                f"(--max-stored-bytes) are used{pending}. {_ADVICE[kind]}"
+            )
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Reservation of one object, from `StorageQuotas.reserve` until it is stored or released."""
+
+    quotas: StorageQuotas
+    owner: str
+    kind: Kind
+    size: int = 0
+    held: bool = False
+    ended: bool = False
+
+    def release(self) -> None:
+        self.quotas.release(self)
+
+
+def stored_bytes(connection: sqlite3.Connection) -> int:
+    """Return the bytes of all files and responses, and of the results of open batches."""
+    (size,) = connection.execute(
+        "SELECT (SELECT coalesce(sum(bytes), 0) FROM usage) + (SELECT coalesce(sum(output_bytes + "
+        f"error_bytes), 0) FROM batches WHERE {BATCHES.is_open})"
+    ).fetchone()
+    return int(size)
+
+
+def usage_of(connection: sqlite3.Connection, kind: Kind) -> tuple[int, int]:
+    """Return the number of all stored objects of a kind, and their bytes."""
+    count, size = connection.execute(
+        "SELECT coalesce(sum(objects), 0), coalesce(sum(bytes), 0) FROM usage WHERE kind = ?",
+        (kind,),
+    ).fetchone()
+    return int(count), int(size)
+
+
+class Store:
+    """Open data folder with its database, quotas and clock."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        """Open `--data-dir`. Raises `SettingsError`."""
+        assert settings.data_dir is not None
+        self.folder = DataFolder(settings.data_dir, settings.min_free_bytes)
+        self.quotas = StorageQuotas(settings)
+        self.clock = ExpiryClock()
+        try:
+            self.database = Database(self.folder.database)
+        except Exception:
+            self.folder.close()
+            raise
+
+    def close(self) -> None:
+        """Finish the submitted work and release the folder."""
+        self.database.close()
+        self.folder.close()

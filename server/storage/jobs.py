@@ -1,4 +1,4 @@
-"""Job tables, whose rows are open until a job loop ends them, the loop, and loopback requests.
+"""Loop of background work, and loopback requests, which run stored requests.
 
 A loopback request goes from the server to its own ASGI application, with the same checks as over
 HTTP. It needs no admission permit and no API key: the owner was authenticated when the work was
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,47 +21,6 @@ from server.request.record import INTERNAL, InternalRequest
 logger = logging.getLogger(__name__)
 
 _FAILED_TURN_PAUSE_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class JobTable:
-    """A table with columns `id`, `owner` and `status`; the statuses of open and of ended rows."""
-
-    name: str
-    open_statuses: tuple[str, ...]
-    ended_statuses: tuple[str, ...]
-
-    @property
-    def is_open(self) -> str:
-        """SQL condition for open rows, equal to that of the table's partial index."""
-        return f"status IN ({', '.join(repr(status) for status in self.open_statuses)})"
-
-    def no_rows(self) -> dict[str, int]:
-        """Return 0 for each status."""
-        return dict.fromkeys((*self.open_statuses, *self.ended_statuses), 0)
-
-    def count_by_status(self, db: sqlite3.Connection) -> dict[str, int]:
-        """Return the number of rows for each status."""
-        query = f"SELECT status, count(*) FROM {self.name} GROUP BY status"
-        return self.no_rows() | dict(db.execute(query).fetchall())
-
-    def count_open(self, db: sqlite3.Connection, owner: str | None = None) -> int:
-        """Return the number of open rows of `owner`, or of all owners."""
-        query = f"SELECT count(*) FROM {self.name} WHERE {self.is_open}"
-        if owner is not None:
-            query += " AND owner = :owner"
-        (count,) = db.execute(query, {"owner": owner}).fetchone()
-        return int(count)
-
-
-BATCHES = JobTable(
-    "batches",
-    ("validating", "in_progress", "finalizing", "cancelling"),
-    ("completed", "failed", "expired", "cancelled"),
-)
-RESPONSES = JobTable(
-    "responses", ("queued", "in_progress"), ("completed", "incomplete", "failed", "cancelled")
-)
 
 
 class JobLoop:
@@ -107,34 +65,34 @@ class LoopbackResponse:
     retry_after_s: float = 0.0
 
 
-async def post_until_taken(
+async def post_until_accepted(
     app: ASGIApp,
     path: str,
     body: bytes,
     internal: InternalRequest,
-    take: Callable[[bytes], None] | None = None,
+    on_chunk: Callable[[bytes], None] | None = None,
 ) -> LoopbackResponse:
-    """As `post`, again after growing pauses while the server is busy or starts."""
+    """POST a JSON body to `path` and return the response. Cancellation aborts the request.
+
+    Repeats it after growing pauses while the server is busy or starts. `on_chunk` is called with
+    each chunk of the response body.
+    """
     pause_s = _FIRST_PAUSE_S
     while True:
-        response = await post(app, path, body, internal, take)
+        response = await _post(app, path, body, internal, on_chunk)
         if response.status not in _RETRIED_STATUSES:
             return response
         await asyncio.sleep(max(pause_s, response.retry_after_s))
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
 
-async def post(
+async def _post(
     app: ASGIApp,
     path: str,
     body: bytes,
     internal: InternalRequest,
-    take: Callable[[bytes], None] | None = None,
+    on_chunk: Callable[[bytes], None] | None,
 ) -> LoopbackResponse:
-    """POST a JSON body to `path` and return the response. Cancellation aborts the request.
-
-    `take` is called with each chunk of the response body.
-    """
     is_sent = False
     status, headers, chunks = 0, dict[bytes, bytes](), list[bytes]()
 
@@ -153,17 +111,11 @@ async def post(
             headers = dict(message["headers"])
         else:
             chunks.append(message.get("body", b""))
-            if take is not None:
-                take(chunks[-1])
+            if on_chunk is not None:
+                on_chunk(chunks[-1])
 
-    await app(_scope(path, len(body), internal), receive, send)
-    request_id = headers.get(b"x-request-id", b"").decode()
-    retry_after_s = int(headers.get(b"retry-after-ms", 0)) / 1000
-    return LoopbackResponse(status, request_id, b"".join(chunks), retry_after_s)
-
-
-def _scope(path: str, size: int, internal: InternalRequest) -> Scope:
-    return {
+    size = str(len(body)).encode()
+    scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
@@ -173,8 +125,12 @@ def _scope(path: str, size: int, internal: InternalRequest) -> Scope:
         "raw_path": path.encode(),
         "root_path": "",
         "query_string": b"",
-        "headers": [(b"content-type", JSON_TYPE.encode()), (b"content-length", str(size).encode())],
+        "headers": [(b"content-type", JSON_TYPE.encode()), (b"content-length", size)],
         "client": None,
         "server": None,
         "state": {INTERNAL: internal},
     }
+    await app(scope, receive, send)
+    request_id = headers.get(b"x-request-id", b"").decode()
+    retry_after_s = int(headers.get(b"retry-after-ms", 0)) / 1000
+    return LoopbackResponse(status, request_id, b"".join(chunks), retry_after_s)

@@ -29,6 +29,7 @@ _TYPES = {
     "f": "false",
     "n": "null",
 }
+_NO_BREAKS = bytes(0x20 if byte in b"\r\n" else byte for byte in range(256))
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `([^`]*)`)?", re.DOTALL)
 _WRONG = re.compile(r"(Expected .*?)(?: - at `([^`]*)`)?", re.DOTALL)
 
@@ -64,7 +65,13 @@ def decode(raw: bytes, kind: type[T]) -> T:
             raw.decode()
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
-        raise _shape_error(str(error)) from None
+        message = str(error)
+        if found := _UNKNOWN.fullmatch(message):
+            raise UnknownNameError(message, _path(found[2]), found[1]) from None
+        found = _WRONG.fullmatch(message)
+        if found is None:
+            raise ShapeError(message, "") from None
+        raise ShapeError(found[1], _path(found[2])) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise JsonSyntaxError(str(error)) from None
     except RecursionError:
@@ -138,9 +145,6 @@ def in_one_line(raw: bytes) -> bytes:
     return raw.translate(_NO_BREAKS) if b"\n" in raw or b"\r" in raw else raw
 
 
-_NO_BREAKS = bytes(0x20 if byte in b"\r\n" else byte for byte in range(256))
-
-
 class _First(msgspec.Struct, array_like=True):
     item: Raw = _ABSENT
 
@@ -150,12 +154,5 @@ def _object_with(names: tuple[str, ...]) -> type[msgspec.Struct]:
     return msgspec.defstruct("Fields", [(name, Raw, _ABSENT) for name in names])
 
 
-def _shape_error(message: str) -> ShapeError:
-    if found := _UNKNOWN.fullmatch(message):
-        return UnknownNameError(message, _path(found[2]), found[1])
-    found = _WRONG.fullmatch(message)
-    return ShapeError(message, "") if found is None else ShapeError(found[1], _path(found[2]))
-
-
-def _path(given: str | None) -> str:
-    return (given or "").removeprefix("$").removeprefix(".")
+def _path(place: str | None) -> str:
+    return (place or "").removeprefix("$").removeprefix(".")

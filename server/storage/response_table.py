@@ -27,8 +27,7 @@ from server.errors import (
 )
 from server.request.options import Tier
 from server.request.record import RequestRecord
-from server.storage.database import Page, find_row, new_id
-from server.storage.jobs import RESPONSES
+from server.storage.database import RESPONSES, Page, Reservation, T, find_row, new_id
 from server.storage.raw_json import (
     JsonText,
     all_fields_of,
@@ -39,10 +38,10 @@ from server.storage.raw_json import (
     string_of,
     with_fields,
 )
-from server.storage.store import Reservation
 from server.wire import Endpoint, JsonObject
 
 _INPUT = "input"
+_FIELD = "previous_response_id"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,9 +74,9 @@ def take_storage_options(
         return None
     stores = endpoint is Endpoint.RESPONSES
     options = StorageOptions(
-        store=_flag(body, "store") if stores else False,
-        background=stores and (_flag(body, "background") or False),
-        previous=_name(body, "previous_response_id"),
+        store=_pop(body, "store", bool) if stores else False,
+        background=stores and (_pop(body, "background", bool) or False),
+        previous=_pop(body, _FIELD, str),
         stream=body.get("stream") is True,
         items=to_json(_items(body.get(_INPUT))),
     )
@@ -85,8 +84,7 @@ def take_storage_options(
         raise InvalidValueError("'background': true requires 'store': true.", param="background")
     if options.previous is not None and body.get("previous_input_messages"):
         raise InvalidValueError(
-            "'previous_response_id' and 'previous_input_messages' exclude each other.",
-            param="previous_response_id",
+            f"'{_FIELD}' and 'previous_input_messages' exclude each other.", param=_FIELD
         )
     if before is not None:
         body[_INPUT] = from_json(before) + _items(body.get(_INPUT))
@@ -100,21 +98,12 @@ def _items(given: object) -> list[Any]:
     return given if isinstance(given, list) else []
 
 
-def _flag(body: JsonObject, name: str) -> bool | None:
+def _pop(body: JsonObject, name: str, kind: type[T]) -> T | None:
     value = body.pop(name, None)
-    if value is not None and not isinstance(value, bool):
-        raise InvalidTypeError(f"'{name}' must be a boolean, got {describe(value)}.", param=name)
+    if value is not None and not isinstance(value, kind):
+        what = "a boolean" if kind is bool else "a string"
+        raise InvalidTypeError(f"'{name}' must be {what}, got {describe(value)}.", param=name)
     return value
-
-
-def _name(body: JsonObject, name: str) -> str | None:
-    value = body.pop(name, None)
-    if value is not None and not isinstance(value, str):
-        raise InvalidTypeError(f"'{name}' must be a string, got {describe(value)}.", param=name)
-    return value
-
-
-_NO_ITEMS = b"[]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +133,6 @@ class Response:
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Response:
-        """Return the response of a row."""
         values = dict(row)
         for name in ("background", "streams"):
             values[name] = bool(values[name])
@@ -221,8 +209,8 @@ def queued_response(
         expires_at=now + keep_s if keep_s else None,
         input=options.items,
         answer=answer,
-        output=_NO_ITEMS,
-        bytes=len(request) + len(options.items) + len(answer) + len(_NO_ITEMS),
+        output=b"[]",
+        bytes=len(request) + len(options.items) + len(answer) + len(b"[]"),
         background=True,
         streams=options.stream,
         tier=tier.value,
@@ -250,7 +238,6 @@ _SAMPLING: JsonObject = {
 _REASONING: JsonObject = {"effort": None, "summary": None}
 _FUNCTION: JsonObject = {"description": None, "parameters": None, "strict": None}
 _SCHEMA_FORMAT: JsonObject = {"description": None, "strict": False}
-_SAFETY_IDENTIFIER = "safety_identifier"
 
 
 def shown_request(body: JsonObject, sampling: JsonObject) -> JsonObject:
@@ -260,42 +247,31 @@ def shown_request(body: JsonObject, sampling: JsonObject) -> JsonObject:
     since a later check rejects the request. Raises `InvalidTypeError` for a `safety_identifier`
     that is no string, which no other code checks.
     """
-    label = body.get(_SAFETY_IDENTIFIER)
+    label = body.get("safety_identifier")
     if label is not None and not isinstance(label, str):
         raise InvalidTypeError(
-            f"'{_SAFETY_IDENTIFIER}' must be a string, got {describe(label)}.",
-            param=_SAFETY_IDENTIFIER,
+            f"'safety_identifier' must be a string, got {describe(label)}.",
+            param="safety_identifier",
         )
     defaults = _AS_SENT | _SAMPLING | {k: v for k, v in sampling.items() if k in _SAMPLING}
-    shown = {name: _given(body, name, default) for name, default in defaults.items()}
+    shown = defaults | {k: body[k] for k in defaults if body.get(k) is not None}
     shown["reasoning"] = {**_REASONING, **_object(body.get("reasoning"))}
-    shown["text"] = _text(_object(body.get("text")))
+    text = _object(body.get("text"))
+    form = _object(text.get("format")) or {"type": "text"}
+    if form.get("type") == "json_schema":
+        form = {**_SCHEMA_FORMAT, **{k: v for k, v in form.items() if v is not None}}
+    shown["text"] = {**text, "format": form}
     tools = body.get("tools")
-    shown["tools"] = [_tool(tool) for tool in tools] if isinstance(tools, list) else []
+    shown["tools"] = [
+        {**_FUNCTION, **tool} if _object(tool).get("type") == "function" else tool
+        for tool in (tools if isinstance(tools, list) else ())
+    ]
     copied: JsonObject = from_json(to_json(shown))
     return copied
 
 
-def _given(body: JsonObject, name: str, default: Any) -> Any:
-    value = body.get(name)
-    return default if value is None else value
-
-
 def _object(value: Any) -> JsonObject:
     return value if isinstance(value, dict) else {}
-
-
-def _text(given: JsonObject) -> JsonObject:
-    form = _object(given.get("format")) or {"type": "text"}
-    if form.get("type") == "json_schema":
-        sent = {name: value for name, value in form.items() if value is not None}
-        form = {**_SCHEMA_FORMAT, **sent}
-    return {**given, "format": form}
-
-
-def _tool(tool: Any) -> Any:
-    is_function = isinstance(tool, dict) and tool.get("type") == "function"
-    return {**_FUNCTION, **tool} if is_function else tool
 
 
 _MAX_ATTEMPTS = 3
@@ -322,13 +298,11 @@ def insert(db: sqlite3.Connection, response: Response, reservation: Reservation)
 
 def queue(db: sqlite3.Connection, response: Response, reservation: Reservation) -> None:
     """Insert a background response. Raises `StorageFullError`, `OverloadedError`."""
-    of_owner = RESPONSES.count_open(db, response.owner)
-    total = RESPONSES.count_open(db)
-    for count, of, most in (
-        (of_owner, " of this key", bounds.MAX_BACKGROUND_PER_KEY),
-        (total, "", bounds.MAX_BACKGROUND),
+    for owner, of, most in (
+        (response.owner, " of this key", bounds.MAX_BACKGROUND_PER_KEY),
+        (None, "", bounds.MAX_BACKGROUND),
     ):
-        if count >= most:
+        if (count := RESPONSES.count_open(db, owner)) >= most:
             raise OverloadedError(
                 f"'background': {count} responses{of} wait or run in the background; at most "
                 f"{most} are allowed.",
@@ -396,8 +370,11 @@ def end(db: sqlite3.Connection, response_id: str, changes: Mapping[str, Any]) ->
             "UPDATE responses SET status = ?, answer = ?, output = ?, request = NULL, "
             "bytes = bytes + ? WHERE id = ?",
             (
-                *(status if isinstance(status, str) else string_of(bytes(status)), answer, output),
-                *(len(answer) + len(output) - response.unfinished_bytes, response_id),
+                status if isinstance(status, str) else string_of(bytes(status)),
+                answer,
+                output,
+                len(answer) + len(output) - response.unfinished_bytes,
+                response_id,
             ),
         )
     return _of_id(db, response_id, omitted=("input", "request"))
@@ -423,11 +400,8 @@ def unfinished(db: sqlite3.Connection) -> list[Waiting]:
         if has_events:
             end(db, identity, failure("The server ended while this response was streamed."))
         elif tries >= _MAX_ATTEMPTS:
-            end(
-                db,
-                identity,
-                failure(f"The server ended {_MAX_ATTEMPTS} times during this response."),
-            )
+            message = f"The server ended {_MAX_ATTEMPTS} times during this response."
+            end(db, identity, failure(message))
         else:
             waiting.append(Waiting(identity, owner))
     return waiting
@@ -470,7 +444,6 @@ def _of_id(db: sqlite3.Connection, response_id: str, omitted: Sequence[str]) -> 
 MAX_TURNS = 1000
 _SMALL_BYTES = 64 << 10
 """Largest conversation that is not counted; the limit on requests bounds these."""
-_FIELD = "previous_response_id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,8 +467,9 @@ def find_conversation(
     while turn:
         # SQLite takes lengths from the row header and reads no page of the items.
         columns = "previous, status, length(input) + length(output)"
-        row = find_row(db, "responses", owner, turn, _FIELD, columns=columns)
-        previous, status, turn_bytes = row
+        previous, status, turn_bytes = find_row(
+            db, "responses", owner, turn, _FIELD, columns=columns
+        )
         if not turns and status not in ("completed", "incomplete"):
             raise InvalidValueError(
                 f"The response {describe(last)} is {status} and cannot be continued.", param=_FIELD
@@ -543,17 +517,18 @@ class ContinuedBytes:
                 param=_FIELD,
             )
         self._bytes += size
-        record.on_end.append(lambda: self._release(size))
 
-    def _release(self, size: int) -> None:
-        self._bytes -= size
+        def release() -> None:
+            self._bytes -= size
+
+        record.on_end.append(release)
 
 
 _MESSAGE = "message"
 
 
 def page_of_items(response: Response, page: Page) -> tuple[list[dict[str, Any]], bool]:
-    """Return a page of the items, and whether more follow. Raises `NotFoundError`."""
+    """Return a page of the input items, and whether more follow. Raises `NotFoundError`."""
     items = [bytes(item) for item in decode(response.input, list[Raw])]
     numbers = list(range(len(items)))
     if page.newest_first:
@@ -580,8 +555,8 @@ def _id_of(response_id: str, number: int, item: bytes) -> str:
     return f"{prefix}_{response_id.removeprefix('resp_')}_{number}"
 
 
-def _kind(given: bytes | Raw | None) -> str:
-    return string_of(None if given is None else bytes(given)) or _MESSAGE
+def _kind(value: bytes | Raw | None) -> str:
+    return string_of(None if value is None else bytes(value)) or _MESSAGE
 
 
 def _shown(response_id: str, number: int, item: bytes) -> dict[str, Any]:
@@ -597,11 +572,8 @@ def _shown(response_id: str, number: int, item: bytes) -> dict[str, Any]:
         shown.setdefault("status", "completed")
         content = fields.get("content")
         if content is not None and bytes(content)[:1] == b'"':
-            shown["content"] = [_text_part(fields, content)]
+            if string_of(bytes(fields.get("role", b"null"))) == "assistant":
+                shown["content"] = [{"type": "output_text", "text": content, "annotations": []}]
+            else:
+                shown["content"] = [{"type": "input_text", "text": content}]
     return shown
-
-
-def _text_part(fields: dict[str, Any], content: Raw) -> dict[str, Any]:
-    if string_of(bytes(fields.get("role", b"null"))) == "assistant":
-        return {"type": "output_text", "text": content, "annotations": []}
-    return {"type": "input_text", "text": content}

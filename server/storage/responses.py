@@ -30,8 +30,8 @@ from server.request.options import Tier
 from server.request.record import InternalRequest, RequestRecord
 from server.settings import ServerSettings
 from server.storage import response_table as table
-from server.storage.database import Database, P, T, Work
-from server.storage.jobs import RESPONSES, JobLoop, LoopbackResponse, post_until_taken
+from server.storage.database import RESPONSES, Database, P, Reservation, Store, T, Work
+from server.storage.jobs import JobLoop, LoopbackResponse, post_until_accepted
 from server.storage.raw_json import all_fields_of, fields_of, object_of
 from server.storage.response_table import (
     Response,
@@ -40,7 +40,6 @@ from server.storage.response_table import (
     finished_response,
     queued_response,
 )
-from server.storage.store import Reservation, Store
 from server.wire import Endpoint, JsonObject, data_text, named_frame
 
 END_EVENTS = tuple(f"event: response.{kind}\n" for kind in ("completed", "incomplete", "failed"))
@@ -58,12 +57,10 @@ class EventLog:
         self._changed = asyncio.Event()
 
     def add(self, frame: str) -> None:
-        """Append a frame."""
         self.frames.append(frame)
         self._wake()
 
     def end(self) -> None:
-        """Close the log."""
         self._ended = True
         self._wake()
 
@@ -193,22 +190,19 @@ class ResponseRunner:
         return log
 
     async def _turn(self) -> float | None:
-        self._start_runs()
-        # Free rows wake nothing, a new response wakes the loop.
-        return _TICK_S if self._waiting else None
-
-    def _start_runs(self) -> None:
         rows = self._admission.rows[-1] if self._lifecycle.phase is ServicePhase.READY else 0
         while len(self._runs) < rows:
             running = Counter(run.owner for run in self._runs.values())
             if (waiting := self._queue.take(running)) is None:
-                return
+                break
             del self._waiting[waiting.id]
             log = self._log_of(waiting.id)
-            task = asyncio.create_task(self._run_safely(waiting.id, log))
+            task = asyncio.create_task(self._run_one(waiting.id, log))
             self._runs[waiting.id] = _Run(waiting.owner, log, task)
+        # Free rows wake nothing, a new response wakes the loop.
+        return _TICK_S if self._waiting else None
 
-    async def _run_safely(self, identity: str, log: EventLog) -> None:
+    async def _run_one(self, identity: str, log: EventLog) -> None:
         try:
             response = await self._store(table.begin, identity)
             if response is not None:
@@ -222,44 +216,46 @@ class ResponseRunner:
 
     async def _run_begun(self, response: Response, log: EventLog) -> None:
         identity = response.id
+
+        async def flush_repeatedly() -> None:
+            while True:
+                await asyncio.sleep(_FLUSH_S)
+                await self._flush(identity, log)
+
         try:
-            async with background_task(self._flushing(identity, log)):
+            async with background_task(flush_repeatedly()):
                 answer = await self._send(response, log)
             changes = _outcome(response, log, answer)
         except Exception:
             logger.exception("%s could not be run", identity)
             changes = table.failure("Internal error.")
         if response.streams and not _has_ended(log):
-            log.add(_failed_frame(response, log, changes))
+            kind = "response.failed"
+            shown = object_of({**all_fields_of(response.shown()), **changes})
+            data = {"type": kind, "sequence_number": len(log.frames), "response": Raw(shown)}
+            log.add(named_frame(kind, object_of(data)))
         await self._flush(identity, log)
         await self._store(table.end, identity, changes)
 
     async def _send(self, response: Response, log: EventLog) -> LoopbackResponse:
         assert self._app is not None
         assert response.request is not None
-        extra_fields = {"background": True, "store": True, "created_at": response.created_at}
-        tiers = (Tier(response.tier),)
         internal = InternalRequest(
             response.owner,
-            tiers,
+            (Tier(response.tier),),
             permitted=True,
-            extra_fields=extra_fields,
+            extra_fields={"background": True, "store": True, "created_at": response.created_at},
             response_id=response.id,
         )
 
-        def take(chunk: bytes) -> None:
+        def on_chunk(chunk: bytes) -> None:
             for frame in chunk.decode().split(_FRAME_END):
                 if frame.startswith(_EVENTS):
                     log.add(frame + _FRAME_END)
 
-        return await post_until_taken(
-            self._app, Endpoint.RESPONSES.value, response.request, internal, take
+        return await post_until_accepted(
+            self._app, Endpoint.RESPONSES.value, response.request, internal, on_chunk
         )
-
-    async def _flushing(self, response_id: str, log: EventLog) -> None:
-        while True:
-            await asyncio.sleep(_FLUSH_S)
-            await self._flush(response_id, log)
 
     async def _flush(self, response_id: str, log: EventLog) -> None:
         """Store the new events of a log."""
@@ -291,13 +287,6 @@ def _outcome(response: Response, log: EventLog, answer: LoopbackResponse) -> dic
 def _has_ended(log: EventLog) -> bool:
     """Return whether the last event contains the final response."""
     return bool(log.frames) and log.frames[-1].startswith(END_EVENTS)
-
-
-def _failed_frame(response: Response, log: EventLog, changes: dict[str, Any]) -> str:
-    kind = "response.failed"
-    shown = object_of({**all_fields_of(response.shown()), **changes})
-    data = {"type": kind, "sequence_number": len(log.frames), "response": Raw(shown)}
-    return named_frame(kind, object_of(data))
 
 
 class ResponseService:
@@ -360,14 +349,15 @@ class ResponseService:
         response = await asyncio.to_thread(
             queued_response, owner, options, raw, tier, shown=shown, keep_s=self._keep_s
         )
-        await run_to_completion(self._queue(response, options))
-        return response
 
-    async def _queue(self, response: Response, options: StorageOptions) -> None:
-        assert options.reservation is not None
-        await asyncio.to_thread(self._store.folder.require, response.bytes)
-        await self._database.run(table.queue, response, options.reservation)
-        self._runner.add(table.Waiting(response.id, response.owner))
+        async def queue() -> None:
+            assert options.reservation is not None
+            await asyncio.to_thread(self._store.folder.require, response.bytes)
+            await self._database.run(table.queue, response, options.reservation)
+            self._runner.add(table.Waiting(response.id, response.owner))
+
+        await run_to_completion(queue())
+        return response
 
     async def get(self, owner: str, response_id: str, *, with_input: bool = False) -> Response:
         """Return a response. Raises `NotFoundError`."""

@@ -13,9 +13,9 @@ from server.host.tasks import background_task
 from server.lifecycle import Lifecycle
 from server.settings import ServerSettings
 from server.storage.batches import BatchService, DecodeTimes
+from server.storage.database import Store
 from server.storage.jobs import JobLoop
 from server.storage.responses import ResponseService
-from server.storage.store import Store
 
 _REFRESH_S = 5.0
 
@@ -42,7 +42,7 @@ class StorageServices:
     @property
     def owner_salt(self) -> bytes:
         """Salt of stored owners, empty without a store."""
-        return b"" if self._store is None else self._store.owner_salt
+        return b"" if self._store is None else self._store.database.owner_salt
 
     def require_batches(self) -> BatchService:
         """Return the service of files and batches. Raises `NotEnabledError`."""

@@ -13,10 +13,9 @@ import pytest
 from server.errors import StorageFullError, StorageUnavailableError
 from server.settings import ServerSettings
 from server.storage import response_table as table
-from server.storage.database import Work, disk_errors
+from server.storage.database import Reservation, Store, Work, disk_errors
 from server.storage.files import FileStore
 from server.storage.response_table import finished_response
-from server.storage.store import Reservation, Store
 from tests.server.scripted import running
 
 FORM = {"file": ("f", b"x" * 100), "purpose": (None, "batch")}
@@ -65,7 +64,7 @@ async def test_a_database_that_cannot_be_written_is_read(tmp_path: Path) -> None
     await store.database.run(pragma("query_only = ON"))
     with pytest.raises(StorageUnavailableError, match="readonly database"):
         await store.database.run(keep(store, "two", 10))
-    files = FileStore(store, 1 << 20, 0, lambda _: [])
+    files = FileStore(store, 1 << 20, 0)
     with pytest.raises(StorageUnavailableError):
         await files.create("", Upload(100), lambda _: ("batch", None))
     # No content is left without a row, and no place is taken.

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from server.storage.database import TABLES
-from server.storage.jobs import BATCHES, RESPONSES, JobLoop, JobTable
+from server.storage.database import BATCHES, RESPONSES, TABLES, JobTable
+from server.storage.jobs import JobLoop
 
 
 @pytest.mark.parametrize("table", [BATCHES, RESPONSES])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from server.settings import ServerSettings
-from server.storage.database import owner_of_digest
-from server.storage.store import Store
+from server.storage.database import Store, owner_of_digest
 from tests.server.scripted import Running, running
 from tests.server.storage.batches.clients import CHAT, line, text_of, until_ended, upload
 
@@ -70,10 +69,10 @@ def test_a_stored_owner_does_not_reveal_its_key(tmp_path: Path) -> None:
     salts = []
     for name in ("one", "two"):
         store = Store(ServerSettings(data_dir=tmp_path / name))
-        salts.append(store.owner_salt)
+        salts.append(store.database.owner_salt)
         store.close()
     again = Store(ServerSettings(data_dir=tmp_path / "one"))
-    assert again.owner_salt == salts[0]
+    assert again.database.owner_salt == salts[0]
     again.close()
     digest = b"d" * 32
     owners = {owner_of_digest(salt, digest) for salt in salts}

@@ -18,8 +18,7 @@ import pytest
 from server import bounds
 from server.errors import StorageFullError
 from server.settings import ServerSettings
-from server.storage.database import Work
-from server.storage.store import Reservation, Store, stored_bytes, usage_of
+from server.storage.database import Reservation, Store, Work, stored_bytes, usage_of
 from tests.server.scripted import Running, running
 from tests.server.storage.batches.clients import create, line, shown, text_of, until_ended
 

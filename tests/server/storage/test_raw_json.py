@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.storage.batch_lines import InputLine, Line, LineRules, body_of, read_lines, result_of
+from server.storage.batch_table import InputLine, Line, LineRules, body_of, read_lines, result_of
 from server.storage.jobs import LoopbackResponse
 from server.storage.raw_json import (
     JsonSyntaxError,

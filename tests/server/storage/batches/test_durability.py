@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from server.settings import ServerSettings, SettingsError
-from server.storage.store import Store
+from server.storage.database import Store
 from tests.server.scripted import running
 from tests.server.storage.batches.clients import create, line, results, shown, until_ended
 

@@ -19,13 +19,13 @@ from server.request.options import Tier
 from server.request.record import RequestRecord
 from server.settings import ServerSettings
 from server.storage import response_table as table
+from server.storage.database import Reservation, Store
 from server.storage.response_table import (
     Response,
     StorageOptions,
     finished_response,
     queued_response,
 )
-from server.storage.store import Reservation, Store
 from tests.server.scripted import running
 from tests.server.storage.responses.test_stored_responses import PATH, create, shown, text
 

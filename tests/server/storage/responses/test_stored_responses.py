@@ -17,10 +17,8 @@ import pytest
 from server.errors import NotFoundError
 from server.settings import ServerSettings
 from server.storage import response_table as table
-from server.storage.database import Work
-from server.storage.jobs import RESPONSES
+from server.storage.database import RESPONSES, Reservation, Store, Work
 from server.storage.response_table import finished_response
-from server.storage.store import Reservation, Store
 from tests.server.scripted import Running, running
 from tests.server.storage.batches.test_durability import Service
 
