@@ -26,10 +26,11 @@ RUN PIP_NO_CACHE_DIR=1 INVALIDATION=unchecked-hash \
 FROM packages AS kernels
 COPY rbln_backend/__init__.py rbln_backend/errors.py rbln_backend/
 COPY rbln_backend/host rbln_backend/host
-COPY rbln_backend/store rbln_backend/store
-COPY rbln_backend/emulator rbln_backend/emulator
+COPY rbln_backend/graphs/__init__.py rbln_backend/graphs/artifacts.py rbln_backend/graphs/cache_key.py rbln_backend/graphs/kernel_files.py rbln_backend/graphs/
+COPY rbln_backend/devices/__init__.py rbln_backend/devices/
+COPY rbln_backend/devices/emulated rbln_backend/devices/emulated
 # CPUs without AVX2 run PyTorch's operators.
-RUN /opt/venv/bin/python -m rbln_backend.emulator.variants --into /opt/bundle --variants avx512_bf16 avx512 avx2 && \
+RUN /opt/venv/bin/python -m rbln_backend.devices.emulated.build --into /opt/bundle --variants avx512_bf16 avx512 avx2 && \
     find /opt/bundle -exec touch --no-dereference --date=@0 {} +
 
 FROM packages AS project

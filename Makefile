@@ -14,7 +14,7 @@ TESTS ?= tests
 python := $(VENV)/bin/python
 stamps := $(VENV)/.stamps
 scripts := deploy/scripts
-kernels := $(shell find rbln_backend/emulator/kernels -name '*.cpp' -o -name '*.h') rbln_backend/emulator/build.py rbln_backend/emulator/targets.py
+kernels := $(shell find rbln_backend/devices/emulated/kernels -name '*.cpp' -o -name '*.h') rbln_backend/devices/emulated/build.py
 # The default model's served name, without the path of its folder.
 name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-model)
 # Models to download first: rbln_backend/checkpoints/folders.py.
@@ -107,7 +107,7 @@ $(stamps)/locked: requirements/cpu.lock $(stamps)/torch
 # In parallel with the remaining packages: they wait for the disk, compilers for a core.
 # If the build fails, the first start reports the reason and the fallback.
 $(stamps)/kernels: $(kernels) $(stamps)/torch
-	$(python) -m rbln_backend.emulator.variants --variants native \
+	$(python) -m rbln_backend.devices.emulated.build --variants native \
 		--into "$${VLLM_CACHE_ROOT:-$${XDG_CACHE_HOME:-$$HOME/.cache}/vllm}" || echo "the kernels were not built ahead" >&2
 	@touch $@
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rbln_backend.emulator.targets import cpu_features
+from rbln_backend.devices.emulated.build import cpu_features
 
 
 def fast_products() -> torch.autocast:

@@ -17,8 +17,8 @@ from rbln_backend.buckets import (
     step_tokens_of,
 )
 from rbln_backend.compilation import settle_compilation
-from rbln_backend.compiler.sdk.shapes import check_release, settle_npu
 from rbln_backend.config import RblnConfig
+from rbln_backend.devices.rebel.limits import check_release, settle_npu
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_transfer.options import take_tiers
 from rbln_backend.parallel.rules import settle_parallel
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from rbln_backend.compiler.sdk.npu import Npu
+    from rbln_backend.devices.rebel.limits import Npu
 
 logger = init_logger(__name__)
 
@@ -203,7 +203,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from rbln_backend.compiler.device import device_capabilities
+        from rbln_backend.devices.port import device_capabilities
 
         rbln, others = _read_settings(vllm_config)
         _settle_pooling(vllm_config)
@@ -280,7 +280,7 @@ def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     lora, model = vllm_config.lora_config, model_config(vllm_config)
     if lora is None or model is None:
         return
-    from rbln_backend.compiler.device import device_capabilities
+    from rbln_backend.devices.port import device_capabilities
 
     refuse_first(
         {
@@ -346,7 +346,7 @@ def _set_compilation(vllm_config: VllmConfig) -> None:
 
 def _set_shapes(vllm_config: VllmConfig, npu: Npu | None) -> None:
     """Settle block size and chunk; a chunk is at most as long as the context."""
-    from rbln_backend.compiler.sdk import limits
+    from rbln_backend.devices.rebel import limits
 
     cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
     if not cache.user_specified_block_size:

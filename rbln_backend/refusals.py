@@ -57,7 +57,7 @@ def model_config(vllm_config: VllmConfig) -> ModelConfig | None:
 
 def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for the first unsupported setting of the whole configuration."""
-    from rbln_backend.compiler.device import device_capabilities
+    from rbln_backend.devices.port import device_capabilities
 
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     check_ranks(vllm_config, profiler=rbln.profiler)
@@ -100,7 +100,7 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 def _check_device_ids(rbln: RblnConfig) -> None:
     """Raise where ranks have no NPU of their own, or several."""
-    from rbln_backend.compiler.device import device_capabilities
+    from rbln_backend.devices.port import device_capabilities
 
     if device_capabilities(rbln).npu is None:
         raise ConfigError("--device-ids: the emulated device has no numbers; drop the flag")
@@ -113,7 +113,7 @@ def _check_device_ids(rbln: RblnConfig) -> None:
 
 def _check_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for KV tiers of an engine that cannot have any."""
-    from rbln_backend.compiler.device import device_capabilities
+    from rbln_backend.devices.port import device_capabilities
 
     model, ranks = model_config(vllm_config), vllm_config.parallel_config.world_size
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
@@ -129,7 +129,7 @@ def _check_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for an unsupported combination with speculative decoding."""
-    from rbln_backend.compiler.device import device_capabilities
+    from rbln_backend.devices.port import device_capabilities
 
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model = model_config(vllm_config)
@@ -166,7 +166,7 @@ def _check_draft_stages(speculation: SpeculativeConfig, parallel: ParallelConfig
 
 def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for an engine whose next step cannot be planned before the tokens of this one."""
-    from rbln_backend.compiler.device import device_capabilities
+    from rbln_backend.devices.port import device_capabilities
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     present = {
@@ -185,7 +185,7 @@ def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 def _check_device_sampling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for an engine whose tokens cannot be drawn on the device."""
-    from rbln_backend.compiler.device import device_capabilities
+    from rbln_backend.devices.port import device_capabilities
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     device = device_capabilities(rbln)
@@ -212,7 +212,7 @@ def _check_text_alone(model: ModelConfig, rbln: RblnConfig) -> None:
 
 def _check_kv_dtype(cache: CacheConfig, model: ModelConfig, rbln: RblnConfig) -> None:
     """Raise unless all KV caches have the model's dtype, or all have the same 8-bit floats."""
-    from rbln_backend.compiler.device import device_capabilities
+    from rbln_backend.devices.port import device_capabilities
 
     if cache.kv_cache_dtype_skip_layers:
         raise KV_DTYPE.refusal("--kv-cache-dtype-skip-layers")

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from rbln_backend.compiler.programs.call_list import CallList
-from rbln_backend.compiler.programs.program import Program
-from rbln_backend.compiler.sdk.modules import module_of
-from rbln_backend.store.artifacts import MANIFEST, encode_manifest, read_manifest
-from rbln_backend.store.bundles import collect, write_archive
-from rbln_backend.store.cache_key import CacheKey, sources_digest
+from rbln_backend.devices.rebel.modules import module_of
+from rbln_backend.graphs.artifacts import MANIFEST, encode_manifest, read_manifest
+from rbln_backend.graphs.bundles import collect, write_archive
+from rbln_backend.graphs.cache_key import CacheKey, sources_digest
+from rbln_backend.graphs.call_list import CallList
+from rbln_backend.graphs.program import Program
 from server.commands.cache import GraphChecks
 from server.commands.cli import main
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from rbln_backend.emulator.build import build_key, find_or_build
-from rbln_backend.emulator.targets import LEVELS, NATIVE, Target
+from rbln_backend.devices.emulated.build import LEVELS, NATIVE, Target, build_key, find_or_build
 
 _STAND_IN = Path(__file__).parent / "unit" / "emulator" / "avx512_stand_in.h"
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 import rbln_backend.attention.ops  # noqa: F401  defines the attention ops
 from benchmarks.runner.limits import Limits, bfloat16_peak
 from benchmarks.runner.machine import fma_peak, read_bandwidth
-from rbln_backend.emulator.kernel_set import load_kernels, set_threads
+from rbln_backend.devices.emulated.kernel_set import load_kernels, set_threads
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
 CACHE_ROOT = Path.home() / ".cache" / "vllm"

@@ -31,7 +31,7 @@ def _attention(checkpoint: Path, _attempt: int) -> Sample:
 
     from benchmarks.in_process.kernels import CACHE_ROOT, attention_case, best_seconds
     from benchmarks.runner.limits import measure_limits
-    from rbln_backend.emulator.kernel_set import load_kernels, set_threads
+    from rbln_backend.devices.emulated.kernel_set import load_kernels, set_threads
 
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     heads = config["num_key_value_heads"]

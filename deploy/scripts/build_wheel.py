@@ -51,14 +51,13 @@ def _copy_sources(target: Path) -> None:
 def build(out: Path, levels: list[str]) -> None:
     """Build the kernels, then the wheel into ``out``."""
     sys.path.insert(0, str(ROOT))
-    from rbln_backend.emulator.build import LIBRARY
-    from rbln_backend.emulator.variants import build_variants
+    from rbln_backend.devices.emulated.build import LIBRARY, build_variants
 
     entries = build_variants(WORK / "kernels", levels)
     source = WORK / "source"
     _copy_sources(source)
     for entry in entries:
-        shutil.copytree(entry, source / "rbln_backend/emulator/prebuilt" / entry.name)
+        shutil.copytree(entry, source / "rbln_backend/devices/emulated/prebuilt" / entry.name)
     tag = platform_tag([entry / LIBRARY for entry in entries])
     command = [sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--quiet"]
     command += ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out)]

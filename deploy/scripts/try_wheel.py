@@ -72,7 +72,7 @@ def serve(venv: Path, work: Path) -> dict[str, Any]:
 
 def serve_each_level(venv: Path, work: Path) -> None:
     """Serve by the best level, then without it, until no level of the wheel is left."""
-    (levels,) = venv.glob("lib/python3.*/site-packages/rbln_backend/emulator/prebuilt")
+    (levels,) = venv.glob("lib/python3.*/site-packages/rbln_backend/devices/emulated/prebuilt")
     aside = []
     try:
         while True:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from vllm.reasoning import ReasoningParser
 
     from rbln_backend.grammar.trial import GrammarTrial
+    from rbln_backend.graphs.cache_key import CacheKey
     from rbln_backend.reporting.reports import CompileReport, ModelReport, StoreReport
-    from rbln_backend.store.cache_key import CacheKey
 
 
 _PLUGIN = "rbln"
@@ -156,7 +156,7 @@ def describe_cpu() -> dict[str, str]:
 
     Imports neither torch nor vLLM.
     """
-    from rbln_backend.emulator.targets import LEVELS, cpu_name
+    from rbln_backend.devices.emulated.build import LEVELS, cpu_name
 
     levels = ", ".join(level.name for level in LEVELS if level.runs_here())
     return {"cpu": cpu_name(), "kernels": levels}

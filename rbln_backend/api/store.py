@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rbln_backend.store.artifacts import ArtifactStore, Entry, graph_store
-from rbln_backend.store.bundles import (
+from rbln_backend.graphs.artifacts import ArtifactStore, Entry, graph_store
+from rbln_backend.graphs.bundles import (
     MAX_BYTES,
     Contents,
     Imported,
@@ -18,5 +18,5 @@ from rbln_backend.store.bundles import (
     write_bundle,
     write_folder,
 )
-from rbln_backend.store.cache_key import CacheKey
-from rbln_backend.store.kernel_files import KernelFiles, is_intact, kernel_store, libraries
+from rbln_backend.graphs.cache_key import CacheKey
+from rbln_backend.graphs.kernel_files import KernelFiles, is_intact, kernel_store, libraries

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.emulator.kernel_set import packs_weights
-from rbln_backend.emulator.packing import pack, packed_shape
+from rbln_backend.devices.emulated.kernel_set import packs_weights
+from rbln_backend.devices.emulated.packing import pack, packed_shape
 from rbln_backend.vllm_compat.latent import QuantizeMethodBase, UnquantizedLinearMethod
 
 

@@ -15,8 +15,7 @@ from rbln_backend.attention.metadata import (
 )
 from rbln_backend.attention.ops import AttentionOptions, EmulatedAttention
 from rbln_backend.attention.sdk_ops import SdkAttention
-from rbln_backend.compiler.capabilities import Capabilities
-from rbln_backend.compiler.device import device_capabilities
+from rbln_backend.devices.port import Capabilities, device_capabilities
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.fp8 import FP8_DTYPES
 from rbln_backend.unsupported import ALIBI, ENCODER_DECODER, KV_DTYPE, KV_SHARING, SOFT_CAP

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from rbln_backend.attention.absorbed import AbsorbedProjection
 from rbln_backend.attention.backend import RblnAttentionBackend
 from rbln_backend.attention.metadata import PagedMetadata
-from rbln_backend.compiler.device import device_capabilities
-from rbln_backend.compiler.programs.sdk_schemas import check_ops, offered
+from rbln_backend.devices.port import device_capabilities
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.graphs.operators import check_ops, offered
 from rbln_backend.unsupported import KV_DTYPE, MLA, SPARSE_ATTENTION
 from rbln_backend.vllm_compat.latent import MLAModules, MultiHeadLatentAttentionWrapper
 from rbln_backend.vllm_compat.surface import (

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbln_backend.compiler.programs.sdk_schemas import LATER, NAMESPACE, check_ops, offered
+from rbln_backend.graphs.operators import LATER, NAMESPACE, check_ops, offered
 
 
 class SdkAttention:

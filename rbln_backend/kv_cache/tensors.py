@@ -16,7 +16,7 @@ from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs, part
 from rbln_backend.vllm_compat.surface import KVCacheConfig
 
 if TYPE_CHECKING:
-    from rbln_backend.compiler.port import KvMemory
+    from rbln_backend.devices.port import KvMemory
 
 
 class LoggedWindow(NamedTuple):

@@ -30,8 +30,9 @@ import numpy as np
 from torch import Tensor
 
 from rbln_backend.checkpoints.weights_digest import weights_digest
-from rbln_backend.compiler.device import device_capabilities
+from rbln_backend.devices.port import device_capabilities
 from rbln_backend.errors import ConfigError
+from rbln_backend.graphs.model_fields import model_fields
 from rbln_backend.kv_cache.specs import PagedSpec, layer_specs, parts_of
 from rbln_backend.vllm_compat.kv_connector import (
     CopyBlocksOp,
@@ -46,7 +47,6 @@ from rbln_backend.vllm_compat.kv_connector import (
     ReqMeta,
     yield_req_data,
 )
-from rbln_backend.vllm_compat.model_identity import model_fields
 from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
     KVCacheSpec,

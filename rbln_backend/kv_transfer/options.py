@@ -80,7 +80,7 @@ def transfer_info(transfer: KVTransferConfig) -> KvTransferInfo:
 
 def check_nixl(config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise ``UnsupportedModelError`` for an engine whose blocks cannot be sent."""
-    from rbln_backend.compiler.device import device_capabilities
+    from rbln_backend.devices.port import device_capabilities
 
     parallel = config.parallel_config
     # vLLM makes configurations without a model, too.

@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from rbln_backend.checkpoints.weights_digest import weights_digest
-from rbln_backend.compiler.device import device_capabilities, installed_sdk
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import PageMove, PageMoves, PagePart
-from rbln_backend.emulator.kernel_set import active_isa
+from rbln_backend.devices.emulated.kernel_set import active_isa
+from rbln_backend.devices.port import device_capabilities, installed_sdk
+from rbln_backend.graphs.model_fields import model_fields
 from rbln_backend.kv_cache.coordinator import RblnKvCacheManager, RblnKvCoordinator
 from rbln_backend.kv_transfer.page_store import (
     FolderTier,
@@ -36,7 +37,6 @@ from rbln_backend.kv_transfer.page_store import (
 )
 from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
 from rbln_backend.reporting.metrics_board import MetricsBoard
-from rbln_backend.vllm_compat.model_identity import model_fields
 from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
     Request,

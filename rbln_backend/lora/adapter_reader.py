@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rbln_backend.compiler.port import Compiler
+from rbln_backend.devices.port import Compiler
 from rbln_backend.errors import AdapterError
 from rbln_backend.lora.adapter_files import (
     DigestedFiles,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from torch import Tensor, nn
 
-from rbln_backend.compiler.port import Compiler
+from rbln_backend.devices.port import Compiler
 from rbln_backend.errors import AdapterError
 from rbln_backend.lora.adapter_files import adapter_digests
 from rbln_backend.lora.adapter_reader import AdapterReader, PackedAdapter

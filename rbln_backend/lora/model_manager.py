@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rbln_backend.compiler.port import Compiler
+from rbln_backend.devices.port import Compiler
 from rbln_backend.lora.adapted import Adapted, AdaptedLinear
 from rbln_backend.lora.expert_layer import (
     ExpertLayer,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.packing import pack_reference, packed_shape
+from rbln_backend.devices.emulated.packing import pack_reference, packed_shape
 from rbln_backend.errors import AdapterError
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rbln_backend.emulator.kernel_set import packs_weights
-from rbln_backend.emulator.packing import packed_shape
+from rbln_backend.devices.emulated.kernel_set import packs_weights
+from rbln_backend.devices.emulated.packing import packed_shape
 
 # SwiGLU as gpt-oss has it.
 SWIGLU_ALPHA = 1.702

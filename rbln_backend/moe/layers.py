@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.capabilities import Capabilities
-from rbln_backend.compiler.device import device_capabilities
-from rbln_backend.compiler.programs.sdk_schemas import check_ops
+from rbln_backend.devices.port import Capabilities, device_capabilities
+from rbln_backend.graphs.operators import check_ops
 from rbln_backend.moe.experts import Experts, hold_experts
 from rbln_backend.moe.glu_op import run_glu_op
 from rbln_backend.moe.paths import (

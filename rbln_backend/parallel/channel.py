@@ -1,8 +1,8 @@
 """Shared memory between the ranks of a group that run on one host.
 
-The native side is ``emulator/kernels/channel/channel.h``. All ranks of a group open a channel, or
-none does: if one of them cannot map the file, for example on another host, all of them use
-torch.distributed.
+The native side is ``devices/emulated/kernels/channel/channel.h``. All ranks of a group open a
+channel, or none does: if one of them cannot map the file, for example on another host, all of them
+use torch.distributed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A stored program contains only the name. It is resolved when a program is bound: ranks of the
 emulated device use shared memory where possible (``channel``), the RBLN SDK gets the ops that its
-compiler maps (``compiler.rebel_compiler``). The bodies here use torch.distributed, which works
+compiler maps (``devices.rebel.compiler``). The bodies here use torch.distributed, which works
 between hosts and without our kernels.
 """
 

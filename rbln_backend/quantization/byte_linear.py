@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.device import device_capabilities
-from rbln_backend.emulator.quantized_packing import pack_bytes, pack_scales, pack_words
+from rbln_backend.devices.emulated.packing import pack_bytes, pack_scales, pack_words
+from rbln_backend.devices.port import device_capabilities
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.quantization.schemes import BLOCK_DEPTH
 from rbln_backend.quantization.sdk.forms import (

@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.quantized_packing import (
+from rbln_backend.devices.emulated.packing import (
     pack_scales,
     pack_transposed_words,
     pack_words,
@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 
 class Packed(NamedTuple):
-    """A matrix as the kernels read it: see ``emulator.quantized_packing``."""
+    """A matrix as the kernels read it: see ``devices.emulated.packing``."""
 
     words: Tensor
     scales: Tensor

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.device import device_capabilities
-from rbln_backend.compiler.sdk.environment import announce_quant_bits
-from rbln_backend.emulator.quantized_packing import (
+from rbln_backend.devices.emulated.packing import (
     pack_scales,
     pack_transposed_words,
     pack_words,
     unpack_fields,
     unpack_numbers,
 )
+from rbln_backend.devices.port import device_capabilities
+from rbln_backend.devices.rebel.environment import announce_quant_bits
 from rbln_backend.quantization.sdk.forms import SDK_GROUP, dequantized_integers
 from rbln_backend.quantization.weights import CHANNEL, Weights
 from rbln_backend.unsupported import QUANTIZATION_ON_NPU

@@ -37,7 +37,7 @@ class Weights:
 
     @property
     def format(self) -> str:
-        """The format's name in ``emulator.quantized_packing``."""
+        """The format's name in ``devices.emulated.packing``."""
         if self.kind == "nvfp4":
             return "blocks8"
         return {8: "e4m3", 4: "e2m1"}[self.bits] if self.kind == "float" else f"int{self.bits}"

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
-from rbln_backend.compiler.device import installed_sdk
-from rbln_backend.compiler.port import CompiledGraph, Compiler
 from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.devices.port import CompiledGraph, Compiler, installed_sdk
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches, sharing_layers
 from rbln_backend.moe.layers import moe_methods

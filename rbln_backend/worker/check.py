@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend.attention.backend import RblnAttentionBackend
-from rbln_backend.compiler.capabilities import Capabilities
-from rbln_backend.compiler.compilers import expected_fingerprint
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import Phase
-from rbln_backend.emulator.build import build_key, can_build
-from rbln_backend.emulator.kernel_set import find_built, kernel_stores, why_refused
-from rbln_backend.emulator.targets import LEVELS, cpu_name
+from rbln_backend.devices.emulated.build import LEVELS, build_key, can_build, cpu_name
+from rbln_backend.devices.emulated.compiler import EmulatedCompiler
+from rbln_backend.devices.emulated.kernel_set import find_built, kernel_stores, why_refused
+from rbln_backend.devices.port import Capabilities, device_capabilities
+from rbln_backend.devices.rebel.compiler import make_rebel_compiler
 from rbln_backend.errors import ConfigError, CorruptArtifactError
+from rbln_backend.graphs.artifacts import ArtifactStore, Entry, StoreEvent, graph_store
+from rbln_backend.graphs.cache_key import CacheKey, diff
+from rbln_backend.graphs.kernel_files import kernel_store, libraries
+from rbln_backend.graphs.model_fields import version_fields
 from rbln_backend.reporting.reports import (
     Difference,
     GraphState,
@@ -27,10 +31,6 @@ from rbln_backend.reporting.reports import (
     StoreReport,
 )
 from rbln_backend.speculation.text_drafts import draft_model_of
-from rbln_backend.store.artifacts import ArtifactStore, Entry, StoreEvent, graph_store
-from rbln_backend.store.cache_key import CacheKey, diff
-from rbln_backend.store.kernel_files import kernel_store, libraries
-from rbln_backend.vllm_compat.model_identity import version_fields
 from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
     KVCacheSpec,
@@ -174,7 +174,7 @@ def _keys_of_rank(preflight: Preflight, rank: int) -> dict[str, CacheKey]:
         length = config.model_config.max_model_len
         groups = kv_groups(kv_config, length, sharing)
     fields = cache_fields(config, rbln, groups)
-    fingerprint = expected_fingerprint(rbln)
+    fingerprint = _expected_fingerprint(rbln)
     keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in preflight.graphs}
     if preflight.capabilities.stores_binaries:
         keys["binaries"] = binaries_key(fields, fingerprint, preflight.graphs)
@@ -292,3 +292,12 @@ def check_length(config: VllmConfig) -> None:
             "--max-model-len auto takes what fits into the memory of the host that serves; name a "
             "length, so that graphs made here are the ones needed there"
         )
+
+
+def _expected_fingerprint(config: RblnConfig) -> Mapping[str, str | int | bool | None]:
+    """The fingerprint of the compiler that an engine would make, found without loading kernels."""
+    if not device_capabilities(config).runs_on_host:
+        return make_rebel_compiler(config, None).fingerprint()
+    stores = kernel_stores(config.cache_root, config.cache_bundles)
+    native = config.kernels != "aten" and (find_built(stores) is not None or can_build())
+    return EmulatedCompiler("native" if native else "aten").fingerprint()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from rbln_backend.compiler.port import Compiler
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.kernel_set import KernelSet
-from rbln_backend.emulator.memory import huge_page_bytes
+from rbln_backend.devices.emulated.kernel_set import KernelSet
+from rbln_backend.devices.emulated.memory import huge_page_bytes
+from rbln_backend.devices.port import Compiler
 from rbln_backend.kv_cache.specs import WindowSpec, layer_specs, window_in
 from rbln_backend.kv_transfer.options import transfer_info
 from rbln_backend.reporting.metrics_board import MetricsBoard

@@ -15,9 +15,9 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from rbln_backend.compiler.port import CompiledGraph, SamplingGraph
-from rbln_backend.compiler.programs.sdk_schemas import check_ops
 from rbln_backend.core import GraphSpec, Phase, StepOutputs
+from rbln_backend.devices.port import CompiledGraph, SamplingGraph
+from rbln_backend.graphs.operators import check_ops
 from rbln_backend.vllm_compat.surface import MinPLogitsProcessor, SamplingMetadata
 from rbln_backend.worker.graph_factory import GraphFactory, GraphListener, GraphRequest
 

@@ -24,19 +24,19 @@ from torch import Tensor, nn
 
 from rbln_backend.attention.encoder import EncoderAttentionImpl
 from rbln_backend.attention.metadata import RblnAttentionMetadata
-from rbln_backend.compiler.capture import capture
-from rbln_backend.compiler.port import CompiledGraph, Compiler
-from rbln_backend.compiler.programs.program import Program
-from rbln_backend.compiler.tensor_table import ADAPTERS, KV, TensorTable
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec
-from rbln_backend.emulator.packing import pack, pack_consuming
+from rbln_backend.devices.emulated.packing import pack, pack_consuming
+from rbln_backend.devices.port import CompiledGraph, Compiler
 from rbln_backend.errors import CompileError, CorruptArtifactError
+from rbln_backend.graphs.artifacts import BINARIES, PROGRAM, ArtifactStore
+from rbln_backend.graphs.cache_key import CacheKey
+from rbln_backend.graphs.capture import capture
+from rbln_backend.graphs.model_fields import model_fields, without_provenance
+from rbln_backend.graphs.program import Program
+from rbln_backend.graphs.tensors import ADAPTERS, KV, TensorTable
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.speculation.text_drafts import draft_model_of
-from rbln_backend.store.artifacts import BINARIES, PROGRAM, ArtifactStore
-from rbln_backend.store.cache_key import CacheKey
-from rbln_backend.vllm_compat.model_identity import model_fields, without_provenance
 from rbln_backend.vllm_compat.surface import VllmConfig, init_logger
 from rbln_backend.vllm_compat.vocabulary import missing_in
 from rbln_backend.worker.draft_model import has_own_embedding

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.capabilities import Capabilities
-from rbln_backend.compiler.programs.sdk_schemas import check_ops
 from rbln_backend.core import Phase
+from rbln_backend.devices.port import Capabilities
+from rbln_backend.graphs.operators import check_ops
 from rbln_backend.speculation.text_drafts import draft_model_of
 from rbln_backend.vllm_compat.surface import (
     IntermediateTensors,

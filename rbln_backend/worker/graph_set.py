@@ -17,8 +17,8 @@ from rbln_backend.buckets import (
     VerifyTable,
     prompts_of,
 )
-from rbln_backend.compiler.port import CompiledGraph
 from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.errors import UncompiledShapeError
 from rbln_backend.lora.slots import INPUT_NAME
 from rbln_backend.vllm_compat.surface import CachedRequestState

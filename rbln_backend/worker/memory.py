@@ -11,9 +11,8 @@ from dataclasses import replace
 import psutil
 from torch import nn
 
-from rbln_backend.compiler.sdk.limits import LARGEST_NUM_BLOCKS
-from rbln_backend.compiler.sdk.npu import Npu, RankMemory
-from rbln_backend.emulator.packing import can_pack, fits_in_place, packed_shape
+from rbln_backend.devices.emulated.packing import can_pack, fits_in_place, packed_shape
+from rbln_backend.devices.rebel.limits import LARGEST_NUM_BLOCKS, Npu, RankMemory
 from rbln_backend.errors import DeviceMemoryError
 from rbln_backend.host.memory import HostMemory, host_memory
 from rbln_backend.kv_cache.layout import (

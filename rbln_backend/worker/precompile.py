@@ -7,10 +7,9 @@ from pathlib import Path
 
 from torch import nn
 
-from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.targets import NATIVE, buildable_levels
-from rbln_backend.emulator.variants import build_variants
+from rbln_backend.devices.emulated.build import NATIVE, build_variants, buildable_levels
+from rbln_backend.devices.port import device_capabilities
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.plan import paged_bytes_per_block

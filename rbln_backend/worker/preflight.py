@@ -16,12 +16,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rbln_backend.buckets import BucketTable, VerifyTable
-from rbln_backend.compiler.capabilities import Capabilities
-from rbln_backend.compiler.device import device_capabilities
-from rbln_backend.compiler.sdk.limits import check_windows
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.emulator.layers import install_layers
+from rbln_backend.devices.emulated.layers import install_layers
+from rbln_backend.devices.port import Capabilities, device_capabilities
+from rbln_backend.devices.rebel.limits import check_windows
 from rbln_backend.errors import RblnError, UnsupportedModelError
 from rbln_backend.host.memory import host_memory
 from rbln_backend.kv_cache.fp8 import FP8_DTYPES

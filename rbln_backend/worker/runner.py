@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rbln_backend.compiler.port import CompiledGraph
 from rbln_backend.core import Phase, StepBatch, StepOutputs, StepResult, StepRound, UsefulRows
+from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.scheduler.steps import (
     head_copies,

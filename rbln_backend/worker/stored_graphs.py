@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import rbln_backend.attention.ops
-import rbln_backend.emulator.ops  # noqa: F401
-from rbln_backend.compiler.programs.document import read_document
+import rbln_backend.devices.emulated.ops  # noqa: F401
 from rbln_backend.errors import CorruptArtifactError
-from rbln_backend.store.artifacts import BINARIES, PROGRAM
-from rbln_backend.store.cache_key import CacheKey, sources_digest
+from rbln_backend.graphs.artifacts import BINARIES, PROGRAM
+from rbln_backend.graphs.cache_key import CacheKey, sources_digest
+from rbln_backend.graphs.program import read_document
 
 # Imported because they define the ops that programs call.
 

@@ -26,7 +26,7 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.worker.runner import RblnModelRunner
 
 if TYPE_CHECKING:
-    from rbln_backend.compiler.port import KvMemory
+    from rbln_backend.devices.port import KvMemory
 
 
 class TransferRunner:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rbln_backend.compiler.port import CompiledGraph
-from rbln_backend.compiler.programs.program import Program
 from rbln_backend.core import GraphSpec
+from rbln_backend.devices.port import CompiledGraph
+from rbln_backend.graphs.program import Program
 from rbln_backend.lora.slot_stack import LayerImage
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
 from rbln_backend.parallel.peers import Peers

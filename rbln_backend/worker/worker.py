@@ -14,21 +14,16 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from rbln_backend.compiler.compilers import (
-    builds_kernels,
-    make_emulated_compiler,
-    make_rebel_compiler,
-    uses_npu_collectives,
-)
-from rbln_backend.compiler.device import device_capabilities, installed_sdk
-from rbln_backend.compiler.port import Compiler
-from rbln_backend.compiler.sdk.embedding import install_embedding
-from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank, announce_threads
-from rbln_backend.compiler.sdk.limits import check_num_blocks
 from rbln_backend.config import RblnConfig
-from rbln_backend.emulator.kernel_set import set_threads
-from rbln_backend.emulator.layers import install_layers
-from rbln_backend.emulator.memory import choose_memory, keep_freed_memory
+from rbln_backend.devices.emulated.compiler import builds_kernels, make_emulated_compiler
+from rbln_backend.devices.emulated.kernel_set import set_threads
+from rbln_backend.devices.emulated.layers import install_layers
+from rbln_backend.devices.emulated.memory import choose_memory, keep_freed_memory
+from rbln_backend.devices.port import Compiler, device_capabilities, installed_sdk
+from rbln_backend.devices.rebel.compiler import make_rebel_compiler, uses_npu_collectives
+from rbln_backend.devices.rebel.embedding import install_embedding
+from rbln_backend.devices.rebel.environment import RankDevices, announce_rank, announce_threads
+from rbln_backend.devices.rebel.limits import check_num_blocks
 from rbln_backend.errors import AdapterError, ConfigError
 from rbln_backend.host.cores import core_budget
 from rbln_backend.host.process_life import end_with_parent, outlive_readers

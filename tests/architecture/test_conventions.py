@@ -35,4 +35,4 @@ def test_no_text_is_executed() -> None:
                 found.add(f"{relative(path)}: {node.func.id}")
             elif isinstance(node.func, ast.Attribute) and node.func.attr in ("GraphModule", "exec"):
                 found.add(f"{relative(path)}: {node.func.attr}")
-    assert found == {"rbln_backend/compiler/sdk/modules.py: GraphModule"}
+    assert found == {"rbln_backend/devices/rebel/modules.py: GraphModule"}

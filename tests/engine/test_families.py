@@ -13,7 +13,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.model_executor.layers import rotary_embedding
 
-from rbln_backend.store.artifacts import PROGRAM
+from rbln_backend.graphs.artifacts import PROGRAM
 from tests.checkpoint_families import OTHERS, REQUIRED
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts

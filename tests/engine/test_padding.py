@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rbln_backend.compiler.emulated_compiler import EmulatedGraph
 from rbln_backend.core import UsefulRows
+from rbln_backend.devices.emulated.compiler import EmulatedGraph
 from tests.engine.conftest import Engines
 from tests.engine.test_equality import make_prompts
 from tests.engine.test_scheduling import greedy, tokens

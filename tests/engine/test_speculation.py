@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
-from rbln_backend.store.bundles import collect, write_folder
+from rbln_backend.graphs.bundles import collect, write_folder
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
 from tests.engine.oracle import MOST, AnyLength, Oracle

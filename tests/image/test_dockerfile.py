@@ -62,7 +62,7 @@ def test_kernels_are_built_from_what_their_stage_copies(tmp_path: Path) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             copy(ROOT / source, place)
     done = subprocess.run(
-        [sys.executable, "-m", "rbln_backend.emulator.variants", "--help"],
+        [sys.executable, "-m", "rbln_backend.devices.emulated.build", "--help"],
         cwd=tmp_path,
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from rbln_backend.compiler.device import device_capabilities
+from rbln_backend.devices.port import device_capabilities
 from tests.sdk_double.launch import FOLDER
 
 

@@ -209,7 +209,7 @@ def _adapt_wrongly(how: str) -> None:
     """Do something wrong with adapters: with the rows of a mask, a slot, or what slots are."""
     from torch import nn
 
-    from rbln_backend.compiler.sdk.tensors import Moved
+    from rbln_backend.devices.rebel.memory import Moved
     from rbln_backend.lora.row_input import SlotMask
     from rbln_backend.lora.slot_stack import MatrixStack
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.frontend_utils import _try_get_metadata_from_dynamo
 
-from rbln_backend.compiler.programs.program import Program
-from rbln_backend.compiler.programs.sdk_schemas import PASSED, check_ops
-from rbln_backend.compiler.rebel_compiler import RebelCompiler
-from rbln_backend.compiler.sdk.modules import module_of
-from rbln_backend.compiler.sdk.npu import Npu
 from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.devices.rebel.compiler import RebelCompiler
+from rbln_backend.devices.rebel.limits import Npu
+from rbln_backend.devices.rebel.modules import module_of
 from rbln_backend.errors import CompileError, ConfigError, UnsupportedModelError
+from rbln_backend.graphs.operators import PASSED, check_ops
+from rbln_backend.graphs.program import Program
 
 SPEC = GraphSpec.of(Phase.DECODE, 2)
 CR13 = Npu.named("RBLN-CR13")

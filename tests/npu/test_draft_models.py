@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.store.bundles import collect, write_folder
+from rbln_backend.graphs.bundles import collect, write_folder
 from server.commands.cache import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import fitted_eagle, fitted_medusa, random_eagle, random_medusa

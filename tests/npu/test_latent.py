@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.store.bundles import collect, write_folder
+from rbln_backend.graphs.bundles import collect, write_folder
 from server.commands.cache import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, Job, run

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from rbln_backend.compiler import device
+from rbln_backend.devices import port
 from rbln_backend.worker.check import inspect_model
 from rbln_backend.worker.preflight import planned_graphs
 from tests.adapters import ATTENTION, EVERY_LINEAR, MLP, make_adapter, merge
@@ -206,7 +206,7 @@ def configure(
     path: Path, monkeypatch: pytest.MonkeyPatch, *, rbln: dict[str, Any] | None = None, **more: Any
 ) -> VllmConfig:
     """Make the configuration of an engine with torch-rbln, which this process does not load."""
-    monkeypatch.setattr(device, "wants_npu_tensors", lambda config: config.use_device_tensor)
+    monkeypatch.setattr(port, "wants_npu_tensors", lambda config: config.use_device_tensor)
     settings = {"device": "rebel", "use_device_tensor": True} | (rbln or {})
     options = OPTIONS | {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8} | more
     additional = {"rbln": settings}

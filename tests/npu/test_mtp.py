@@ -12,7 +12,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from rbln_backend.store.bundles import collect, write_folder
+from rbln_backend.graphs.bundles import collect, write_folder
 from server.commands.cache import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker

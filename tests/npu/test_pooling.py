@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.store.bundles import collect, write_folder
+from rbln_backend.graphs.bundles import collect, write_folder
 from server.commands.cache import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import BATCHES, ONE_CHUNK, THREE_CHUNKS, run_lives

@@ -10,7 +10,7 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from rbln_backend.compiler.sdk.npu import Npu
+from rbln_backend.devices.rebel.limits import Npu
 from rbln_backend.worker.check import inspect_model
 from rbln_backend.worker.memory import rank_memory
 from rbln_backend.worker.preflight import planned_graphs, sampler_graphs

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.port import CompiledGraph
 from rbln_backend.core import Phase, UsefulRows
+from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.parity.runners.layers import tapped
 from rbln_backend.worker.graph_functions import GraphFunction, graph_function
 from rbln_backend.worker.graph_set import StepGraph

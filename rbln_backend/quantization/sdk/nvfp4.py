@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.programs.sdk_schemas import offered
+from rbln_backend.graphs.operators import offered
 from rbln_backend.quantization.expert_formats import Nvfp4Rows
 from rbln_backend.quantization.sdk.block_experts import BLOCKS_OP
 from rbln_backend.quantization.sdk.one_op_experts import OneOpExperts, OneOpMoEMethod

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rbln_backend.compiler.programs.sdk_schemas import check_ops
+from rbln_backend.graphs.operators import check_ops
 from rbln_backend.moe.experts import ExpertAdapters
 from rbln_backend.moe.paths import Choice
 from rbln_backend.quantization.experts import RblnQuantizedMoEMethod

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.compiler.programs.document import write_document
-from rbln_backend.store.artifacts import ArtifactStore, graph_store
-from rbln_backend.store.bundles import collect, write_bundle
-from rbln_backend.store.cache_key import CacheKey, sources_digest
-from rbln_backend.store.kernel_files import LIBRARY, RECORD, kernel_store, make_record, publish
+from rbln_backend.graphs.artifacts import ArtifactStore, graph_store
+from rbln_backend.graphs.bundles import collect, write_bundle
+from rbln_backend.graphs.cache_key import CacheKey, sources_digest
+from rbln_backend.graphs.kernel_files import LIBRARY, RECORD, kernel_store, make_record, publish
+from rbln_backend.graphs.program import write_document
 from server.commands.cli import main
 
 FIELDS = {"architecture": "LlamaForCausalLM", "phase": "decode"}

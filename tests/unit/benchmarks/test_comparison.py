@@ -25,7 +25,7 @@ from benchmarks.runner.records import (
     ModelRecord,
     StepRecord,
 )
-from rbln_backend.emulator.targets import cpu_features
+from rbln_backend.devices.emulated.build import cpu_features
 
 WORK = ModelWork(
     layers=2, heads=4, kv_heads=2, head_dim=8, layer_weights=10_000, head_weights=5_000

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from rbln_backend.attention.ops import AttentionOptions, EmulatedAttention
-from rbln_backend.compiler.capture import capture
-from rbln_backend.compiler.lowering import lower_graph
-from rbln_backend.compiler.programs.program import Program
-from rbln_backend.compiler.tensor_table import TensorTable
-from rbln_backend.emulator.kernel_set import load_kernels
+from rbln_backend.devices.emulated.kernel_set import load_kernels
+from rbln_backend.devices.emulated.lowering import lower_graph
+from rbln_backend.graphs.capture import capture
+from rbln_backend.graphs.program import Program
+from rbln_backend.graphs.tensors import TensorTable
 from tests.kernel_cache import share_kernels
 
 KV_HEADS, GROUP, HEAD_SIZE, WIDTH = 2, 2, 32, 48

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from rbln_backend.compiler.capture import capture
-from rbln_backend.compiler.programs.program import Program
-from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.errors import CompileError
+from rbln_backend.graphs.capture import capture
+from rbln_backend.graphs.program import Program
+from rbln_backend.graphs.tensors import TensorTable
 
 
 def captured(function: Callable[[Tensor], Tensor], model: nn.Module | None = None) -> Program:

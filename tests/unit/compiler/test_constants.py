@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx, nn
 
-from rbln_backend.compiler.capture import capture
-from rbln_backend.compiler.constants import fold_constants
-from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.devices.emulated.lowering import fold_constants
+from rbln_backend.graphs.capture import capture
+from rbln_backend.graphs.tensors import TensorTable
 
 
 def folded(model: nn.Module, x: Tensor) -> tuple[list[str], Callable[[], Tensor]]:

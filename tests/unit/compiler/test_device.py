@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.compiler.compilers import make_rebel_compiler
-from rbln_backend.compiler.device import device_capabilities
 from rbln_backend.config import RblnConfig
+from rbln_backend.devices.port import device_capabilities
+from rbln_backend.devices.rebel.compiler import make_rebel_compiler
 from rbln_backend.errors import ConfigError
 
 SDK = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.compiler.sdk.kv_memory import TensorKvMemory
+from rbln_backend.devices.rebel.memory import TensorKvMemory
 
 Pairs = list[tuple[Tensor, Tensor]]
 

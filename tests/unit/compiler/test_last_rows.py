@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.capture import capture
-from rbln_backend.compiler.emulated_compiler import EmulatedGraph
-from rbln_backend.compiler.lowering import lower_graph
-from rbln_backend.compiler.programs.program import Program
-from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.core import GraphSpec, UsefulRows
-from rbln_backend.emulator.kernel_set import load_kernels, start_recording
+from rbln_backend.devices.emulated.compiler import EmulatedGraph
+from rbln_backend.devices.emulated.kernel_set import load_kernels, start_recording
+from rbln_backend.devices.emulated.lowering import lower_graph
+from rbln_backend.graphs.capture import capture
+from rbln_backend.graphs.program import Program
+from rbln_backend.graphs.tensors import TensorTable
 from tests.kernel_cache import share_kernels
 
 TOKENS, HEAD, WIDTH, VOCABULARY = 40, 32, 64, 96

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from rbln_backend.compiler.capture import capture
-from rbln_backend.compiler.lowering import lower_graph
-from rbln_backend.compiler.programs.program import Program
-from rbln_backend.compiler.tensor_table import TensorTable
-from rbln_backend.emulator.kernel_set import load_kernels
-from rbln_backend.emulator.packing import pack, pack_consuming, pack_reference
+from rbln_backend.devices.emulated.kernel_set import load_kernels
+from rbln_backend.devices.emulated.lowering import lower_graph
+from rbln_backend.devices.emulated.packing import pack, pack_consuming, pack_reference
 from rbln_backend.errors import CompileError
+from rbln_backend.graphs.capture import capture
+from rbln_backend.graphs.program import Program
+from rbln_backend.graphs.tensors import TensorTable
 from tests.kernel_cache import share_kernels
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from rbln_backend.compiler.emulated_compiler import EmulatedGraph
 from rbln_backend.core import GraphSpec, UsefulRows
-from rbln_backend.emulator.kernel_set import load_kernels, set_threads, start_recording
+from rbln_backend.devices.emulated.compiler import EmulatedGraph
+from rbln_backend.devices.emulated.kernel_set import load_kernels, set_threads, start_recording
 from tests.kernel_cache import share_kernels
 
 OPS = torch.ops.rbln_emulator

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rbln_backend.compiler.programs.program import Program
-from rbln_backend.compiler.sdk.modules import module_of
+from rbln_backend.devices.rebel.modules import module_of
+from rbln_backend.graphs.program import Program
 
 INPUTS = (torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]))
 WANTED = torch.tensor([12.0, 24.0])

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from rbln_backend.compiler.sdk import limits
-from rbln_backend.compiler.sdk.environment import RankDevices, announce_rank
-from rbln_backend.compiler.sdk.npu import Npu, RankMemory
 from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.devices.rebel import limits
+from rbln_backend.devices.rebel.environment import RankDevices, announce_rank
+from rbln_backend.devices.rebel.limits import Npu, RankMemory
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec
 from rbln_backend.lora.row_input import SlotNumbers

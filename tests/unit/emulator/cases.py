@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.kernel_set import set_threads
+from rbln_backend.devices.emulated.kernel_set import set_threads
 from tests.e4m3 import kept_as_e4m3
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.emulator import build, kernel_set, targets, variants
-from rbln_backend.emulator.targets import LEVELS
-from rbln_backend.emulator.variants import build_variants
+from rbln_backend.devices.emulated import build, kernel_set
+from rbln_backend.devices.emulated.build import LEVELS, build_variants
 from rbln_backend.errors import CompileError
-from rbln_backend.store import kernel_files
-from rbln_backend.store.kernel_files import kernel_store, make_record, publish
+from rbln_backend.graphs import kernel_files
+from rbln_backend.graphs.kernel_files import kernel_store, make_record, publish
 from tests.kernel_cache import SHARED, strict
 
 REPOSITORY = Path(__file__).parents[3]
@@ -103,7 +102,7 @@ def run_process(cache_root: Path, mode: str, path: str) -> subprocess.CompletedP
         "import json, sys, time, torch\n"
         "from pathlib import Path\n"
         "import rbln_backend.attention.ops\n"
-        "from rbln_backend.emulator.kernel_set import load_kernels\n"
+        "from rbln_backend.devices.emulated.kernel_set import load_kernels\n"
         "began = time.monotonic()\n"
         f"kernels = load_kernels(Path({str(cache_root)!r}), {mode!r})\n"
         "seconds = time.monotonic() - began\n"
@@ -218,8 +217,8 @@ def test_the_key_does_not_say_where_torch_lies(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.wide
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("level", targets.buildable_levels(), ids=lambda level: level.name)
-def test_no_level_compiles_with_a_warning(level: targets.Target) -> None:
+@pytest.mark.parametrize("level", build.buildable_levels(), ids=lambda level: level.name)
+def test_no_level_compiles_with_a_warning(level: build.Target) -> None:
     """Those that other tests run on are built so as well; kept, so that a change alone compiles."""
     target = strict(level)
     assert kernel_files.is_intact(build.find_or_build(SHARED / build.build_key(target), target)[0])
@@ -243,20 +242,20 @@ def test_the_key_covers_every_file_and_its_place(
 
 
 def test_levels_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(targets, "cpu_features", lambda: frozenset(("asimd", "fp")))
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(build, "cpu_features", lambda: frozenset(("asimd", "fp")))
     names = [level.name for level in LEVELS if level.runs_here()]
-    assert names == [level.name for level in targets.buildable_levels()] == ["neon"]
+    assert names == [level.name for level in build.buildable_levels()] == ["neon"]
 
 
 def test_levels_need_what_the_cpu_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = frozenset("sse2 avx2 fma f16c bmi1 bmi2 movbe abm avx512f avx512_bf16".split())
-    monkeypatch.setattr(targets, "cpu_features", lambda: listed)
+    monkeypatch.setattr(build, "cpu_features", lambda: listed)
     assert [level.name for level in LEVELS if level.runs_here()] == ["avx2", "portable"]
-    monkeypatch.setattr(targets.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     assert not any(level.runs_here() for level in LEVELS)
 
 
 def test_levels_are_chosen_by_name(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        variants.main(["--into", str(tmp_path), "--variants", "sse9"])
+        build.main(["--into", str(tmp_path), "--variants", "sse9"])

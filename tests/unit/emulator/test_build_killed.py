@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.emulator import build, kernel_set
-from rbln_backend.emulator.targets import NATIVE
+from rbln_backend.devices.emulated import build, kernel_set
+from rbln_backend.devices.emulated.build import NATIVE
 from rbln_backend.errors import CompileError
 from rbln_backend.host.file_locks import claimed_folder
 
@@ -30,7 +30,7 @@ double f{n}(double *x, int n) {{
 _BUILDER = """
 import sys
 from pathlib import Path
-from rbln_backend.emulator import build, kernel_set
+from rbln_backend.devices.emulated import build, kernel_set
 build._SOURCE_DIR = Path(sys.argv[1])
 {call}
 """

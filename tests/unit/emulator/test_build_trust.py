@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.emulator import build, kernel_set
-from rbln_backend.emulator.targets import LEVELS
-from rbln_backend.store import kernel_files
-from rbln_backend.store.kernel_files import (
+from rbln_backend.devices.emulated import build, kernel_set
+from rbln_backend.devices.emulated.build import LEVELS
+from rbln_backend.graphs import kernel_files
+from rbln_backend.graphs.kernel_files import (
     LIBRARY,
     RECORD,
     kernel_store,

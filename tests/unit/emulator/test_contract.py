@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rbln_backend.attention.ops import NAMESPACE
-from rbln_backend.emulator import fallback
-from rbln_backend.emulator.kernel_set import KernelSet, load_kernels
+from rbln_backend.devices.emulated import fallback
+from rbln_backend.devices.emulated.kernel_set import KernelSet, load_kernels
 from tests.unit.emulator.cases import DTYPES, Attention
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops

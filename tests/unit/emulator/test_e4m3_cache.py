@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator import fallback
+from rbln_backend.devices.emulated import fallback
 from tests.e4m3 import rounded_to_e4m3
 from tests.unit.emulator.cases import DTYPES, Attention, assert_near
 from tests.unit.emulator.windows import NAN, Bodies, Windows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rbln_backend.emulator import fallback
+from rbln_backend.devices.emulated import fallback
 from tests.unit.emulator.cases import DTYPES
 
 greedy = torch.ops.rbln_emulator.greedy

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.emulator.build import _FLAGS, _SOURCE_DIR
-from rbln_backend.emulator.targets import LEVELS, Target
+from rbln_backend.devices.emulated.build import _FLAGS, _SOURCE_DIR, LEVELS, Target
 
 SOURCE = Path(__file__).parent / "interleaved_rows.cpp"
 # The vectors of the level of bf16 products are those of AVX-512.

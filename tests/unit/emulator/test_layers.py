@@ -16,7 +16,7 @@ from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import (
     YaRNScalingRotaryEmbedding,
 )
 
-from rbln_backend.emulator.layers import install_layers
+from rbln_backend.devices.emulated.layers import install_layers
 from tests.unit.emulator.cases import DTYPES, assert_near
 
 

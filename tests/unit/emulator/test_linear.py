@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.kernel_set import set_threads
-from rbln_backend.emulator.packing import (
+from rbln_backend.devices.emulated.kernel_set import set_threads
+from rbln_backend.devices.emulated.packing import (
     can_pack,
     fits_in_place,
     pack_consuming,

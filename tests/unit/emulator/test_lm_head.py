@@ -16,8 +16,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from rbln_backend.emulator.lm_head import RblnLMHead, install_lm_head
-from rbln_backend.emulator.memory import choose_memory
+from rbln_backend.devices.emulated.layers import RblnLMHead, install_lm_head
+from rbln_backend.devices.emulated.memory import choose_memory
 from tests.unit.emulator.test_memory import resident_bytes
 
 SIZES = (1 << 16, 512)

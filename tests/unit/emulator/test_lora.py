@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from rbln_backend.compiler.emulated_compiler import EmulatedGraph
 from rbln_backend.core import GraphSpec
-from rbln_backend.emulator import fallback
-from rbln_backend.emulator.kernel_set import set_threads, start_recording
-from rbln_backend.emulator.packing import pack_reference
+from rbln_backend.devices.emulated import fallback
+from rbln_backend.devices.emulated.compiler import EmulatedGraph
+from rbln_backend.devices.emulated.kernel_set import set_threads, start_recording
+from rbln_backend.devices.emulated.packing import pack_reference
 from tests.unit.emulator.cases import DTYPES, for_thread_counts
 
 OPS = torch.ops.rbln_emulator

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rbln_backend.emulator.kv_memory import HostKvMemory
-from rbln_backend.emulator.memory import (
+from rbln_backend.devices.emulated.memory import (
+    HostKvMemory,
     choose_memory,
     keep_freed_memory,
     reserve_pages,

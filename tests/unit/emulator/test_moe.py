@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator import fallback_moe
-from rbln_backend.emulator.packing import pack_reference
+from rbln_backend.devices.emulated import fallback
+from rbln_backend.devices.emulated.packing import pack_reference
 from tests.unit.emulator.cases import DTYPES, assert_near, for_thread_counts
 
 OPS = torch.ops.rbln_emulator
@@ -189,11 +189,11 @@ def test_only_chosen_experts_are_read(activation: str) -> None:
         assert stacked is not None
         stacked[[0, 3, 5]] = float("nan")
     assert torch.equal(OPS.moe(x, weights, ids, *layer.arguments()), clean)
-    plain = fallback_moe.moe(x, weights, ids, *layer.arguments(packed=False))  # type: ignore[arg-type]
+    plain = fallback.moe(x, weights, ids, *layer.arguments(packed=False))  # type: ignore[arg-type]
     assert not plain.isnan().any()
 
 
-@pytest.mark.parametrize("route", [OPS.moe_route, fallback_moe.moe_route])
+@pytest.mark.parametrize("route", [OPS.moe_route, fallback.moe_route])
 def test_routing_names_experts_as_the_rank_does_and_skips_padding(route: Any) -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [3.0, 1.0, 2.0]])
     here = torch.tensor([1, -1, 0], dtype=torch.int32)
@@ -215,7 +215,7 @@ def test_weights_by_expert_give_what_ids_give(dtype: torch.dtype, packed: bool) 
     expected = OPS.moe(x, weights, ids, *layer.arguments())
     assert not expected[4].any()
     assert torch.equal(OPS.moe_masked(x, table, counts, *layer.arguments()), expected)
-    plain = fallback_moe.moe_masked(x, table, counts, *layer.arguments(packed=packed))
+    plain = fallback.moe_masked(x, table, counts, *layer.arguments(packed=packed))
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(plain, expected, rtol=4 * step, atol=1e-5 + 8 * step)
 
@@ -253,11 +253,11 @@ def test_pytorch_bodies_agree_with_the_kernels(
     x, logits = layer.rows(20), torch.randn(20, layer.count).to(dtype)
     for renormalize in (True, False):
         native, plain = (
-            body(logits, 3, renormalize) for body in (OPS.moe_route, fallback_moe.moe_route)
+            body(logits, 3, renormalize) for body in (OPS.moe_route, fallback.moe_route)
         )
         torch.testing.assert_close(native[0], plain[0], rtol=1e-5, atol=1e-7)
     weights, ids = route(20, layer.count, 3)
-    expected = fallback_moe.moe(x, weights, ids, *layer.arguments(packed=packed))  # type: ignore[arg-type]
+    expected = fallback.moe(x, weights, ids, *layer.arguments(packed=packed))  # type: ignore[arg-type]
     actual = OPS.moe(x, weights, ids, *layer.arguments())
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(actual, expected, rtol=4 * step, atol=1e-5 + 8 * step)

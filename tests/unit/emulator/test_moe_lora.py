@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator import fallback_moe
-from rbln_backend.emulator.packing import pack_reference
+from rbln_backend.devices.emulated import fallback
+from rbln_backend.devices.emulated.packing import pack_reference
 from tests.unit.emulator.cases import DTYPES, assert_near, for_thread_counts
 from tests.unit.emulator.test_moe import ACTIVATIONS, Experts
 
@@ -119,7 +119,7 @@ def test_both_ways_to_choose_and_the_pytorch_body_agree() -> None:
     counts = (table != 0).sum(dim=0, dtype=torch.int32)
     arguments = (*experts.arguments(), *experts.lora(slots))
     assert torch.equal(OPS.moe_masked(x, table, counts, *arguments), mixed)
-    torch.testing.assert_close(fallback_moe.moe(x, weights, ids, *arguments), mixed)
+    torch.testing.assert_close(fallback.moe(x, weights, ids, *arguments), mixed)
 
 
 @pytest.mark.parametrize(

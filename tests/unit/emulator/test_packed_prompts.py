@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator import fallback, fallback_attention
+from rbln_backend.devices.emulated import fallback, fallback_attention
 from tests.unit.emulator.cases import DTYPES
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops

@@ -8,8 +8,8 @@ from torch import Tensor
 from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.sampler import Sampler
 
-from rbln_backend.emulator import fallback
-from rbln_backend.emulator.kernel_set import set_threads
+from rbln_backend.devices.emulated import fallback
+from rbln_backend.devices.emulated.kernel_set import set_threads
 from rbln_backend.worker.sampling import OutputTokens
 from tests.unit.emulator.cases import DTYPES
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator import fallback, fallback_moe
-from rbln_backend.emulator.quantized_packing import (
+from rbln_backend.devices.emulated import fallback
+from rbln_backend.devices.emulated.packing import (
     dequantize,
     pack_bytes,
     pack_scales,
@@ -230,7 +230,7 @@ def test_experts_equal_plain_ones(
     experts = (*_stacked(w13, biases[0]), *_stacked(w2, biases[1]), inner, activation)
     mixed = OPS.quantized_moe(x, weights, ids, *experts)
     plain = [torch.stack([weight.values.float() for weight in stack]) for stack in (w13, w2)]
-    exact = fallback_moe.moe(
+    exact = fallback.moe(
         *(x.float(), weights, ids, plain[0], biases[0].float(), plain[1], biases[1].float()),
         *(inner, activation),
     )
@@ -243,7 +243,7 @@ def test_experts_equal_plain_ones(
     assert torch.equal(OPS.quantized_moe_masked(x, table, counts, *experts), mixed)
     ids[3, 0] = -1
     one_less = OPS.quantized_moe(x, weights, ids, *experts).float()
-    slow = fallback_moe.quantized_moe(x, weights, ids, *experts)
+    slow = fallback.quantized_moe(x, weights, ids, *experts)
     torch.testing.assert_close(
         slow.float(), one_less, rtol=tolerance, atol=tolerance * float(exact.abs().max())
     )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-from rbln_backend.emulator import fallback
-from rbln_backend.emulator.kernel_set import set_threads
+from rbln_backend.devices.emulated import fallback
+from rbln_backend.devices.emulated.kernel_set import set_threads
 from tests.unit.emulator.cases import DTYPES
 
 sample = torch.ops.rbln_emulator.sample

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator.build import _FLAGS, _SOURCE_DIR
-from rbln_backend.emulator.targets import LEVELS, Target
+from rbln_backend.devices.emulated.build import _FLAGS, _SOURCE_DIR, LEVELS, Target
 
 # The vectors of the level of bf16 products are those of AVX-512.
 WIDTHS = [level for level in LEVELS if level.name in ("avx512", "avx2", "portable")]

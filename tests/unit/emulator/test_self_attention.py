@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator import fallback
+from rbln_backend.devices.emulated import fallback
 from tests.unit.emulator.cases import DTYPES
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops

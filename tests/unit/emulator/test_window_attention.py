@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.emulator import fallback
+from rbln_backend.devices.emulated import fallback
 from tests.unit.emulator.cases import DTYPES, assert_near, for_thread_counts
 from tests.unit.emulator.windows import DECODE, NAN, PREFILL, Bodies, Windows
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.errors import CorruptArtifactError, UntrustedFileError
-from rbln_backend.host.trusted_files import make_trusted_folder
-from rbln_backend.store.kernel_files import (
+from rbln_backend.graphs.kernel_files import (
     LIBRARY,
     RECORD,
     examine,
@@ -22,6 +21,7 @@ from rbln_backend.store.kernel_files import (
     open_library,
     publish,
 )
+from rbln_backend.host.trusted_files import make_trusted_folder
 
 KEY = "0123456789abcdef" * 2
 CODE = b"\x7fELF code"
@@ -174,7 +174,7 @@ def test_a_read_only_mount_is_taken_as_it_is(entry: Path, root: Path) -> None:
     os.chown(entry, OTHER_UID, -1)
     entry.chmod(0o777)
     code = (
-        "from pathlib import Path; from rbln_backend.store.kernel_files import examine; "
+        "from pathlib import Path; from rbln_backend.graphs.kernel_files import examine; "
         f"print(*examine(Path({str(entry)!r})))"
     )
     store = entry.parent

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rbln_backend.emulator.kv_memory import HostKvMemory
+from rbln_backend.devices.emulated.memory import HostKvMemory
 from rbln_backend.kv_cache.tensors import KvCaches
 
 

@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.request import Request
 
-from rbln_backend.emulator.kv_memory import HostKvMemory
+from rbln_backend.devices.emulated.memory import HostKvMemory
 from rbln_backend.kv_cache.coordinator import RblnKvCacheManager, RblnKvCoordinator
 from rbln_backend.kv_cache.managers import register_specs
 from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec, WindowSpec, window_in

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rbln_backend.compiler.capture import capture
-from rbln_backend.compiler.programs.call_list import CallList
-from rbln_backend.compiler.programs.program import Program
-from rbln_backend.compiler.tensor_table import TensorTable
+from rbln_backend.graphs.call_list import CallList
+from rbln_backend.graphs.capture import capture
+from rbln_backend.graphs.program import Program
+from rbln_backend.graphs.tensors import TensorTable
 from rbln_backend.moe.routing import Routing, local_ids, weights_by_expert
 
 LOGITS = torch.randn(20, 8, generator=torch.Generator().manual_seed(3))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from rbln_backend.emulator.kernel_set import load_kernels, native_library
+from rbln_backend.devices.emulated.kernel_set import load_kernels, native_library
 from rbln_backend.errors import CompileError
 from rbln_backend.parallel.channel import SEAT_BYTES, open_channel, use_channels
 from rbln_backend.parallel.collectives import Group, register

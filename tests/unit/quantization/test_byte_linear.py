@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from rbln_backend.emulator.kernel_set import load_kernels
-from rbln_backend.emulator.quantized_packing import dequantize
+from rbln_backend.devices.emulated.kernel_set import load_kernels
+from rbln_backend.devices.emulated.packing import dequantize
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.quantization import byte_linear
 from rbln_backend.quantization.byte_linear import ByteWeights, RblnByteScheme

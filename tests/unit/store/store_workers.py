@@ -6,8 +6,8 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.store.artifacts import ArtifactStore, StoreEvent
-from rbln_backend.store.cache_key import CacheKey
+from rbln_backend.graphs.artifacts import ArtifactStore, StoreEvent
+from rbln_backend.graphs.cache_key import CacheKey
 
 GIB = 1024**3
 

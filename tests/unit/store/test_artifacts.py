@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from rbln_backend.errors import ArtifactError
-from rbln_backend.store.artifacts import MANIFEST, QUARANTINE_KEPT, ArtifactStore
-from rbln_backend.store.cache_key import CacheKey, canonical_json
+from rbln_backend.graphs.artifacts import MANIFEST, QUARANTINE_KEPT, ArtifactStore
+from rbln_backend.graphs.cache_key import CacheKey, canonical_json
 from tests.unit.store import store_workers
 from tests.unit.store.store_workers import key_of, open_store, payload_of
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.errors import BundleError, CorruptArtifactError
-from rbln_backend.store.artifacts import ArtifactStore, graph_store
-from rbln_backend.store.bundles import (
+from rbln_backend.graphs.artifacts import ArtifactStore, graph_store
+from rbln_backend.graphs.bundles import (
     Contents,
     audit,
     collect,
@@ -22,8 +22,8 @@ from rbln_backend.store.bundles import (
     write_bundle,
     write_folder,
 )
-from rbln_backend.store.cache_key import CacheKey
-from rbln_backend.store.kernel_files import (
+from rbln_backend.graphs.cache_key import CacheKey
+from rbln_backend.graphs.kernel_files import (
     LIBRARY,
     RECORD,
     is_intact,

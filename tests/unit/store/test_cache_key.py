@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rbln_backend.store.cache_key import CacheKey, JsonValue, canonical_json, diff
+from rbln_backend.graphs.cache_key import CacheKey, JsonValue, canonical_json, diff
 
 JSON = st.recursive(
     st.none()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.store.artifacts import BINARIES, MANIFEST, ArtifactStore, StoreEvent
-from rbln_backend.store.cache_key import CacheKey
+from rbln_backend.graphs.artifacts import BINARIES, MANIFEST, ArtifactStore, StoreEvent
+from rbln_backend.graphs.cache_key import CacheKey
 
 KEY = CacheKey({"phase": "binaries", "graphs": ["decode-1"]})
 OWN, FOREIGN = {BINARIES: b"ours"}, {BINARIES: b"another user's"}

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rbln_backend.compiler.emulated_compiler import EmulatedCompiler
-from rbln_backend.compiler.programs.document import write_document
-from rbln_backend.compiler.tensor_table import TensorTable
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.emulator.packing import pack
-from rbln_backend.store.artifacts import PROGRAM, ArtifactStore, StoreEvent
+from rbln_backend.devices.emulated.compiler import EmulatedCompiler
+from rbln_backend.devices.emulated.packing import pack
+from rbln_backend.graphs.artifacts import PROGRAM, ArtifactStore, StoreEvent
+from rbln_backend.graphs.program import write_document
+from rbln_backend.graphs.tensors import TensorTable
 from rbln_backend.worker.graph_factory import GraphFactory, GraphListener, GraphRequest, Result
 
 THIS = os.getpid()

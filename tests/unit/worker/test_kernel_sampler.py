@@ -14,7 +14,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from rbln_backend.config import NO_TOKEN
-from rbln_backend.emulator.kernel_set import load_kernels
+from rbln_backend.devices.emulated.kernel_set import load_kernels
 from rbln_backend.worker.sampling import KernelSampler, RowSampler
 from tests.kernel_cache import share_kernels
 from tests.unit.worker.sampling_batches import sampling_batch

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rbln_backend.core import StepOutputs
-from rbln_backend.emulator.kernel_set import load_kernels
+from rbln_backend.devices.emulated.kernel_set import load_kernels
 from rbln_backend.worker.inputs import DecodeRows, LongestFirst
 from rbln_backend.worker.sampling import KernelPicks, make_picks
 from tests.kernel_cache import share_kernels

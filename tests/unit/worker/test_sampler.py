@@ -15,7 +15,7 @@ from vllm.v1.sample.logits_processor.builtin import MinTokensLogitsProcessor
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-from rbln_backend.emulator.kernel_set import load_kernels
+from rbln_backend.devices.emulated.kernel_set import load_kernels
 from rbln_backend.worker.sampling import GreedySampler
 from tests.kernel_cache import share_kernels
 from tests.unit.worker.sampling_batches import sampling_batch

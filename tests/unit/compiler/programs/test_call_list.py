@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from rbln_backend.compiler.programs.call_list import CallList
 from rbln_backend.errors import CompileError
+from rbln_backend.graphs.call_list import CallList
 
 
 def computation(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 import rbln_backend.attention.ops
-import rbln_backend.emulator.ops  # noqa: F401
-from rbln_backend.compiler.programs import document
-from rbln_backend.compiler.programs.program import Program
+import rbln_backend.devices.emulated.ops  # noqa: F401
 from rbln_backend.errors import CorruptArtifactError
+from rbln_backend.graphs import program
+from rbln_backend.graphs.program import Program
 
 OPS = torch.ops.rbln_emulator
 # Of ``sample``: placeholders, view, linear, split, getitem, cast, setitem, output.
@@ -268,7 +268,7 @@ def test_malformed_documents_are_corrupt_not_crashes(data: bytes) -> None:
 
 def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     data = sample().to_bytes()
-    monkeypatch.setattr(document, "MAX_NODES", 5)
+    monkeypatch.setattr(program, "MAX_NODES", 5)
     assert "9 nodes, must have 1 to 5" in refusal(data)
-    monkeypatch.setattr(document, "MAX_BYTES", 100)
+    monkeypatch.setattr(program, "MAX_BYTES", 100)
     assert f"a program of {len(data)} bytes; at most 100 are read" in refusal(data)

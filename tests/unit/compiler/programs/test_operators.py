@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from rbln_backend.compiler.programs.operators import NAMES, operator_name, schema_of, target_of
+from rbln_backend.graphs.operators import NAMES, operator_name, schema_of, target_of
 
 
 @pytest.mark.parametrize(

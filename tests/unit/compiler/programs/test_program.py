@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from rbln_backend.compiler.programs.call_list import CallList
-from rbln_backend.compiler.programs.program import Program
 from rbln_backend.errors import CompileError
+from rbln_backend.graphs.call_list import CallList
+from rbln_backend.graphs.program import Program
 
 
 def sample() -> Program:

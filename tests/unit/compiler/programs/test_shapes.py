@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from rbln_backend.compiler.programs.program import Program
-from rbln_backend.compiler.programs.shapes import as_meta, check_shapes
 from rbln_backend.errors import CorruptArtifactError
+from rbln_backend.graphs.program import Program
+from rbln_backend.graphs.tensors import as_meta, check_shapes
 
 X, WEIGHT = torch.ones(3, 4), torch.ones(8, 4)
 

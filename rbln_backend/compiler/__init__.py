@@ -1,1 +1,0 @@
-"""Compilation: the compiler port, its adapters and captured programs."""

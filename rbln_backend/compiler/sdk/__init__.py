@@ -1,1 +1,0 @@
-"""Rules and adapters for the RBLN SDK; ``rebel_compiler`` imports the SDK itself."""

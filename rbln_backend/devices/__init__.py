@@ -1,0 +1,1 @@
+"""The compiler port and the devices behind it."""

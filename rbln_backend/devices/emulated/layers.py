@@ -1,0 +1,227 @@
+"""vLLM layers whose forward calls the emulator's kernels when traced, and LM heads without memory.
+
+vLLM replaces a layer class by one registered under its name; the replacements differ from the
+originals in ``forward_native`` only, so weights, loading and configuration stay upstream's. The
+head of a model whose embedding is the head takes no memory: vLLM makes such a head with a table of
+its own and ties it afterwards, which drops the table. Our allocator has the system lend the pages
+of what it gives out; those of this table would stay unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rbln_backend.devices.emulated.memory import zeros_on_demand
+from rbln_backend.vllm_compat.heads import ParallelLMHead
+from rbln_backend.vllm_compat.surface import (
+    CustomOp,
+    DeepseekScalingRotaryEmbedding,
+    FastGELU,
+    GeluAndMul,
+    GemmaRMSNorm,
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    NewGELU,
+    QuickGELU,
+    ReLUSquaredActivation,
+    RMSNorm,
+    RotaryEmbedding,
+    SiluAndMul,
+    YaRNScalingRotaryEmbedding,
+    get_current_vllm_config,
+)
+
+
+class RblnLMHead(ParallelLMHead):
+    """vLLM's head; one that is filled in spite of it gets its pages as they are written."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        config = get_current_vllm_config().model_config.hf_text_config
+        if not getattr(config, "tie_word_embeddings", False):
+            super().__init__(*args, **options)
+            return
+        with _OnDemand():
+            super().__init__(*args, **options)
+
+
+class _OnDemand(TorchFunctionMode):
+    """Allocate with ``torch.empty``, whose pages are mapped on first use."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        if func is not torch.empty:
+            return func(*args, **options)
+        like: Tensor = func(0, **options)
+        if like.device.type != "cpu":
+            # Of a model without weights.
+            return func(*args, **options)
+        shape = args[0] if isinstance(args[0], Sequence) else args
+        return zeros_on_demand(shape, like.dtype)
+
+
+def install_lm_head() -> None:
+    """Register the layer with vLLM; idempotent, once per process."""
+    if RblnLMHead.__dict__.get("name") is None:
+        ParallelLMHead.register_oot(name=ParallelLMHead.__name__)(RblnLMHead)
+
+
+def _normalise(
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
+) -> Tensor | tuple[Tensor, Tensor]:
+    ops = torch.ops.rbln_emulator
+    if residual is None:
+        normed: Tensor = ops.rms_norm(x, weight, epsilon)
+        return normed
+    pair: tuple[Tensor, Tensor] = ops.fused_add_rms_norm(x, residual, weight, epsilon)
+    return pair
+
+
+class EmulatedRMSNorm(RMSNorm):
+    """RMSNorm over the last dimension, with or without the residual addition."""
+
+    def forward_native(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x, residual [..., K] or None: returns the norm, and the sum if there is a residual."""
+        if self.variance_size_override is not None or not self.has_weight:
+            return super().forward_native(x, residual)
+        return _normalise(x, residual, self.weight, self.variance_epsilon)
+
+
+class EmulatedGemmaRMSNorm(GemmaRMSNorm):
+    """RMSNorm whose weight is stored less one and multiplies in float32."""
+
+    def forward_native(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x, residual [..., K] or None: returns the norm, and the sum if there is a residual."""
+        return _normalise(x, residual, self.weight.float() + 1.0, self.variance_epsilon)
+
+
+def _activate(x: Tensor, function: str, *, gated: bool) -> Tensor:
+    result: Tensor = torch.ops.rbln_emulator.activate(x, function, gated)
+    return result
+
+
+class EmulatedSiluAndMul(SiluAndMul):
+    """silu(x[..., :d]) * x[..., d:]."""
+
+    @staticmethod
+    def forward_native(x: Tensor) -> Tensor:
+        """x [..., I] to [..., I] of its dtype."""
+        return _activate(x, "silu", gated=True)
+
+
+class EmulatedGeluAndMul(GeluAndMul):
+    """gelu(x[..., :d]) * x[..., d:], by the error function or its approximation."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """x [..., 2 * I] to [..., I] of its dtype."""
+        function = "gelu_tanh" if self.approximate == "tanh" else "gelu"
+        return _activate(x, function, gated=True)
+
+
+class EmulatedNewGELU(NewGELU):
+    """The approximation of GELU by tanh."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """x [..., I] to [..., I] of its dtype."""
+        return _activate(x, "gelu_tanh", gated=False)
+
+
+class EmulatedFastGELU(FastGELU):
+    """The same approximation; upstream's two differ in the order of their roundings."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """x [..., I] to [..., I] of its dtype."""
+        return _activate(x, "gelu_tanh", gated=False)
+
+
+class EmulatedQuickGELU(QuickGELU):
+    """x * sigmoid(1.702 * x)."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """x [..., I] to [..., I] of its dtype."""
+        return _activate(x, "quick_gelu", gated=False)
+
+
+class EmulatedReLUSquared(ReLUSquaredActivation):
+    """max(x, 0) squared."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """x [..., I] to [..., I] of its dtype."""
+        return _activate(x, "relu2", gated=False)
+
+
+class _RotaryKernel:
+    """Rotary embedding of query [T, Hq*D] and key [T, Hkv*D] by whatever cos_sin_cache holds.
+
+    Both may be [T, H, D] as well. Mixed into vLLM's layers, whose common base has no such method.
+    """
+
+    cos_sin_cache: Tensor
+    head_size: int
+    is_neox_style: bool
+
+    def forward_native(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """positions [T], query and key [T, columns] to rotated query and key."""
+        if key is None or self.cos_sin_cache.dtype != query.dtype:
+            # The layer that this class is mixed into.
+            upstream: Any = super()
+            turned_there: tuple[Tensor, Tensor | None] = upstream.forward_native(
+                positions, query, key
+            )
+            return turned_there
+        rows = (x.flatten(1) if x.dim() == 3 else x for x in (query, key))
+        turned: tuple[Tensor, Tensor] = torch.ops.rbln_emulator.rotary_embedding(
+            positions, *rows, self.cos_sin_cache, self.head_size, self.is_neox_style
+        )
+        if query.dim() == 2:
+            return turned
+        return turned[0].view(query.shape), turned[1].view(key.shape)
+
+
+# These differ in how they fill the cache, never in how they apply it.
+_ROTARY_LAYERS = (
+    RotaryEmbedding,
+    DeepseekScalingRotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
+
+_REPLACEMENTS: dict[str, type[nn.Module]] = {
+    "RMSNorm": EmulatedRMSNorm,
+    "GemmaRMSNorm": EmulatedGemmaRMSNorm,
+    "SiluAndMul": EmulatedSiluAndMul,
+    "GeluAndMul": EmulatedGeluAndMul,
+    "NewGELU": EmulatedNewGELU,
+    "FastGELU": EmulatedFastGELU,
+    "QuickGELU": EmulatedQuickGELU,
+    "ReLUSquaredActivation": EmulatedReLUSquared,
+    **{
+        layer.__name__: type(f"Emulated{layer.__name__}", (_RotaryKernel, layer), {})
+        for layer in _ROTARY_LAYERS
+    },
+}
+
+
+def install_layers() -> None:
+    """Register the replacements with vLLM; idempotent, once per process."""
+    for name, layer in _REPLACEMENTS.items():
+        if layer.__dict__.get("name") is None:
+            CustomOp.register_oot(name=name)(layer)
+    install_lm_head()

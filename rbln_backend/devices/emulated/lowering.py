@@ -1,0 +1,716 @@
+"""Lowering of captured graphs for the emulated device, to calls of its kernels.
+
+Between the two linears of an attention layer vLLM splits, normalises, rotates and views q, k and v,
+and views the result back: twenty-odd calls, of which a small model's step mostly consists. They
+become one call of ``self_attention``. Attention is the last that mixes tokens. Behind it a chunk
+needs the last row of each prompt for its logits, and all rows only where hidden states are read.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument
+
+from rbln_backend.devices.emulated.ops import NAMESPACE
+from rbln_backend.devices.emulated.packing import PACKABLE_DTYPES, can_pack
+from rbln_backend.graphs.program import Program
+from rbln_backend.graphs.tensors import PACKED, PARAM
+from rbln_backend.parallel.collectives import collective_name
+
+
+def example(node: object) -> Tensor | None:
+    """Return the example tensor [...] of ``node``; None if it is no node or makes no tensor."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def op_schema(node: object) -> torch.FunctionSchema | None:
+    """Return the schema of the torch op that ``node`` calls, with or without its overload."""
+    target = node.target if isinstance(node, fx.Node) else None
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+
+
+def op_name(node: object) -> str:
+    """Return ``namespace::name`` of the torch op that ``node`` calls, "" if it calls none."""
+    schema = op_schema(node)
+    return "" if schema is None else str(schema.name)
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Return True if a and b, both [...], have equal shape, strides, offset and dtype."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.storage_offset() != b.storage_offset():
+        return False
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(size <= 1 or of_a == of_b for size, of_a, of_b in strides)
+
+
+def add_method(graph: fx.Graph, name: str, source: fx.Node, *args: Argument) -> fx.Node:
+    """Append ``source.name(*args)`` at the graph's insertion point, with its example."""
+    node = graph.call_method(name, (source, *args))
+    value = example(source)
+    assert value is not None
+    node.meta["example_value"] = getattr(value, name)(*args)
+    return node
+
+
+def is_method(node: object, *names: str) -> bool:
+    """Return True if ``node`` calls one of these methods."""
+    return isinstance(node, fx.Node) and node.op == "call_method" and node.target in names
+
+
+def viewed(node: fx.Node) -> list[fx.Node]:
+    """``node`` and what it shows in another shape, each a view of the next; all have examples."""
+    chain = [node]
+    while is_method(chain[-1], "view", "reshape", "flatten", "unflatten"):
+        source = chain[-1].args[0]
+        if example(source) is None or not isinstance(source, fx.Node):
+            break
+        chain.append(source)
+    return chain
+
+
+def shape_arguments(sizes: Sequence[int]) -> tuple[tuple[int, ...]]:
+    """The arguments of ``view`` and ``reshape`` that name every size."""
+    return (tuple(int(size) for size in sizes),)
+
+
+def elide_output_buffers(graph: fx.Graph) -> None:
+    """``buffer = empty(s); buffer.view(t).copy_(x); ... buffer.view(u)`` becomes ``x.reshape(u)``.
+
+    vLLM's attention layer hands the backend a fresh output buffer. A buffer that is filled by
+    exactly one whole copy and only viewed otherwise is the copied value under another name.
+    """
+    for buffer in [node for node in graph.nodes if node.target is torch.empty]:
+        names = _names_of(buffer)
+        writes = [user for name in names for user in name.users if is_method(user, "copy_")]
+        if len(writes) == 1 and writes[0].args[0] in names:
+            _replace_buffer(graph, names, writes[0])
+
+
+def _names_of(buffer: fx.Node) -> list[fx.Node]:
+    """``buffer`` and every view of it or of its views, in the graph's order."""
+    names = [buffer]
+    for name in names:
+        names += [user for user in name.users if is_method(user, "view", "reshape")]
+    return names
+
+
+def _replace_buffer(graph: fx.Graph, names: list[fx.Node], copy: fx.Node) -> None:
+    source, target = copy.args[1], example(copy.args[0])
+    value, order = example(source), {node: place for place, node in enumerate(graph.nodes)}
+    readers = {user for name in names for user in name.users} - {copy} - set(names)
+    if value is None or target is None or not isinstance(source, fx.Node) or copy.users:
+        return
+    if value.dtype != target.dtype or value.shape != target.shape:
+        return
+    if any(order[reader] < order[copy] or reader.op == "output" for reader in readers):
+        return
+    for name in names:
+        read = [user for user in name.users if user in readers]
+        shown = example(name)
+        if not read or shown is None:
+            continue
+        with graph.inserting_before(copy):
+            replacement = graph.call_method("reshape", (source, *shape_arguments(shown.shape)))
+        replacement.meta["example_value"] = value.reshape(shown.shape)
+        for user in read:
+            user.replace_input_with(name, replacement)
+    graph.erase_node(copy)
+    for name in reversed(names):
+        if not name.users:
+            graph.erase_node(name)
+
+
+def simplify_views(graph: fx.Graph) -> None:
+    """Chains of views become one, and those that change nothing none."""
+    for node in list(graph.nodes):
+        shown = example(node)
+        if shown is None:
+            continue
+        if is_method(node, "view", "reshape"):
+            _shorten(node, shown)
+        elif is_method(node, "permute"):
+            _undo_permutation(node, shown)
+        elif node.target is operator.getitem and _is_slicing(node.args[1]):
+            _drop_if_idle(node, node.args[0], shown)
+
+
+def _is_slicing(index: object) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is Ellipsis or isinstance(part, slice) for part in parts)
+
+
+def _shorten(node: fx.Node, shown: Tensor) -> None:
+    """Rebase a view on its earliest equivalent source tensor."""
+    for source in reversed(viewed(node)[1:]):
+        value = example(source)
+        assert value is not None
+        if _drop_if_idle(node, source, shown):
+            return
+        try:
+            direct = value.view(shown.shape)
+        except (RuntimeError, ValueError):
+            continue
+        if same_layout(direct, shown):
+            node.target = "view"
+            node.args = (source, *shape_arguments(shown.shape))
+            return
+
+
+def _undo_permutation(node: fx.Node, shown: Tensor) -> None:
+    inner = node.args[0]
+    if is_method(inner, "permute") and isinstance(inner, fx.Node):
+        _drop_if_idle(node, inner.args[0], shown)
+
+
+def _drop_if_idle(node: fx.Node, source: object, shown: Tensor) -> bool:
+    """Replace ``node`` by ``source`` where both are the same view of the same memory."""
+    value = example(source)
+    if not isinstance(source, fx.Node) or value is None or not same_layout(value, shown):
+        return False
+    node.replace_all_uses_with(source)
+    return True
+
+
+# Every graph of an engine keeps results of its own: vectors are worth it, matrices are not.
+_LIMIT_BYTES = 1 << 18
+
+
+def fold_constants(program: Program, tensors: Sequence[Tensor]) -> tuple[fx.Graph, list[Tensor]]:
+    """Return a copy of the graph and its inputs [...], with functions of small weights folded.
+
+    Each folded value becomes an input. ``tensors`` [...] are those of the program's bindings.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    inputs = dict(zip(placeholders, tensors, strict=True))
+    weights = {
+        node: tensor
+        for node, name, tensor in zip(placeholders, program.bindings, tensors, strict=True)
+        if name.startswith(PARAM) and tensor.nbytes <= _LIMIT_BYTES
+    }
+    for node, value in _constants(graph, weights).items():
+        if value.nbytes > _LIMIT_BYTES or all(user in weights for user in node.users):
+            continue
+        with graph.inserting_before(next(iter(graph.nodes))):
+            constant = graph.placeholder(f"constant_{len(inputs)}")
+        inputs[constant] = value
+        node.replace_all_uses_with(constant)
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+    for node in [node for node in inputs if not node.users]:
+        graph.erase_node(node)
+    return graph, [inputs[node] for node in graph.nodes if node.op == "placeholder"]
+
+
+def is_impure(node: fx.Node) -> bool:
+    """Return True if ``node`` has side effects; fx treats in-place methods as pure."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    return node.target is operator.setitem or node.is_impure()
+
+
+def _constants(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+    """The values of the calls over ``weights`` and over one another; ``weights`` grows by them."""
+    written, found = _written(graph), {}
+    for node in graph.nodes:
+        over = node.all_input_nodes
+        if not over or not node.op.startswith("call") or not all(x in weights for x in over):
+            continue
+        if is_impure(node) or node in written:
+            continue
+        args = fx.node.map_arg(node.args, weights.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, weights.__getitem__)
+        with torch.no_grad():
+            value = _call(node, args, kwargs)
+        if isinstance(value, Tensor):
+            weights[node] = found[node] = value
+    return found
+
+
+def _call(node: fx.Node, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """Return the storages that are written in place, under any name."""
+    names: set[fx.Node] = set()
+    for node in graph.nodes:
+        target = node.args[0] if is_impure(node) and node.args else None
+        while isinstance(target, fx.Node):
+            names.add(target)
+            target = target.args[0] if target.args else None
+    return names
+
+
+# [B, L, H, G, D] in memory as the ops see it, and back.
+_TO_OP, _FROM_OP = (0, 2, 3, 1, 4), (0, 3, 1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """Heads in rows [T, columns] of ``rows`` from ``column`` on, to be normalised by ``norm``."""
+
+    rows: fx.Node
+    column: int = 0
+    norm: fx.Node | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotation:
+    positions: fx.Node | None = None
+    cos_sin_cache: fx.Node | None = None
+    is_neox: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of an attention op by their names."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    kv_cache: fx.Node
+    scale: fx.Node
+    starts: fx.Node
+    ends: fx.Node | None
+    block_tables: fx.Node
+    sinks: fx.Node | None
+    soft_cap: float | None
+    alibi_slopes: fx.Node | None
+    k_scale: fx.Node | None
+    v_scale: fx.Node | None
+    chunk: int | None
+    window: int | None
+    query_counts: fx.Node | None
+
+
+def fuse_attention(graph: fx.Graph) -> None:
+    """Replace the attention ops whose heads lie in rows of tokens; leave the others alone."""
+    for node in list(graph.nodes):
+        call = _attention_call(node)
+        if call is not None:
+            _fuse(graph, node, call)
+
+
+def _attention_call(node: fx.Node) -> _Call | None:
+    namespace, _, name = op_name(node).partition("::")
+    if namespace != "rbln_emulated_ops" or "attention_naive" not in name:
+        return None
+    packet = getattr(torch.ops.rbln_emulated_ops, name)
+    names = [argument.name for argument in packet.default._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    is_window = "cache_seq_len" in given
+    return _Call(
+        given["q"],
+        given["k"],
+        given["v"],
+        given["kv_cache"],
+        given["scale"],
+        given["cache_seq_len" if is_window else "seq_idx"],
+        given["cache_offset"] if is_window else None,
+        given["block_tables"],
+        given.get("sinks"),
+        given.get("logits_soft_cap"),
+        given.get("alibi_slopes"),
+        given.get("k_scale"),
+        given.get("v_scale"),
+        given.get("attention_chunk"),
+        given.get("attention_window"),
+        given.get("query_counts"),
+    )
+
+
+def _fuse(graph: fx.Graph, node: fx.Node, call: _Call) -> None:
+    rows = [_token_rows(x) for x in (call.q, call.k, call.v)]
+    value, values = example(call.q), example(call.v)
+    if value is None or values is None or None in rows or values.shape[-1] != value.shape[-1]:
+        return
+    batch, kv_heads, group, length, head_size = value.shape
+    q, k, v = (x for x in rows if x is not None)
+    q, k, rotation = _unrotated(q, k, head_size)
+    q, k = _unnormed(q, k, head_size)
+    q, k, v = (_unsplit(x) for x in (q, k, v))
+    with graph.inserting_before(node):
+        fused = graph.call_function(
+            torch.ops.rbln_emulator.self_attention.default,
+            (
+                *(q.rows, q.column, k.rows, k.column, v.rows, v.column),
+                *(q.norm, k.norm, q.eps),
+                *(rotation.positions, rotation.cos_sin_cache, rotation.is_neox),
+                *(call.kv_cache, call.scale, call.starts, call.ends, call.block_tables),
+                *(call.sinks, call.soft_cap, call.alibi_slopes, call.k_scale, call.v_scale),
+                *(call.chunk, call.window),
+                *(group, batch, call.query_counts),
+            ),
+        )
+        width = kv_heads * group * head_size
+        fused.meta["example_value"] = value.new_empty(batch * length, width)
+        shape = shape_arguments((batch, length, kv_heads, group, head_size))
+        seen = add_method(graph, "permute", add_method(graph, "view", fused, *shape), *_TO_OP)
+    node.replace_all_uses_with(seen)
+    graph.erase_node(node)
+
+
+def _token_rows(heads: fx.Node) -> _Heads | None:
+    """The [T, H * D] tensor that ``heads`` [B, H, G, L, D] shows, or None where there is none."""
+    if not is_method(heads, "permute") or heads.args[1:] not in (_TO_OP, (_TO_OP,)):
+        return None
+    source = heads.args[0]
+    return _rows_behind(source) if isinstance(source, fx.Node) else None
+
+
+def _rows_behind(node: fx.Node) -> _Heads | None:
+    for shown in viewed(node):
+        value = example(shown)
+        if value is not None and value.dim() == 2 and value.stride(1) == 1:
+            return _Heads(shown)
+    return None
+
+
+def _unrotated(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads, _Rotation]:
+    """Return both tensors as they were before the rotary kernel."""
+    rotary = _part_of(q.rows, 0)
+    kept = q, k, _Rotation()
+    if rotary is None or rotary is not _part_of(k.rows, 1):
+        return kept
+    if op_name(rotary) != "rbln_emulator::rotary_embedding" or rotary.args[4] != head_size:
+        return kept
+    positions, turned_q, turned_k, cache, _, is_neox = rotary.args
+    before = [_rows_behind(x) for x in (turned_q, turned_k) if isinstance(x, fx.Node)]
+    if len(before) != 2 or before[0] is None or before[1] is None:
+        return kept
+    assert isinstance(positions, fx.Node)
+    assert isinstance(cache, fx.Node)
+    return before[0], before[1], _Rotation(positions, cache, bool(is_neox))
+
+
+def _part_of(node: fx.Node, index: int) -> fx.Node | None:
+    """The node whose result's element ``index`` this is."""
+    if node.target is operator.getitem and node.args[1] == index:
+        source = node.args[0]
+        return source if isinstance(source, fx.Node) else None
+    return None
+
+
+def _unnormed(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads]:
+    """Return both tensors before their per-head norms, if both have one with the same epsilon."""
+    before = _before_norm(q, head_size), _before_norm(k, head_size)
+    if before[0] is None or before[1] is None or before[0].eps != before[1].eps:
+        return q, k
+    return before[0], before[1]
+
+
+def _before_norm(heads: _Heads, head_size: int) -> _Heads | None:
+    for norm in viewed(heads.rows):
+        if op_name(norm) != "rbln_emulator::rms_norm":
+            continue
+        x, weight, eps = norm.args
+        value = example(norm)
+        if value is None or value.shape[-1] != head_size or not isinstance(x, fx.Node):
+            return None
+        rows = _rows_behind(x)
+        return rows and replace(rows, norm=weight, eps=float(eps))  # type: ignore[arg-type]
+    return None
+
+
+def _unsplit(heads: _Heads) -> _Heads:
+    """The rows that ``split`` or ``chunk`` cut ``heads`` from."""
+    node, value = heads.rows, example(heads.rows)
+    if node.target is not operator.getitem or value is None:
+        return heads
+    cut = node.args[0]
+    if not is_method(cut, "split", "chunk") and getattr(cut, "target", None) not in _SPLITS:
+        return heads
+    assert isinstance(cut, fx.Node)
+    whole = cut.args[0]
+    rows = example(whole)
+    if not isinstance(whole, fx.Node) or rows is None or rows.dim() != 2:
+        return heads
+    if rows.stride() != value.stride() and rows.shape[0] > 1:
+        return heads
+    column = int(value.storage_offset() - rows.storage_offset())
+    return replace(heads, rows=whole, column=column)
+
+
+_SPLITS: tuple[Callable[..., tuple[Tensor, ...]], ...] = (torch.split, torch.chunk)
+
+
+_ROW_ARGUMENTS = {
+    "linear": (0,),
+    "quantized_linear": (0,),
+    "rms_norm": (0,),
+    "fused_add_rms_norm": (0, 1),
+    "layer_norm": (0,),
+    "activate": (0,),
+    "moe_route": (0,),
+    "moe": (0, 1, 2),
+    "quantized_moe": (0, 1, 2),
+}
+"""Kernels that compute each row by itself: the places of their arguments with rows."""
+_OTHER_ROWS = {"tokens_mask", "slots"}
+"""Arguments of these calls that would need rows of their own."""
+_TENSOR_PARALLEL = "tp"
+"""The group whose ranks have the same rows."""
+_BY_ELEMENT = (operator.add, operator.mul)
+
+
+def compute_last_rows_apart(graph: fx.Graph) -> None:
+    """Gather rows of hidden states right behind the last attention, where the graph gathers any.
+
+    The calls that compute all rows of them come last. A graph with a call that writes to a tensor
+    behind its last attention is left as it is.
+    """
+    nodes = list(graph.nodes)
+    gather = _gather_of_output(nodes[-1])
+    attention = [place for place, node in enumerate(nodes) if "attention" in op_name(node)]
+    if gather is None or not attention:
+        return
+    behind = nodes[attention[-1] + 1 : -1]
+    if any(_writes(node) for node in behind):
+        return
+    with graph.inserting_before(gather):
+        gather.replace_all_uses_with(_Gathered(graph, gather, set(behind)).of(gather.args[0]))
+    graph.erase_node(gather)
+    _move_hidden_back(nodes[-1], [node for node in behind if node is not gather])
+
+
+def _gather_of_output(output: fx.Node) -> fx.Node | None:
+    """Return the call that gathers rows of the hidden states [L, H] that the graph returns."""
+    results = output.args[0]
+    if not isinstance(results, tuple) or len(results) < 2 or not isinstance(results[1], fx.Node):
+        return None
+    users = [user for user in results[1].users if is_method(user, "index_select")]
+    return users[0] if len(users) == 1 and users[0].args[1] == 0 else None
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = op_schema(node)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    return node.op == "call_method" and str(node.target).endswith("_")
+
+
+class _Gathered:
+    """Copies of calls that compute the gathered rows alone."""
+
+    def __init__(self, graph: fx.Graph, gather: fx.Node, behind: set[fx.Node]) -> None:
+        self._graph, self._behind = graph, behind
+        self._dim, self._rows = gather.args[1:]
+        self._made: dict[fx.Node, fx.Node] = {}
+
+    def of(self, node: fx.node.Argument) -> fx.Node:
+        """Return the gathered rows of what ``node`` computes, [L, ...] or a tuple of such."""
+        assert isinstance(node, fx.Node)
+        if node not in self._made:
+            places = self._row_places(node)
+            self._made[node] = self._copy(node, places) if places else self._gather(node)
+        return self._made[node]
+
+    def _row_places(self, node: fx.Node) -> tuple[int, ...]:
+        """As the function; none for a call that comes before the attention's end."""
+        places = _row_places(node) if node in self._behind else ()
+        if node.target is operator.getitem and places:
+            # Of a tuple, which cannot be gathered.
+            source = node.args[0]
+            return places if isinstance(source, fx.Node) and self._row_places(source) else ()
+        return places
+
+    def _copy(self, node: fx.Node, places: tuple[int, ...]) -> fx.Node:
+        args = tuple(self.of(x) if n in places else x for n, x in enumerate(node.args))
+        return self._graph.create_node(node.op, node.target, args, dict(node.kwargs))
+
+    def _gather(self, node: fx.Node) -> fx.Node:
+        return self._graph.call_method("index_select", (node, self._dim, self._rows))
+
+
+def _row_places(node: fx.Node) -> tuple[int, ...]:
+    """Return the places of the arguments with rows; none for a call that may mix rows."""
+    if node.target is operator.getitem:
+        # An index into a tensor, such as [1, L, H][0], takes rows away: another axis has them.
+        results = op_schema(node.args[0])
+        return (0,) if results is not None and len(results.returns) > 1 else ()
+    if node.target in _BY_ELEMENT:
+        return _equal_shapes(node)
+    if collective_name(node.target) == "all_reduce":
+        return (0,) if node.args[-1] == _TENSOR_PARALLEL else ()
+    schema = op_schema(node)
+    if schema is None:
+        return ()
+    names = [argument.name for argument in schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if any(given.get(name) is not None for name in _OTHER_ROWS):
+        return ()
+    namespace, _, name = op_name(node).partition("::")
+    return _ROW_ARGUMENTS.get(name, ()) if namespace == NAMESPACE else ()
+
+
+def _equal_shapes(node: fx.Node) -> tuple[int, ...]:
+    """Return the places of all tensors in ``node.args`` if they have the result's shape."""
+    result, shapes = example(node), {}
+    for place, argument in enumerate(node.args):
+        if isinstance(argument, fx.Node):
+            value = example(argument)
+            shapes[place] = None if value is None else value.shape
+    if result is None or any(shape != result.shape for shape in shapes.values()):
+        return ()
+    return tuple(shapes)
+
+
+def _move_hidden_back(output: fx.Node, behind: Sequence[fx.Node]) -> None:
+    """Move the calls ``behind`` that nothing but hidden states needs to the end, in their order."""
+    results = output.args[0]
+    assert isinstance(results, tuple)
+    needed = set[fx.Node]()
+    waiting = [node for place, node in enumerate(results) if place != 1]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, fx.Node) and node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    for node in behind:
+        if node not in needed:
+            output.prepend(node)
+
+
+_LINEAR_TARGETS = (torch._C._nn.linear, torch.nn.functional.linear)
+_ACTIVATIONS = {
+    torch._C._nn.gelu: "gelu",
+    torch.nn.functional.gelu: "gelu",
+    torch.nn.functional.silu: "silu",
+    torch.nn.functional.softplus: "softplus",
+    torch.sigmoid: "sigmoid",
+    torch.nn.functional.sigmoid: "sigmoid",
+    "sigmoid": "sigmoid",
+}
+_LAYER_NORM = ("weight", "bias", "eps")
+
+
+def lower_graph(program: Program, *, pack_linear: bool) -> Program:
+    """A new program over a copy of the graph; ``program`` is left as it was.
+
+    ``pack_linear``: the native kernels are there, so linears read packed weights and whatever has
+    a kernel calls it.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    bindings = dict(zip(_placeholders(graph), program.bindings, strict=True))
+    elide_output_buffers(graph)
+    if pack_linear:
+        fuse_attention(graph)
+        _pack_linears(graph, bindings)
+        _call_kernels(graph)
+    _elide_casts(graph)
+    simplify_views(graph)
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+    if pack_linear:
+        compute_last_rows_apart(graph)
+    _erase_unused_placeholders(graph, bindings)
+    graph.lint()
+    return Program(graph, tuple(bindings[node] for node in _placeholders(graph)))
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _pack_linears(graph: fx.Graph, bindings: dict[fx.Node, str]) -> None:
+    packed_of: dict[str, fx.Node] = {}
+    for node in [n for n in graph.nodes if n.target in _LINEAR_TARGETS]:
+        activation, weight, bias = (*node.args, node.kwargs.get("bias"))[:3]
+        name, matrix = bindings.get(weight, ""), example(weight)
+        if not name.startswith(PARAM) or matrix is None or not can_pack(matrix):
+            continue
+        packed_name = PACKED + name.removeprefix(PARAM)
+        if packed_name not in packed_of:
+            with graph.inserting_before(_placeholders(graph)[0]):
+                packed_of[packed_name] = graph.placeholder(f"packed_{len(packed_of)}")
+            bindings[packed_of[packed_name]] = packed_name
+        with graph.inserting_before(node):
+            kernel = graph.call_function(
+                torch.ops.rbln_emulator.linear.default,
+                (activation, packed_of[packed_name], bias, matrix.shape[0]),
+            )
+        kernel.meta = dict(node.meta)
+        node.replace_all_uses_with(kernel)
+        graph.erase_node(node)
+
+
+def _call_kernels(graph: fx.Graph) -> None:
+    """PyTorch's functions that have a kernel; see ``ops``."""
+    ops = torch.ops.rbln_emulator
+    for node in list(graph.nodes):
+        value = example(node)
+        if value is None or value.dtype not in PACKABLE_DTYPES:
+            continue
+        if (function := _activation(node)) is not None:
+            node.op, node.target = "call_function", ops.activate.default
+            node.args = (node.args[0], function, False)
+        elif node.target is torch.nn.functional.layer_norm and _is_plain_norm(node):
+            weight, bias, eps = (_given(node, 2 + i, n) for i, n in enumerate(_LAYER_NORM))
+            eps = 1e-5 if eps is None else eps
+            node.target, node.args = ops.layer_norm.default, (node.args[0], weight, bias, eps)
+        else:
+            continue
+        node.kwargs = {}
+
+
+def _activation(node: fx.Node) -> str | None:
+    """The name of the kernel's function that computes what the node does, if there is one."""
+    if node.op not in ("call_function", "call_method") or node.target not in _ACTIVATIONS:
+        return None
+    function, x = _ACTIVATIONS[node.target], example(node.args[0])
+    if x is None or x.dtype not in PACKABLE_DTYPES or x.dim() == 0:
+        return None
+    if function == "gelu":
+        return "gelu_tanh" if _given(node, 1, "approximate") == "tanh" else "gelu"
+    # In place, or a softplus of another shape.
+    is_plain = len(node.args) == 1 and not any(node.kwargs.values())
+    return function if is_plain else None
+
+
+def _given(node: fx.Node, place: int, name: str) -> Any:
+    """An argument passed by place or by name, None where it is not passed."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
+
+
+def _is_plain_norm(node: fx.Node) -> bool:
+    """Over the last dimension, and all of one dtype."""
+    x, shape = example(node.args[0]), _given(node, 1, "normalized_shape")
+    scales = (example(_given(node, 2, "weight")), example(_given(node, 3, "bias")))
+    same = all(scale is None or x is None or scale.dtype == x.dtype for scale in scales)
+    return x is not None and same and len(shape) == 1
+
+
+def _elide_casts(graph: fx.Graph) -> None:
+    """Drop ``x.to(dtype)`` and its like where x already has the dtype."""
+    for node in list(graph.nodes):
+        if not is_method(node, "to", "float", "long", "contiguous"):
+            continue
+        before, after = (example(value) for value in (node.args[0], node))
+        if before is None or after is None or before.dtype != after.dtype:
+            continue
+        if before.stride() == after.stride() and before.device == after.device:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _erase_unused_placeholders(graph: fx.Graph, bindings: dict[fx.Node, str]) -> None:
+    for node in _placeholders(graph):
+        if not node.users:
+            del bindings[node]
+            graph.erase_node(node)

@@ -1,0 +1,1 @@
+"""The RBLN SDK: rules and adapters; ``compiler`` imports the SDK itself."""

@@ -1,1 +1,0 @@
-"""The emulated device's kernels: C++ ops built on first use, PyTorch bodies behind them."""

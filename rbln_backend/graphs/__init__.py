@@ -1,0 +1,1 @@
+"""Graphs: capture, programs as data, tensors by name, and the cache on disk."""
