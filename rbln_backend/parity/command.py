@@ -18,8 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     # After the flags, so that a misspelt one is reported at once.
     from rbln_backend.host.child_process import ChildError
-    from rbln_backend.parity.report.json_lines import json_lines
-    from rbln_backend.parity.report.text import text_report
+    from rbln_backend.parity.report import json_lines, text_report
     from rbln_backend.parity.run import run_parity
 
     try:

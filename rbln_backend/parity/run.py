@@ -1,19 +1,279 @@
-"""One parity run: the reference, the RBLN path along its tokens, and the comparison."""
+"""One parity run: the reference, the RBLN path along its tokens, and the comparison.
+
+Differences at every generated position, the verdict on them, and the first layer that departs.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import numpy as np
 
 from rbln_backend.host.child_process import ChildJob
-from rbln_backend.parity.bisect import Departure, LayerDelta, first_departure, layer_deltas
-from rbln_backend.parity.job import Job, Side, SideResult
-from rbln_backend.parity.jobs import Jobs, environ_of
-from rbln_backend.parity.options import Options
-from rbln_backend.parity.positions import PromptDelta, Summary, compare, summarize
-from rbln_backend.parity.verdict import Failure, judge
+from rbln_backend.parity.jobs import (
+    Answer,
+    FloatArray,
+    IntArray,
+    Job,
+    Jobs,
+    Layers,
+    Side,
+    SideResult,
+    environ_of,
+)
+from rbln_backend.parity.options import Limits, Options
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionDelta:
+    """Differences of log-probabilities at one position, over the tokens that both sides have."""
+
+    overlap: int
+    outliers: int
+    """|difference| >= eps."""
+    max_delta: float
+    mean_delta: float
+    pearson: float
+    """NaN for fewer than two tokens, or for equal values of all tokens on one side."""
+    same_best: bool
+    margin: float
+    """The reference's best log-probability less its second best."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptDelta:
+    """Differences of one prompt at every position, each after the same tokens on both sides."""
+
+    positions: tuple[PositionDelta, ...]
+    first_divergence: int | None
+    """Position at which the free continuations differ; None if they are equal."""
+
+    @property
+    def divergence_is_a_tie(self) -> bool:
+        """True if the reference's margin is at most the difference between the runners."""
+        if self.first_divergence is None or not self.positions:
+            return False
+        position = self.positions[self.first_divergence]
+        return position.margin <= 2 * position.max_delta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Summary over all prompts of two sides; ``None`` without compared log-probabilities."""
+
+    prompts: int
+    positions: int
+    same_tokens: int
+    """Prompts with equal free continuations."""
+    ties: int
+    """Prompts that differ at a tie of the reference."""
+    max_delta: float | None
+    mean_delta: float | None
+    min_pearson: float | None
+    outliers: int
+
+
+def summarize(deltas: Sequence[PromptDelta]) -> Summary:
+    """Summarize the prompts of two sides."""
+    positions = [position for delta in deltas for position in delta.positions]
+    overlaps = [position.overlap for position in positions]
+    total = sum(p.mean_delta * p.overlap for p in positions if p.overlap)
+    return Summary(
+        prompts=len(deltas),
+        positions=len(positions),
+        same_tokens=sum(delta.first_divergence is None for delta in deltas),
+        ties=sum(delta.divergence_is_a_tie for delta in deltas),
+        max_delta=max((p.max_delta for p in positions), default=None),
+        mean_delta=total / sum(overlaps) if any(overlaps) else None,
+        min_pearson=min((p.pearson for p in positions if not math.isnan(p.pearson)), default=None),
+        outliers=sum(p.outliers for p in positions),
+    )
+
+
+def compare(reference: Answer, other: Answer, eps: float) -> PromptDelta:
+    """Compare two answers to one prompt; ``other`` followed the reference's tokens."""
+    count = min(len(reference.top_ids), len(other.top_ids))
+    has_logprobs = count > 0 and reference.top_ids.shape[1] > 0 and other.top_ids.shape[1] > 0
+    positions = (
+        tuple(
+            compare_position(
+                *(reference.top_ids[at], reference.logprobs[at]),
+                *(other.top_ids[at], other.logprobs[at]),
+                eps,
+            )
+            for at in range(count)
+        )
+        if has_logprobs
+        else ()
+    )
+    return PromptDelta(positions=positions, first_divergence=_first_divergence(reference, other))
+
+
+def _first_divergence(reference: Answer, other: Answer) -> int | None:
+    count = min(len(reference.token_ids), len(other.token_ids))
+    differs = np.nonzero(reference.token_ids[:count] != other.token_ids[:count])[0]
+    return int(differs[0]) if len(differs) else None
+
+
+def compare_position(
+    ref_ids: IntArray, ref: FloatArray, ids: IntArray, values: FloatArray, eps: float
+) -> PositionDelta:
+    """Compare ``ref_ids``, ``ref`` [N] with ``ids``, ``values`` [M], likeliest first."""
+    _, at_ref, at = np.intersect1d(ref_ids, ids, return_indices=True)
+    a, b = ref[at_ref].astype(np.float64), values[at].astype(np.float64)
+    finite = np.isfinite(a) & np.isfinite(b)
+    a, b = a[finite], b[finite]
+    delta = np.abs(a - b)
+    return PositionDelta(
+        overlap=len(delta),
+        outliers=int((delta >= eps).sum()),
+        max_delta=float(delta.max(initial=0.0)),
+        mean_delta=float(delta.mean()) if len(delta) else float("nan"),
+        pearson=_pearson(a, b),
+        same_best=bool(ref_ids[0] == ids[0]),
+        margin=float(ref[0] - ref[1]) if len(ref) > 1 else float("inf"),
+    )
+
+
+def _pearson(a: np.ndarray, b: np.ndarray) -> float:
+    if len(a) < 2 or a.std() == 0 or b.std() == 0:
+        return float("nan")
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A limit that a prompt exceeds, and the first position that does."""
+
+    prompt: int
+    position: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt}, position {self.position}: {self.reason}"
+
+
+def judge(deltas: Sequence[PromptDelta], limits: Limits) -> list[Failure]:
+    """Return the failures, at most one per prompt and limit."""
+    failures = []
+    for index, delta in enumerate(deltas):
+        seen: set[str] = set()
+        for position, kind, reason in _broken(delta, limits):
+            if kind not in seen:
+                seen.add(kind)
+                failures.append(Failure(prompt=index, position=position, reason=reason))
+    return failures
+
+
+def _broken(delta: PromptDelta, limits: Limits) -> Iterator[tuple[int, str, str]]:
+    for index, position in enumerate(delta.positions):
+        for kind, reason in _of_position(position, limits):
+            yield index, kind, reason
+    at = delta.first_divergence
+    if at is None or (delta.positions and delta.divergence_is_a_tie):
+        return
+    detail = ""
+    if delta.positions:
+        position = delta.positions[at]
+        detail = f": the reference's margin is {position.margin:.3g}, "
+        detail += f"the largest difference {position.max_delta:.3g}"
+    yield at, "token", "another token where the reference was decided" + detail
+
+
+def _of_position(position: PositionDelta, limits: Limits) -> Iterator[tuple[str, str]]:
+    if position.overlap == 0:
+        yield "overlap", "the sides name no token in common"
+        return
+    if not math.isnan(position.pearson) and position.pearson < limits.min_pearson:
+        yield "pearson", f"Pearson {position.pearson:.4f} is below {limits.min_pearson}"
+    if position.mean_delta > limits.max_mean_delta:
+        yield "mean", f"mean |delta| {position.mean_delta:.4f} is above {limits.max_mean_delta}"
+    share = position.outliers / position.overlap
+    if share > limits.max_outlier_share:
+        yield (
+            "outliers",
+            (
+                f"{position.outliers} of {position.overlap} tokens differ by {limits.eps} or more, "
+                f"above a share of {limits.max_outlier_share}"
+            ),
+        )
+
+
+# A layer departs where its relative error is above what the dtype explains and this many times
+# the error of the layer before it. Rounding grows by some tens of percent a layer.
+JUMP = 4.0
+# Relative error that rounding alone reaches after some layers, with room.
+ROUNDING = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDelta:
+    """||state - reference|| / ||reference|| over the rows of a phase."""
+
+    name: str
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """Layer and phase at which the sides depart."""
+
+    layer: str
+    phase: Phase
+    error: float
+    error_before: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layer} departs in {self.phase}: relative error {self.error:.3g}, "
+            f"{self.error_before:.3g} before it"
+        )
+
+
+def layer_deltas(reference: Layers, other: Layers, num_decoded: int) -> list[LayerDelta]:
+    """Compare all layers; raises ``ValueError`` if the shapes of the sides differ."""
+    if reference.states.shape != other.states.shape:
+        raise ValueError(
+            f"the sides' layers differ: {reference.states.shape} and {other.states.shape}"
+        )
+    split = reference.states.shape[1] - num_decoded
+    return [
+        LayerDelta(
+            name=name,
+            prefill=_relative(ref[:split], state[:split]),
+            decode=_relative(ref[split:], state[split:]),
+        )
+        for name, ref, state in zip(other.names, reference.states, other.states, strict=True)
+    ]
+
+
+def first_departure(deltas: Sequence[LayerDelta], dtype: str) -> Departure | None:
+    """Return the earliest layer that departs, in the phase with the larger error."""
+    floor = ROUNDING.get(dtype, ROUNDING["bfloat16"])
+    before = {"prefill": floor / JUMP, "decode": floor / JUMP}
+    for delta in deltas:
+        phase: Phase = "prefill" if delta.prefill >= delta.decode else "decode"
+        error = getattr(delta, phase)
+        if error > max(floor, JUMP * before[phase]):
+            return Departure(layer=delta.name, phase=phase, error=error, error_before=before[phase])
+        before = {"prefill": delta.prefill, "decode": delta.decode}
+    return None
+
+
+def _relative(reference: FloatArray, other: FloatArray) -> float:
+    norm = float(np.linalg.norm(reference))
+    error = float(np.linalg.norm(other - reference)) / norm if norm else 0.0
+    # NaN counts as an infinite error.
+    return error if np.isfinite(error) else float("inf")
+
 
 # Tokens that a probe decodes one by one: at least two, so that a step reads the cache of another.
 _MIN_DECODED = 2
@@ -141,7 +401,7 @@ class _Sides:
             self._log(line)
         child = ChildJob(
             label=f"{job.side} side",
-            module="rbln_backend.parity.runners",
+            module="rbln_backend.parity",
             variables=environ,
             timeout=self._options.timeout,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rbln_backend.parity.runners.probe_worker import ProbeWorker
+from rbln_backend.parity.probe_worker import ProbeWorker
 from rbln_backend.vllm_compat.surface import KVCacheConfig
 from rbln_backend.worker.preflight import attention_layers
 

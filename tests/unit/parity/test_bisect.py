@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rbln_backend.parity.bisect import LayerDelta, first_departure, layer_deltas
-from rbln_backend.parity.job import Layers
+from rbln_backend.parity.jobs import Layers
+from rbln_backend.parity.run import LayerDelta, first_departure, layer_deltas
 
 
 def _layers(*pairs: tuple[float, float]) -> list[LayerDelta]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rbln_backend.parity.job import Job
-from rbln_backend.parity.runners.first_layers import first_layers
+from rbln_backend.parity.jobs import Job
+from rbln_backend.parity.layers import first_layers
 
 WEIGHTS = {
     "model-1.safetensors": [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rbln_backend.parity.runners.plain_weights import add_adapter, plain_checkpoint, read_weights
+from rbln_backend.parity.transformers_side import add_adapter, plain_checkpoint, read_weights
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint

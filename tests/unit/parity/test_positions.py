@@ -7,10 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from rbln_backend.parity.job import Answer
+from rbln_backend.parity.jobs import Answer
 from rbln_backend.parity.options import Limits
-from rbln_backend.parity.positions import compare, compare_position
-from rbln_backend.parity.verdict import judge
+from rbln_backend.parity.run import compare, compare_position, judge
 
 LIMITS = Limits(eps=0.5, min_pearson=0.99, max_mean_delta=0.1, max_outlier_share=0.01)
 

@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from rbln_backend.parity.job import Answer, SideResult
+from rbln_backend.parity.jobs import Answer, SideResult
 from rbln_backend.parity.options import parse
-from rbln_backend.parity.positions import compare
-from rbln_backend.parity.report.json_lines import json_lines
-from rbln_backend.parity.report.text import text_report
-from rbln_backend.parity.run import Comparison, Outcome, heading, launch
+from rbln_backend.parity.report import json_lines, text_report
+from rbln_backend.parity.run import Comparison, Outcome, compare, heading, launch
 
 OPTIONS = parse(["--no-color", "--topk", "2"])
 CPU = Answer(

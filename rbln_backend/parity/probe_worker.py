@@ -1,7 +1,8 @@
 """RBLN worker whose graphs also return the residual stream after every decoder layer.
 
 The model is captured, lowered and run by the same compiler as in serving; only these outputs are
-added. An error of a kernel, the lowering or the weights therefore shows at its layer.
+added. An error of a kernel, the lowering or the weights therefore shows at its layer. A module of
+its own: the reference's process must not import our worker.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from rbln_backend.core import Phase, UsefulRows
 from rbln_backend.devices.port import CompiledGraph
-from rbln_backend.parity.runners.layers import tapped
+from rbln_backend.parity.layers import tapped
 from rbln_backend.worker.graph_functions import GraphFunction, graph_function
 from rbln_backend.worker.graph_set import StepGraph
 from rbln_backend.worker.worker import RblnWorker

@@ -1,1 +1,0 @@
-"""The outcome of a parity run as text and JSON lines."""

@@ -1,1 +1,0 @@
-"""Code that runs in a runner's process: an engine or transformers, and layer probes."""
