@@ -21,10 +21,10 @@ from saved_tables import code, table
 from upstream_routes import absent_routes
 
 from rbln_backend.config import GRAPH, RblnConfig
-from rbln_backend.reporting.metrics import METRICS, MetricDecl
-from rbln_backend.reporting.reports import SECTIONS, KvGroupInfo
-from rbln_backend.unsupported import FEATURES
-from rbln_backend.variables import (
+from rbln_backend.limits import FEATURES
+from rbln_backend.reports.info import SECTIONS, KvGroupInfo
+from rbln_backend.reports.metrics import METRICS, MetricDecl
+from rbln_backend.settings import (
     KINDS,
     KNOWN_SDK,
     NEXT_SDK,

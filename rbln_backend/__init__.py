@@ -7,8 +7,8 @@ import logging
 
 def register() -> str:
     """Return the dotted path of the platform class; entry point of `vllm.platform_plugins`."""
-    from rbln_backend.host.vllm_build import SUPPORTED, vllm_build
-    from rbln_backend.vllm_compat.log import drop_expected_warnings
+    from rbln_backend.host.resources import SUPPORTED, vllm_build
+    from rbln_backend.vllm_patches import drop_expected_warnings
 
     if not (build := vllm_build()).is_supported:
         logging.getLogger(__name__).warning(

@@ -28,6 +28,9 @@ QUEUE_TIMEOUT = "queue_timeout"
 NO_TOKEN, NO_TOKEN_LEFT = -1, "no_token_left"
 """What is sampled where every token is forbidden, and the stop reason of a request that gets it."""
 
+RANKS_EXECUTOR = "rbln_backend.worker.executor.RanksExecutor"
+"""The executor of several ranks on one host."""
+
 STRICT = ConfigDict(strict=True)
 
 GRAPH = "graph"

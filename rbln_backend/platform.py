@@ -10,23 +10,18 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from rbln_backend import vllm_patches
 from rbln_backend.buckets import (
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     EngineBuckets,
     step_tokens_of,
 )
-from rbln_backend.compilation import settle_compilation
-from rbln_backend.config import RblnConfig
+from rbln_backend.config import RANKS_EXECUTOR, RblnConfig
 from rbln_backend.devices.rebel.limits import check_release, settle_npu
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_transfer.options import take_tiers
-from rbln_backend.parallel.rules import settle_parallel
-from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported
-from rbln_backend.settings import options_of_vllm, resolve
-from rbln_backend.speculation.model_rules import settle_draft_model
-from rbln_backend.text_models.registry import register as register_text_models
-from rbln_backend.unsupported import (
+from rbln_backend.limits import (
     LORA_DTYPE,
     LORA_EXPERT_FORMATS,
     LORA_ON_NPU,
@@ -35,12 +30,13 @@ from rbln_backend.unsupported import (
     PREFILL_PROMPTS,
     SPARSE_ATTENTION,
 )
-from rbln_backend.variables import newer_sdk
-from rbln_backend.vllm_compat import patches
-from rbln_backend.vllm_compat.settled import Settled
+from rbln_backend.models import register as register_text_models
+from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported, settle_compilation
+from rbln_backend.settings import Settled, newer_sdk, options_of_vllm, resolve
+from rbln_backend.speculation.model_rules import settle_draft_model
 
 if TYPE_CHECKING:
-    from vllm.config import LoRAConfig, VllmConfig
+    from vllm.config import LoRAConfig, ParallelConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -60,6 +56,9 @@ DEFAULT_PREFILL_PROMPTS = 8
 GRAMMAR_BACKEND: Literal["xgrammar"] = "xgrammar"
 
 _NOT_ADAPTED = ("embed_tokens",)
+
+_WHOLE_ROWS: Literal["flashinfer_nvlink_two_sided"] = "flashinfer_nvlink_two_sided"
+"""The all-to-all backend with which vLLM gives every tensor-parallel rank all rows of a batch."""
 
 
 class RblnPlatform(Platform):
@@ -90,7 +89,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        from rbln_backend.host.memory import host_memory
+        from rbln_backend.host.resources import host_memory
 
         return host_memory().total_bytes
 
@@ -120,7 +119,7 @@ class RblnPlatform(Platform):
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
         """Register quantisation methods before vLLM reads a checkpoint's quantisation config."""
-        from rbln_backend.quantization.configs import register
+        from rbln_backend.layers.quantization import register
 
         register()
 
@@ -153,12 +152,12 @@ class RblnPlatform(Platform):
         if attn_selector_config.use_mla:
             raise MLA.refusal()
         if attn_selector_config.attn_type == AttentionType.ENCODER_ONLY:
-            return "rbln_backend.attention.encoder.EncoderAttentionBackend"
-        return "rbln_backend.attention.backend.RblnAttentionBackend"
+            return "rbln_backend.layers.encoder.EncoderAttentionBackend"
+        return "rbln_backend.layers.attention.RblnAttentionBackend"
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:
-        return "rbln_backend.parallel.communicator.RblnCommunicator"
+        return "rbln_backend.layers.communicator.RblnCommunicator"
 
     @classmethod
     def get_nixl_supported_devices(cls) -> dict[str, tuple[str, ...]]:
@@ -181,13 +180,13 @@ class RblnPlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
         register_text_models()
-        patches.inspect_models_here()
-        patches.speculate_here()
-        patches.schedule_in_order()
-        patches.run_here()
+        vllm_patches.inspect_models_here()
+        vllm_patches.speculate_here()
+        vllm_patches.schedule_in_order()
+        vllm_patches.run_here()
         later = newer_sdk() is not None
         if later:
-            patches.chunk_by_default(NPU_CHUNK_TOKENS)
+            vllm_patches.chunk_by_default(NPU_CHUNK_TOKENS)
         if parser is not None:
             parser.set_defaults(
                 max_num_batched_tokens=NPU_CHUNK_TOKENS if later else DEFAULT_CHUNK_TOKENS,
@@ -209,7 +208,7 @@ class RblnPlatform(Platform):
         _settle_pooling(vllm_config)
         _settle_tuning(vllm_config)
         refuse_unsupported(vllm_config, rbln)
-        settle_parallel(vllm_config.parallel_config)
+        _settle_parallel(vllm_config.parallel_config)
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         device = device_capabilities(rbln)
@@ -247,6 +246,26 @@ def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, An
     for warning in resolved.warnings:
         logger.warning_once(warning)
     return take_tiers(vllm_config, resolved.config), options_of_vllm(additional)
+
+
+def _settle_parallel(parallel: ParallelConfig) -> None:
+    """Set the executors of one process and of one host, and what ranks exchange."""
+    if parallel.distributed_executor_backend == "uni":
+        parallel.distributed_executor_backend = "rbln_backend.worker.executor.DirectExecutor"
+    elif parallel.distributed_executor_backend == "mp":
+        parallel.distributed_executor_backend = RANKS_EXECUTOR
+    parallel.disable_custom_all_reduce = True
+    _keep_rows_whole(parallel)
+
+
+def _keep_rows_whole(parallel: ParallelConfig) -> None:
+    """Give all rows to each tensor-parallel rank that shares experts with other engines.
+
+    vLLM would split the rows among the ranks: less to gather, but batch sizes that depend on the
+    number of ranks. The backend's name has no other effect here: our layers do the exchange.
+    """
+    if parallel.use_sequence_parallel_moe:
+        parallel.all2all_backend = _WHOLE_ROWS
 
 
 def _settle_tuning(config: VllmConfig) -> None:
@@ -389,7 +408,7 @@ def _padded_step_tokens(vllm_config: VllmConfig) -> int:
 
 def _settle_prompts(vllm_config: VllmConfig, rbln: RblnConfig, *, can_join: bool) -> RblnConfig:
     """Settle the largest number of prompts in a prefill step: 1 unless the device can join them."""
-    from rbln_backend.parallel.stages import largest_decode
+    from rbln_backend.settings import largest_decode
 
     model = model_config(vllm_config)
     pools = model is not None and model.runner_type == "pooling"
@@ -403,7 +422,7 @@ def _settle_prompts(vllm_config: VllmConfig, rbln: RblnConfig, *, can_join: bool
 
 def _settle_buckets(vllm_config: VllmConfig, rbln: RblnConfig) -> EngineBuckets | None:
     """Derive the compiled sizes; None without a model. Raises ``BucketError``."""
-    from rbln_backend.parallel.stages import largest_decode
+    from rbln_backend.settings import largest_decode
 
     model, speculation = model_config(vllm_config), vllm_config.speculative_config
     if model is None:

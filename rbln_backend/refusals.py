@@ -1,31 +1,39 @@
-"""Rejection of unsupported vLLM configurations, before any model is built."""
+"""Rejection of unsupported vLLM configurations, before any model is built or any rank exists.
+
+vLLM compiles pieces of a model with Inductor and replays them as CUDA graphs. Here the whole model
+is captured as one graph per bucket: flags that request compilation have no further effect, sizes to
+compile become decode buckets, and all other flags of it are rejected by name.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from rbln_backend.buckets import MTP
-from rbln_backend.config import RblnConfig
+from rbln_backend.config import RANKS_EXECUTOR, RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.fp8 import FP8_DTYPES
 from rbln_backend.kv_transfer.options import check_nixl, names_nixl
-from rbln_backend.parallel.rules import RANKS_EXECUTOR, check_ranks
-from rbln_backend.quantization.schemes import METHODS, MODELOPT, check_modelopt
-from rbln_backend.speculation.model_rules import check_draft_model
-from rbln_backend.speculation.text_drafts import DRAFT_METHODS, DRAFT_MODELS, draft_model_of
-from rbln_backend.text_models.registry import TEXT_MODELS
-from rbln_backend.unsupported import (
+from rbln_backend.layers.schemes import METHODS, MODELOPT, check_modelopt
+from rbln_backend.limits import (
     ASYNC_SCHEDULING,
     CONTEXT_PARALLEL,
     DEVICE_SAMPLING,
     DUAL_CHUNK_ATTENTION,
     ENCODER_DECODER,
     EXPERT_EXCHANGE,
+    EXPERTS_APART,
+    HOSTS,
     KV_DTYPE,
     KV_TIERS,
+    LORA_EXPERTS_APART,
+    LORA_SHARDS,
+    MICRO_BATCHES,
     MULTIMODAL,
+    OWN_LAUNCHER,
     QUANTIZATION,
     SPECULATION_KERNELS,
     SPECULATION_METHOD,
@@ -36,11 +44,15 @@ from rbln_backend.unsupported import (
     UNEQUAL_HEADS,
     Feature,
 )
-from rbln_backend.vllm_compat.settled import Settled
+from rbln_backend.models import TEXT_MODELS
+from rbln_backend.settings import Settled, given_options, options_of_vllm
+from rbln_backend.speculation.model_rules import check_draft_model
+from rbln_backend.speculation.text_drafts import DRAFT_METHODS, DRAFT_MODELS, draft_model_of
 
 if TYPE_CHECKING:
     from vllm.config import (
         CacheConfig,
+        CompilationConfig,
         ModelConfig,
         ParallelConfig,
         SpeculativeConfig,
@@ -48,6 +60,158 @@ if TYPE_CHECKING:
     )
 
 logger = logging.getLogger(__name__)
+
+_SIZES = "compile_sizes"
+_GRAPH_SIZE = "max_cudagraph_capture_size"
+_FLAG = "--compilation-config"
+_NO_EAGER = "there is no eager path: every graph is compiled"
+
+
+def settle_compilation(vllm_config: VllmConfig) -> None:
+    """Convert the user's compilation settings; raises `ConfigError` for unsupported ones.
+
+    Must run before vLLM fills in its own defaults.
+    """
+    model = model_config(vllm_config)
+    if model is not None:
+        # First: for some unsupported models vLLM changes the compilation settings itself.
+        refuse_model(model)
+        if model.enforce_eager:
+            raise ConfigError(f"--enforce-eager is not supported: {_NO_EAGER}")
+    level = vllm_config.optimization_level
+    if level == 0:
+        raise ConfigError(f"--optimization-level 0 (-O0) is not supported: {_NO_EAGER}")
+    if level == 1:
+        logger.warning("-O1 has no effect: every graph is compiled as a whole, as for -O3")
+    given = _changed(vllm_config.compilation_config)
+    _check_modes(given)
+    if (sizes := given.pop(_SIZES, None)) is not None:
+        vllm_config.compilation_config.compile_sizes = None
+        _take_sizes(vllm_config, sizes)
+    if (largest := given.pop(_GRAPH_SIZE, None)) is not None:
+        # Some of vLLM's models set it themselves.
+        logger.warning(
+            "%s: %s=%s has no effect: there are no CUDA graphs", _FLAG, _GRAPH_SIZE, largest
+        )
+    for name, value in given.items():
+        raise ConfigError(
+            f"{_FLAG}: {name}={value!r} is not supported: the whole model is captured as one graph "
+            "for each bucket, without Inductor or CUDA graphs"
+        )
+
+
+def _changed(given: CompilationConfig) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, by name."""
+    untouched = type(given)()
+    names = [field.name for field in fields(given) if field.init]
+    pairs = {name: (getattr(given, name), getattr(untouched, name)) for name in names}
+    return {name: value for name, (value, default) in pairs.items() if value != default}
+
+
+def _check_modes(given: dict[str, Any]) -> None:
+    """Remove the modes that describe this backend; raise for others."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    mode = given.pop("mode", CompilationMode.VLLM_COMPILE)
+    if mode != CompilationMode.VLLM_COMPILE:
+        name = f"{int(mode)} ({mode.name})"
+        raise ConfigError(f"{_FLAG}: mode must be 3, got {name}: {_NO_EAGER}")
+    if given.get("cudagraph_mode") == CUDAGraphMode.NONE:
+        del given["cudagraph_mode"]
+
+
+def _take_sizes(vllm_config: VllmConfig, sizes: list[Any]) -> None:
+    """Make sizes to compile the decode buckets, together with the largest batch."""
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ConfigError(f"{_FLAG}: compile_sizes must be integers above 0, got {sizes!r}")
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict):
+        # Rejected when it is read.
+        return
+    ours = given_options(additional)
+    if taken := [name for name in ours if name.startswith("decode_batch_bucket_")]:
+        raise ConfigError(
+            f"{_FLAG}: compile_sizes and {taken[0]} of --additional-config both set the decode "
+            "buckets; give one of them"
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    largest = vllm_config.scheduler_config.max_num_seqs // stages
+    buckets = sorted({size for size in sizes if size < largest} | {largest})
+    logger.warning("compile_sizes %s become the decode buckets %s", sizes, buckets)
+    if above := [size for size in sizes if size > largest]:
+        logger.warning("compile_sizes %s are left out: no decode step exceeds %d", above, largest)
+    vllm_config.additional_config = options_of_vllm(additional) | {
+        "rbln": ours
+        | {
+            "decode_batch_bucket_strategy": "manual",
+            "decode_batch_bucket_manual_buckets": buckets,
+        }
+    }
+
+
+def is_parallel(parallel: ParallelConfig) -> bool:
+    """Return True for several ranks, and where the vendor's checks for several ranks apply."""
+    several = parallel.world_size > 1 or parallel.data_parallel_size > 1
+    return several or parallel.enable_expert_parallel
+
+
+def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
+    """Raise ``UnsupportedModelError``, ``ConfigError`` or ``RuntimeError`` if it cannot run.
+
+    The text for ``profiler`` is the one that the vendor documents.
+    """
+    parallel = config.parallel_config
+    if is_parallel(parallel) and profiler:
+        raise RuntimeError(
+            "RBLN_PROFILER is not supported when using vLLM model parallel (TP, DP, EP, or PP)."
+        )
+    lora = config.lora_config
+    refusals = {
+        OWN_LAUNCHER: parallel.distributed_executor_backend == "external_launcher",
+        HOSTS: _spans_hosts(parallel),
+        EXPERTS_APART: _lacks_engines(parallel) and config.model_config.is_moe,
+        MICRO_BATCHES: parallel.use_ubatching,
+        LORA_SHARDS: lora is not None and lora.fully_sharded_loras,
+        LORA_EXPERTS_APART: lora is not None
+        and parallel.data_parallel_size > 1
+        and "experts" in (lora.target_modules or ()),
+    }
+    for feature, is_present in refusals.items():
+        if is_present:
+            raise feature.refusal()
+    _check_stages(config)
+
+
+def _spans_hosts(parallel: ParallelConfig) -> bool:
+    """Return True if the engine would wait for processes that neither we nor `--headless` start."""
+    return (
+        parallel.nnodes > 1
+        or parallel.local_engines_only
+        or parallel.data_parallel_backend == "ray"
+        or (_lacks_engines(parallel) and parallel.data_parallel_size_local < 1)
+    )
+
+
+def _lacks_engines(parallel: ParallelConfig) -> bool:
+    """Return True for fewer local engines than data-parallel ranks, unless the user sets a rank."""
+    has_rank = parallel.data_parallel_rank_local is not None
+    return not has_rank and parallel.data_parallel_size_local < parallel.data_parallel_size
+
+
+def _check_stages(config: VllmConfig) -> None:
+    stages = config.parallel_config.pipeline_parallel_size
+    number = config.scheduler_config.max_num_seqs
+    if number < stages:
+        raise ConfigError(
+            f"--max-num-seqs {number} is below --pipeline-parallel-size {stages}: every stage has "
+            f"a step of max_num_seqs // stages requests; give at least {stages}"
+        )
+    if number % stages:
+        logger.warning(
+            "--max-num-seqs %d is no multiple of the %d pipeline stages: a step takes at most %d "
+            "requests, so %d of them never run together with the others",
+            *(number, stages, number // stages, number % stages),
+        )
 
 
 def model_config(vllm_config: VllmConfig) -> ModelConfig | None:

@@ -27,8 +27,7 @@ import msgspec
 
 from rbln_backend.buckets import BucketTable
 from rbln_backend.errors import BucketError
-from rbln_backend.host.file_locks import locked_file
-from rbln_backend.host.replaced_files import replace_file
+from rbln_backend.host.files import locked_file, replace_file
 
 PHASES = ("prefill", "decode")
 

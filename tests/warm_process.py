@@ -272,7 +272,7 @@ def _serve() -> None:
 
     import setproctitle
 
-    from rbln_backend.vllm_compat.patches import inspect_models_here
+    from rbln_backend.vllm_patches import inspect_models_here
     from server.host.tasks import without_garbage_collection
     from tests.graph_cache import trace_once
 

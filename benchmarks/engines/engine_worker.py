@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from benchmarks.engines.worker_protocol import answers_to_parent, timed_answer
-from rbln_backend.host.vllm_build import vllm_build
+from rbln_backend.host.resources import vllm_build
 
 if TYPE_CHECKING:
     from vllm import LLM

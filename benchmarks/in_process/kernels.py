@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import rbln_backend.attention.ops  # noqa: F401  defines the attention ops
+import rbln_backend.layers.attention_ops  # noqa: F401  defines the attention ops
 from benchmarks.runner.limits import Limits, bfloat16_peak
 from benchmarks.runner.machine import fma_peak, read_bandwidth
 from rbln_backend.devices.emulated.kernel_set import load_kernels, set_threads

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from rbln_backend.host.vllm_build import vllm_build
+from rbln_backend.host.resources import vllm_build
 
 # The instruction sets that select kernels of any side.
 _RELEVANT_FLAGS = (

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from rbln_backend.grammar.lark import Vocabulary
-from rbln_backend.vllm_compat.grammar import StructuredOutputGrammar
 
 _PLAIN = re.compile(rb"[ -~]{1,4}")
 _CLOSING = (b'"', b"}", b"]", b",", b":", b"0", b"1")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rbln_backend.grammar.trial import GrammarTrial
     from rbln_backend.graphs.cache_key import CacheKey
-    from rbln_backend.reporting.reports import CompileReport, ModelReport, StoreReport
+    from rbln_backend.reports.info import CompileReport, ModelReport, StoreReport
 
 
 _PLUGIN = "rbln"
@@ -78,7 +78,7 @@ def refuse_model(config: ModelConfig) -> None:
 
 def profiles(config: VllmConfig) -> bool:
     """Return whether an engine of this configuration can record profiles."""
-    from rbln_backend.vllm_compat.settled import Settled
+    from rbln_backend.settings import Settled
 
     settled = config.additional_config
     return isinstance(settled, Settled) and settled.rbln.profiler
@@ -91,7 +91,7 @@ def decode_buckets(config: VllmConfig) -> tuple[int, ...]:
     """
     _require_platform()
     # Not through ``surface``, which imports the engine's layers.
-    from rbln_backend.vllm_compat.settled import compiled_sizes
+    from rbln_backend.settings import compiled_sizes
 
     return tuple(compiled_sizes(config).decode or ())
 

@@ -11,4 +11,4 @@ from rbln_backend.checkpoints.folders import (
     local_or_fetched,
     path_problem,
 )
-from rbln_backend.unsupported import MULTIMODAL
+from rbln_backend.limits import MULTIMODAL

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from rbln_backend.reporting.batch_size_log import computed_rows
-from rbln_backend.reporting.metrics import MetricDecl
-from rbln_backend.reporting.progress import (
-    GraphProgress,
-    LastStart,
-    ProgressReader,
-    ProgressSnapshot,
-)
-from rbln_backend.reporting.reports import (
+from rbln_backend.reports.info import (
     SECTIONS,
     CompileReport,
     ModelReport,
     StoreReport,
     read_descriptions,
+)
+from rbln_backend.reports.metrics import MetricDecl, computed_rows
+from rbln_backend.reports.progress import (
+    GraphProgress,
+    LastStart,
+    ProgressReader,
+    ProgressSnapshot,
 )

@@ -21,7 +21,7 @@ from rbln_backend.checkpoints.hub_download import (
     is_repo_name,
 )
 from rbln_backend.errors import CheckpointError
-from rbln_backend.host.file_locks import claimed_folder
+from rbln_backend.host.files import claimed_folder
 from rbln_backend.settings import HubSettings, hub_settings
 
 CATALOGUE: Mapping[str, Download] = {

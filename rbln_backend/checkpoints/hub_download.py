@@ -23,8 +23,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any
 
 from rbln_backend.errors import CheckpointError
-from rbln_backend.host.file_locks import locked_file
-from rbln_backend.host.progress_line import ProgressLine
+from rbln_backend.host.files import locked_file
+from rbln_backend.host.processes import ProgressLine
 from rbln_backend.settings import HubSettings
 
 if TYPE_CHECKING:

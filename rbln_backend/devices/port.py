@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from rbln_backend.collectives import Group
     from rbln_backend.core import GraphSpec, HeadCopy, UsefulRows, WindowRestore, WindowStore
     from rbln_backend.graphs.program import Program
-    from rbln_backend.parallel.collectives import Group
 
 Device = Literal["emulated", "rebel"]
 

@@ -16,18 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-
-from rbln_backend.vllm_compat.grammar import (
-    StructuredOutputGrammar,
-    StructuredOutputManager,
-    StructuredOutputOptions,
-    VllmConfig,
-    XgrammarBackend,
-    XgrammarGrammar,
-    cached_tokenizer_from_config,
-    convert_lark_to_ebnf,
-    grammar_is_likely_lark,
-)
+from vllm.config import VllmConfig
+from vllm.tokenizers import cached_tokenizer_from_config
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, XgrammarGrammar
+from vllm.v1.structured_output.utils import convert_lark_to_ebnf, grammar_is_likely_lark
 
 if TYPE_CHECKING:
     from rbln_backend.grammar.lark import LarkCompiler

@@ -15,8 +15,8 @@ import llguidance
 import llguidance.hf
 import numpy as np
 from torch import Tensor
-
-from rbln_backend.vllm_compat.grammar import StructuredOutputGrammar, is_mistral_tokenizer
+from vllm.utils.mistral import is_mistral_tokenizer
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 logger = logging.getLogger(__name__)
 

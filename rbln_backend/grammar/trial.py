@@ -6,6 +6,8 @@ they delay every running request. The walks find both. They run in a separate pr
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import random
 import re
@@ -16,15 +18,41 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
+from vllm.config import VllmConfig
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 
 from rbln_backend.grammar.backend import MARK, pinned_backend
-from rbln_backend.grammar.heap import heap_bytes
 from rbln_backend.grammar.lark import LarkGrammar
-from rbln_backend.vllm_compat.grammar import (
-    StructuredOutputGrammar,
-    StructuredOutputOptions,
-    VllmConfig,
+
+_FIELDS = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
 )
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
+
+
+def heap_bytes() -> int | None:
+    """Return the allocated bytes of all heaps; None without glibc 2.33 or later."""
+    if (read := _reader()) is None:
+        return None
+    info = read()
+    return int(info.uordblks) + int(info.hblkhd)
+
+
+@functools.cache
+def _reader() -> Callable[[], _Mallinfo] | None:
+    try:
+        function = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return None
+    function.restype = _Mallinfo
+    return function
+
 
 _STEPS = 96
 _PATTERN_STEPS = 96

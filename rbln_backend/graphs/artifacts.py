@@ -34,9 +34,14 @@ from typing import Any
 
 from rbln_backend.errors import ArtifactError, CorruptArtifactError
 from rbln_backend.graphs.cache_key import DIGEST_CHARS, CacheKey, canonical_json
-from rbln_backend.host.file_locks import acquire, claimed_folder, open_lock, remove_if_unlocked
-from rbln_backend.host.replaced_files import sync_directory
-from rbln_backend.host.trusted_files import check_trusted
+from rbln_backend.host.files import (
+    acquire,
+    check_trusted,
+    claimed_folder,
+    open_lock,
+    remove_if_unlocked,
+    sync_directory,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 1

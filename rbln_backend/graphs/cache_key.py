@@ -125,9 +125,9 @@ def _flatten(value: JsonValue, path: str) -> dict[str, str]:
 
 
 _GRAPH_SOURCES = (
-    *("attention", "devices", "lora", "moe", "parallel", "quantization", "text_models"),
+    *("collectives.py", "core.py", "devices", "layers", "lora", "models"),
     *("graphs/call_list.py", "graphs/capture.py", "graphs/operators.py", "graphs/program.py"),
-    *("graphs/tensors.py", "core.py", "worker/draft_model.py", "worker/graph_functions.py"),
+    *("graphs/tensors.py", "worker/draft_model.py", "worker/graph_functions.py"),
     "worker/group_inputs.py",
 )
 

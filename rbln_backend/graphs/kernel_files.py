@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 from rbln_backend.errors import CorruptArtifactError, UntrustedFileError
 from rbln_backend.graphs.artifacts import directory_bytes, write_file
-from rbln_backend.host.file_locks import claimed_folder, locked_file
-from rbln_backend.host.trusted_files import open_trusted, trusted_folder
+from rbln_backend.host.files import claimed_folder, locked_file, open_trusted, trusted_folder
 
 LIBRARY = "librbln_emulator.so"
 RECORD = "library.json"

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch._C import FunctionSchema
 
+from rbln_backend import collectives
 from rbln_backend.errors import CompileError, UnsupportedModelError
-from rbln_backend.parallel import collectives
 
 NAMESPACE = "rbln_custom_ops"
 _SAMPLING = ("argmax", "top_k_top_p")

@@ -1,7 +1,7 @@
 """KV caches of 8-bit floats, with one scale for the keys and one for the values of a layer.
 
 vLLM's layers hold the scales of the checkpoint, or 1.0 (``_k_scale``, ``_v_scale``); the attention
-ops apply them (``attention.ops``).
+ops apply them (``layers.attention_ops``).
 """
 
 from __future__ import annotations

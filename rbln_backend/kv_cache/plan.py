@@ -22,7 +22,7 @@ from rbln_backend.kv_cache.specs import (
     window_of,
     window_spec,
 )
-from rbln_backend.unsupported import CHUNKED_ATTENTION, SPECULATION_WINDOWS, UNEQUAL_HEADS
+from rbln_backend.limits import CHUNKED_ATTENTION, SPECULATION_WINDOWS, UNEQUAL_HEADS
 from rbln_backend.vllm_compat.surface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.unsupported import (
+from rbln_backend.limits import (
     ENCODER_DECODER,
     MLA,
     PREFIX_LM,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
-from rbln_backend.reporting.reports import KvTransferInfo
-from rbln_backend.unsupported import KV_TRANSFER, NIXL
+from rbln_backend.limits import KV_TRANSFER, NIXL
+from rbln_backend.reports.info import KvTransferInfo
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig

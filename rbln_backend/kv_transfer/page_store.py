@@ -31,9 +31,9 @@ from blake3 import blake3
 from torch import Tensor
 
 from rbln_backend.errors import ConfigError, UntrustedFileError
-from rbln_backend.host.trusted_files import make_trusted_folder
+from rbln_backend.host.files import make_trusted_folder
 from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, parts_of
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.vllm_compat.surface import KVCacheConfig
 
 

@@ -36,7 +36,7 @@ from rbln_backend.kv_transfer.page_store import (
     new_page,
 )
 from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
     Request,

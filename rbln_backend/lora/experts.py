@@ -63,7 +63,7 @@ class _Image(NamedTuple):
 
 
 class AdaptedExperts:
-    """The experts of one layer, which compute with this; see ``Adapted`` and ``moe.experts``."""
+    """The experts of one layer, which compute with this; see ``Adapted`` and ``layers.experts``."""
 
     def __init__(
         self,

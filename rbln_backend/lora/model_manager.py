@@ -8,7 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rbln_backend.collectives import groups
 from rbln_backend.devices.port import Compiler
+from rbln_backend.limits import LORA_MODEL
 from rbln_backend.lora.adapted import Adapted, AdaptedLinear
 from rbln_backend.lora.expert_layer import (
     ExpertLayer,
@@ -21,8 +23,6 @@ from rbln_backend.lora.lm_head import AdaptedHead, RblnLogitsProcessor, lm_heads
 from rbln_backend.lora.punica import RblnPunicaWrapper
 from rbln_backend.lora.slot_stack import MatrixStack, SlotStack
 from rbln_backend.lora.target import Target
-from rbln_backend.parallel.collectives import groups
-from rbln_backend.unsupported import LORA_MODEL
 from rbln_backend.vllm_compat.lora import (
     BaseLayerWithLoRA,
     BaseLinearLayerWithLoRA,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rbln_backend.host.child_process import report
+from rbln_backend.host.processes import report
 from rbln_backend.parity.jobs import Job
 from rbln_backend.parity.layers import first_layers
 

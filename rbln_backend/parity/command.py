@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 within the limits, 1 outside, 2 for wrong arguments, 3 if a side could not run."""
     options = parse(arguments)
     # After the flags, so that a misspelt one is reported at once.
-    from rbln_backend.host.child_process import ChildError
+    from rbln_backend.host.processes import ChildError
     from rbln_backend.parity.report import json_lines, text_report
     from rbln_backend.parity.run import run_parity
 

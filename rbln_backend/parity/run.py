@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from rbln_backend.host.child_process import ChildJob
+from rbln_backend.host.processes import ChildJob
 from rbln_backend.parity.jobs import (
     Answer,
     FloatArray,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rbln_backend.host.child_process import Report
+from rbln_backend.host.processes import Report
 from rbln_backend.parity.jobs import Answer, Job, Layers, SideResult, downloaded_folder
 from rbln_backend.parity.layers import profiled, tapped
 

@@ -21,8 +21,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from rbln_backend.host.child_process import Report
-from rbln_backend.host.vllm_build import vllm_build
+from rbln_backend.host.processes import Report
+from rbln_backend.host.resources import vllm_build
 from rbln_backend.parity.jobs import Answer, FloatArray, IntArray, Job, Layers, Side, SideResult
 from rbln_backend.parity.layers import profiled, tapped
 

@@ -16,7 +16,7 @@ from rbln_backend.kv_cache.specs import (
 )
 from rbln_backend.kv_transfer.tiering import KvTiering, make_tiering
 from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.scheduler.steps import with_transfers
 from rbln_backend.vllm_compat.surface import (
     BlockHash,

@@ -22,7 +22,7 @@ from itertools import count
 
 from rbln_backend.buckets import BucketTable
 from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.scheduler.steps import AGING, can_decode, decode_share, needs_chunk
 from rbln_backend.vllm_compat.surface import Request, RequestStatus
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from weakref import WeakKeyDictionary
 
 from rbln_backend.config import PROGRESS_ARGS, PROMPT_PROGRESS
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.scheduler.priorities import is_background
 from rbln_backend.scheduler.steps import needs_chunk
 from rbln_backend.vllm_compat.surface import (

@@ -12,7 +12,7 @@ from rbln_backend.buckets import NO_DRAFTS, VerifyTable
 from rbln_backend.config import NO_TOKEN, NO_TOKEN_LEFT, QUEUE_TIMEOUT
 from rbln_backend.grammar.backend import pin_backend
 from rbln_backend.grammar.masks import StepMasks
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.scheduler.plain_decode import PlainDecode
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching
 from rbln_backend.scheduler.priorities import (
@@ -39,7 +39,6 @@ from rbln_backend.scheduler.steps import (
     merge_reports,
     prefill_block_reason,
 )
-from rbln_backend.vllm_compat.patches import apply_patches
 from rbln_backend.vllm_compat.surface import (
     AsyncScheduler,
     BlockPool,
@@ -56,6 +55,7 @@ from rbln_backend.vllm_compat.surface import (
     compiled_sizes,
     configured,
 )
+from rbln_backend.vllm_patches import apply_patches
 
 
 class QueueExpiry:

@@ -156,7 +156,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from rbln_backend.config import RblnConfig
-from rbln_backend.vllm_compat.settled import compiled_sizes, settled
+from rbln_backend.settings import compiled_sizes, settled
 
 VLLM_VERSION = str(vllm.__version__)
 

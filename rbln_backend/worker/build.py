@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from rbln_backend.attention.encoder import EncoderAttentionImpl
+from rbln_backend.collectives import Peers, groups
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.devices.port import CompiledGraph, Compiler, installed_sdk
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.tensors import KvCaches, sharing_layers
-from rbln_backend.moe.layers import moe_methods
-from rbln_backend.moe.paths import TOKENS_MASK
-from rbln_backend.parallel.collectives import groups
-from rbln_backend.parallel.peers import Peers
-from rbln_backend.parallel.stages import largest_decode
-from rbln_backend.reporting.batch_size_log import BatchSizeLog
-from rbln_backend.reporting.metrics_board import MetricsBoard
-from rbln_backend.reporting.progress import ProgressWriter, RankPlace
+from rbln_backend.layers.encoder import EncoderAttentionImpl
+from rbln_backend.layers.moe import TOKENS_MASK, moe_methods
+from rbln_backend.reports.metrics import BatchSizeLog, MetricsBoard
+from rbln_backend.reports.progress import ProgressWriter, RankPlace
+from rbln_backend.settings import largest_decode
 from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
     VllmConfig,

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.attention.backend import RblnAttentionBackend
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import Phase
 from rbln_backend.devices.emulated.build import LEVELS, build_key, can_build, cpu_name
@@ -22,7 +21,8 @@ from rbln_backend.graphs.artifacts import ArtifactStore, Entry, StoreEvent, grap
 from rbln_backend.graphs.cache_key import CacheKey, diff
 from rbln_backend.graphs.kernel_files import kernel_store, libraries
 from rbln_backend.graphs.model_fields import version_fields
-from rbln_backend.reporting.reports import (
+from rbln_backend.layers.attention import RblnAttentionBackend
+from rbln_backend.reports.info import (
     Difference,
     GraphState,
     KernelReport,

@@ -13,8 +13,7 @@ from rbln_backend.devices.emulated.memory import huge_page_bytes
 from rbln_backend.devices.port import Compiler
 from rbln_backend.kv_cache.specs import WindowSpec, layer_specs, window_in
 from rbln_backend.kv_transfer.options import transfer_info
-from rbln_backend.reporting.metrics_board import MetricsBoard
-from rbln_backend.reporting.reports import (
+from rbln_backend.reports.info import (
     BucketsInfo,
     CacheInfo,
     DescriptionWriter,
@@ -28,6 +27,7 @@ from rbln_backend.reporting.reports import (
     RuntimeInfo,
     ServedModelInfo,
 )
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
     KVCacheConfig,
     VllmConfig,

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from rbln_backend.buckets import DRAFT_LAYERS, EAGLE, EAGLE3
+from rbln_backend.collectives import receive_from_first_stage, send_to_last_stage
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.parallel import stage_loan
 from rbln_backend.speculation.text_drafts import draft_model_of
 from rbln_backend.vllm_compat.surface import (
     EagleModelMixin,
@@ -90,7 +90,7 @@ def _add_carried(
         return
     table = served_embedding(model).weight
     if not (table.is_meta or config.load_config.load_format == "dummy"):
-        stage_loan.lend(table.data)
+        send_to_last_stage(table.data)
 
 
 def _of_one_stage(config: VllmConfig) -> VllmConfig:
@@ -125,7 +125,7 @@ def _share_tables(draft: Any, served: Any, name: str, *, is_loaded: bool, has_ow
     is_read = getattr(draft, "has_own_embed_tokens", False)
     is_elsewhere = not hasattr(tables, "weight")
     if get_pp_group().world_size > 1 and is_loaded and not embedding.weight.is_meta:
-        stage_loan.borrow(embedding.weight.data if is_elsewhere and not is_read else None)
+        receive_from_first_stage(embedding.weight.data if is_elsewhere and not is_read else None)
     if is_elsewhere or has_own or embedding.weight.shape != tables.weight.shape:
         return
     if is_read and not torch.equal(embedding.weight, tables.weight):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rbln_backend.buckets import BucketTable, VerifyTable
+from rbln_backend.collectives import FirstRank
 from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
-from rbln_backend.parallel.first_rank import FirstRank
-from rbln_backend.reporting.metrics_board import DraftCounts, MetricsBoard
+from rbln_backend.reports.metrics import DraftCounts, MetricsBoard
 from rbln_backend.speculation.drafter import (
     DraftBudget,
     DraftedRequest,

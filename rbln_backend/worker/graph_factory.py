@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from rbln_backend.attention.encoder import EncoderAttentionImpl
-from rbln_backend.attention.metadata import RblnAttentionMetadata
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec
 from rbln_backend.devices.emulated.packing import pack, pack_consuming
@@ -36,6 +34,8 @@ from rbln_backend.graphs.model_fields import model_fields, without_provenance
 from rbln_backend.graphs.program import Program
 from rbln_backend.graphs.tensors import ADAPTERS, KV, TensorTable
 from rbln_backend.kv_cache.tensors import KvCaches
+from rbln_backend.layers.attention import RblnAttentionMetadata
+from rbln_backend.layers.encoder import EncoderAttentionImpl
 from rbln_backend.speculation.text_drafts import draft_model_of
 from rbln_backend.vllm_compat.surface import VllmConfig, init_logger
 from rbln_backend.vllm_compat.vocabulary import missing_in

@@ -12,14 +12,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rbln_backend.attention.metadata import (
+from rbln_backend.core import GraphSpec
+from rbln_backend.kv_cache.layout import num_partitions
+from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, window_in
+from rbln_backend.layers.attention import (
     PagedMetadata,
     RblnAttentionMetadata,
     WindowMetadata,
 )
-from rbln_backend.core import GraphSpec
-from rbln_backend.kv_cache.layout import num_partitions
-from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, window_in
 from rbln_backend.vllm_compat.surface import KVCacheConfig
 
 IntArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]

@@ -14,7 +14,7 @@ from torch import nn
 from rbln_backend.devices.emulated.packing import can_pack, fits_in_place, packed_shape
 from rbln_backend.devices.rebel.limits import LARGEST_NUM_BLOCKS, Npu, RankMemory
 from rbln_backend.errors import DeviceMemoryError
-from rbln_backend.host.memory import HostMemory, host_memory
+from rbln_backend.host.resources import HostMemory, host_memory
 from rbln_backend.kv_cache.layout import (
     MIB,
     explicit_budget_bytes,
@@ -24,7 +24,7 @@ from rbln_backend.kv_cache.layout import (
 )
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, window_bytes
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
-from rbln_backend.reporting.reports import MemoryReport
+from rbln_backend.reports.info import MemoryReport
 from rbln_backend.vllm_compat.surface import VllmConfig, configured
 from rbln_backend.worker.preflight import Preflight, start_graphs, weight_bytes
 

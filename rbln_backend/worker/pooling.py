@@ -147,11 +147,8 @@ class TokenTypes:
     """Writes the types into the prompts of new requests, for models that read them there."""
 
     def __init__(self, model: nn.Module) -> None:
-        from rbln_backend.vllm_compat.bert import (
-            TOKEN_TYPE_SHIFT,
-            BertEmbedding,
-            RobertaEmbedding,
-        )
+        from vllm.model_executor.models.bert import TOKEN_TYPE_SHIFT, BertEmbedding
+        from vllm.model_executor.models.roberta import RobertaEmbedding
 
         self._mark = 1 << TOKEN_TYPE_SHIFT
         self._reads_marks = any(

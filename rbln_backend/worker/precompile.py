@@ -13,7 +13,7 @@ from rbln_backend.devices.port import device_capabilities
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.plan import paged_bytes_per_block
-from rbln_backend.reporting.reports import CompileReport
+from rbln_backend.reports.info import CompileReport
 from rbln_backend.vllm_compat.surface import (
     BaseModelLoader,
     CompilationTimes,

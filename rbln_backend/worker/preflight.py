@@ -22,17 +22,17 @@ from rbln_backend.devices.emulated.layers import install_layers
 from rbln_backend.devices.port import Capabilities, device_capabilities
 from rbln_backend.devices.rebel.limits import check_windows
 from rbln_backend.errors import RblnError, UnsupportedModelError
-from rbln_backend.host.memory import host_memory
+from rbln_backend.host.resources import host_memory
 from rbln_backend.kv_cache.fp8 import FP8_DTYPES
 from rbln_backend.kv_cache.plan import KvLimits, plan_specs, reuse_unit_of
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.kv_cache.tensors import sharing_layers
 from rbln_backend.kv_transfer.options import check_cached_layers, names_nixl
-from rbln_backend.moe.layers import install_expert_layers
-from rbln_backend.quantization.weights import summary
-from rbln_backend.reporting.reports import CacheGroup
-from rbln_backend.text_models.axes import refuse_rows
-from rbln_backend.unsupported import KV_TIERS, LORA_MODEL, QUANTIZATION
+from rbln_backend.layers.moe import install_expert_layers
+from rbln_backend.layers.schemes import summary
+from rbln_backend.limits import KV_TIERS, LORA_MODEL, QUANTIZATION
+from rbln_backend.models.token_axes import refuse_rows
+from rbln_backend.reports.info import CacheGroup
 from rbln_backend.vllm_compat.surface import (
     AttentionLayerBase,
     AttentionSpec,
@@ -397,13 +397,13 @@ class _ShapesForWeights(TorchFunctionMode):
 # They are imported here late, because what they import of vLLM takes long.
 
 
-_CONFIGS = "rbln_backend.quantization.configs"
+_CONFIGS = "rbln_backend.layers.quantization"
 
 
 def register_quantization(config: VllmConfig) -> None:
     """Register our kernels with vLLM's layers of a quantised model."""
     if config.model_config.quantization is not None:
-        from rbln_backend.quantization.configs import register
+        from rbln_backend.layers.quantization import register
 
         register()
 
@@ -412,7 +412,7 @@ def quantized_summary(model: nn.Module) -> str | None:
     """Return as text which and how many layers of ``model`` are quantised; None without any."""
     if _CONFIGS not in sys.modules:
         return None
-    from rbln_backend.quantization.configs import quantized_layers
+    from rbln_backend.layers.quantization import quantized_layers
 
     return summary(quantized_layers(model))
 
@@ -420,7 +420,7 @@ def quantized_summary(model: nn.Module) -> str | None:
 def install_latent_layers(config: VllmConfig) -> None:
     """Install our layers of a model with latent attention."""
     if config.model_config.use_mla:
-        from rbln_backend.attention.latent import install
+        from rbln_backend.layers.latent import install
 
         install()
 

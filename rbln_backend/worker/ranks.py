@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rbln_backend.collectives import Group
 from rbln_backend.core import Phase, StepBatch, StepRound
-from rbln_backend.parallel.collectives import Group
-from rbln_backend.reporting.progress import RankPlace
+from rbln_backend.reports.progress import RankPlace
 from rbln_backend.vllm_compat.surface import VllmConfig, get_pp_group, settled
 from rbln_backend.worker.draft_model import carried_states
 from rbln_backend.worker.graph_functions import INTERMEDIATE, WHOLE, ModelPart

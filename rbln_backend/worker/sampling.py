@@ -18,7 +18,7 @@ from torch import Tensor
 from rbln_backend.config import NO_TOKEN
 from rbln_backend.core import StepOutputs
 from rbln_backend.devices.emulated.kernel_set import Recording, native_library, start_recording
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.vllm_compat.surface import (
     CachedRequestState,
     GrammarOutput,

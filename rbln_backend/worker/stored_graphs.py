@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import rbln_backend.attention.ops
-import rbln_backend.devices.emulated.ops  # noqa: F401
+import rbln_backend.devices.emulated.ops
+import rbln_backend.layers.attention_ops  # noqa: F401
 from rbln_backend.errors import CorruptArtifactError
 from rbln_backend.graphs.artifacts import BINARIES, PROGRAM
 from rbln_backend.graphs.cache_key import CacheKey, sources_digest

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rbln_backend.collectives import Peers
 from rbln_backend.core import GraphSpec
 from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.graphs.program import Program
+from rbln_backend.limits import LORA_UNPROVEN
 from rbln_backend.lora.slot_stack import LayerImage
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
-from rbln_backend.parallel.peers import Peers
-from rbln_backend.reporting.metrics_board import MetricsBoard
-from rbln_backend.reporting.progress import ProgressWriter
-from rbln_backend.unsupported import LORA_UNPROVEN
+from rbln_backend.reports.metrics import MetricsBoard
+from rbln_backend.reports.progress import ProgressWriter
 from rbln_backend.worker.device_sampler import DeviceSampler, sampler_specs
 from rbln_backend.worker.graph_factory import GraphFactory, GraphListener, GraphRequest, Result
 from rbln_backend.worker.graph_functions import INTERMEDIATE

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from rbln_backend.config import RblnConfig
+from rbln_backend.collectives import groups
+from rbln_backend.config import RANKS_EXECUTOR, RblnConfig
 from rbln_backend.devices.emulated.compiler import builds_kernels, make_emulated_compiler
 from rbln_backend.devices.emulated.kernel_set import set_threads
 from rbln_backend.devices.emulated.layers import install_layers
@@ -25,22 +26,18 @@ from rbln_backend.devices.rebel.embedding import install_embedding
 from rbln_backend.devices.rebel.environment import RankDevices, announce_rank, announce_threads
 from rbln_backend.devices.rebel.limits import check_num_blocks
 from rbln_backend.errors import AdapterError, ConfigError
-from rbln_backend.host.cores import core_budget
-from rbln_backend.host.process_life import end_with_parent, outlive_readers
+from rbln_backend.host.processes import end_with_parent, outlive_readers
+from rbln_backend.host.resources import core_budget
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
 from rbln_backend.kv_cache.specs import LayerSpec
 from rbln_backend.kv_cache.tensors import sharing_layers
-from rbln_backend.moe.layers import experts_info, install_expert_layers
-from rbln_backend.parallel.collectives import groups
-from rbln_backend.parallel.rules import RANKS_EXECUTOR
-from rbln_backend.reporting.metrics_board import MetricsBoard
-from rbln_backend.reporting.progress import ProgressWriter
-from rbln_backend.reporting.reports import DescriptionWriter, RuntimeInfo
-from rbln_backend.text_models.axes import keep_axes
-from rbln_backend.text_models.registry import register as register_text_models
-from rbln_backend.unsupported import SLEEP
-from rbln_backend.vllm_compat.log import share_logging
-from rbln_backend.vllm_compat.patches import apply_patches
+from rbln_backend.layers.moe import experts_info, install_expert_layers
+from rbln_backend.limits import SLEEP
+from rbln_backend.models import register as register_text_models
+from rbln_backend.models.token_axes import keep_axes
+from rbln_backend.reports.info import DescriptionWriter, RuntimeInfo
+from rbln_backend.reports.metrics import MetricsBoard
+from rbln_backend.reports.progress import ProgressWriter
 from rbln_backend.vllm_compat.surface import (
     AsyncModelRunnerOutput,
     BaseModelLoader,
@@ -64,6 +61,7 @@ from rbln_backend.vllm_compat.surface import (
     set_random_seed,
 )
 from rbln_backend.vllm_compat.worker_process import end_with_engine
+from rbln_backend.vllm_patches import apply_patches, share_logging
 from rbln_backend.worker.build import EngineBuild, Runner
 from rbln_backend.worker.description import SelfDescription
 from rbln_backend.worker.draft_model import add_draft_model, has_own_embedding

@@ -23,8 +23,8 @@ import httpx
 from pydantic import SecretStr
 from pydantic_core import from_json
 
-from rbln_backend.host.progress_line import ProgressLine
-from rbln_backend.host.replaced_files import replace_file
+from rbln_backend.host.files import replace_file
+from rbln_backend.host.processes import ProgressLine
 from server.errors import describe
 from server.settings import ServerSettings
 from server.storage.batch_table import (

@@ -43,7 +43,7 @@ from rbln_backend.api.store import (
     write_folder,
 )
 from rbln_backend.errors import BundleError, ConfigError, PlatformError
-from rbln_backend.host.trusted_files import trusted_folder
+from rbln_backend.host.files import trusted_folder
 from server.commands.command_line.command_parser import CommandParser
 from server.commands.stdout import reserved_stdout
 from server.commands.without_engine import with_config

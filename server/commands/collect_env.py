@@ -17,8 +17,7 @@ from pathlib import Path
 from rbln_backend import api
 from rbln_backend.api.settings import resolve
 from rbln_backend.errors import ConfigError
-from rbln_backend.host.cores import core_budget
-from rbln_backend.host.memory import host_memory
+from rbln_backend.host.resources import core_budget, host_memory
 from server import __version__
 from server.commands.command_line.command_parser import CommandParser
 from server.settings import reported_variables

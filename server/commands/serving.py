@@ -78,7 +78,7 @@ def run_server(
     joined: Callable[[Coroutine[Any, Any, int], str], Coroutine[Any, Any, int]] | None = None,
 ) -> int:
     """Serve until the end; `joined` combines the service with work that uses its URL."""
-    from rbln_backend.host.process_life import outlive_readers
+    from rbln_backend.host.processes import outlive_readers
     from server.host.files import run_folder
     from server.host.tasks import without_garbage_collection
 

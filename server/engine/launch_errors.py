@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from rbln_backend.api.models import MULTIMODAL
 from rbln_backend.errors import RblnError
-from rbln_backend.host.vllm_build import vllm_build
+from rbln_backend.host.resources import vllm_build
 from server.engine.weight_files import model_config_of
 from server.frontend import LaunchError
 

@@ -11,7 +11,7 @@ import os
 import signal
 
 from rbln_backend import api
-from rbln_backend.host.process_life import outlive_readers
+from rbln_backend.host.processes import outlive_readers
 from server.host.tasks import without_garbage_collection
 
 _PR_SET_PDEATHSIG = 1

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rbln_backend.host.memory import host_memory
+from rbln_backend.host.resources import host_memory
 from server.errors import json_type
 from server.frontend import LaunchError
 from server.wire import JsonObject

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from rbln_backend.api.requests import Target
-from rbln_backend.host.replaced_files import replace_file, sync_directory
+from rbln_backend.host.files import replace_file, sync_directory
 from server.errors import (
     AdapterExistsError,
     InternalError,

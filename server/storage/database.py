@@ -41,7 +41,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-from rbln_backend.host.replaced_files import sync_directory
+from rbln_backend.host.files import sync_directory
 from server import bounds
 from server.errors import (
     NotFoundError,

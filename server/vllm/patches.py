@@ -45,7 +45,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from rbln_backend.host.vllm_build import vllm_build
+from rbln_backend.host.resources import vllm_build
 from server.frontend import LaunchError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from packaging.version import Version
 
 import server
 from rbln_backend.api import refuse_twins
-from rbln_backend.host.vllm_build import SUPPORTED
+from rbln_backend.host.resources import SUPPORTED
 from tests.architecture.source_tree import PACKAGES, ROOT, python_files
 
 

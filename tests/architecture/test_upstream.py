@@ -14,7 +14,7 @@ import pytest
 
 from deploy.upstream.listing import Found, breaks, read_list, refusals, write_list
 from deploy.upstream.uses import Uses, find_uses, signature
-from rbln_backend.vllm_compat import patches as backend_patches
+from rbln_backend import vllm_patches as backend_patches
 from server.vllm import patches as server_patches
 from tests.architecture.source_tree import ROOT
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from rbln_backend.vllm_compat.patches import inspect_models_here
+from rbln_backend.vllm_patches import inspect_models_here
 from tests.checkpoints import CheckpointCache
 from tests.graph_cache import graph_cache, trace_once
 from tests.kernel_cache import share_kernels

@@ -18,7 +18,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rbln_backend.vllm_compat.patches import inspect_models_here
+from rbln_backend.vllm_patches import inspect_models_here
 
 
 async def answer(

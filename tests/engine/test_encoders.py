@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from vllm import PoolingParams
 from vllm.config import PoolerConfig
+from vllm.model_executor.models.bert import TOKEN_TYPE_SHIFT
 
-from rbln_backend.vllm_compat.bert import TOKEN_TYPE_SHIFT
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts
 from tests.pooling_checkpoints import encoder

@@ -24,7 +24,7 @@ from rbln_backend.kv_transfer.page_store import (
     new_page,
 )
 from rbln_backend.kv_transfer.tiering import make_tiering
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
 from tests.engine.test_equality import make_prompts

@@ -59,7 +59,7 @@ def _answer(
 
     if find_spec("rbln_backend"):
         # The vendor's environment, which runs this script as well, does not have it.
-        from rbln_backend.vllm_compat.patches import inspect_models_here
+        from rbln_backend.vllm_patches import inspect_models_here
 
         inspect_models_here()
     if texts is not None:

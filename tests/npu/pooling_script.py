@@ -22,7 +22,7 @@ def main() -> None:
 def _answer(path: str, options: dict[str, Any], task: Any, batches: list[list[list[int]]]) -> Any:
     from vllm import LLM
 
-    from rbln_backend.vllm_compat.patches import inspect_models_here
+    from rbln_backend.vllm_patches import inspect_models_here
 
     inspect_models_here()
     llm = LLM(path, runner="pooling", **options)

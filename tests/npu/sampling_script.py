@@ -24,7 +24,7 @@ def main() -> None:
 def _answer(path: str, options: dict[str, Any], rounds: list[tuple[list[Request], int]]) -> Any:
     from vllm import LLM, SamplingParams
 
-    from rbln_backend.vllm_compat.patches import inspect_models_here
+    from rbln_backend.vllm_patches import inspect_models_here
 
     inspect_models_here()
     llm = LLM(path, **options)

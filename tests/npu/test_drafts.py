@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-from rbln_backend.vllm_compat.settled import compiled_sizes
+from rbln_backend.settings import compiled_sizes
 from tests.checkpoints import CheckpointCache
 from tests.engine.test_equality import make_prompts
 from tests.npu.engines import Job, Ran, run

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
-from rbln_backend.attention.backend import RblnAttentionImpl
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.graphs.bundles import collect, write_folder
+from rbln_backend.layers.attention import RblnAttentionImpl
 from server.commands.cache import GraphChecks
 from tests.checkpoints import CheckpointCache
 from tests.e5m2_cache import answers_over_e5m2_cache

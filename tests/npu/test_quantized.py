@@ -16,8 +16,7 @@ from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 from vllm.scalar_type import scalar_types
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.quantization.byte_linear import ByteWeights, RblnByteScheme
-from rbln_backend.quantization.linear import RblnWna16LinearKernel
+from rbln_backend.layers.quantized_linear import ByteWeights, RblnByteScheme, RblnWna16LinearKernel
 from tests.e4m3_inputs import answers_over_e4m3_inputs
 from tests.npu.engines import ONE_CHUNK, WHOLE_CHUNK, Job, run
 from tests.npu.test_engines import YARN_OVER_LONG

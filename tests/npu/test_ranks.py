@@ -11,7 +11,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import vocab_parallel_embedding as layers
 
 from rbln_backend.devices.rebel.embedding import RblnEmbedding
-from rbln_backend.host.cores import core_budget
+from rbln_backend.host.resources import core_budget
 from tests.checkpoints import CheckpointCache
 from tests.fitted_drafts import FITTED, RANDOM
 from tests.mtp_checkpoints import MtpMaker

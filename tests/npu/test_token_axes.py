@@ -10,7 +10,7 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from rbln_backend.text_models.token_axes import keep_axes
+from rbln_backend.models.token_axes import keep_axes
 from tests.checkpoints import CheckpointCache
 from tests.npu.engines import ONE_CHUNK, THREE_CHUNKS, Job, Ran, run
 from tests.npu.test_engines import LONG

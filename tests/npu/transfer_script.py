@@ -20,7 +20,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     from vllm import SamplingParams
 
-    from rbln_backend.vllm_compat.patches import inspect_models_here
+    from rbln_backend.vllm_patches import inspect_models_here
 
     inspect_models_here()
     folder = job.pop("folder")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rbln_backend.reporting.metrics import METRICS
+from rbln_backend.reports.metrics import METRICS
 from server.observability.metrics import SERVER_METRICS
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache

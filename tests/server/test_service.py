@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rbln_backend.reporting.progress import ProgressWriter
+from rbln_backend.reports.progress import ProgressWriter
 from server.frontend import LaunchError
 from tests.server.scripted import Running, ScriptedLauncher, running
 
@@ -72,7 +72,7 @@ async def test_the_last_start_tells_the_eta_until_the_engine_does(tmp_path: Path
 
 
 async def test_engine_boards_are_on_the_metrics_page(tmp_path: Path) -> None:
-    from rbln_backend.reporting.metrics_board import MetricsBoard
+    from rbln_backend.reports.metrics import MetricsBoard
 
     async with running(tmp_path) as service:
         board = MetricsBoard(tmp_path, 0)

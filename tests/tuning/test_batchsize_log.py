@@ -12,8 +12,8 @@ import pytest
 
 from rbln_backend.buckets import BucketTable
 from rbln_backend.errors import BucketError
-from rbln_backend.reporting import batch_size_log
-from rbln_backend.reporting.batch_size_log import BatchSizeLog
+from rbln_backend.reports import metrics
+from rbln_backend.reports.metrics import BatchSizeLog
 from rbln_backend.usage import read_log
 
 TABLES = {"decode": BucketTable((1, 8, 32)), "prefill": BucketTable((16, 256))}
@@ -31,7 +31,7 @@ class _Messages(logging.Handler):
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What is logged, whatever engines and servers in this process did to logging before."""
-    logger, handler = logging.getLogger(batch_size_log.__name__), _Messages()
+    logger, handler = logging.getLogger(metrics.__name__), _Messages()
     monkeypatch.setattr(logger, "disabled", False)
     monkeypatch.setattr(logger.manager, "disable", 0)
     monkeypatch.setattr(logger, "_cache", {})

@@ -12,8 +12,7 @@ from vllm.config import VllmConfig
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
-from rbln_backend.settings import resolve
-from rbln_backend.vllm_compat.settled import Settled
+from rbln_backend.settings import Settled, resolve
 
 FIELDS = [
     "device",

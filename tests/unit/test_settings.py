@@ -10,8 +10,7 @@ import pytest
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
-from rbln_backend.settings import resolve
-from rbln_backend.variables import OPTION_NAMES, VARIABLES, Status
+from rbln_backend.settings import OPTION_NAMES, VARIABLES, Status, resolve
 from tests.sdk_double.launch import install_metadata
 
 DOCUMENTED = [

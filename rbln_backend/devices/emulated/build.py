@@ -42,7 +42,7 @@ from rbln_backend.graphs.kernel_files import (
     make_record,
     staging,
 )
-from rbln_backend.host.trusted_files import make_trusted_folder
+from rbln_backend.host.files import make_trusted_folder
 
 _AVX2 = frozenset("avx2 fma f16c bmi1 bmi2 movbe abm".split())
 _AVX512 = _AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rbln_backend.collectives import Group, open_channel, use_channels
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, UsefulRows
 from rbln_backend.devices.emulated.build import BuildReport, can_build, no_op
@@ -39,8 +40,6 @@ from rbln_backend.devices.port import EMULATED, CompiledGraph, Compiler
 from rbln_backend.graphs.call_list import CallList
 from rbln_backend.graphs.program import Program
 from rbln_backend.graphs.tensors import check_shapes
-from rbln_backend.parallel.channel import open_channel, use_channels
-from rbln_backend.parallel.collectives import Group
 
 Step = Callable[[], object]
 

@@ -1,4 +1,4 @@
-"""PyTorch bodies of the attention ops; their meaning is written down in ``attention.ops``."""
+"""PyTorch bodies of the attention ops; ``layers.attention_ops`` says what they mean."""
 
 from __future__ import annotations
 

@@ -39,8 +39,7 @@ from rbln_backend.graphs.kernel_files import (
     open_library,
     private_stores,
 )
-from rbln_backend.host.file_locks import claimed_folder
-from rbln_backend.host.trusted_files import make_trusted_folder
+from rbln_backend.host.files import claimed_folder, make_trusted_folder
 
 
 class Recording:

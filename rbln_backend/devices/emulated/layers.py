@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from rbln_backend.devices.emulated.memory import zeros_on_demand
-from rbln_backend.vllm_compat.heads import ParallelLMHead
 from rbln_backend.vllm_compat.surface import (
     CustomOp,
     DeepseekScalingRotaryEmbedding,

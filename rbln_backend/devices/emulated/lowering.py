@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
+from rbln_backend.collectives import collective_name
 from rbln_backend.devices.emulated.ops import NAMESPACE
 from rbln_backend.devices.emulated.packing import PACKABLE_DTYPES, can_pack
 from rbln_backend.graphs.program import Program
 from rbln_backend.graphs.tensors import PACKED, PARAM
-from rbln_backend.parallel.collectives import collective_name
 
 
 def example(node: object) -> Tensor | None:

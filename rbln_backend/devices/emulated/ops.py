@@ -200,7 +200,7 @@ def self_attention(q: Tensor, *arguments: Any) -> Tensor:
     q, k and v [T, columns], T = batch * length, may be one tensor: their heads begin at
     ``*_column``. None for norm weights or cosines omits that step. ``starts`` are the seq_idx of
     causal attention over pages or, with ``ends`` (a cache_offset), the cache_seq_len of windows:
-    see attention/ops.py, also for kv_cache [N, 2, Hkv, 1, S, D] and the arguments after sinks.
+    see layers/attention_ops.py, also for kv_cache [N, 2, Hkv, 1, S, D] and arguments after sinks.
     Returns [T, Hkv * group * D].
     """
     kv_cache, group = arguments[11], arguments[23]

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbln_backend.collectives import Group, process_group_dict, use_functional_ops
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.devices.port import (
@@ -45,8 +46,6 @@ from rbln_backend.devices.rebel.modules import as_dynamo_calls, mark, module_of
 from rbln_backend.errors import CompileError, ConfigError, DeviceMemoryError
 from rbln_backend.graphs.operators import signatures_digest
 from rbln_backend.graphs.program import Program
-from rbln_backend.parallel.collectives import Group
-from rbln_backend.parallel.functional import process_group_dict, use_functional_ops
 
 logger = logging.getLogger(__name__)
 

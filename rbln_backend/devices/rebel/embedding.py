@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
 from rbln_backend.devices.port import device_capabilities
-from rbln_backend.vllm_compat.heads import VocabParallelEmbedding
 from rbln_backend.vllm_compat.surface import (
     ModelConfig,
     VllmConfig,

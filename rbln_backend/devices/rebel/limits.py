@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
-from rbln_backend.unsupported import MROPE
-from rbln_backend.variables import later_rule, newer_sdk
+from rbln_backend.limits import MROPE
+from rbln_backend.settings import later_rule, newer_sdk
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.host.memory import HostMemory
+from rbln_backend.host.resources import HostMemory
 from server.engine import weight_files as module
 from server.engine.weight_files import read_ahead
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rbln_backend.reporting.reports import BucketsInfo, DescriptionWriter
+from rbln_backend.reports.info import BucketsInfo, DescriptionWriter
 from rbln_backend.usage import Usage, UsageFile, about_engine
 from server.host.tasks import background_task
 from server.observability.metrics import (

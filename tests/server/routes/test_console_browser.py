@@ -21,7 +21,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
-from rbln_backend.reporting.progress import ProgressWriter
+from rbln_backend.reports.progress import ProgressWriter
 from rbln_backend.usage import Usage, UsageFile, about_engine
 from server.frontend import LaunchError
 from tests.checkpoints import CheckpointCache

@@ -9,13 +9,13 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter
 
-from rbln_backend.reporting.progress import ProgressWriter
-from rbln_backend.reporting.reports import (
+from rbln_backend.reports.info import (
     SECTIONS,
     DescriptionWriter,
     DraftModelInfo,
     LimitsInfo,
 )
+from rbln_backend.reports.progress import ProgressWriter
 from server.observability.traffic import Sample
 from server.routes.server_info import SERVER_FIELDS
 from tests.server.real_server import RealServer

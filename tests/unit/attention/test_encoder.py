@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rbln_backend.attention.encoder import EncoderAttentionImpl
-from rbln_backend.attention.metadata import EncoderMetadata
+from rbln_backend.layers.attention import EncoderMetadata
+from rbln_backend.layers.encoder import EncoderAttentionImpl
 
 LENGTH = 12
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from rbln_backend.attention.backend import RblnAttentionImpl
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.layers.attention import RblnAttentionImpl
 
 
 def test_an_option_we_do_not_know_is_refused() -> None:

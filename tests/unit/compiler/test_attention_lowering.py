@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from rbln_backend.attention.ops import AttentionOptions, EmulatedAttention
 from rbln_backend.devices.emulated.kernel_set import load_kernels
 from rbln_backend.devices.emulated.lowering import lower_graph
 from rbln_backend.graphs.capture import capture
 from rbln_backend.graphs.program import Program
 from rbln_backend.graphs.tensors import TensorTable
+from rbln_backend.layers.attention_ops import AttentionOptions, EmulatedAttention
 from tests.kernel_cache import share_kernels
 
 KV_HEADS, GROUP, HEAD_SIZE, WIDTH = 2, 2, 32, 48

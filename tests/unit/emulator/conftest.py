@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import rbln_backend.attention.ops  # noqa: F401  defines the attention ops
+import rbln_backend.layers.attention_ops  # noqa: F401  defines the attention ops
 from rbln_backend.devices.emulated import kernel_set
 from rbln_backend.devices.emulated.kernel_set import KernelSet, load_kernels, set_threads
 from tests.kernel_cache import build_variant, share_kernels

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from rbln_backend.attention.ops import AttentionOptions, EmulatedAttention
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.layers.attention_ops import AttentionOptions, EmulatedAttention
 
 LENGTH, KV_HEADS, GROUP, HEAD_SIZE, BLOCK = 6, 2, 2, 32, 16
 START = torch.tensor([[0]], dtype=torch.int32)

@@ -101,7 +101,7 @@ def run_process(cache_root: Path, mode: str, path: str) -> subprocess.CompletedP
     code = (
         "import json, sys, time, torch\n"
         "from pathlib import Path\n"
-        "import rbln_backend.attention.ops\n"
+        "import rbln_backend.layers.attention_ops\n"
         "from rbln_backend.devices.emulated.kernel_set import load_kernels\n"
         "began = time.monotonic()\n"
         f"kernels = load_kernels(Path({str(cache_root)!r}), {mode!r})\n"

@@ -14,7 +14,7 @@ import pytest
 from rbln_backend.devices.emulated import build, kernel_set
 from rbln_backend.devices.emulated.build import NATIVE
 from rbln_backend.errors import CompileError
-from rbln_backend.host.file_locks import claimed_folder
+from rbln_backend.host.files import claimed_folder
 
 REPOSITORY = Path(__file__).parents[3]
 # Takes g++ -O2 far longer than this test waits.

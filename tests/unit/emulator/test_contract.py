@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rbln_backend.attention.ops import NAMESPACE
 from rbln_backend.devices.emulated import fallback
 from rbln_backend.devices.emulated.kernel_set import KernelSet, load_kernels
+from rbln_backend.layers.attention_ops import NAMESPACE
 from tests.unit.emulator.cases import DTYPES, Attention
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops

@@ -9,7 +9,7 @@ import pytest
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.devices.emulated.memory import choose_memory
-from rbln_backend.host.cores import core_budget
+from rbln_backend.host.resources import core_budget
 from rbln_backend.worker.worker import set_up_runtime
 
 

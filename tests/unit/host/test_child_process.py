@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.host.child_process import ChildError, ChildJob
+from rbln_backend.host.processes import ChildError, ChildJob
 
 
 def _run(how: str, timeout: float = 60.0) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.host.cores import (
+from rbln_backend.host.resources import (
     CoreBudget,
     core_budget,
     parse_cores,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from rbln_backend.host.memory import host_memory
+from rbln_backend.host.resources import host_memory
 
 MIB = 1 << 20
 

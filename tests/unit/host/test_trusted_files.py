@@ -21,7 +21,7 @@ from rbln_backend.graphs.kernel_files import (
     open_library,
     publish,
 )
-from rbln_backend.host.trusted_files import make_trusted_folder
+from rbln_backend.host.files import make_trusted_folder
 
 KEY = "0123456789abcdef" * 2
 CODE = b"\x7fELF code"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.errors import ConfigError
-from rbln_backend.host.vllm_build import vllm_build
+from rbln_backend.host.resources import vllm_build
 
 
 def _install(folder: Path, name: str, version: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rbln_backend.moe.paths import choose_path
+from rbln_backend.layers.moe import choose_path
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from rbln_backend.graphs.call_list import CallList
 from rbln_backend.graphs.capture import capture
 from rbln_backend.graphs.program import Program
 from rbln_backend.graphs.tensors import TensorTable
-from rbln_backend.moe.routing import Routing, local_ids, weights_by_expert
+from rbln_backend.layers.routing import Routing, local_ids, weights_by_expert
 
 LOGITS = torch.randn(20, 8, generator=torch.Generator().manual_seed(3))
 X = torch.zeros(20, 4)

@@ -15,13 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from rbln_backend.collectives import (
+    SEAT_BYTES,
+    FirstRank,
+    Group,
+    Peers,
+    open_channel,
+    register,
+    use_channels,
+    use_functional_ops,
+)
 from rbln_backend.devices.emulated.kernel_set import load_kernels, native_library
 from rbln_backend.errors import CompileError
-from rbln_backend.parallel.channel import SEAT_BYTES, open_channel, use_channels
-from rbln_backend.parallel.collectives import Group, register
-from rbln_backend.parallel.first_rank import FirstRank
-from rbln_backend.parallel.functional import use_functional_ops
-from rbln_backend.parallel.peers import Peers
 
 RANKS = 2
 # A value, odd numbers, and more than a seat holds at once.

@@ -14,8 +14,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from rbln_backend.devices.emulated.kernel_set import load_kernels
 from rbln_backend.devices.emulated.packing import dequantize
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.quantization import byte_linear
-from rbln_backend.quantization.byte_linear import ByteWeights, RblnByteScheme
+from rbln_backend.layers import quantized_linear
+from rbln_backend.layers.quantized_linear import ByteWeights, RblnByteScheme
 from tests.kernel_cache import share_kernels
 from tests.quantized_tensors import floats, integers
 
@@ -86,7 +86,7 @@ def test_inputs_that_do_not_fit_are_refused(stored: ByteWeights, depth: int, rea
 def test_activations_that_are_not_quantised_are_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    byte_linear._tell.cache_clear()
+    quantized_linear._tell.cache_clear()
     stored = ByteWeights(is_float=True, scope="channel", published="FP8 W8A8")
     with caplog.at_level(logging.WARNING), set_current_vllm_config(VllmConfig()):
         for name in ("q_proj", "o_proj"):

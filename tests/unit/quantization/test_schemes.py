@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.quantization.schemes import (
+from rbln_backend.layers.schemes import (
+    CHANNEL,
+    Weights,
     check_awq,
     check_compressed_tensors,
     check_fp8,
     check_gptq,
     check_modelopt,
+    summary,
 )
-from rbln_backend.quantization.weights import CHANNEL, Weights, summary
 from tests.quantized_checkpoints import Recipe, quantization_config
 
 KNOWN = [

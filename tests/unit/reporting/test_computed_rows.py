@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rbln_backend.reporting.batch_size_log import computed_rows
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard, computed_rows
 
 ROWS = "rbln_bucket_useful_rows_total"
 

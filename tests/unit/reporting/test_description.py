@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rbln_backend.reporting.reports import DescriptionWriter, LimitsInfo, read_descriptions
+from rbln_backend.reports.info import DescriptionWriter, LimitsInfo, read_descriptions
 
 LIMITS = LimitsInfo(max_model_len=8, max_num_seqs=2, max_num_batched_tokens=4)
 

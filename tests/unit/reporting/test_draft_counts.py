@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rbln_backend.reporting.metrics_board import DraftCounts, MetricsBoard
+from rbln_backend.reports.metrics import DraftCounts, MetricsBoard
 
 
 def test_drafts_are_counted_by_size() -> None:

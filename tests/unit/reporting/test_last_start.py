@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.reporting.progress import LastStart
+from rbln_backend.reports.progress import LastStart
 
 
 def test_the_last_start_is_known_below_its_cache_root(tmp_path: Path) -> None:

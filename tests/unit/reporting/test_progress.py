@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.reporting import progress
-from rbln_backend.reporting.progress import GraphProgress, ProgressReader, ProgressWriter
+from rbln_backend.reports import progress
+from rbln_backend.reports.progress import GraphProgress, ProgressReader, ProgressWriter
 
 
 class Terminal(io.StringIO):

@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.reporting.metrics_board import MetricsBoard
-from rbln_backend.reporting.progress import ProgressReader, ProgressWriter, RankPlace
-from rbln_backend.reporting.reports import DescriptionWriter, read_descriptions
+from rbln_backend.reports.info import DescriptionWriter, read_descriptions
+from rbln_backend.reports.metrics import MetricsBoard
+from rbln_backend.reports.progress import ProgressReader, ProgressWriter, RankPlace
 from rbln_backend.worker.metrics import StepMetrics
 from rbln_backend.worker.sampling import GrammarMask
 

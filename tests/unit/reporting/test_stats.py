@@ -9,8 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from rbln_backend.reporting.metrics import METRICS, MetricDecl
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import METRICS, MetricDecl, MetricsBoard
 
 SURFACE = {
     "rbln_compile_seconds": ("histogram", ("kind", "result")),

@@ -10,12 +10,7 @@ import pytest
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.graphs.artifacts import ArtifactStore, Entry
 from rbln_backend.graphs.cache_key import CacheKey
-from rbln_backend.reporting.reports import (
-    CompileReport,
-    KernelReport,
-    PlannedGraph,
-    StoreReport,
-)
+from rbln_backend.reports.info import CompileReport, KernelReport, PlannedGraph, StoreReport
 from rbln_backend.worker.check import differences
 
 FIELDS: dict[str, Any] = {

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.scheduler.priorities import PrefillOrder
 from rbln_backend.scheduler.steps import AGING
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from rbln_backend.grammar.masks import StepMasks
-from rbln_backend.reporting.metrics_board import MetricsBoard
-from rbln_backend.vllm_compat.grammar import GrammarOutput, StructuredOutputGrammar
+from rbln_backend.reports.metrics import MetricsBoard
 
 Fill = Callable[[Any, int], None]
 

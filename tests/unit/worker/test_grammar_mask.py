@@ -11,7 +11,7 @@ import torch
 from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.worker.sampling import GrammarMask
 
 NAMES = ["a", "b", "c", "d"]

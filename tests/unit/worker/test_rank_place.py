@@ -6,7 +6,7 @@ import pytest
 from vllm.config import ParallelConfig, VllmConfig
 
 from rbln_backend.config import RblnConfig
-from rbln_backend.vllm_compat.settled import Settled
+from rbln_backend.settings import Settled
 from rbln_backend.worker.ranks import rank_place
 
 

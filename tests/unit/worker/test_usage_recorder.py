@@ -11,7 +11,7 @@ import torch
 
 from rbln_backend.buckets import BucketTable
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.usage import UsageFile
 from rbln_backend.worker.metrics import StepMetrics, UsageRecorder, open_recorder
 

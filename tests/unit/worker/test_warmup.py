@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rbln_backend.buckets import BucketTable, VerifyTable
 from rbln_backend.core import GraphSpec, Phase, UsefulRows
-from rbln_backend.reporting.metrics_board import MetricsBoard
-from rbln_backend.reporting.progress import ProgressWriter
+from rbln_backend.reports.metrics import MetricsBoard
+from rbln_backend.reports.progress import ProgressWriter
 from rbln_backend.worker.warmup import WarmUp
 
 BUCKETS = BucketTable((1, 4, 8))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.reporting.metrics_board import MetricsBoard
+from rbln_backend.reports.metrics import MetricsBoard
 from server.observability.metrics import ServerMetrics
 from server.storage.batches import best_rows
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import fx
 
-import rbln_backend.attention.ops
-import rbln_backend.devices.emulated.ops  # noqa: F401
+import rbln_backend.devices.emulated.ops
+import rbln_backend.layers.attention_ops  # noqa: F401
 from rbln_backend.errors import CorruptArtifactError
 from rbln_backend.graphs import program
 from rbln_backend.graphs.program import Program

@@ -28,7 +28,7 @@ struct Sizes {
   int64_t batch, kv_heads, group, length, head_size, value_size;
 };
 
-// Options of a layer; attention/ops.py defines them.
+// Options of a layer; layers/attention_ops.py defines them.
 struct Options {
   std::optional<Tensor> sinks;
   std::optional<double> soft_cap;

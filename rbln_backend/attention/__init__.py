@@ -1,1 +1,0 @@
-"""Attention on RBLN devices: the vLLM backend, its step metadata and the custom ops."""

@@ -1,0 +1,205 @@
+"""Processes: jobs in a child with their progress, closed output pipes, and the end of a parent."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, TypeVar
+
+from rbln_backend.errors import RblnError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_WIDTH = 24
+
+
+class ProgressLine:
+    """Progress of one side by stage; ``end`` keeps the last state on the terminal."""
+
+    def __init__(self, side: str) -> None:
+        self._side = side
+        self._is_terminal = sys.stderr.isatty()
+        self._open = False
+        self._stage: str | None = None
+        self._began, self._before = 0.0, 0
+        self._tenth = -1
+
+    def show(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """Show ``done`` of ``total`` steps of a stage, followed by ``note``."""
+        if stage != self._stage:
+            self._stage, self._tenth = stage, -1
+            self._began, self._before = time.monotonic(), done
+        total = max(total, 1)
+        filled = _WIDTH * done // total
+        bar = "#" * filled + "." * (_WIDTH - filled)
+        text = f"{self._side:>12} [{bar}] {stage} {done}/{total}{note}{self._times(done, total)}"
+        if self._is_terminal:
+            sys.stderr.write("\r\x1b[K" + text)
+            self._open = True
+        elif (tenth := 10 * done // total) != self._tenth:
+            self._tenth = tenth
+            sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._open:
+            sys.stderr.write("\n")
+            self._open = False
+
+    def _times(self, done: int, total: int) -> str:
+        seconds = time.monotonic() - self._began
+        if done <= self._before or done == total:
+            return f", {seconds:.1f} s"
+        left = seconds / (done - self._before) * (total - done)
+        return f", {seconds:.1f} s, ETA {left:.0f} s"
+
+
+T = TypeVar("T")
+Report = Callable[[str, int, int], None]
+"""Callback with a stage, and its done and total steps."""
+
+_PROGRESS = "@progress "
+# Lines of a failed job's log that are shown.
+_LOG_TAIL = 25
+
+
+class ChildError(RblnError):
+    """A job ended without a result."""
+
+
+def report(what: str, done: int, total: int) -> None:
+    """Report progress from the child to the parent process."""
+    print(_PROGRESS + json.dumps([what, done, total]), flush=True)  # noqa: T201
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildJob:
+    """`python -m module JOB RESULT` with no environment but `variables`, for `timeout` seconds."""
+
+    label: str
+    module: str
+    variables: Mapping[str, str]
+    timeout: float
+
+    def run(self, write_job: Callable[[Path], None], read_result: Callable[[Path], T]) -> T:
+        """Return the result; raises `ChildError` with the end of the job's log."""
+        with tempfile.TemporaryDirectory(prefix="rbln-job-") as name:
+            folder = Path(name)
+            job, result, log = folder / "job.json", folder / "result.npz", folder / "log.txt"
+            write_job(job)
+            with log.open("wb") as errors:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", self.module, str(job), str(result)],
+                    env=dict(self.variables),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    # Own session: processes that the child starts end with it.
+                    start_new_session=True,
+                )
+                started = time.monotonic()
+                status = self._follow(process)
+                seconds = time.monotonic() - started
+            if status != 0 or not result.is_file():
+                end = _in_words(status) if seconds < self.timeout else f"took over {seconds:.0f} s"
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
+                raise ChildError(f"the {self.label} {end}:\n{tail}")
+            return read_result(result)
+
+    def _follow(self, process: subprocess.Popen[str]) -> int:
+        timer = threading.Timer(self.timeout, process.kill)
+        timer.start()
+        line = ProgressLine(self.label)
+        try:
+            for what, done, total in _progress(process):
+                line.show(what, done, total)
+            return process.wait()
+        finally:
+            timer.cancel()
+            if process.poll() is None:
+                process.kill()
+            line.end()
+
+
+def _in_words(status: int) -> str:
+    """Describe an exit status; a negative one is a signal number."""
+    if status >= 0:
+        return f"ended with status {status}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was ended by {names.get(-status, f'signal {-status}')}"
+
+
+def _progress(process: subprocess.Popen[str]) -> Iterator[tuple[str, int, int]]:
+    assert process.stdout is not None
+    for text in process.stdout:
+        if text.startswith(_PROGRESS):
+            what, done, total = json.loads(text.removeprefix(_PROGRESS))
+            yield what, done, total
+
+
+_READER_GONE = (errno.EPIPE, errno.EIO)
+
+
+class _LastingFile(io.FileIO):
+    """A descriptor that this process redirects to `/dev/null` once its reader closes."""
+
+    def write(self, data: Buffer, /) -> int:
+        """Write, or drop the data if the reader has closed."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in _READER_GONE:
+                raise
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+        return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """Survive closed readers of standard output and error; call before logging is set up.
+
+    Streams that are not the interpreter's own any more are left alone.
+    """
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout = _lasting(sys.stdout)
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        sys.stderr = _lasting(sys.stderr)
+
+
+def _lasting(stream: TextIO) -> TextIO:
+    file = _LastingFile(stream.fileno(), "wb", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True
+    )
+
+
+def end_with_parent() -> None:
+    """Kill this process when the one that started it ends, however that happens.
+
+    For processes of `multiprocessing` alone; there the parent's end closes a pipe. The kernel's own
+    signal (PR_SET_PDEATHSIG) comes too early where a thread that ended has started the process.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-parent").start()

@@ -1,0 +1,1 @@
+"""What vLLM's layers are replaced by: attention, experts, and quantised weights."""

@@ -1,1 +1,0 @@
-"""Mixtures of experts: who chooses, which op computes, what a rank holds of them."""

@@ -1,1 +1,0 @@
-"""Weights of 4 and 8 bits: which checkpoints are taken, and the layers that multiply by them."""

@@ -1,1 +1,0 @@
-"""Forms of quantised weights that the RBLN SDK's compiler takes."""

@@ -1,1 +1,0 @@
-"""Reports of the engine: progress, metrics, ranks, descriptions, and the results of `check`."""

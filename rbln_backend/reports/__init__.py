@@ -1,0 +1,1 @@
+"""Files that engines write about themselves, and the metrics they count."""
