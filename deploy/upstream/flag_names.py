@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from server.commands.command_line.flag_names import SERVE_FLAGS
+from server.commands.flags import SERVE_FLAGS
 
 
 def main() -> int:

@@ -44,9 +44,8 @@ from rbln_backend.api.store import (
 )
 from rbln_backend.errors import BundleError, ConfigError, PlatformError
 from rbln_backend.host.files import trusted_folder
-from server.commands.command_line.command_parser import CommandParser
-from server.commands.stdout import reserved_stdout
-from server.commands.without_engine import with_config
+from server.commands.check import reserved_stdout, with_config
+from server.commands.flags import CommandParser
 from server.frontend import LaunchError
 from server.settings import ServerSettings
 

@@ -9,14 +9,15 @@ that cannot run, 2 invalid command line.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
 from server import __version__
-from server.commands.command_line.flag_names import nearest
-from server.commands.command_line.server_flags import (
+from server.commands.flags import (
     PROG,
     model_flags,
+    nearest,
     server_parser,
     settings_of,
     split,
@@ -59,7 +60,7 @@ def _compile(argv: Sequence[str]) -> int:
     flags, rest = split(parser, argv)
     as_json, given = bool(flags.pop("json", False)), flags.pop("isa", [])
     settings = settings_of(parser, flags, rest)
-    from server.commands.compile import compile_ahead
+    from server.commands.check import compile_ahead
 
     assert isinstance(given, list)
     targets = [name for names in given for name in names.split(",")]
@@ -117,9 +118,8 @@ def _tune(argv: Sequence[str]) -> int:
 
 
 def _parity(argv: Sequence[str]) -> int:
-    from server.commands.parity import parity
-
-    return parity(argv)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "rbln_backend.parity.command", *argv])
 
 
 def _collect_env(argv: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from rbln_backend.api.settings import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.host.resources import core_budget, host_memory
 from server import __version__
-from server.commands.command_line.command_parser import CommandParser
+from server.commands.flags import CommandParser
 from server.settings import reported_variables
 
 _PROG = "rbln-serve collect-env"

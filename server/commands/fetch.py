@@ -12,7 +12,7 @@ from rbln_backend.api.models import CATALOGUE, convert, is_on_hub
 from rbln_backend.api.models import fetch as fetch_checkpoint
 from rbln_backend.api.settings import hub_settings, resolve
 from rbln_backend.errors import CheckpointError, ConfigError
-from server.commands.command_line.command_parser import CommandParser
+from server.commands.flags import CommandParser
 
 _PROG = "rbln-serve fetch"
 _INTERRUPTED = 130

@@ -12,9 +12,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server.commands.command_line.flag_names import vllm_flags
-from server.commands.command_line.server_flags import PROG
-from server.commands.command_line.setting_flags import flag_of
+from server.commands.flags import PROG, flag_of, vllm_flags
 from server.settings import ServerSettings, SettingsError, export_log_level, export_service_name
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from rbln_backend.usage import (
     read_log,
     suggest,
 )
-from server.commands.command_line.command_parser import CommandParser
+from server.commands.flags import CommandParser
 
 _PROG = "rbln-serve tune"
 _ABOUT = """\

@@ -141,7 +141,7 @@ def _refuse_model(engine_args: AsyncEngineArgs, args: Namespace) -> None:
     if engine_args.reasoning_parser:
         from vllm.tokenizers import cached_tokenizer_from_config
 
-        from server.vllm.tool_prompt import check_parsers
+        from server.vllm.tools import check_parsers
 
         check_parsers(args, cached_tokenizer_from_config(model_config), model_config)
 

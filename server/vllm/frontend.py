@@ -55,23 +55,22 @@ from server.vllm.handlers import (
     handlers,
     name_model,
 )
+from server.vllm.models import request_models
 from server.vllm.patches import (
     count_whole_prompts,
     keep_special_tokens,
     leave_tags_to_the_gate,
     skip_processor,
 )
-from server.vllm.reading import BodyReader, make_request_rules
-from server.vllm.reading_pool import RequestReader, serve_reading
+from server.vllm.reading import BodyReader, RequestReader, make_request_rules, serve_reading
 from server.vllm.rendering import (
     RemoteTemplates,
     large_var,
     render_elsewhere,
     sanitizer,
 )
-from server.vllm.request_models import request_models
 from server.vllm.templates import templates_of
-from server.vllm.tool_prompt import check_parsers, choose_tools, template_tokenizer
+from server.vllm.tools import check_parsers, choose_tools, template_tokenizer
 from server.wire import Endpoint, JsonObject
 
 if TYPE_CHECKING:
@@ -199,7 +198,7 @@ class VllmFrontend:
         return Capacity(scheduler.max_num_seqs, queued, api.decode_buckets(config))
 
     def schemas(self) -> WireSchemas:
-        from server.vllm.schemas import wire_schemas
+        from server.vllm.models import wire_schemas
 
         offered = {name: h.model for name, h in self._handlers.items() if h.serve is not None}
         forms = {

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, RootModel
+from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.datastructures import State
 from starlette.requests import Request
@@ -34,14 +34,13 @@ from server.observability.tracing import (
     request_attributes,
 )
 from server.request.record import RequestRecord
-from server.vllm.chats import Chats, custom_call_frames, with_custom_calls
 from server.vllm.messages import Messages
+from server.vllm.models import RenderedPrompts, request_models
 from server.vllm.parser import object_call_parser
 from server.vllm.patches import adapt_serving
-from server.vllm.request_models import request_models
 from server.vllm.responses import Responses, compacted_json, response_frames, response_json
 from server.vllm.sampling import add_prediction_counts
-from server.vllm.serving import Completions
+from server.vllm.serving import Chats, Completions, custom_call_frames, with_custom_calls
 from server.wire import Endpoint, JsonObject
 
 _ANTHROPIC = "anthropic_serving_messages"
@@ -87,10 +86,6 @@ _MARGIN = 1000
 
 ToBody = Callable[[Any, JsonObject, RequestRecord], bytes]
 """Returns the JSON body of vLLM's answer, with additional fields."""
-
-
-class RenderedPrompts(RootModel[list[GenerateRequest]]):
-    """Rendered requests of the prompts of a completion."""
 
 
 class Renders(ServingRender):

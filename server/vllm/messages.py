@@ -24,8 +24,8 @@ from server.http.streaming import PING
 from server.request.options import Tier
 from server.request.record import record_of
 from server.tools import is_whole, replace_halves
-from server.vllm.chats import Chats
 from server.vllm.errors import TOO_LONG_PARAMETERS
+from server.vllm.serving import Chats
 from server.wire import JsonObject, named_frame
 
 _DATA = "data:"

@@ -39,7 +39,7 @@ from server.errors import InvalidValueError
 from server.tools import NATURAL, Ending
 from server.vllm.call_reader import ARGUMENTS, FORMS, LISTED, CallForm, CallReader, Found
 from server.vllm.text_stream import TextDelta
-from server.vllm.tool_requests import (
+from server.vllm.tools import (
     allow_one_call,
     callable_names,
     continued_text,

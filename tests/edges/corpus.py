@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 from server.request.endpoints import forms_of
-from server.vllm.request_models import request_models
+from server.vllm.models import request_models
 from server.wire import Endpoint
 
 MAX_BYTES = 4 * 1024 * 1024 - 4096

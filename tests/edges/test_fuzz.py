@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from server.errors import InternalError, ServerError
 from server.frontend import ParsedRequest
-from server.vllm.reading import BodyReader
-from server.vllm.reading_pool import is_small
-from server.vllm.request_models import request_models
+from server.vllm.models import request_models
+from server.vllm.reading import BodyReader, is_small
 from tests.edges.corpus import BODIES, endpoint_of
 from tests.edges.test_reading import MODELS, RULES
 

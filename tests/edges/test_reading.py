@@ -31,9 +31,17 @@ from server.request.options import TemplateVariables, ThinkingSupport
 from server.request.sizes import RequestLimits
 from server.settings import ServerSettings
 from server.tools import NO_CALLS, ToolSupport
-from server.vllm.reading import BodyReader, RequestRules, _fail_fast_validator
-from server.vllm.reading_pool import RequestReader, answer_of, is_small, job_bytes, serve_reading
-from server.vllm.request_models import request_models
+from server.vllm.models import request_models
+from server.vllm.reading import (
+    BodyReader,
+    RequestReader,
+    RequestRules,
+    _fail_fast_validator,
+    answer_of,
+    is_small,
+    job_bytes,
+    serve_reading,
+)
 from server.wire import Endpoint
 from tests.edges.corpus import BODIES, USER, endpoint_of
 

@@ -228,7 +228,7 @@ def test_settings_are_frozen_and_described() -> None:
 
 
 def test_the_config_file_of_vllm_may_hold_the_address(tmp_path: Path) -> None:
-    from server.commands.command_line.server_flags import config_file
+    from server.commands.flags import config_file
 
     path = tmp_path / "serve.yaml"
     path.write_text("port: 1234\nssl-keyfile: k\nmax-model-len: 5\n")
@@ -241,7 +241,7 @@ def test_the_config_file_of_vllm_may_hold_the_address(tmp_path: Path) -> None:
     ids=["flag", "underscores", "file"],
 )
 def test_vllms_names_of_our_settings_are_read(words: list[str], tmp_path: Path) -> None:
-    from server.commands.command_line.server_flags import model_flags
+    from server.commands.flags import model_flags
 
     path = tmp_path / "serve.yaml"
     path.write_text("shutdown-timeout: 90\nh11-max-incomplete-event-size: 2048\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.commands.command_line.flag_names import (
+from server.commands.flags import (
     UnknownFlagError,
     nearest,
     require_known,

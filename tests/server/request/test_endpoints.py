@@ -8,7 +8,7 @@ from server.request.endpoints import forms_of
 from server.request.fields import SHARED, FieldKind
 from server.request.rules import model_field_names
 from server.request.tables import fields_by_name, kind_of_field, prompt_fields
-from server.vllm.request_models import request_models
+from server.vllm.models import request_models
 from server.wire import Endpoint
 from tests.edges.corpus import BODIES, endpoint_of, large_fields
 

@@ -21,7 +21,7 @@ from server.errors import UnsupportedFieldError
 from server.request.fields import FieldAction
 from server.request.rules import apply_field_rules
 from server.request.tables import FIELDS, extra_schemas, refused_fields
-from server.vllm.request_models import request_models
+from server.vllm.models import request_models
 from server.wire import Endpoint
 
 DOCUMENTED: Mapping[Endpoint, tuple[Any, ...]] = {

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from server.errors import UnknownFieldError
 from server.request.rules import check_shape, shape_of, shapes_of
-from server.vllm.request_models import request_models
+from server.vllm.models import request_models
 
 
 class Text(TypedDict, total=False):

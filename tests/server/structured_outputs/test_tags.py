@@ -13,7 +13,7 @@ from server.settings import ServerSettings
 from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
 from server.structured_outputs.grammars import SchemaRules, tag_grammar
 from server.structured_outputs.trial import TrialVerdict, do_job, job_bytes
-from server.vllm.tool_requests import rewrites_arguments
+from server.vllm.tools import rewrites_arguments
 from tests.schema_corpus import BAD, BAD_IN_TAGS, GOOD
 from tests.server.structured_outputs.walks import documents, faults, try_grammar, vocabulary
 

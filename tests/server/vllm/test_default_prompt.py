@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from default_model.paths import CHECKPOINT
 from server.settings import ServerSettings
-from server.vllm.tool_prompt import choose_tools, with_tool_prompt
+from server.vllm.tools import choose_tools, with_tool_prompt
 
 pytestmark = pytest.mark.engine
 

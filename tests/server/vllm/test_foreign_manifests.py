@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.commands.command_line.server_flags import server_parser, settings_of, split
+from server.commands.flags import server_parser, settings_of, split
 from tests.checkpoints import CheckpointCache
 
 pytestmark = pytest.mark.engine

@@ -17,10 +17,10 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
 from server.vllm import logprobs as kept_texts
-from server.vllm.chats import Chats
 from server.vllm.logprobs import AnswerLogprobs, PlacedLogprob, TokenTexts
 from server.vllm.responses import Responses
 from server.vllm.sampling import MAX_ENTRIES, check_logprobs
+from server.vllm.serving import Chats
 from tests.checkpoints import CheckpointCache
 
 pytestmark = pytest.mark.engine

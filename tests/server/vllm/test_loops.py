@@ -6,7 +6,7 @@ import pytest
 
 from default_model.paths import CHAT_TEMPLATE
 from server.vllm.templates import is_bounded
-from server.vllm.tool_prompt import with_tool_prompt
+from server.vllm.tools import with_tool_prompt
 from tests.server.vllm.test_default_prompt import SMOLLM2
 
 

@@ -15,8 +15,7 @@ from default_model.paths import CHECKPOINT
 from server.structured_outputs.constraint import object_schema
 from server.tools import ToolChoice
 from server.vllm.parser import object_call_parser
-from server.vllm.tool_prompt import tool_parser_of
-from server.vllm.tool_requests import allow_names
+from server.vllm.tools import allow_names, tool_parser_of
 
 pytestmark = pytest.mark.engine
 

@@ -10,8 +10,14 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from default_model.paths import CHECKPOINT
-from server.vllm.control_tokens import ControlTokens
-from server.vllm.rendering import SMALL_MESSAGES, RemoteTemplates, Rendered, Rendering, render
+from server.vllm.rendering import (
+    SMALL_MESSAGES,
+    ControlTokens,
+    RemoteTemplates,
+    Rendered,
+    Rendering,
+    render,
+)
 
 
 class Message(dict[str, str]):

@@ -1,1 +1,0 @@
-"""Flags of the commands: settings, the names of vLLM's flags, and help."""
