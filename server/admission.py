@@ -82,9 +82,12 @@ class Admission:
         """Divide the permits between API keys by their `weights` (by owner)."""
         self._shares = PermitShares(weights)
 
-    def check(self, owner: str = "") -> None:
-        """Raise `OverloadedError` if no permit is free for `owner`; cheaper than `acquire`."""
-        self._check(owner, 1, 1)
+    def check(self, owner: str = "", more: int = 1, weight: int = 1) -> None:
+        """Raise `OverloadedError` unless `more` permits are free for a request of `weight`."""
+        if self.in_flight + more > self.limit:
+            raise self._refusal(weight)
+        if not self._shares.fits(owner, more, self.limit):
+            raise self._refusal(weight, kept="; the free permits are kept for other API keys")
 
     def acquire(self, owner: str = "") -> Permit:
         """Return a permit for one answer to the owner of a key. Raises `OverloadedError`."""
@@ -102,7 +105,7 @@ class Admission:
         weight = min(weight, self.limit)
         # It needs all permits, so those that are kept for other keys are not kept from it.
         if weight < self.limit or self.in_flight > weight_before:
-            self._check(owner, weight - weight_before, weight)
+            self.check(owner, weight - weight_before, weight)
         self._count(owner, weight - weight_before)
         return weight
 
@@ -137,13 +140,6 @@ class Admission:
         seconds = self._refused.count(now) * held_s / max(self.limit, 1)
         # Spread, so that those who were refused together do not come back together.
         return min(max(seconds, _MIN_RETRY_S), _MAX_RETRY_S / _SPREAD) * random.uniform(1, _SPREAD)
-
-    def _check(self, owner: str, more: int, weight: int) -> None:
-        """Raise `OverloadedError` unless `more` permits are free for a request of `weight`."""
-        if self.in_flight + more > self.limit:
-            raise self._refusal(weight)
-        if not self._shares.fits(owner, more, self.limit):
-            raise self._refusal(weight, kept="; the free permits are kept for other API keys")
 
     def _count(self, owner: str, more: int) -> None:
         self.in_flight += more
@@ -361,7 +357,6 @@ class KeyLedger:
     """The accounts of all keys; keys of one owner share one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` is in seconds."""
         self.clock = clock
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
         self.in_flight: Counter[str] = Counter()
@@ -369,7 +364,6 @@ class KeyLedger:
         self.in_flight_of_owner: Counter[str] = Counter()
 
     def use(self, owner: str, name: str, limits: KeyLimits) -> KeyUse:
-        """Return the use that a new request will make of its key."""
         now = self.clock()
         requests = self._bucket(owner, "requests", limits.requests_per_minute, now)
         tokens = self._bucket(owner, "tokens", limits.tokens_per_minute, now)
@@ -383,7 +377,6 @@ class KeyLedger:
             bucket.take(tokens, now)
 
     def _bucket(self, owner: str, rate: str, limit: int | None, now: float) -> TokenBucket | None:
-        """Return the bucket of an owner with this `limit`, which may have changed; or None."""
         if limit is None:
             self._buckets.pop((owner, rate), None)
             return None
@@ -511,7 +504,9 @@ def rate_headers(
     for unit, rate in rates.items():
         if anthropic:
             names = [f"anthropic-ratelimit-{unit}-{field}" for field in _FIELDS]
-            reset = _time_of_day(now + rate.reset_s)
+            seconds = now + rate.reset_s
+            moment = datetime.fromtimestamp(math.ceil(seconds), tz=UTC)
+            reset = moment.isoformat().replace("+00:00", "Z")
         else:
             names = [f"x-ratelimit-{field}-{unit}" for field in _FIELDS]
             reset = duration(rate.reset_s)
@@ -527,9 +522,3 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(milliseconds, 60_000)
     shown = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
     return f"{minutes}m{shown}" if minutes else shown
-
-
-def _time_of_day(seconds: float) -> str:
-    """Return a time as RFC 3339 in whole seconds, rounded up."""
-    moment = datetime.fromtimestamp(math.ceil(seconds), tz=UTC)
-    return moment.isoformat().replace("+00:00", "Z")

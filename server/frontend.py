@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -17,16 +17,13 @@ from starlette.requests import Request
 from server.admission import Capacity
 from server.host.job_pool import JobCounts
 from server.lora.registry import AdapterRegistry
+from server.observability.tracing import Tracing
 from server.request.options import DraftOptions
 from server.storage.response_table import StorageOptions
 from server.structured_outputs.constraint import Constraint
 from server.structured_outputs.gate import GrammarGate
 from server.tools import ToolSupport
 from server.wire import Endpoint, JsonObject
-
-if TYPE_CHECKING:
-    # It needs opentelemetry, which is optional.
-    from server.observability.tracing import Tracing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +183,6 @@ class RunningEngine(Protocol):
 
 
 class EngineLauncher(Protocol):
-    """Builds the engine."""
-
     def versions(self) -> Mapping[str, str]:
         """Return the versions of the components; known before the launch."""
 

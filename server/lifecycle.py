@@ -131,7 +131,6 @@ class Lifecycle:
 
     @property
     def graph_progress(self) -> list[GraphProgress]:
-        """Progress of each graph of the start-up."""
         return [] if self._progress is None else self._progress.graphs
 
     def observe(self, progress: ProgressSnapshot) -> None:

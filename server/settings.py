@@ -63,13 +63,12 @@ def _secrets(value: object) -> object:
     """Return the secrets of a list; refuses empty ones, which come from unset shell variables."""
     parts = value if isinstance(value, list | tuple) else [value]
     secrets = [item for part in parts for item in _items(part, keep_empty=True)]
-    if not secrets or not all(_revealed(secret).strip() for secret in secrets):
+    if not secrets or not all(
+        (secret.get_secret_value() if isinstance(secret, SecretStr) else str(secret)).strip()
+        for secret in secrets
+    ):
         raise ValueError("an empty value; leave flag and variable out to have none")
     return secrets
-
-
-def _revealed(secret: object) -> str:
-    return secret.get_secret_value() if isinstance(secret, SecretStr) else str(secret)
 
 
 def _not_empty(value: object) -> object:
@@ -395,7 +394,11 @@ def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]
 
     Raises `SettingsError` for an unknown variable of our prefix or an invalid value.
     """
-    _check_names()
+    known = [f"{ENV_PREFIX}{name.upper()}" for name in ServerSettings.model_fields]
+    for name in sorted(_names() - set(known)):
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        raise SettingsError(f"unknown environment variable {name}; {hint}")
     named = _names()
     below = {k: v for k, v in config_file.items() if f"{ENV_PREFIX}{k.upper()}" not in named}
     key = os.environ.get(_VLLM_KEY)
@@ -408,7 +411,18 @@ def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]
         settings = ServerSettings(**{**below, **flags})  # type: ignore[arg-type]
     except ValidationError as error:
         raise SettingsError("; ".join(_explain(dict(item)) for item in error.errors())) from None
-    _check_together(settings)
+    if (settings.ssl_keyfile is None) != (settings.ssl_certfile is None):
+        raise SettingsError("--ssl-keyfile and --ssl-certfile must be set together")
+    if settings.ssl_cert_reqs != "none" and settings.ssl_ca_certs is None:
+        raise SettingsError(
+            f"--ssl-cert-reqs {settings.ssl_cert_reqs} needs --ssl-ca-certs to check against"
+        )
+    if settings.enable_ssl_refresh and settings.ssl_certfile is None:
+        raise SettingsError("--enable-ssl-refresh needs --ssl-certfile")
+    if settings.allow_credentials and "*" in settings.allowed_origins:
+        raise SettingsError(
+            "--allow-credentials cannot be used with --allowed-origins '*': name the origins"
+        )
     return settings
 
 
@@ -441,31 +455,8 @@ def export_service_name() -> None:
         os.environ.setdefault(_OTEL_NAME, "rbln-serve")
 
 
-def _check_together(settings: ServerSettings) -> None:
-    if (settings.ssl_keyfile is None) != (settings.ssl_certfile is None):
-        raise SettingsError("--ssl-keyfile and --ssl-certfile must be set together")
-    if settings.ssl_cert_reqs != "none" and settings.ssl_ca_certs is None:
-        raise SettingsError(
-            f"--ssl-cert-reqs {settings.ssl_cert_reqs} needs --ssl-ca-certs to check against"
-        )
-    if settings.enable_ssl_refresh and settings.ssl_certfile is None:
-        raise SettingsError("--enable-ssl-refresh needs --ssl-certfile")
-    if settings.allow_credentials and "*" in settings.allowed_origins:
-        raise SettingsError(
-            "--allow-credentials cannot be used with --allowed-origins '*': name the origins"
-        )
-
-
 def _names() -> set[str]:
     return {name.upper() for name in os.environ if name.upper().startswith(ENV_PREFIX)}
-
-
-def _check_names() -> None:
-    known = [f"{ENV_PREFIX}{name.upper()}" for name in ServerSettings.model_fields]
-    for name in sorted(_names() - set(known)):
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-        raise SettingsError(f"unknown environment variable {name}; {hint}")
 
 
 def _explain(error: Mapping[str, object]) -> str:

@@ -78,7 +78,6 @@ class ToolChoice:
 
     @property
     def forces(self) -> bool:
-        """True if a tool must be called."""
         return self.mode == "required"
 
     def allows(self, name: object) -> bool:
@@ -100,40 +99,36 @@ def check_choice(endpoint: Endpoint, fields: JsonObject) -> None:
         )
     kind = get_field(value, "type")
     if kind == _ALLOWED and endpoint is not Endpoint.MESSAGES:
-        _check_allowed(endpoint, value, offered)
+        holder, path = value, FIELD
+        if endpoint.chats:
+            path = f"{FIELD}.{_ALLOWED}"
+            holder = _require(value, _ALLOWED, path)
+        mode = _require(holder, "mode", f"{path}.mode")
+        if mode not in _MODES:
+            raise InvalidValueError(
+                f"'{path}.mode' must be 'auto' or 'required', got {describe(mode)}.",
+                param=f"{path}.mode",
+            )
+        tools = _require(holder, "tools", f"{path}.tools")
+        if not isinstance(tools, list) or not tools:
+            raise InvalidValueError(
+                f"'{path}.tools' must be an array of at least one tool, got {describe(tools)}.",
+                param=f"{path}.tools",
+            )
+        for index, tool in enumerate(tools):
+            place = f"{path}.tools[{index}]"
+            if get_field(tool, "type") != "function":
+                raise InvalidValueError(
+                    f"'{place}.type' must be 'function' or 'custom', got "
+                    f"{describe(get_field(tool, 'type'))}.",
+                    param=f"{place}.type",
+                )
+            if endpoint.chats:
+                tool, place = _require(tool, "function", f"{place}.function"), f"{place}.function"
+            _check_name(_require(tool, "name", f"{place}.name"), f"{place}.name", offered)
     elif kind in _NAMING and _name_of(value) is not None:
         path = f"{FIELD}.function.name" if get_field(value, "function") else f"{FIELD}.name"
         _check_name(_name_of(value), path, offered)
-
-
-def _check_allowed(endpoint: Endpoint, value: Any, offered: list[str]) -> None:
-    holder, path = value, FIELD
-    if endpoint.chats:
-        path = f"{FIELD}.{_ALLOWED}"
-        holder = _require(value, _ALLOWED, path)
-    mode = _require(holder, "mode", f"{path}.mode")
-    if mode not in _MODES:
-        raise InvalidValueError(
-            f"'{path}.mode' must be 'auto' or 'required', got {describe(mode)}.",
-            param=f"{path}.mode",
-        )
-    tools = _require(holder, "tools", f"{path}.tools")
-    if not isinstance(tools, list) or not tools:
-        raise InvalidValueError(
-            f"'{path}.tools' must be an array of at least one tool, got {describe(tools)}.",
-            param=f"{path}.tools",
-        )
-    for index, tool in enumerate(tools):
-        place = f"{path}.tools[{index}]"
-        if get_field(tool, "type") != "function":
-            raise InvalidValueError(
-                f"'{place}.type' must be 'function' or 'custom', got "
-                f"{describe(get_field(tool, 'type'))}.",
-                param=f"{place}.type",
-            )
-        if endpoint.chats:
-            tool, place = _require(tool, "function", f"{place}.function"), f"{place}.function"
-        _check_name(_require(tool, "name", f"{place}.name"), f"{place}.name", offered)
 
 
 def _check_name(name: Any, path: str, offered: list[str]) -> None:
@@ -169,7 +164,6 @@ def _require(value: Any, name: str, path: str) -> Any:
 
 
 def get_field(value: object, name: str) -> Any:
-    """Return a field of an object; None if it is missing or `value` is no object."""
     return value.get(name) if isinstance(value, dict) else None
 
 
@@ -203,7 +197,6 @@ def check_tools(endpoint: Endpoint, body: JsonObject) -> None:
 
 
 def _paths(tools: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the names of tools, and of the tools of a namespace, with their paths."""
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         place = f"{path}[{index}]"
         for holder, at in (

@@ -43,57 +43,19 @@ class Endpoint(enum.Enum):
     RERANK_V1 = "/v1/rerank"
     RERANK_V2 = "/v2/rerank"
 
-    @property
-    def anthropic(self) -> bool:
+    def __init__(self, path: str) -> None:
+        self.anthropic = path.startswith("/v1/messages")
         """True where errors and events have the form of Anthropic's API."""
-        return self in (Endpoint.MESSAGES, Endpoint.COUNT_TOKENS)
-
-    @property
-    def chats(self) -> bool:
+        self.chats = path in ("/v1/chat/completions", "/v1/chat/completions/render")
         """True where the body is that of a chat completion."""
-        return self in (Endpoint.CHAT, Endpoint.RENDER_CHAT)
-
-    @property
-    def renders(self) -> bool:
+        self.renders = path.endswith("/render")
         """True where the answer has the token ids and the sampling parameters of a request."""
-        return self in (Endpoint.RENDER_CHAT, Endpoint.RENDER_COMPLETION)
-
-    @property
-    def takes_items(self) -> bool:
+        self.takes_items = path.startswith("/v1/responses")
         """True where the input is a list of items of the Responses API."""
-        return self in (Endpoint.RESPONSES, Endpoint.INPUT_TOKENS, Endpoint.COMPACT)
-
-    @property
-    def pools(self) -> bool:
-        """True for embeddings, scores and classes, which pooling models serve."""
-        return self in _POOLING_ENDPOINTS
-
-    @property
-    def scores(self) -> bool:
+        self.scores = path.endswith(("score", "rerank"))
         """True where each answer is about a query and a document."""
-        return self in _SCORING_ENDPOINTS
-
-    @property
-    def named_events(self) -> bool:
-        """True where each SSE frame has an `event:` line and no stream ends with [DONE]."""
-        return self in (Endpoint.MESSAGES, Endpoint.RESPONSES)
-
-
-_SCORING_ENDPOINTS = frozenset(
-    (
-        Endpoint.SCORE,
-        Endpoint.SCORE_V1,
-        Endpoint.RERANK,
-        Endpoint.RERANK_V1,
-        Endpoint.RERANK_V2,
-    )
-)
-_POOLING_ENDPOINTS = _SCORING_ENDPOINTS | {
-    Endpoint.EMBEDDINGS,
-    Endpoint.COHERE_EMBED,
-    Endpoint.POOLING,
-    Endpoint.CLASSIFY,
-}
+        self.pools = self.scores or path in ("/v1/embeddings", "/v2/embed", "/pooling", "/classify")
+        """True for embeddings, scores and classes, which pooling models serve."""
 
 
 _DATA = "\ndata: "
@@ -106,7 +68,6 @@ def named_frame(name: str, data: bytes | str) -> str:
 
 
 def data_text(frame: str) -> bytes:
-    """Return the data of a frame with a name, as its text."""
     return frame.partition(_DATA)[2].encode()
 
 
@@ -135,7 +96,6 @@ class PromptProgress:
 
     @property
     def sends_chunks(self) -> bool:
-        """True to send chunks, False to send comments."""
         return self._head is not None
 
     @property

@@ -15,9 +15,10 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rbln_backend import api
+from rbln_backend.api.reports import StoreReport
 from rbln_backend.api.settings import resolve
 from rbln_backend.api.store import (
     MAX_BYTES,
@@ -48,9 +49,6 @@ from server.commands.check import reserved_stdout, with_config
 from server.commands.flags import CommandParser
 from server.frontend import LaunchError
 from server.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from rbln_backend.api.reports import StoreReport
 
 _PROG = "rbln-serve cache"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -89,7 +87,6 @@ def cache(argv: Sequence[str], model_flags: ModelFlags) -> int:
 
 
 def cache_parser() -> CommandParser:
-    """Return the parser of the commands."""
     parser = CommandParser(
         prog=_PROG, description="List, check and move compiled graphs and kernels."
     )

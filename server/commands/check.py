@@ -12,11 +12,13 @@ import logging
 import os
 import socket
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from rbln_backend import api
+from rbln_backend.api.reports import ModelReport
 from rbln_backend.errors import PlatformError
 from server.engine.config import engine_config
 from server.engine.launch_errors import launch_error
@@ -24,14 +26,10 @@ from server.engine.weight_files import WeightFiles, check_weight_files
 from server.frontend import LaunchError
 from server.host.tasks import without_garbage_collection
 from server.settings import ServerSettings, export_log_level
+from server.tools import ToolSupport
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from vllm.config import ModelConfig, VllmConfig
-
-    from rbln_backend.api.reports import ModelReport
-    from server.tools import ToolSupport
 
 
 @contextmanager

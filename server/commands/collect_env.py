@@ -50,7 +50,6 @@ def collect_env(argv: Sequence[str]) -> int:
 
 
 def collect_env_parser() -> CommandParser:
-    """Return the parser of the command."""
     parser = CommandParser(
         prog=_PROG, description="Print versions, hardware and settings for a bug report."
     )

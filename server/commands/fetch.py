@@ -67,7 +67,6 @@ def fetch(argv: Sequence[str]) -> int:
 
 
 def fetch_parser() -> CommandParser:
-    """Return the parser of the command."""
     names = (f"  {name:<10} {wanted.about}; {wanted.licence}" for name, wanted in CATALOGUE.items())
     parser = CommandParser(
         prog=_PROG,

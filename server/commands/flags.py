@@ -32,7 +32,6 @@ class UnknownFlagError(ValueError):
 
 
 def vllm_flags() -> frozenset[str]:
-    """Return the flags of `vllm serve`."""
     return frozenset(SERVE_FLAGS.read_text(encoding="ascii").split())
 
 
@@ -101,7 +100,6 @@ _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def add_setting_flags(parser: argparse.ArgumentParser) -> None:
-    """Add one flag for each setting, in groups."""
     group: argparse._ActionsContainer = parser
     for name, field in ServerSettings.model_fields.items():
         if name in SECTIONS:
@@ -110,7 +108,6 @@ def add_setting_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
     return "--" + name.replace("_", "-")
 
 
@@ -147,7 +144,6 @@ def _choices(annotation: object) -> list[str]:
 
 
 def _types(annotation: object) -> set[object]:
-    """Return the types of which a value may be."""
     origin = get_origin(annotation)
     if origin is typing.Annotated:
         return _types(get_args(annotation)[0])

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,17 +57,16 @@ def hidden_secrets(argv: Sequence[str]) -> list[str]:
         flag, equals, _ = word.partition("=")
         name = flag.replace("_", "-")
         # Parsers accept the beginning of a flag's name as well.
-        if name not in secret and (name in known or not _begins_one(name, secret)):
+        if name not in secret and (
+            name in known
+            or not (len(name) > len("--") and any(flag.startswith(name) for flag in secret))
+        ):
             continue
         if equals:
             words[index] = f"{flag}=***"
         elif index + 1 < len(words) and not words[index + 1].startswith("--"):
             words[index + 1] = "***"
     return words
-
-
-def _begins_one(name: str, flags: Iterable[str]) -> bool:
-    return len(name) > len("--") and any(flag.startswith(name) for flag in flags)
 
 
 def run_server(
@@ -133,26 +132,22 @@ def _launcher(
 def _listen_or_exit(settings: ServerSettings) -> socket.socket:
     """Return a listening socket, in whose backlog clients wait; raises `SystemExit` without one."""
     try:
-        return _listen(settings)
+        if settings.uds is not None:
+            return _listen_at_path(settings.uds)
+        host, port = settings.host, settings.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return listener
     except OSError as error:
         where = settings.uds or f"{settings.host}:{settings.port}"
         raise SystemExit(f"{PROG}: cannot listen on {where}: {error}") from None
-
-
-def _listen(settings: ServerSettings) -> socket.socket:
-    if settings.uds is not None:
-        return _listen_at_path(settings.uds)
-    host, port = settings.host, settings.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _listen_at_path(path: Path) -> socket.socket:

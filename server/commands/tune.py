@@ -82,7 +82,6 @@ class _Advice:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield the advice as text."""
         yield self.name
         for phase, change in self.changes.items():
             if not change.now.steps:
@@ -99,7 +98,6 @@ class _Advice:
         yield from (f"    {name}={value}" for name, value in self.environment.items())
 
     def report(self) -> dict[str, Any]:
-        """Return the advice as JSON values."""
         return {
             "name": self.name,
             **{phase: change.report() for phase, change in self.changes.items()},
@@ -164,15 +162,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _records(args: argparse.Namespace) -> list[_Record]:
     if args.batchsize_log is None:
         return _read_records(args.cache_root, args.model)
-    tables = _given_tables(args)
-    return [_Record(str(args.batchsize_log), read_log(args.batchsize_log, tables), tables)]
-
-
-def _given_tables(args: argparse.Namespace) -> dict[str, BucketTable]:
-    """Return the buckets of a server with the given sizes, default ones where none are given.
-
-    Raises `BucketError` and `ConfigError` for invalid sizes.
-    """
+    # Raises `BucketError` and `ConfigError` for invalid sizes.
     decode, prefill = args.decode_buckets, args.prefill_buckets
     given: dict[str, Any] = {"prefill_chunk_buckets": list(prefill) if prefill else None}
     if decode:
@@ -181,10 +171,11 @@ def _given_tables(args: argparse.Namespace) -> dict[str, BucketTable]:
     config = resolve({"rbln": given}, {}).config
     rows = args.max_num_seqs or max(decode or (DEFAULT_MAX_NUM_SEQS,))
     chunk = args.max_num_batched_tokens or max(prefill or (DEFAULT_CHUNK_TOKENS,))
-    return {
+    tables = {
         "prefill": prefill_chunk_table(config, chunk),
         "decode": decode_bucket_table(config, rows),
     }
+    return [_Record(str(args.batchsize_log), read_log(args.batchsize_log, tables), tables)]
 
 
 def _read_records(cache_root: Path | None, model: str | None) -> list[_Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,6 @@ from server.frontend import LaunchError
 from server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -46,7 +45,10 @@ def engine_config(
         ours["max_queue_ms"] = math.ceil(settings.max_queue_s * 1000)
     ours |= _prefill_options(engine_args.additional_config, settings)
     if ours:
-        engine_args.additional_config = _with_ours(engine_args.additional_config, ours)
+        engine_args.additional_config = {
+            **options_of_vllm(engine_args.additional_config),
+            "rbln": {**given_options(engine_args.additional_config), **ours},
+        }
     transfer = engine_args.kv_transfer_config
     if transfer is not None and api.is_active():
         api.check_connectors(transfer)
@@ -55,7 +57,19 @@ def engine_config(
     context = UsageContext.OPENAI_API_SERVER
     try:
         config = engine_args.create_engine_config(usage_context=context, headless=settings.headless)
-        _check_prefill_options(config, settings)
+        policy, most = settings.prefill_policy, settings.max_num_partial_prefills
+        if config.model_config.runner_type == "pooling":
+            if policy == "shortest" or most is not None:
+                raise LaunchError(
+                    "--prefill-policy shortest and --max-num-partial-prefills have no effect on a "
+                    "pooling model, whose prompts are computed one after the other",
+                    exit_code=2,
+                )
+        elif policy == "fcfs" and most is not None:
+            raise LaunchError(
+                f"--max-num-partial-prefills {most} has no effect with --prefill-policy fcfs",
+                exit_code=2,
+            )
         _limit_backlog(config, settings)
         return engine_args, config
     except (ValueError, LookupError, RuntimeError) as error:
@@ -80,23 +94,6 @@ def _prefill_options(additional: Mapping[str, Any], settings: ServerSettings) ->
                 exit_code=2,
             )
     return options
-
-
-def _check_prefill_options(config: VllmConfig, settings: ServerSettings) -> None:
-    """Raise `LaunchError` for an order of prompts that would have no effect."""
-    policy, most = settings.prefill_policy, settings.max_num_partial_prefills
-    if config.model_config.runner_type == "pooling":
-        if policy == "shortest" or most is not None:
-            raise LaunchError(
-                "--prefill-policy shortest and --max-num-partial-prefills have no effect on a "
-                "pooling model, whose prompts are computed one after the other",
-                exit_code=2,
-            )
-    elif policy == "fcfs" and most is not None:
-        raise LaunchError(
-            f"--max-num-partial-prefills {most} has no effect with --prefill-policy fcfs",
-            exit_code=2,
-        )
 
 
 def _limit_backlog(config: VllmConfig, settings: ServerSettings) -> None:
@@ -144,7 +141,3 @@ def _refuse_model(engine_args: AsyncEngineArgs, args: Namespace) -> None:
         from server.vllm.tools import check_parsers
 
         check_parsers(args, cached_tokenizer_from_config(model_config), model_config)
-
-
-def _with_ours(additional: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    return {**options_of_vllm(additional), "rbln": {**given_options(additional), **ours}}

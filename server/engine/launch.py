@@ -13,6 +13,7 @@ import importlib.metadata
 import logging
 import platform
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -47,8 +48,6 @@ from server.settings import ServerSettings
 from server.vllm.patches import allow_stop_strings, check_shapes, choose_start_method
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.tasks import SupportedTask
@@ -129,7 +128,6 @@ class VllmEngine:
         await in_thread(partial(self._engine.shutdown, timeout=timeout_s))
 
     def kill(self) -> None:
-        """Kill the engine processes."""
         for process in self._processes:
             process.kill()
 

@@ -67,7 +67,12 @@ def _reason(cause: Exception, model: str) -> str:
     if isinstance(cause, RblnError):
         return text
     if found := _UNKNOWN.search(text):
-        return _unknown_architecture(found[1], re.findall(r"'(\w+)'", found[2]))
+        near = difflib.get_close_matches(found[1], re.findall(r"'(\w+)'", found[2]), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "use a model that it has"
+        return (
+            f"architecture {found[1]!r} of config.json is unknown to vLLM {vllm_build().version}; "
+            f"{hint}"
+        )
     if found := _BROKEN.search(text):
         return _broken_architecture(found[1], model)
     if found := _UNKNOWN_TYPE.search(text):
@@ -89,13 +94,6 @@ def _reason(cause: Exception, model: str) -> str:
         )
     # vLLM reports user errors as ValueError; for other exceptions the type is informative.
     return text if type(cause) is ValueError else f"{type(cause).__name__}: {text}"
-
-
-def _unknown_architecture(name: str, known: list[str]) -> str:
-    version = vllm_build().version
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "use a model that it has"
-    return f"architecture {name!r} of config.json is unknown to vLLM {version}; {hint}"
 
 
 def _broken_architecture(name: str, model: str) -> str:

@@ -16,14 +16,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from vllm.exceptions import GracefulHTTPError
 from vllm.tracing import SpanAttributes, SpanKind, extract_trace_context, instrument_manual
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.output_processor import (
     OutputProcessor,
@@ -54,10 +56,6 @@ from server.vllm.patches import (
     use_token_texts,
 )
 from server.vllm.text_stream import DirectState, push_to
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 SPAN = "llm_request"
 """vLLM's name of its span."""
@@ -318,7 +316,17 @@ class DeferredStats(StatLoggerManager):
         engine_idx: int | None = None,
     ) -> None:
         self.pending.append((scheduler_stats, iteration_stats, mm_cache_stats, engine_idx))
-        if not _is_decode(scheduler_stats, iteration_stats) or len(self.pending) >= _MAX_STEPS:
+        # Running requests got tokens in this step, and nothing else happened.
+        is_decode = (
+            scheduler_stats is not None
+            and iteration_stats is not None
+            and scheduler_stats.num_running_reqs
+            and iteration_stats.num_generation_tokens
+            and not iteration_stats.finished_requests
+            and not iteration_stats.time_to_first_tokens_iter
+            and not iteration_stats.num_preempted_reqs
+        )
+        if not is_decode or len(self.pending) >= _MAX_STEPS:
             self.flush()
         elif self.timer is None:
             self.timer = asyncio.get_running_loop().call_later(_DELAY_S, self.flush)
@@ -331,45 +339,27 @@ class DeferredStats(StatLoggerManager):
         for number, (scheduler, iteration, cache, engine) in enumerate(pending, 1):
             following = pending[number] if number < len(pending) else (None,)
             is_last = following[0] is None or following[-1] != engine
-            if not is_last and _has_only_gauges(scheduler):
+            # The statistics of a later step replace all of these.
+            has_only_gauges = (
+                scheduler is not None
+                and not scheduler.prefix_cache_stats.reset
+                and not scheduler.prefix_cache_stats.requests
+                and not scheduler.prefix_cache_stats.preempted_requests
+                and not scheduler.kv_cache_eviction_events
+                and scheduler.connector_prefix_cache_stats is None
+                and scheduler.spec_decoding_stats is None
+                and scheduler.kv_connector_stats is None
+                and scheduler.iteration_details is None
+                and scheduler.cudagraph_stats is None
+                and scheduler.perf_stats is None
+            )
+            if has_only_gauges and not is_last:
                 scheduler = None
             super().record(scheduler, iteration, cache, engine)
 
     def log(self) -> None:
         self.flush()
         super().log()  # type: ignore[no-untyped-call]
-
-
-def _is_decode(
-    scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None
-) -> bool:
-    """Return whether running requests got tokens in a step, and nothing else happened."""
-    return bool(
-        scheduler_stats is not None
-        and iteration_stats is not None
-        and scheduler_stats.num_running_reqs
-        and iteration_stats.num_generation_tokens
-        and not iteration_stats.finished_requests
-        and not iteration_stats.time_to_first_tokens_iter
-        and not iteration_stats.num_preempted_reqs
-    )
-
-
-def _has_only_gauges(stats: SchedulerStats | None) -> bool:
-    """Return whether the statistics of a later step replace all of these."""
-    return (
-        stats is not None
-        and not stats.prefix_cache_stats.reset
-        and not stats.prefix_cache_stats.requests
-        and not stats.prefix_cache_stats.preempted_requests
-        and not stats.kv_cache_eviction_events
-        and stats.connector_prefix_cache_stats is None
-        and stats.spec_decoding_stats is None
-        and stats.kv_connector_stats is None
-        and stats.iteration_details is None
-        and stats.cudagraph_stats is None
-        and stats.perf_stats is None
-    )
 
 
 def defer_stats(engine: AsyncLLM) -> None:
@@ -412,7 +402,6 @@ class _StreamBehindOpenCharacter:
             self._stream.step(tokenizer, token)
 
     def step(self, tokenizer: Tokenizer, token: int) -> str | None:
-        """Return the text of a token, None while it is incomplete."""
         if self._unjoined is not None and (own := self._bytes_of(token)):
             if not 0x80 <= own[0] < 0xC0:
                 # It does not continue the open character, which is then no part of the answer.
@@ -434,7 +423,13 @@ def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
     tail = list(_last_shown(tokenizer, prompt, skip))[::-1]
     if not tokenizer.decode(tail, skip_special_tokens=skip).endswith(_REPLACEMENT):
         return
-    tokens, chars = _open_tokens([token_bytes.of(token) for token in tail])
+    pieces = [token_bytes.of(token) for token in tail]
+    size = _open_bytes(b"".join(pieces)[-_MOST_OPEN_BYTES:])
+    count, held = 0, b""
+    while len(held) < size:
+        count += 1
+        held = pieces[-count] + held
+    tokens, chars = count, len(held[: len(held) - size].decode(errors="replace"))
     open_tokens = tail[len(tail) - tokens :]
     stream = _StreamBehindOpenCharacter(tokenizer, open_tokens, chars, skip, token_bytes)
     use_decode_stream(detokenizer, stream)
@@ -449,16 +444,6 @@ def _last_shown(tokenizer: Tokenizer, prompt: Sequence[int], skip: bool) -> Iter
         if tokenizer.decode([token], skip_special_tokens=skip):
             count += 1
             yield token
-
-
-def _open_tokens(pieces: Sequence[bytes]) -> tuple[int, int]:
-    """Return the number of last tokens that hold an open character, and of whole ones in them."""
-    size = _open_bytes(b"".join(pieces)[-_MOST_OPEN_BYTES:])
-    count, held = 0, b""
-    while len(held) < size:
-        count += 1
-        held = pieces[-count] + held
-    return count, len(held[: len(held) - size].decode(errors="replace"))
 
 
 def _open_bytes(end: bytes) -> int:

@@ -131,7 +131,6 @@ class OutputQueue(asyncio.Queue[Any]):
         self._waiter: asyncio.Future[None] | None = None
 
     def put_nowait(self, item: Any) -> None:
-        """Append an item."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -52,7 +52,9 @@ class HangWatch:
         since, self._checked_at = now - self._checked_at, now
         if self._seen != (messages := self._messages()):
             self._seen, self._silent_s = messages, 0.0
-            self._cancel_query()
+            if self._query is not None:
+                self._query.cancel()
+                self._query = None
             return None
         self._silent_s += min(since, _MAX_PERIOD_S)
         if self._silent_s >= self._timeout_s:
@@ -65,11 +67,6 @@ class HangWatch:
         # The failure of a dead engine is reported by `VllmEngine.failure`.
         with contextlib.suppress(Exception):
             await self._send_query()
-
-    def _cancel_query(self) -> None:
-        if self._query is not None:
-            self._query.cancel()
-            self._query = None
 
 
 class IdleWatch:

@@ -94,7 +94,6 @@ class KeyRing:
         return bool(self._keys)
 
     def find(self, digests: Iterable[bytes]) -> Key | None:
-        """Return the key that has one of the digests, or None."""
         match: Key | None = None
         for digest in digests:
             for key in self._keys:
@@ -103,7 +102,6 @@ class KeyRing:
         return match
 
     def name_of(self, owner: str) -> str | None:
-        """Return the name of the key with this owner, or None."""
         return next((key.name for key in self._keys if key.owner == owner), None)
 
     def limits(self) -> dict[str, KeyLimits]:
@@ -174,16 +172,32 @@ class Access:
         needed = scope_of(route, scope["method"])
         if needed in NEVER_GUARDED:
             return Caller(None, is_admin=False)
-        digests = [hashlib.sha256(key).digest() for key in _sent_keys(scope["headers"])]
+        keys: list[bytes] = []
+        for name, value in scope["headers"]:
+            if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
+                keys.append(value[len(_BEARER) :].strip())
+            elif name in _KEY_HEADERS:
+                keys.append(value.strip())
+        sent = [key for key in keys if key][:_MAX_CANDIDATES]
+        digests = [hashlib.sha256(key).digest() for key in sent]
         if (admin := self._admin.find(digests)) is not None:
             return Caller(admin.name, True, admin.tiers, admin.owner, admin.limits)
-        api, local = self._api.find(digests), self._is_local(scope)
+        api, client = self._api.find(digests), scope.get("client")
+        # Clients of a Unix socket have no address; its mode admits this user alone.
+        near = self._on_socket if client is None else str(client[0]).startswith(_LOCAL)
+        # And no header shows a proxy or a browser.
+        local = near and not any(name.startswith(_PROXY_HEADERS) for name, _ in scope["headers"])
         trusted = not self._admin and self._listens_locally and local
         caller = Caller(None, trusted)
         if api is not None:
             caller = Caller(api.name, trusted, api.tiers, api.owner, api.limits)
-        if api is None and self._requires_key(needed):
-            raise _unauthenticated(bool(digests))
+        is_open = needed is Scope.ADMIN or (needed is Scope.METRICS and self._open_metrics)
+        needs_admin = needed in _CHANGES and bool(self._admin)
+        if api is None and (needs_admin or (self._api and not is_open)):
+            message = "An API key is needed: send it as `Authorization: Bearer KEY`."
+            if digests:
+                message = "The API key is not valid."
+            raise AuthenticationError(message, headers={"www-authenticate": "Bearer"})
         if needed in _CHANGES and not caller.is_admin:
             if self._admin:
                 raise PermissionDeniedError("This needs an admin key.")
@@ -206,29 +220,6 @@ class Access:
     def limits_of(self, owner: str) -> KeyLimits:
         """Return the limits of an owner's keys; none for an owner without a key."""
         return (self._admin.limits() | self._api.limits()).get(owner, NO_LIMITS)
-
-    def _is_local(self, scope: AsgiScope) -> bool:
-        """Return whether the client is on this host and no header shows a proxy or a browser."""
-        client = scope.get("client")
-        # Clients of a Unix socket have no address; its mode admits this user alone.
-        near = self._on_socket if client is None else str(client[0]).startswith(_LOCAL)
-        return near and not any(name.startswith(_PROXY_HEADERS) for name, _ in scope["headers"])
-
-    def _requires_key(self, needed: Scope) -> bool:
-        if needed in _CHANGES and self._admin:
-            return True
-        if needed is Scope.ADMIN or (needed is Scope.METRICS and self._open_metrics):
-            return False
-        return bool(self._api)
-
-
-def _unauthenticated(sent: bool) -> AuthenticationError:
-    message = (
-        "The API key is not valid."
-        if sent
-        else "An API key is needed: send it as `Authorization: Bearer KEY`."
-    )
-    return AuthenticationError(message, headers={"www-authenticate": "Bearer"})
 
 
 def _key(text: str, kind: str, number: int, salt: bytes, limits: KeyLimits) -> Key:
@@ -288,13 +279,3 @@ def _digest(key: str) -> bytes:
     if key.startswith(_DIGEST) and _HEX.fullmatch(key.removeprefix(_DIGEST).lower()):
         return bytes.fromhex(key.removeprefix(_DIGEST))
     return hashlib.sha256(key.encode()).digest()
-
-
-def _sent_keys(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
-    keys: list[bytes] = []
-    for name, value in headers:
-        if name == b"authorization" and value[: len(_BEARER)].lower() == _BEARER:
-            keys.append(value[len(_BEARER) :].strip())
-        elif name in _KEY_HEADERS:
-            keys.append(value.strip())
-    return [key for key in keys if key][:_MAX_CANDIDATES]

@@ -54,8 +54,6 @@ class _UpgradeError(Exception):
 
 
 class Connection(HttpToolsProtocol):
-    """One connection of HTTP/1.1 or HTTP/1.0."""
-
     def __init__(
         self,
         config: Config,
@@ -193,7 +191,34 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         if self._timer is not None:
             self._stop_timer()
-        self._check_head()
+        if self._buffered > self._settings.max_header_bytes or self._head is None:
+            size = len(self.url) + sum(len(n) + len(v) + _HEADER_OVERHEAD for n, v in self.headers)
+            if size > self._settings.max_header_bytes:
+                raise self._too_large()
+        hosts = [name for name, _ in self.headers].count(b"host")
+        codings = [v for name, v in self.headers if name == b"transfer-encoding"]
+        version = self.parser.get_http_version()
+        if self.parser.should_upgrade():
+            raise self._upgrade()
+        if version not in ("1.0", "1.1"):
+            raise InvalidHttpError(f"version: must be HTTP/1.1, got HTTP/{version}.")
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            raise InvalidHttpError(f"Host: must occur once, got {hosts} headers.")
+        if codings:
+            value = b",".join(codings).decode("latin-1")
+            names = [name.strip().lower() for name in value.split(",") if name.strip()]
+            if version == "1.0" or names[-1:] != ["chunked"] or names.count("chunked") > 1:
+                raise InvalidHttpError(
+                    f"Transfer-Encoding: {describe(value)} is not valid HTTP/{version}."
+                )
+            if names != ["chunked"]:
+                raise TransferCodingError(
+                    f"Transfer-Encoding: only 'chunked' is supported, got {describe(value)}."
+                )
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise InvalidHttpError(
+                f"More than {_MAX_PIPELINED} pipelined requests wait for a response."
+            )
         super().on_headers_complete()
         self.cycle.keep_alive = self.parser.should_keep_alive()
         self._in_body = True
@@ -257,28 +282,6 @@ class Connection(HttpToolsProtocol):
             self._refuse(self._too_large())
         else:
             self._watch_head()
-
-    def _check_head(self) -> None:
-        """Raise if a complete head is invalid or not supported."""
-        if self._buffered > self._settings.max_header_bytes or self._head is None:
-            size = len(self.url) + sum(len(n) + len(v) + _HEADER_OVERHEAD for n, v in self.headers)
-            if size > self._settings.max_header_bytes:
-                raise self._too_large()
-        hosts = [name for name, _ in self.headers].count(b"host")
-        codings = [v for name, v in self.headers if name == b"transfer-encoding"]
-        version = self.parser.get_http_version()
-        if self.parser.should_upgrade():
-            raise self._upgrade()
-        if version not in ("1.0", "1.1"):
-            raise InvalidHttpError(f"version: must be HTTP/1.1, got HTTP/{version}.")
-        if hosts > 1 or (hosts == 0 and version == "1.1"):
-            raise InvalidHttpError(f"Host: must occur once, got {hosts} headers.")
-        if codings:
-            _check_codings(b",".join(codings).decode("latin-1"), version)
-        if len(self.pipeline) >= _MAX_PIPELINED:
-            raise InvalidHttpError(
-                f"More than {_MAX_PIPELINED} pipelined requests wait for a response."
-            )
 
     def _upgrade(self) -> Exception:
         if self._get_upgrade() == b"websocket":
@@ -368,17 +371,6 @@ class Connection(HttpToolsProtocol):
             self._slot.count(error.code)
         self._out.write(_raw_error_response(error, self.server_state.default_headers))
         self._out.linger()
-
-
-def _check_codings(value: str, version: str) -> None:
-    """Raise for a Transfer-Encoding other than chunked."""
-    codings = [coding.strip().lower() for coding in value.split(",") if coding.strip()]
-    if version == "1.0" or codings[-1:] != ["chunked"] or codings.count("chunked") > 1:
-        raise InvalidHttpError(f"Transfer-Encoding: {describe(value)} is not valid HTTP/{version}.")
-    if codings != ["chunked"]:
-        raise TransferCodingError(
-            f"Transfer-Encoding: only 'chunked' is supported, got {describe(value)}."
-        )
 
 
 def _end(cycle: RequestResponseCycle) -> None:

@@ -48,10 +48,10 @@ from server.observability.tracing import (
 from server.request.body import CLIENT_GONE
 from server.request.endpoints import (
     INVOCATIONS,
+    OTHER,
     is_anthropic,
     route_of,
     route_path,
-    without_last_slash,
 )
 from server.request.endpoints import Scope as KeyScope
 from server.request.record import (
@@ -59,11 +59,11 @@ from server.request.record import (
     INTERNAL,
     REQUEST_ID_HEADER,
     Caller,
+    InternalRequest,
     RequestRecord,
     record_of,
     record_var,
     request_id_of,
-    with_request_id,
 )
 from server.settings import ServerSettings
 from server.wire import Endpoint, named_frame
@@ -96,13 +96,18 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if (shorter := without_last_slash(scope)) is not None:
+        path = route_path(scope)
+        route = route_of(path)
+        if path[-1:] == "/" and path[-2:] not in ("/", "//"):
             # A redirect would lose the body of a POST.
-            scope["path"] = shorter
+            without_slash = route_of(path[:-1])
+            if without_slash is not OTHER:
+                route, scope["path"] = without_slash, scope["path"][:-1]
         request_id = request_id_of(scope["headers"])
-        scope["headers"] = with_request_id(scope["headers"], request_id)
+        # With exactly this id, for handlers that read it from there.
+        headers = [one for one in scope["headers"] if one[0] != REQUEST_ID_HEADER]
+        scope["headers"] = [*headers, (REQUEST_ID_HEADER, request_id.encode("ascii"))]
         state = scope.setdefault("state", {})
-        route = route_of(route_path(scope))
         record = state["record"] = RequestRecord(
             route,
             scope["method"],
@@ -226,7 +231,25 @@ class AccessMiddleware:
             return
         record = record_of(scope)
         try:
-            await self._pass(record, scope, receive, send)
+            if record.internal is None:
+                record.caller = self._access.admit(record.route, scope)
+            else:
+                self._admit_internal(record, record.internal)
+            for name, value in scope["headers"]:
+                if name == b"content-encoding":
+                    _check_encoding(value)
+            if not record.route.needs_ready:
+                await self._app(scope, receive, send)
+                return
+            if (refusal := self._lifecycle.refusal()) is not None:
+                raise refusal
+            if record.route.admitted and record.internal is None:
+                # Before the body is read: most of an overload is rejected here.
+                self._admission.check(record.caller.owner)
+                if record.caller.key is not None:
+                    self._use_key(record, record.caller.key)
+            with self._lifecycle.track():
+                await self._app(scope, receive, send)
         except ServerError as error:
             if record.key_use is not None and isinstance(error, _REFUSALS):
                 record.key_use.refund()
@@ -236,39 +259,20 @@ class AccessMiddleware:
             logger.exception("%s %s failed", record.method, record.route.template)
             await send_error(InternalError("Internal error."), send, record)
 
-    async def _pass(
-        self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        if record.internal is not None:
-            owner, tiers = record.internal.owner, record.internal.tiers
-            limits = self._access.limits_of(owner)
-            record.caller = Caller(self._access.name_of(owner), False, tiers, owner, limits)
-            if record.internal.permitted:
-                # The request that made it was checked.
-                record.on_end.append(
-                    lambda: self._admission.keys.charge(owner, limits, sum(record.tokens.total()))
-                )
-        else:
-            record.caller = self._access.admit(record.route, scope)
-        _check_encoding(scope)
-        if not record.route.needs_ready:
-            await self._app(scope, receive, send)
-            return
-        if (refusal := self._lifecycle.refusal()) is not None:
-            raise refusal
-        if record.route.admitted and record.internal is None:
-            # Before the body is read: most of an overload is rejected here.
-            self._admission.check(record.caller.owner)
-            self._use_key(record)
-        with self._lifecycle.track():
-            await self._app(scope, receive, send)
+    def _admit_internal(self, record: RequestRecord, internal: InternalRequest) -> None:
+        """Let a request of the service itself pass as one of its owner."""
+        owner, limits = internal.owner, self._access.limits_of(internal.owner)
+        record.caller = Caller(self._access.name_of(owner), False, internal.tiers, owner, limits)
+        if internal.permitted:
+            # The request that made it was checked.
+            record.on_end.append(
+                lambda: self._admission.keys.charge(owner, limits, sum(record.tokens.total()))
+            )
 
-    def _use_key(self, record: RequestRecord) -> None:
+    def _use_key(self, record: RequestRecord, key: str) -> None:
         """Take a request of the caller's key. Raises `RateLimitError`."""
         caller = record.caller
-        if caller.key is None:
-            return
-        use = record.key_use = self._admission.keys.use(caller.owner, caller.key, caller.limits)
+        use = record.key_use = self._admission.keys.use(caller.owner, key, caller.limits)
         try:
             use.enter(caller.limits.max_in_flight)
         except RateLimitError as error:
@@ -279,15 +283,14 @@ class AccessMiddleware:
         record.on_end.append(lambda: use.end(sum(record.tokens.total())))
 
 
-def _check_encoding(scope: Scope) -> None:
-    for name, value in scope["headers"]:
-        if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-            raise ContentEncodingError(
-                f"The Content-Encoding {describe(value.decode('latin-1'))} is not supported; send "
-                "the body as it is.",
-                # RFC 9110: the content codings that are accepted.
-                headers={"accept-encoding": "identity"},
-            )
+def _check_encoding(value: bytes) -> None:
+    if value.strip().lower() not in (b"", b"identity"):
+        raise ContentEncodingError(
+            f"The Content-Encoding {describe(value.decode('latin-1'))} is not supported; send the "
+            "body as it is.",
+            # RFC 9110: the content codings that are accepted.
+            headers={"accept-encoding": "identity"},
+        )
 
 
 # Errors, as a response or as the last frame of a stream that has begun.

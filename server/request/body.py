@@ -63,14 +63,28 @@ async def read_body(request: Request, settings: ServerSettings) -> bytes:
     Raises `MediaTypeError`, `BodyTooLargeError` (at once where the client says so, else after at
     most `max_body_bytes`), `BodyTimeoutError` or `ClientGoneError`.
     """
-    _check_media_type(request.headers.get("content-type", ""))
+    content_type = request.headers.get("content-type", "")
+    media_type = content_type.split(";")[0].strip().lower()
+    if media_type != JSON_TYPE:
+        raise MediaTypeError(f"The content type must be {JSON_TYPE}, got {describe(media_type)}.")
+    charset = _CHARSET.search(content_type)
+    if charset is not None and charset[1].lower() not in ("utf-8", "utf8"):
+        raise MediaTypeError(f"JSON is read as UTF-8; the charset is {describe(charset[1])}.")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:18]) > settings.max_body_bytes:
         raise _too_large(settings)
     try:
         async with body_timeout():
+            chunks: list[bytes] = []
+            size = 0
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > settings.max_body_bytes:
+                    # The rest is read and dropped: closing now could lose the response.
+                    raise _too_large(settings)
+                chunks.append(chunk)
             # RFC 8259 lets a reader ignore a byte order mark.
-            return (await _collect(request, settings)).removeprefix(BOM_UTF8)
+            return b"".join(chunks).removeprefix(BOM_UTF8)
     except ClientDisconnect:
         raise ClientGoneError from None
 
@@ -87,27 +101,6 @@ async def body_timeout() -> AsyncIterator[None]:
             # The rest of the body would be parsed as the next request.
             headers={"connection": "close"},
         ) from None
-
-
-def _check_media_type(content_type: str) -> None:
-    media_type = content_type.split(";")[0].strip().lower()
-    if media_type != JSON_TYPE:
-        raise MediaTypeError(f"The content type must be {JSON_TYPE}, got {describe(media_type)}.")
-    charset = _CHARSET.search(content_type)
-    if charset is not None and charset[1].lower() not in ("utf-8", "utf8"):
-        raise MediaTypeError(f"JSON is read as UTF-8; the charset is {describe(charset[1])}.")
-
-
-async def _collect(request: Request, settings: ServerSettings) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > settings.max_body_bytes:
-            # The rest is read and dropped: closing now could lose the response.
-            raise _too_large(settings)
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _too_large(settings: ServerSettings) -> BodyTooLargeError:

@@ -139,15 +139,6 @@ def route_of(path: str) -> Route:
     return route
 
 
-def without_last_slash(scope: AsgiScope) -> str | None:
-    """Return the path of a request for a route with a slash behind it; None for other requests."""
-    path = route_path(scope)
-    if path[-1:] != "/" or path[-2:] in ("/", "//") or route_of(path[:-1]) is OTHER:
-        return None
-    shorter: str = scope["path"][:-1]
-    return shorter
-
-
 def route_path(scope: AsgiScope) -> str:
     """Return the path that the router matches, without a proxy's `root_path`."""
     path: str = scope["path"]
@@ -239,7 +230,6 @@ def _conversation_suffix(body: JsonObject) -> str:
 
 
 def is_message(value: object) -> bool:
-    """Return True for a message of a conversation."""
     return isinstance(value, dict) and "role" in value
 
 

@@ -60,8 +60,6 @@ class FieldKind(enum.Enum):
 
 
 class FieldAction(enum.Enum):
-    """Action of the server on a field."""
-
     OBEYED = "obeyed"
     """The request model has it."""
     GRANTED = "granted"
@@ -172,7 +170,6 @@ _SHARED_ROWS = {row.path: row for row in SHARED}
 
 
 def _rows(action: FieldAction, *paths: str, why: str = "", **columns: Any) -> tuple[Field, ...]:
-    """Return the rows of paths, made from the shared rows; `columns` are fields of `Field`."""
     return tuple(
         replace(_SHARED_ROWS.get(path, Field(path)), action=action, why=why, **columns)
         for path in paths

@@ -46,7 +46,6 @@ class Tier(enum.Enum):
 
     @property
     def anthropic(self) -> str:
-        """Anthropic's name of the tier."""
         return {"default": "standard", "flex": "batch", "priority": "priority"}[self.value]
 
     @property

@@ -162,7 +162,6 @@ class RequestRecord:
         self.guide = self.guide or kind
 
     def note(self, error: ServerError) -> None:
-        """Record the error that ended the request."""
         self.error, self.outcome = error, error.outcome
 
     def final_outcome(self) -> str:
@@ -253,11 +252,3 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
         if name == REQUEST_ID_HEADER and _HARMLESS.fullmatch(value):
             return value.decode("ascii")
     return uuid.uuid4().hex
-
-
-def with_request_id(
-    headers: Iterable[tuple[bytes, bytes]], request_id: str
-) -> list[tuple[bytes, bytes]]:
-    """Return the headers with exactly this id, for handlers that read it from there."""
-    others = [(name, value) for name, value in headers if name != REQUEST_ID_HEADER]
-    return [*others, (REQUEST_ID_HEADER, request_id.encode("ascii"))]

@@ -89,7 +89,16 @@ def accepted_fields(
             ignored.append(name)
         else:
             refuse_unknown(unknown_field(name, documented), policy)
-    _check_needs(endpoint, body)
+    for name, row in fields_by_name(endpoint).items():
+        if not row.needs or body.get(row.needs) or body.get(name) in (None, *row.idle):
+            continue
+        if row.needs == "stream":
+            raise InvalidValueError(
+                f"'{name}' needs 'stream': true, got {describe(body.get('stream'))}.", param=name
+            )
+        raise UnsupportedFieldError(
+            f"'{name}' has an effect with '{row.needs}': true alone.", param=name
+        )
     return accepted, ignored
 
 
@@ -132,19 +141,6 @@ def required_field_names(model: type[BaseModel]) -> frozenset[str]:
     """Return the names under which a body must give fields of the model."""
     fields, names = model.model_fields, model_field_names(model)
     return frozenset(name for name, key in names.items() if fields[key].is_required())
-
-
-def _check_needs(endpoint: Endpoint, body: JsonObject) -> None:
-    for name, row in fields_by_name(endpoint).items():
-        if not row.needs or body.get(row.needs) or body.get(name) in (None, *row.idle):
-            continue
-        if row.needs == "stream":
-            raise InvalidValueError(
-                f"'{name}' needs 'stream': true, got {describe(body.get('stream'))}.", param=name
-            )
-        raise UnsupportedFieldError(
-            f"'{name}' has an effect with '{row.needs}': true alone.", param=name
-        )
 
 
 def refuse_unknown(error: UnknownFieldError, policy: UnknownPolicy) -> None:
@@ -268,7 +264,6 @@ def shapes_of(model: type[BaseModel]) -> dict[str, Shape]:
 
 @cache
 def shape_of(annotation: Any) -> Shape:
-    """Return the shape of a value with an annotation."""
     shape = Shape()
     inner: list[Any] = []
     for part in _alternatives(annotation):

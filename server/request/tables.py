@@ -446,7 +446,6 @@ def fields_by_name(endpoint: Endpoint) -> dict[str, Field]:
 
 @cache
 def fields_of_kind(endpoint: Endpoint, kind: FieldKind) -> tuple[str, ...]:
-    """Return the paths of the fields of a kind."""
     return tuple(path for path, row in fields_by_name(endpoint).items() if row.kind is kind)
 
 

@@ -70,12 +70,35 @@ def check_values(
         for name in fields_of_kind(endpoint, kind):
             if (value := body.get(name)) is not None:
                 check(name, value, request)
-    _check_ranges(body)
+    for name, accepted in _RANGES.items():
+        value = body.get(name)
+        if (_is_int(value) or isinstance(value, float)) and value not in accepted:
+            raise invalid_value(name, f"be {accepted}", value)
     _check_sampling(endpoint, body, limits, defaults)
     if limits.text_only:
-        _refuse_media(endpoint, body)
+        # vLLM's front end fetches the media of a conversation before it checks that the model
+        # accepts them.
+        options = ("images", *fields_of_kind(endpoint, FieldKind.MEDIA))
+        prompts = [(name, body[name]) for name in prompt_fields(endpoint) if name in body]
+        path = next((name for name in options if body.get(name)), None) or next(
+            _media(prompts), None
+        )
+        if path is not None:
+            raise UnsupportedFieldError(
+                f"'{path}' is not supported: the served model takes text alone.", param=path
+            )
     if endpoint.pools:
-        _check_pooling(request)
+        for name in prompt_fields(endpoint):
+            _check_prompts(name, body.get(name), request)
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            value, most = body.get(name), limits.max_model_len - 1
+            if isinstance(value, int) and not 0 <= value <= most:
+                raise invalid_value(name, f"be 0 to {most}, 0 for no limit", value)
+        for name in fields_of_kind(endpoint, FieldKind.DIMENSIONS):
+            _check_dimensions(name, body.get(name), limits.dimensions)
+        for name in fields_of_kind(endpoint, FieldKind.ENCODING):
+            if isinstance(value := body.get(name), str) and value not in _ENCODINGS:
+                raise invalid_value(name, "be 'float' or 'base64' on this server", value)
 
 
 def _check_answers(name: str, value: Any, request: _Request) -> None:
@@ -243,21 +266,6 @@ def _check_truncation(name: str, value: Any, request: _Request) -> None:
         raise invalid_value(name, f"be 1 to {most}, or -1 for as many as fit", value)
 
 
-def _check_pooling(request: _Request) -> None:
-    endpoint, body, limits = request.endpoint, request.body, request.limits
-    for name in prompt_fields(endpoint):
-        _check_prompts(name, body.get(name), request)
-    for name in ("max_tokens_per_query", "max_tokens_per_doc"):
-        value, most = body.get(name), limits.max_model_len - 1
-        if isinstance(value, int) and not 0 <= value <= most:
-            raise invalid_value(name, f"be 0 to {most}, 0 for no limit", value)
-    for name in fields_of_kind(endpoint, FieldKind.DIMENSIONS):
-        _check_dimensions(name, body.get(name), limits.dimensions)
-    for name in fields_of_kind(endpoint, FieldKind.ENCODING):
-        if isinstance(value := body.get(name), str) and value not in _ENCODINGS:
-            raise invalid_value(name, "be 'float' or 'base64' on this server", value)
-
-
 def _check_dimensions(name: str, value: Any, allowed: range | tuple[int, ...]) -> None:
     if not isinstance(value, int):
         return
@@ -272,21 +280,6 @@ def _check_dimensions(name: str, value: Any, allowed: range | tuple[int, ...]) -
         if isinstance(allowed, range):
             known = f"{allowed[0]} to {allowed[-1]}"
         raise invalid_value(name, f"be {known} for this model", value)
-
-
-def _refuse_media(endpoint: Endpoint, body: JsonObject) -> None:
-    """Raise `UnsupportedFieldError` for the first media option or part of a prompt.
-
-    vLLM's front end fetches the media of a conversation before it checks that the model accepts
-    them.
-    """
-    options = ("images", *fields_of_kind(endpoint, FieldKind.MEDIA))
-    prompts = [(name, body[name]) for name in prompt_fields(endpoint) if name in body]
-    path = next((name for name in options if body.get(name)), None) or next(_media(prompts), None)
-    if path is not None:
-        raise UnsupportedFieldError(
-            f"'{path}' is not supported: the served model takes text alone.", param=path
-        )
 
 
 def _media(values: list[tuple[str, object]]) -> Iterator[str]:
@@ -339,13 +332,6 @@ _RANGES: Mapping[str, _Range] = {
 """vLLM's ranges in `SamplingParams._verify_args`, and bounds that it has not."""
 
 
-def _check_ranges(fields: JsonObject) -> None:
-    for name, accepted in _RANGES.items():
-        value = fields.get(name)
-        if (_is_int(value) or isinstance(value, float)) and value not in accepted:
-            raise invalid_value(name, f"be {accepted}", value)
-
-
 def _check_sampling(
     endpoint: Endpoint, fields: JsonObject, limits: RequestLimits, defaults: Mapping[str, Any]
 ) -> None:
@@ -357,7 +343,16 @@ def _check_sampling(
     is_greedy = isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW
     if is_greedy and _is_int(number) and number > 1 and not fields.get("use_beam_search"):
         raise invalid_value("n", f"be 1 at a 'temperature' of {temperature}", number)
-    _check_logprobs(fields, limits)
+    size = limits.vocab_size
+    most = size if limits.max_logprobs == -1 else min(size, limits.max_logprobs)
+    # -1 means the whole vocabulary.
+    lowest = -1 if most == size else 0
+    for name in LOGPROBS_FIELDS:
+        value = fields.get(name)
+        if _is_int(value) and not lowest <= value <= most:
+            raise invalid_value(
+                name, f"be {lowest} to {most} on this server (--max-logprobs)", value
+            )
     for name in (*fields_of_kind(endpoint, FieldKind.STOP), "bad_words"):
         words = fields.get(name)
         if words == "":
@@ -382,19 +377,6 @@ def _check_max_tokens(fields: JsonObject) -> None:
     most = next((name for name in reversed(MAX_TOKENS_FIELDS) if limits.get(name)), None)
     if most is not None and _is_int(fewest) and fewest > limits[most]:
         raise invalid_value("min_tokens", f"be at most '{most}', {limits[most]}", fewest)
-
-
-def _check_logprobs(fields: JsonObject, limits: RequestLimits) -> None:
-    size = limits.vocab_size
-    most = size if limits.max_logprobs == -1 else min(size, limits.max_logprobs)
-    # -1 means the whole vocabulary.
-    lowest = -1 if most == size else 0
-    for name in LOGPROBS_FIELDS:
-        value = fields.get(name)
-        if _is_int(value) and not lowest <= value <= most:
-            raise invalid_value(
-                name, f"be {lowest} to {most} on this server (--max-logprobs)", value
-            )
 
 
 def _check_repetition(value: Any) -> None:

@@ -10,9 +10,12 @@ import logging
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from server.errors import ServerError
 from server.frontend import LaunchError
@@ -31,11 +34,6 @@ from server.request.record import RequestRecord
 from server.settings import ServerSettings
 from server.vllm.errors import RequestContext, from_exception
 from server.vllm.patches import use_lora_requests
-
-if TYPE_CHECKING:
-    from vllm.entrypoints.openai.models.protocol import LoRAModulePath
-    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
@@ -149,14 +147,7 @@ async def open_adapters(
     limits = RegistryLimits(frozenset(served), config.max_loras, settings.lora_root)
     state_file = await in_thread(partial(_state_file, settings))
     adapters = AdapterRegistry(port, base, limits, state_file)
-    await _load_static(adapters, static or ())
-    await adapters.restore()
-    use_lora_requests(models, LeasedNames(adapters))
-    return adapters
-
-
-async def _load_static(adapters: AdapterRegistry, modules: Sequence[LoRAModulePath]) -> None:
-    for module in modules:
+    for module in static or ():
         if module.is_3d_lora_weight:
             raise LaunchError(
                 f"--lora-modules {module.name}: is_3d_lora_weight is not taken: the file's shapes "
@@ -172,6 +163,9 @@ async def _load_static(adapters: AdapterRegistry, modules: Sequence[LoRAModulePa
             await adapters.load_static(module.name, module.path, base)
         except ServerError as error:
             raise LaunchError(f"--lora-modules {module.name}: {error.message}") from error
+    await adapters.restore()
+    use_lora_requests(models, LeasedNames(adapters))
+    return adapters
 
 
 def _state_file(settings: ServerSettings) -> StateFile | None:

@@ -93,7 +93,17 @@ class JsonObject:
         if state == "key" or (state == "first" and closing == "}"):
             self._begin_string(is_key=True)
             return char == '"'
-        return self._begin_value(char, text)
+        if len(self._open) == 1 and self._key is not None:
+            self.members.setdefault(self._key, (self.at, None))
+        if char == '"':
+            self._begin_string(is_key=False)
+        elif char in "{[":
+            self._open += "}" if char == "{" else "]"
+            self._state = "first"
+        else:
+            self._state, self._start = "scalar", self.at
+            return self._is_scalar(text)
+        return True
 
     def _is_scalar(self, text: str) -> bool:
         """Return whether a scalar can have the character at `at`."""
@@ -109,20 +119,6 @@ class JsonObject:
         self._state = "colon"
         if len(self._open) == 1:
             self._key = json.loads(text[self._start : self.at + 1])
-
-    def _begin_value(self, char: str, text: str) -> bool:
-        """Return whether a value can begin with a character."""
-        if len(self._open) == 1 and self._key is not None:
-            self.members.setdefault(self._key, (self.at, None))
-        if char == '"':
-            self._begin_string(is_key=False)
-        elif char in "{[":
-            self._open += "}" if char == "{" else "]"
-            self._state = "first"
-        else:
-            self._state, self._start = "scalar", self.at
-            return self._is_scalar(text)
-        return True
 
     def _close_value(self, end: int) -> None:
         self._state = "after"
@@ -155,7 +151,6 @@ def _form(begin: str, after: str = "", **more: Any) -> CallForm:
 
 
 def _listed(begin: str, end: str = "", **more: Any) -> CallForm:
-    """Return the form of objects in a list."""
     return _form(begin + r"\s*\[", rf"(?:,\s*\{{|\]\s*{end})", **more)
 
 
@@ -320,7 +315,6 @@ class CallReader:
         self._object, self._sent = JsonObject(start), None
 
     def _read_object(self, one: JsonObject, final: bool, cut: bool) -> bool:
-        """Read on in an object; return whether all of it was read."""
         one.read(self._text)
         is_open = one.end is None and not one.is_faulty
         name, start, stop = self._call_of(one)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.exceptions import GenerationError, MaxQueuedTokensError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
@@ -32,7 +32,7 @@ from server.structured_outputs.constraint import (
     ConstraintKind,
     job_key,
 )
-from server.structured_outputs.gate import refusal
+from server.structured_outputs.gate import GrammarGate, refusal
 from server.vllm.errors import BacklogError, NoTokenLeftError
 from server.vllm.patches import validate_no_grammars
 from server.vllm.sampling import (
@@ -43,10 +43,6 @@ from server.vllm.sampling import (
     prediction_counts,
     set_draft_options,
 )
-
-if TYPE_CHECKING:
-    from server.structured_outputs.gate import GrammarGate
-
 
 _TAGGED_SCHEMA = '"json_schema": '
 """Text before each schema in a structural tag."""
@@ -97,7 +93,14 @@ class EngineClient(AsyncLLM):
                 params.bad_words = []
             if self.grammars is not None and params.structured_outputs is not None:
                 await self._replace_grammar(params, self.grammars, record)
-                self._bind_after_reasoning(kwargs)
+                # A constraint binds behind the reasoning, by the prompt, or at once without one.
+                # vLLM has it bind at once where reasoning is hidden, and never in a completion,
+                # which has no parser.
+                name = self.vllm_config.structured_outputs_config.reasoning_parser
+                if name and kwargs.get("reasoning_parser_kwargs") is None:
+                    kwargs["reasoning_ended"] = True
+                elif name and name not in _REASONING_IN_GRAMMAR:
+                    kwargs["reasoning_ended"] = None
             if self.vllm_config.speculative_config is not None:
                 text = "" if record is None else record.drafts.prediction
                 predicted = await predicted_tokens(self, text)
@@ -210,18 +213,6 @@ class EngineClient(AsyncLLM):
             raise refusal(job[0], "its form has no rewriting")
         if grammar is not None:
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
-
-    def _bind_after_reasoning(self, options: dict[str, Any]) -> None:
-        """Have a constraint bind behind the reasoning, by the prompt, or at once without one.
-
-        vLLM has it bind at once where reasoning is hidden, and never in a completion, which has
-        no parser. `options` are the keyword arguments of AsyncLLM.
-        """
-        name = self.vllm_config.structured_outputs_config.reasoning_parser
-        if name and options.get("reasoning_parser_kwargs") is None:
-            options["reasoning_ended"] = True
-        elif name and name not in _REASONING_IN_GRAMMAR:
-            options["reasoning_ended"] = None
 
     def _add_counts(
         self, record: RequestRecord, states: list[RequestState], predicted: list[int]

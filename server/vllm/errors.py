@@ -225,7 +225,8 @@ def _invalid(
     if parameter in MAX_TOKENS_FIELDS and not limited:
         # The limit was derived from what the prompt leaves, and that is nothing.
         return too_long("The prompt fills the whole context and leaves no room to answer", context)
-    name = _sent_name(parameter, context.fields)
+    names = _SENT_NAMES.get(parameter or "", ())
+    name = next((name for name in names if context.fields.get(name) is not None), parameter)
     if name is not None and name not in message:
         message = f"'{name}': {message}"
     return InvalidValueError(message, param=name)
@@ -237,11 +238,6 @@ _SENT_NAMES: Mapping[str, Sequence[str]] = {
     "extra_args": ("vllm_xargs",),
 }
 """Fields from which vLLM sets a sampling parameter of another name."""
-
-
-def _sent_name(parameter: str | None, fields: JsonObject) -> str | None:
-    names = _SENT_NAMES.get(parameter or "", ())
-    return next((name for name in names if fields.get(name) is not None), parameter)
 
 
 def _length(parameter: str | None, size: object) -> str:

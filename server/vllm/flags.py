@@ -67,7 +67,15 @@ def parse_arguments(
         raise LaunchError("the command line is wrong, as said above", exit_code=2) from error
     except (TypeError, ValueError) as error:
         raise LaunchError(str(error), exit_code=2) from error
-    _check_paths(args)
+    given = {
+        "MODEL": args.model,
+        "--tokenizer": args.tokenizer,
+        "--hf-config-path": args.hf_config_path,
+    }
+    for flag, name in given.items():
+        problem = None if name is None else path_problem(name)
+        if problem is not None:
+            raise LaunchError(f"{flag}: {problem}", exit_code=2)
     _use_local_checkpoint(args, may_fetch=may_fetch)
     _check_chat_template(args.chat_template)
     _check_adapter_flags(args, settings)
@@ -82,14 +90,31 @@ def parse_arguments(
             "process; run replicas behind a load balancer for more",
             exit_code=2,
         )
-    _refuse_abbreviations(args, parser, settings)
+    # Reject flags that reached vLLM's parser only: an API key would not be checked.
+    # Both parsers read the file of --config.
+    for name in _SHARED:
+        untouched = getattr(settings, name) == ServerSettings.model_fields[name].default
+        if untouched and getattr(args, name, None) != parser.get_default(name):
+            flag = "--" + name.replace("_", "-")
+            raise LaunchError(f"{flag} must be written in full", exit_code=2)
     if args.otlp_traces_endpoint is not None and find_spec("opentelemetry.sdk") is None:
         raise LaunchError(
             "--otlp-traces-endpoint needs the packages opentelemetry-sdk and "
             "opentelemetry-exporter-otlp, which are not installed",
             exit_code=2,
         )
-    _fulfil(args, parser)
+    # Apply the flags that are no settings of this server, and log what they lead to.
+    for name, effect in FULFILLED_FLAGS.items():
+        given = getattr(args, name)
+        if given == parser.get_default(name):
+            continue
+        logger.info("--%s: %s", name.replace("_", "-"), effect)
+        if name == "disable_uvicorn_access_log":
+            drop_request_lines(None)
+        elif name == "disable_access_log_for_endpoints":
+            drop_request_lines([path.strip() for path in given.split(",")])
+        elif name == "uvicorn_log_level":
+            logging.getLogger("uvicorn").setLevel(_UVICORN_LEVELS.get(given, given.upper()))
     args.host, args.port = settings.host, settings.port
     return args
 
@@ -128,19 +153,6 @@ def _use_local_checkpoint(args: Namespace, *, may_fetch: bool) -> None:
     args.model = args.model_tag = str(folder)
 
 
-def _check_paths(args: Namespace) -> None:
-    """Raise `LaunchError` for a missing path, before a model hub is queried for it."""
-    given = {
-        "MODEL": args.model,
-        "--tokenizer": args.tokenizer,
-        "--hf-config-path": args.hf_config_path,
-    }
-    for flag, name in given.items():
-        problem = None if name is None else path_problem(name)
-        if problem is not None:
-            raise LaunchError(f"{flag}: {problem}", exit_code=2)
-
-
 def _check_chat_template(given: str | None) -> None:
     """Raise `LaunchError` for a template that would block when read, such as a pipe."""
     # Anything with a brace or a line break is a template itself.
@@ -168,35 +180,6 @@ def _check_adapter_flags(args: Namespace, settings: ServerSettings) -> None:
         raise LaunchError(f"--lora-root: there is no directory {str(root)!r}", exit_code=2)
     if settings.lora_state_file is not None and root is None:
         raise LaunchError("--lora-state-file needs --lora-root", exit_code=2)
-
-
-def _refuse_abbreviations(
-    args: Namespace, parser: FlexibleArgumentParser, settings: ServerSettings
-) -> None:
-    """Reject flags that reached vLLM's parser only: an API key would not be checked.
-
-    Both parsers read the file of --config.
-    """
-    for name in _SHARED:
-        untouched = getattr(settings, name) == ServerSettings.model_fields[name].default
-        if untouched and getattr(args, name, None) != parser.get_default(name):
-            flag = "--" + name.replace("_", "-")
-            raise LaunchError(f"{flag} must be written in full", exit_code=2)
-
-
-def _fulfil(args: Namespace, parser: FlexibleArgumentParser) -> None:
-    """Apply the flags that are no settings of this server, and log what they lead to."""
-    for name, effect in FULFILLED_FLAGS.items():
-        given = getattr(args, name)
-        if given == parser.get_default(name):
-            continue
-        logger.info("--%s: %s", name.replace("_", "-"), effect)
-        if name == "disable_uvicorn_access_log":
-            drop_request_lines(None)
-        elif name == "disable_access_log_for_endpoints":
-            drop_request_lines([path.strip() for path in given.split(",")])
-        elif name == "uvicorn_log_level":
-            logging.getLogger("uvicorn").setLevel(_UVICORN_LEVELS.get(given, given.upper()))
 
 
 def print_help(topic: str) -> None:

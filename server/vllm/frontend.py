@@ -13,7 +13,7 @@ from argparse import Namespace
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 from starlette.datastructures import State
@@ -21,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from vllm import envs
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.tasks import SupportedTask
 
 from rbln_backend import api
 from server import bounds
@@ -35,16 +36,19 @@ from server.errors import (
 from server.frontend import ParsedRequest, Profiler, WireSchemas
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.host.tasks import in_thread
+from server.lora.registry import AdapterRegistry
+from server.observability.tracing import Tracing
 from server.request.endpoints import forms_of
 from server.request.options import check_priority_header, check_rank_header, check_tier
 from server.request.record import RequestRecord, record_of
 from server.request.rules import IGNORED_HEADER
 from server.request.tables import extra_schemas, refused_fields
 from server.settings import ServerSettings
-from server.structured_outputs.gate import make_gate
+from server.structured_outputs.gate import GrammarGate, make_gate
 from server.tools import NO_CALLS, ToolSupport
 from server.vllm import text_stream
 from server.vllm.adapters import lease, open_adapters
+from server.vllm.engine_client import EngineClient
 from server.vllm.errors import RefusedError, RequestContext, engine_failed, from_exception
 from server.vllm.handlers import (
     Handler,
@@ -72,14 +76,6 @@ from server.vllm.rendering import (
 from server.vllm.templates import templates_of
 from server.vllm.tools import check_parsers, choose_tools, template_tokenizer
 from server.wire import Endpoint, JsonObject
-
-if TYPE_CHECKING:
-    from vllm.tasks import SupportedTask
-
-    from server.lora.registry import AdapterRegistry
-    from server.observability.tracing import Tracing
-    from server.structured_outputs.gate import GrammarGate
-    from server.vllm.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 

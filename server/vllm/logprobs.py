@@ -12,21 +12,18 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tokenizers import Tokenizer
 from vllm.logprobs import Logprob, PromptLogprobs
+from vllm.outputs import CompletionOutput
+from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from server.vllm.patches import use_decoder
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from vllm.outputs import CompletionOutput
-    from vllm.tokenizers import TokenizerLike
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 _CHOICE = re.compile(r'"choices":\[\{"index":(\d+)')
 _HAS_LOGPROBS = '"logprobs":{'
@@ -233,19 +230,16 @@ class UnsentLogprobs:
                 elif event.type.endswith(".delta"):
                     if follows and event.type == "response.output_text.delta":
                         # The end of the reasoning before it was held back, too.
-                        event.logprobs = _last_of(event.logprobs, len(event.delta.encode()))
+                        entries = event.logprobs
+                        size = len(event.delta.encode())
+                        begin = len(entries)
+                        while begin and size > 0:
+                            begin -= 1
+                            size -= len(entries[begin].bytes)
+                        event.logprobs = entries[begin:]
                     follows = False
                     self._positions.clear()
                 yield event
-
-
-def _last_of(entries: list[Any], size: int) -> list[Any]:
-    """Return the last entries, as many as have `size` bytes."""
-    begin = len(entries)
-    while begin and size > 0:
-        begin -= 1
-        size -= len(entries[begin].bytes)
-    return entries[begin:]
 
 
 def shown_positions(positions: Any) -> list[tuple[int, Any]]:

@@ -231,7 +231,30 @@ class _Message:
             yield self._start(chunk)
             yield PING
         for choice in chunk["choices"]:
-            yield from self._take_delta(choice["delta"])
+            delta = choice["delta"]
+            if thought := delta.get("reasoning"):
+                if self._open != "thinking":
+                    yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+                yield self._piece({"type": "thinking_delta", "thinking": thought})
+            if text := delta.get("content"):
+                if self._open == "tool_use":
+                    self._held += text
+                else:
+                    yield from self._text(text)
+            for call in delta.get("tool_calls") or ():
+                function = call.get("function") or {}
+                if function.get("name") and call["index"] != self._call:
+                    block = {
+                        "type": "tool_use",
+                        "id": tool_use_id(call.get("id") or f"{_CALL_IDS[0]}{uuid.uuid4().hex}"),
+                        "name": function["name"],
+                        "input": {},
+                    }
+                    yield from self._begin(block)
+                    self._call, self._called = call["index"], True
+                if (piece := function.get("arguments")) and call["index"] == self._call:
+                    self._input += piece
+                    yield self._piece({"type": "input_json_delta", "partial_json": piece})
             if choice.get("finish_reason") is not None:
                 self._finish, self._matched = choice["finish_reason"], choice.get("stop_reason")
 
@@ -261,34 +284,6 @@ class _Message:
             "usage": {**self._usage, "service_tier": self._tier},
         }
         return _event("message_start", message=message)
-
-    def _take_delta(self, delta: JsonObject) -> Iterator[str]:
-        if thought := delta.get("reasoning"):
-            if self._open != "thinking":
-                yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
-            yield self._piece({"type": "thinking_delta", "thinking": thought})
-        if text := delta.get("content"):
-            if self._open == "tool_use":
-                self._held += text
-            else:
-                yield from self._text(text)
-        for call in delta.get("tool_calls") or ():
-            yield from self._take_call(call)
-
-    def _take_call(self, call: JsonObject) -> Iterator[str]:
-        function = call.get("function") or {}
-        if function.get("name") and call["index"] != self._call:
-            block = {
-                "type": "tool_use",
-                "id": tool_use_id(call.get("id") or f"{_CALL_IDS[0]}{uuid.uuid4().hex}"),
-                "name": function["name"],
-                "input": {},
-            }
-            yield from self._begin(block)
-            self._call, self._called = call["index"], True
-        if (piece := function.get("arguments")) and call["index"] == self._call:
-            self._input += piece
-            yield self._piece({"type": "input_json_delta", "partial_json": piece})
 
     def _text(self, text: str) -> Iterator[str]:
         if self._open != "text":

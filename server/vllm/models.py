@@ -52,8 +52,6 @@ def leaving_room(params: TokenizeParams) -> TokenizeParams:
 
 
 class ChatCompletionRequest(chat.ChatCompletionRequest):
-    """A request for a chat."""
-
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
         return leaving_room(super().build_tok_params(model_config))
 
@@ -79,8 +77,6 @@ class RenderCompletionRequest(completion.CompletionRequest):
 
 
 class CompletionRequest(RenderCompletionRequest):
-    """A request for completions."""
-
     _echoed: Any = PrivateAttr(None)
 
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
@@ -98,8 +94,6 @@ class RenderChatRequest(ChatCompletionRequest):
 
 
 class ResponseRequest(responses.ResponsesRequest):
-    """A request for a response."""
-
     def build_tok_params(self, model_config: ModelConfig) -> TokenizeParams:
         """Return the tokenizer parameters of the rendered prompt.
 
@@ -253,7 +247,19 @@ def wire_schemas(
             own = {k: v for k, v in given.items() if k not in without[endpoint]}
             definition["properties"] = {**extra_fields[endpoint], **own}
             if endpoint.chats:
-                _add_forms_of_chats(definition["properties"], definitions)
+                # Add the forms of tools, choices and calls that vLLM's models of chats lack.
+                properties = definition["properties"]
+                properties[FIELD] = _with_forms(properties[FIELD], ALLOWED_SCHEMA, CHOICE_SCHEMA)
+                offered = [
+                    {**form, "items": _with_forms(form["items"], TOOL_SCHEMA)}
+                    if "items" in form
+                    else form
+                    for form in properties["tools"]["anyOf"]
+                ]
+                properties["tools"] = {**properties["tools"], "anyOf": offered}
+                message = definitions["ChatMessage"]["properties"]
+                calls = message["tool_calls"]
+                message["tool_calls"] = {**calls, "items": _with_forms(calls["items"], CALL_SCHEMA)}
             # vLLM's models accept any field; this server rejects unknown ones.
             definition["additionalProperties"] = not closed
         requests[endpoint] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -268,19 +274,6 @@ def wire_schemas(
             and any("stream" in model.model_fields for model in form)
         },
     )
-
-
-def _add_forms_of_chats(properties: JsonObject, definitions: dict[str, JsonObject]) -> None:
-    """Add the forms of tools, choices and calls that vLLM's models of chats lack."""
-    properties[FIELD] = _with_forms(properties[FIELD], ALLOWED_SCHEMA, CHOICE_SCHEMA)
-    offered = [
-        {**form, "items": _with_forms(form["items"], TOOL_SCHEMA)} if "items" in form else form
-        for form in properties["tools"]["anyOf"]
-    ]
-    properties["tools"] = {**properties["tools"], "anyOf": offered}
-    message = definitions["ChatMessage"]["properties"]
-    calls = message["tool_calls"]
-    message["tool_calls"] = {**calls, "items": _with_forms(calls["items"], CALL_SCHEMA)}
 
 
 def _with_forms(schema: JsonObject, *forms: JsonObject) -> JsonObject:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.entrypoints.chat_utils import make_tool_call_id
 from vllm.entrypoints.generate.base.protocol import (
@@ -29,10 +29,13 @@ from vllm.entrypoints.generate.base.protocol import (
     FunctionCall,
     ToolCall,
 )
+from vllm.parser import Parser
+from vllm.reasoning import ReasoningParser
 from vllm.tokenizers.detokenizer_utils import (
     convert_prompt_ids_to_tokens,
     detokenize_incrementally,
 )
+from vllm.tool_parsers import ToolParser
 
 from rbln_backend import api
 from server.errors import InvalidValueError
@@ -49,11 +52,6 @@ from server.vllm.tools import (
     plain_choice,
     tool_name,
 )
-
-if TYPE_CHECKING:
-    from vllm.parser import Parser
-    from vllm.reasoning import ReasoningParser
-    from vllm.tool_parsers import ToolParser
 
 
 def json_call_parser(parser: type[ToolParser] | None) -> type[ToolParser] | None:

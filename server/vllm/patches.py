@@ -448,7 +448,6 @@ def use_logprobs_processor(state: RequestState, processor: Any) -> None:
 
 
 def use_request_state(state: RequestState, state_type: type) -> None:
-    """Make the state of a new request one of a subclass."""
     state.__class__ = state_type
 
 

@@ -22,11 +22,14 @@ from functools import cache
 from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator, from_json, to_json
+from starlette.datastructures import State
+from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.tasks import SupportedTask
 
 from rbln_backend import api
 from server import bounds
@@ -90,11 +93,6 @@ from server.vllm.sampling import FORBIDDING
 from server.vllm.templates import declared_by, template_variables
 from server.vllm.tools import allow_names, rewrites_arguments
 from server.wire import Endpoint, JsonObject
-
-if TYPE_CHECKING:
-    from starlette.datastructures import State
-    from vllm.config import ModelConfig, VllmConfig
-    from vllm.tasks import SupportedTask
 
 logger = logging.getLogger(__name__)
 
@@ -361,7 +359,17 @@ class BodyReader:
             model: BaseModel = _fail_fast_validator(self._models[form]).validate_json(
                 to_json(fields), strict=True
             )
-        _read_lazy_parts(model, fields)
+        # Read the content parts of messages, which pydantic validates while they are iterated over.
+        # Otherwise the event loop would read them, and they cannot be sent between processes.
+        for index, message in enumerate(model.__dict__.get("messages") or ()):
+            for name, value in message.items() if isinstance(message, dict) else ():
+                if isinstance(value, Iterator):
+                    try:
+                        message[name] = list(value)
+                    except ValidationError as error:
+                        given = fields["messages"][index][name]
+                        place = f"messages[{index}].{name}"
+                        raise from_validation(error, given, place) from None
         for name, shape in shapes_of(self._models[form]).items():
             unset += check_shape(shape, fields.get(name), name, self._rules.unknown_fields)
         if endpoint.anthropic:
@@ -395,22 +403,6 @@ class BodyReader:
             logger.debug("Reported as a client error", exc_info=True)
         logger.debug("Reported as a client error", exc_info=error)
         return InvalidValueError("The request cannot be understood; one of its values is wrong.")
-
-
-def _read_lazy_parts(model: BaseModel, fields: JsonObject) -> None:
-    """Read the content parts of messages, which pydantic validates while they are iterated over.
-
-    Otherwise the event loop would read them, and they cannot be sent between processes.
-    """
-    for index, message in enumerate(model.__dict__.get("messages") or ()):
-        for name, value in message.items() if isinstance(message, dict) else ():
-            if isinstance(value, Iterator):
-                try:
-                    message[name] = list(value)
-                except ValidationError as error:
-                    given = fields["messages"][index][name]
-                    place = f"messages[{index}].{name}"
-                    raise from_validation(error, given, place) from None
 
 
 @cache

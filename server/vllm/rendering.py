@@ -37,7 +37,6 @@ from server.vllm.patches import use_template_renderer
 from server.vllm.templates import is_bounded, parsed
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
     from vllm.renderers.online_renderer import OnlineRenderer
 
 NONCHARACTERS = range(0xFDD0, 0xFDF0)

@@ -162,8 +162,6 @@ class _ClientCall:
 
 
 class FunctionCall(_ClientCall):
-    """A call of a client's function."""
-
     _kind, _field = "function_call", "arguments"
     _events = _ARGUMENTS
 
@@ -299,7 +297,15 @@ class Responses(GenerationServing, OpenAIServingResponses):
             request, sampling_params, result_generator, context, *args, **kwargs
         )
         if simple and isinstance(answer, ResponsesResponse):
-            _set_status(answer, Ending.of(context.last_output.outputs[0], request))
+            # Set the status of a response, which that of its last item follows.
+            ending = Ending.of(context.last_output.outputs[0], request)
+            calls = [item for item in answer.output[-1:] if item.type == "function_call"]
+            if ending.reason != "stop" or not all(is_whole(call.arguments) for call in calls):
+                answer.status = "incomplete"
+                reason: Any = _REASONS.get(ending.reason)
+                answer.incomplete_details = (
+                    None if reason is None else IncompleteDetails(reason=reason)
+                )
         return answer
 
     def _create_response_logprobs(
@@ -353,15 +359,6 @@ def _ended(context: Any) -> Any:
     """Return the output of a context that is finished; None before."""
     outputs = context.last_output.outputs
     return outputs[0] if outputs and outputs[0].finish_reason is not None else None
-
-
-def _set_status(answer: Any, ending: Ending) -> None:
-    """Set the status of a response, which that of its last item follows."""
-    calls = [item for item in answer.output[-1:] if item.type == "function_call"]
-    if ending.reason != "stop" or not all(is_whole(call.arguments) for call in calls):
-        answer.status = "incomplete"
-        reason: Any = _REASONS.get(ending.reason)
-        answer.incomplete_details = None if reason is None else IncompleteDetails(reason=reason)
 
 
 def response_json(answer: Any, extra_fields: JsonObject, record: RequestRecord) -> bytes:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import TokenizeParams
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestState
 
 from rbln_backend.api.requests import EXTRA_ARGS, Prediction
 from server.errors import InvalidValueError
 from server.request.record import RequestRecord, record_var
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import RequestState
 
 FORBIDDING = ("allowed_token_ids", "bad_words", "min_tokens", "stop_token_ids")
 """Fields that forbid tokens: the last one before `min_tokens`, or in the middle of a grammar."""

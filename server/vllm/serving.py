@@ -12,7 +12,7 @@ import copy
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from pydantic_core import from_json, to_json
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
@@ -24,6 +24,10 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.logprobs import PromptLogprobs
+from vllm.outputs import RequestOutput
+from vllm.renderers import TokenizeParams
+from vllm.tokenizers import TokenizerLike
 
 from server.request.record import record_var
 from server.structured_outputs.custom_tools import KIND, InputReader, input_of
@@ -43,12 +47,6 @@ from server.vllm.logprobs import (
 )
 from server.vllm.tools import demands_answer
 from server.wire import JsonObject
-
-if TYPE_CHECKING:
-    from vllm.logprobs import PromptLogprobs
-    from vllm.outputs import RequestOutput
-    from vllm.renderers import TokenizeParams
-    from vllm.tokenizers import TokenizerLike
 
 
 class GenerationServing(GenerateBaseServing):

@@ -14,22 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
+from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
 from server.request.record import record_var
 from server.vllm.patches import make_chat_chunks, make_completion_chunks, use_request_state
 from server.vllm.sampling import add_prediction_counts
-
-if TYPE_CHECKING:
-    from vllm.outputs import PoolingRequestOutput, RequestOutput
-    from vllm.v1.engine import FinishReason
-
-    from server.wire import DirectFrames
-
+from server.wire import DirectFrames
 
 _CHUNK = {"id", "object", "created", "choices", "model"}
 _OPTIONS = {"exclude_unset": True}

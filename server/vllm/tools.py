@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from argparse import Namespace
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ from server.structured_outputs.grammars import SchemaRules, tag_grammar
 from server.tools import ToolChoice, ToolSupport
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
     from vllm.config import ModelConfig
 
 _NAMES = "allowed_tool_names"
