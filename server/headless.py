@@ -190,15 +190,15 @@ class HeadlessLauncher(Launcher):
     async def _until_ready(self, manager: CoreEngineProcManager, front: str, ranks: int) -> None:
         """Wait for the ranks and their connections; raise `LaunchError` if an engine ends."""
         # An engine connects after its ranks are ready.
-        while not (self._are_ready(ranks) and _front_ends(manager, front)):
+        while not (
+            len(list(self._run_dir.glob("progress-*.jsonl"))) >= ranks
+            and ProgressReader(self._run_dir).poll().phase == "ready"
+            and _front_ends(manager, front)
+        ):
             if (ended := _ended_engine(manager)) is not None:
                 reported = ProgressReader(self._run_dir).poll().failure
                 raise LaunchError(reported or ended)
             await asyncio.sleep(_POLL_S)
-
-    def _are_ready(self, ranks: int) -> bool:
-        files = list(self._run_dir.glob("progress-*.jsonl"))
-        return len(files) >= ranks and ProgressReader(self._run_dir).poll().phase == "ready"
 
 
 def _front_ends(manager: CoreEngineProcManager, front: str) -> frozenset[Address]:

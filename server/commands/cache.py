@@ -15,7 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rbln_backend import api
 from rbln_backend.api.reports import StoreReport
@@ -26,7 +26,6 @@ from rbln_backend.api.store import (
     CacheKey,
     Contents,
     Entry,
-    Imported,
     KernelFiles,
     above_bound,
     audit,
@@ -75,15 +74,8 @@ def cache(argv: Sequence[str], model_flags: ModelFlags) -> int:
         args.root = args.cache_root or default_root()
     except ConfigError as error:
         parser.error(str(error))
-    run: dict[str, Callable[[argparse.Namespace], int]] = {
-        "list": list_entries,
-        "inspect": inspect,
-        "verify": verify,
-        "export": export,
-        "import": import_entries,
-        "prune": prune,
-    }
-    return run[args.command](args)
+    run: Callable[[Namespace], int] = args.run
+    return run(args)
 
 
 def cache_parser() -> CommandParser:
@@ -92,77 +84,44 @@ def cache_parser() -> CommandParser:
     )
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name, about, add_flags in (
-        ("list", "list the stored entries", _json_flag),
-        ("inspect", "show whether a start of a model would be warm", _inspect_flags),
-        ("verify", "check size and SHA-256 of every entry", _verify_flags),
-        ("export", "write graphs and kernels to one file", _export_flags),
-        ("import", "store the entries of an exported file", _import_flags),
-        ("prune", "remove entries by age, size or version", _prune_flags),
-    ):
+
+    def begin(name: str, about: str, run: Callable[[Namespace], int]) -> Callable[..., object]:
         command = commands.add_parser(name, help=about, description=about)
-        command.set_defaults(command=name)
+        command.set_defaults(command=name, run=run)
         command.add_argument("--cache-root", type=_root, help="cache root [VLLM_CACHE_ROOT]")
-        add_flags(command)
+        return command.add_argument
+
+    as_json: dict[str, Any] = {"action": "store_true", "help": "print JSON"}
+    add = begin("list", "list the stored entries", list_entries)
+    add("--json", **as_json)
+    add = begin("inspect", "show whether a start of a model would be warm", inspect)
+    add("--json", **as_json)
+    add("--model", required=True, help="MODEL; flags of `serve` may follow")
+    add = begin("verify", "check size and SHA-256 of every entry", verify)
+    add("--json", **as_json)
+    add("--quarantine", action="store_true", help="move damaged entries to quarantine")
+    add = begin("export", "write graphs and kernels to one file", export)
+    add("file", type=Path, metavar="FILE", help="the file to write")
+    add("--model", help="only the entries of this MODEL; flags of `serve` may follow")
+    add("--no-kernels", action="store_true", help="export graphs only")
+    add("--directory", action="store_true", help="write FILE as a folder")
+    add = begin("import", "store the entries of an exported file", import_entries)
+    add("file", type=Path, metavar="FILE", help="an exported file or folder")
+    about = "expected digest; a match also permits kernels"
+    add("--digest", type=_digest, metavar="sha256:HEX", help=about)
+    about = "import kernels, which are native code, without --digest"
+    add("--trust-kernels", action="store_true", help=about)
+    add("--max-bytes", type=_size, metavar="SIZE", help="limit of the content")
+    add = begin("prune", "remove entries by age, size or version", prune)
+    about = "remove entries unused for more than N days"
+    add("--keep-days", type=float, metavar="N", help=about)
+    about = "remove the least recently used graphs above SIZE"
+    add("--max-bytes", type=_size, metavar="SIZE", help=about)
+    about = "remove entries that this version cannot use"
+    add("--other-versions", action="store_true", help=about)
+    add("--dry-run", action="store_true", help="only print what would be removed")
+    add("--json", **as_json)
     return parser
-
-
-def _inspect_flags(command: argparse.ArgumentParser) -> None:
-    _json_flag(command)
-    command.add_argument("--model", required=True, help="MODEL; flags of `serve` may follow")
-
-
-def _verify_flags(command: argparse.ArgumentParser) -> None:
-    _json_flag(command)
-    command.add_argument(
-        "--quarantine", action="store_true", help="move damaged entries to quarantine"
-    )
-
-
-def _export_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", type=Path, metavar="FILE", help="the file to write")
-    command.add_argument(
-        "--model", help="only the entries of this MODEL; flags of `serve` may follow"
-    )
-    command.add_argument("--no-kernels", action="store_true", help="export graphs only")
-    command.add_argument("--directory", action="store_true", help="write FILE as a folder")
-
-
-def _import_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("file", type=Path, metavar="FILE", help="an exported file or folder")
-    command.add_argument(
-        "--digest",
-        type=_digest,
-        metavar="sha256:HEX",
-        help="expected digest; a match also permits kernels",
-    )
-    command.add_argument(
-        "--trust-kernels",
-        action="store_true",
-        help="import kernels, which are native code, without --digest",
-    )
-    command.add_argument("--max-bytes", type=_size, metavar="SIZE", help="limit of the content")
-
-
-def _prune_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--keep-days", type=float, metavar="N", help="remove entries unused for more than N days"
-    )
-    command.add_argument(
-        "--max-bytes",
-        type=_size,
-        metavar="SIZE",
-        help="remove the least recently used graphs above SIZE",
-    )
-    command.add_argument(
-        "--other-versions", action="store_true", help="remove entries that this version cannot use"
-    )
-    command.add_argument("--dry-run", action="store_true", help="only print what would be removed")
-    _json_flag(command)
-
-
-def _json_flag(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _root(text: str) -> Path:
@@ -241,14 +200,10 @@ def import_entries(args: Namespace) -> int:
         )
     except (BundleError, OSError) as error:
         return _fail(str(error), 1)
-    _print_imported(imported, args.root, sys.stdout)
-    sys.stdout.write(checks.report())
-    return 0
-
-
-def _print_imported(imported: Imported, root: Path, out: TextIO) -> None:
+    out = sys.stdout
     out.write(
-        f"{imported.graphs} graphs imported into {root}, {imported.graphs_present} were there\n"
+        f"{imported.graphs} graphs imported into {args.root}, {imported.graphs_present} were "
+        "there\n"
     )
     if imported.kernels_left_out:
         out.write(
@@ -260,10 +215,12 @@ def _print_imported(imported: Imported, root: Path, out: TextIO) -> None:
             f"{imported.kernels} kernel libraries imported, {imported.kernels_present} were there\n"
         )
         try:
-            with trusted_folder(kernel_store(root)):
+            with trusted_folder(kernel_store(args.root)):
                 pass
-        except OSError as error:
-            out.write(f"servers will not run them: {error}\n")
+        except OSError as problem:
+            out.write(f"servers will not run them: {problem}\n")
+    sys.stdout.write(checks.report())
+    return 0
 
 
 def _survey(args: Namespace) -> StoreReport:
@@ -376,7 +333,9 @@ def prune(args: Namespace) -> int:
     failed = 0
     if not args.dry_run:
         failed += sum(not store.evict(entry.key.digest) for entry in graphs)
-        failed += sum(not _remove(kernel.path) for kernel in kernels)
+        for kernel in kernels:
+            shutil.rmtree(kernel.path, ignore_errors=True)
+            failed += kernel.path.exists()
     if args.json:
         found = {"graphs": [_graph(e) for e in graphs], "kernels": [_kernel(k) for k in kernels]}
         sys.stdout.write(json.dumps({"dry_run": args.dry_run, **found}, indent=2) + "\n")
@@ -405,20 +364,15 @@ def _to_remove(args: Namespace, entries: Sequence[Entry]) -> tuple[list[Entry], 
         old = [k for k in kernels if now - k.last_used > args.keep_days * _DAY_S]
         gone_kernels |= {k.key: k for k in old}
     if args.other_versions:
-        fields, usable = _versions()
+        # Of this installation; imports the backend (seconds).
+        with reserved_stdout():
+            fields, usable = api.store_versions()
         gone |= {e.key.digest: e for e in of_other_versions(entries, fields)}
         gone_kernels |= {k.key: k for k in kernels if k.key not in usable}
     if args.max_bytes is not None:
         left = [entry for entry in entries if entry.key.digest not in gone]
         gone |= {e.key.digest: e for e in above_bound(left, args.max_bytes)}
     return list(gone.values()), list(gone_kernels.values())
-
-
-def _versions() -> tuple[dict[str, object], frozenset[str]]:
-    """Return the fields and kernel keys of this installation; imports the backend (seconds)."""
-    with reserved_stdout():
-        fields, keys = api.store_versions()
-    return fields, frozenset(keys)
 
 
 def _store(root: Path, *, read_only: bool = True) -> ArtifactStore:
@@ -460,11 +414,6 @@ def _printable(text: str) -> str:
 
 def _bytes(entries: Sequence[Entry], kernels: Sequence[KernelFiles]) -> int:
     return sum(entry.size_bytes for entry in entries) + sum(k.size_bytes for k in kernels)
-
-
-def _remove(path: Path) -> bool:
-    shutil.rmtree(path, ignore_errors=True)
-    return not path.exists()
 
 
 def _age(seconds: float) -> str:

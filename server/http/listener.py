@@ -10,7 +10,6 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
@@ -107,13 +106,8 @@ _CLIENT_CERTIFICATES = {
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """Contents of the files; `authorities` is None without --ssl-ca-certs."""
-
-    certificate: bytes
-    key: bytes
-    authorities: bytes | None
+_Contents = tuple[bytes, bytes, bytes | None]
+"""The certificate, its key, and the authorities, None without --ssl-ca-certs."""
 
 
 class Tls:
@@ -139,12 +133,11 @@ class Tls:
         settings = self._settings
         assert settings.ssl_certfile is not None
         assert settings.ssl_keyfile is not None
-        return _Contents(
+        authorities = settings.ssl_ca_certs
+        return (
             _read_file("--ssl-certfile", settings.ssl_certfile),
             _read_file("--ssl-keyfile", settings.ssl_keyfile),
-            None
-            if settings.ssl_ca_certs is None
-            else _read_file("--ssl-ca-certs", settings.ssl_ca_certs),
+            None if authorities is None else _read_file("--ssl-ca-certs", authorities),
         )
 
     def _build(self, contents: _Contents) -> ssl.SSLContext:
@@ -167,14 +160,17 @@ class Tls:
     def _load(self, context: ssl.SSLContext, contents: _Contents) -> None:
         secret = self._settings.ssl_keyfile_password
         with ExitStack() as stack:
-            certificate = stack.enter_context(_memory_file(contents.certificate))
-            key = stack.enter_context(_memory_file(contents.key))
+            paths = [
+                None if content is None else stack.enter_context(_memory_file(content))
+                for content in contents
+            ]
+            certificate, key, authorities = paths
+            assert certificate is not None
             # A callable keeps OpenSSL from prompting for a password on the terminal.
             context.load_cert_chain(
                 certificate, key, lambda: "" if secret is None else secret.get_secret_value()
             )
-            if contents.authorities is not None:
-                authorities = stack.enter_context(_memory_file(contents.authorities))
+            if authorities is not None:
                 context.load_verify_locations(authorities)
 
     async def _reload(self) -> None:

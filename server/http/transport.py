@@ -47,7 +47,18 @@ class Connections:
     def enter(self, address: tuple[str, int] | None) -> ConnectionSlot:
         """Count a connection from `address`; its slot holds the error if it is refused."""
         client = client_of(address[0]) if address is not None else ""
-        error = self._too_many(client)
+        error: ServerError | None = None
+        if self._open >= self.limit:
+            error = TooManyConnectionsError(
+                f"The server has {self.limit} open connections, its limit (--max-connections).",
+                retry_after_s=_RETRY_S,
+            )
+        elif self._of_client[client] >= self.limit_of_client:
+            error = ClientConnectionsError(
+                f"Your address has {self.limit_of_client} open connections, the limit for one "
+                "client (--max-connections-per-client).",
+                retry_after_s=_RETRY_S,
+            )
         if error is not None:
             self.metrics.count("rbln_http_connection_refusals_total", error.code)
             self._refused += 1
@@ -67,20 +78,6 @@ class Connections:
             del self._of_client[slot.client]
         self.metrics.set("rbln_http_connections", self._open)
 
-    def _too_many(self, client: str) -> ServerError | None:
-        if self._open >= self.limit:
-            return TooManyConnectionsError(
-                f"The server has {self.limit} open connections, its limit (--max-connections).",
-                retry_after_s=_RETRY_S,
-            )
-        if self._of_client[client] >= self.limit_of_client:
-            return ClientConnectionsError(
-                f"Your address has {self.limit_of_client} open connections, the limit for one "
-                "client (--max-connections-per-client).",
-                retry_after_s=_RETRY_S,
-            )
-        return None
-
 
 @dataclass(eq=False, slots=True)
 class ConnectionSlot:
@@ -93,9 +90,6 @@ class ConnectionSlot:
     client: str
     refusal: ServerError | None = None
     reports: bool = True
-
-    def leave(self) -> None:
-        self.connections.leave(self)
 
     def count(self, reason: str) -> None:
         """Count the limit that ended this connection."""
@@ -252,7 +246,7 @@ class LingeringTransport(asyncio.Transport):
         """Cancel all timers and release the slot of a closed connection."""
         self.stop_watching()
         self.stop_dropping()
-        self.slot.leave()
+        self.slot.connections.leave(self.slot)
 
     def _check_dropped(self) -> None:
         if self._dropped == self._dropped_before or self._loop.time() > self._drop_until:

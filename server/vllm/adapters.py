@@ -95,7 +95,7 @@ class EngineAdapters:
             raise from_exception(error, RequestContext({}, None)) from error
 
 
-def _request(adapter: EngineAdapter) -> LoRARequest:
+def _request(adapter: Adapter | EngineAdapter) -> LoRARequest:
     return LoRARequest(adapter.name, adapter.id, adapter.path)
 
 
@@ -110,7 +110,7 @@ class LeasedNames(Mapping[str, LoRARequest]):
         adapter = _leased.get()
         if adapter is None or adapter.name != name:
             raise KeyError(name)
-        return _request(EngineAdapter(adapter.name, adapter.id, adapter.path))
+        return _request(adapter)
 
     def __iter__(self) -> Iterator[str]:
         return (adapter.name for adapter in self._adapters.ready())
@@ -120,10 +120,7 @@ class LeasedNames(Mapping[str, LoRARequest]):
 
     def values(self) -> Any:
         """Return the ready adapters as LoRA requests, for vLLM's list of models."""
-        return [
-            _request(EngineAdapter(adapter.name, adapter.id, adapter.path))
-            for adapter in self._adapters.ready()
-        ]
+        return [_request(adapter) for adapter in self._adapters.ready()]
 
 
 async def open_adapters(
