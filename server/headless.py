@@ -17,8 +17,8 @@ from starlette.requests import Request
 
 from rbln_backend.api.reports import ProgressReader
 from server.admission import Capacity
+from server.engine.config import launch_error
 from server.engine.launch import Launcher
-from server.engine.launch_errors import launch_error
 from server.errors import HeadlessError
 from server.frontend import LaunchError, ParsedRequest, WireSchemas
 from server.host.job_pool import JobCounts

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, TextIO, TypeVar
 from rbln_backend import api
 from rbln_backend.api.reports import ModelReport
 from rbln_backend.errors import PlatformError
-from server.engine.config import engine_config
-from server.engine.launch_errors import launch_error
+from server.engine.config import engine_config, launch_error
 from server.engine.weight_files import WeightFiles, check_weight_files
 from server.frontend import LaunchError
 from server.host.tasks import without_garbage_collection

@@ -31,8 +31,7 @@ from rbln_backend.api.settings import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.host.resources import vllm_build
 from server import __version__
-from server.engine.config import engine_config
-from server.engine.launch_errors import launch_error
+from server.engine.config import engine_config, launch_error
 from server.engine.process import (
     end_engine_processes,
     engine_first,

@@ -55,8 +55,7 @@ from server.host.job_pool import (
     limit_growth,
 )
 from server.observability.logging import bound_vllm_log, configure, request_id_var
-from server.request.body import parse_json_object
-from server.request.conversation import drop_billing_line, normalize_conversation
+from server.request.body import drop_billing_line, normalize_conversation, parse_json_object
 from server.request.endpoints import answers_in, request_form
 from server.request.options import (
     TemplateVariables,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidJsonError, InvalidValueError
-from server.request.body import parse_json_object
-from server.request.conversation import drop_billing_line
+from server.request.body import drop_billing_line, parse_json_object
 from server.request.sizes import check_call_arguments
 from server.wire import Endpoint
 

@@ -135,7 +135,7 @@ def test_where_answers_are_parsed() -> None:
 def test_errors_of_the_hub_have_the_names_that_are_known() -> None:
     from huggingface_hub import errors
 
-    from server.engine.launch_errors import _HUB_ERRORS
+    from server.engine.config import _HUB_ERRORS
 
     assert [name for name in sorted(_HUB_ERRORS) if not hasattr(errors, name)] == []
     assert errors.StrictDataclassError.__name__.startswith("StrictDataclass")
