@@ -2,7 +2,7 @@
 
 `RequestError` and its subclasses mean that the request is wrong. The other subclasses of
 `ServerError` describe the server: overloaded, starting, draining or failed.
-Invariant: every subclass sets a `code` of its own (tests/server/vllm/test_errors.py).
+Invariant: every subclass sets a `code` of its own (tests/server/vllm/test_messages.py).
 """
 
 from __future__ import annotations

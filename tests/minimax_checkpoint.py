@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.engine.test_equality import make_prompts
+from tests.engine.support import make_prompts
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 
 BLOCK, LAYERS = 4096, 4

@@ -6,7 +6,7 @@ of any byte is detected. Files may come from untrusted sources and are never exe
 
 Layout under the root: `<digest[:2]>/<digest>/` holds an entry's files and its `manifest.json`;
 `tmp/` entries being written or removed; `locks/` one file per digest; `quarantine/` damaged
-entries. Invariants (tests/unit/store/test_artifacts.py):
+entries. Invariants (tests/unit/test_artifacts.py):
 
 - An entry appears complete, by one rename of a directory whose files were fsynced, or not at all.
 - `load` returns exactly the stored bytes, or None: any changed byte is detected.

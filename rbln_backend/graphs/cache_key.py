@@ -1,6 +1,6 @@
 """`CacheKey`: the identity of an artifact, as named JSON fields and their digest.
 
-Invariants (tests/unit/store/test_cache_key.py): the digest depends on the fields' names and
+Invariants (tests/unit/test_bundle.py): the digest depends on the fields' names and
 values only, never on insertion order, process or machine; a key cannot change once made.
 """
 

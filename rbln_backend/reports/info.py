@@ -1,7 +1,7 @@
 """What `/v1/server_info`, `check` and `compile` report; plain data, no torch, no vLLM.
 
 A rank updates `<run_dir>/describe-<rank>.json` during its start; the file remains when the rank
-dies. Invariants (tests/unit/reporting/test_description.py): a change is atomic for readers; a
+dies. Invariants (tests/unit/test_progress.py): a change is atomic for readers; a
 failed write never stops a start-up; nothing is written once the rank is ready. The fields are an
 interface of consoles and scripts: docs/server_info.md.
 """

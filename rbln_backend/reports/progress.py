@@ -1,13 +1,13 @@
 """Start-up progress of each worker, for the terminal and for the API process.
 
 Each rank appends JSON lines to `<run_dir>/progress-<rank>.jsonl`; the API process combines the
-files of all ranks. Invariants (tests/unit/reporting/test_progress.py): a line is written with one
+files of all ranks. Invariants (tests/unit/test_progress.py): a line is written with one
 system call, so that at most the last line is incomplete; the phase `init` resets a rank's state; a
 failed write never stops a start-up.
 
 One instance (one HTTP process, one run directory) may have several engines (data parallel), each
 with several ranks (tensor times pipeline parallel). Invariants
-(tests/unit/reporting/test_ranks.py): workers of an instance have distinct numbers; exactly one rank
+(tests/unit/test_progress.py): workers of an instance have distinct numbers; exactly one rank
 of an engine counts its steps, and exactly one its samples. The seconds of the last start below a
 cache root are the forecast of the next one.
 """

@@ -1,7 +1,7 @@
 """Tables of the fields of each API, in the order in which their rules are applied; and lookups.
 
 The documented names are those of Anthropic's and OpenAI's own clients (their typed parameters,
-compared by tests/server/request/test_field_rules.py); docs/http_api.md is generated from them.
+compared by tests/server/request/test_fields.py); docs/http_api.md is generated from them.
 What depends on the served model is decided in `server.request.options`. Pure data.
 """
 

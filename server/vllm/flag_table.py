@@ -1,7 +1,7 @@
 """Every flag of `vllm serve`: with vLLM's meaning, checked by the engine, translated or refused.
 
 Imports nothing of vLLM, so that the documents are generated without it. With the settings of this
-server, every flag of vLLM's parser is in one list (tests/server/vllm/test_flag_table.py).
+server, every flag of vLLM's parser is in one list (tests/server/vllm/test_patches.py).
 """
 
 from __future__ import annotations

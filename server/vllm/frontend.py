@@ -1,7 +1,7 @@
 """`server.frontend.Frontend` over vLLM's serving classes.
 
 vLLM's serving classes render prompts, drive the engine and shape the answers. This server checks
-fields and limits, and raises every error as a `ServerError`. tests/server/vllm/test_contract.py
+fields and limits, and raises every error as a `ServerError`. tests/server/vllm/test_messages.py
 compares the names used with vLLM's.
 """
 

@@ -3,7 +3,7 @@
 vLLM makes two or three pydantic models of every token and serialises them: most of what its serving
 classes cost per token. Nearly all chunks of all streams differ in one string alone. The makers here
 take the place of those models in vLLM's serving modules; whatever is more than a piece of text
-still becomes vLLM's own. Frames are the same to the byte (tests/server/vllm/test_stream_chunks.py).
+still becomes vLLM's own. Frames are the same to the byte (tests/server/vllm/test_streams.py).
 
 Once a stream's first frame is known, `DirectState` pushes later texts into it where the engine's
 output arrives (`server.wire.DirectFrames`), past the stream's task and its generators.

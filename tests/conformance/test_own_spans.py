@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import socket
 import time
 from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -24,6 +26,7 @@ from opentelemetry.semconv.attributes import (
 
 from server import __version__
 from tests.conformance.collector import attributes
+from tests.conformance.own_server import ADMIN_KEY, API_KEY
 from tests.conformance.target import Target
 
 pytestmark = pytest.mark.engine
@@ -302,3 +305,186 @@ def test_only_requests_have_spans_of_the_engine(target: Target) -> None:
     ask(target, CHAT, chat())
     roots = [span.name for span in target.collector.spans if not span.parent_span_id]
     assert "llm_request" not in roots
+
+
+# -------------------------------------------------------------------------------- own observability
+# What this server says of a request elsewhere: its log line, the usage of its key.
+
+
+def body(**more: Any) -> dict[str, Any]:
+    wish = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    return {**wish, "ignore_eos": True, **more}
+
+
+def log_line(target: Target, request_id: str) -> dict[str, Any]:
+    """The line that says how a request ended."""
+    assert target.log is not None
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for line in target.log.read_text(encoding="utf-8").splitlines():
+            if request_id in line and '"outcome"' in line:
+                found: dict[str, Any] = json.loads(line)
+                return found
+        time.sleep(0.05)
+    raise TimeoutError(request_id)
+
+
+def test_the_log_line_of_a_request_is_an_object(target: Target) -> None:
+    with target.http() as http:
+        answer = http.post(CHAT, json=body(), headers={"x-request-id": "logged-1"})
+    usage = answer.json()["usage"]
+    line = log_line(target, "logged-1")
+    seconds = line.pop("seconds")
+    assert 0 < seconds < 60
+    for name in ("time", "message", "logger"):
+        line.pop(name)
+    assert line == {
+        "level": "info",
+        "request_id": "logged-1",
+        "method": "POST",
+        "route": CHAT,
+        "code": 200,
+        "outcome": "ok",
+        "stream": False,
+        "bytes": len(answer.content),
+        "prompt_tokens": usage["prompt_tokens"],
+        "completion_tokens": 5,
+        "key": "suite",
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_tokens_of_a_stream_that_was_left_are_counted(target: Target, n: int) -> None:
+    name = f"left-{n}"
+    wish = body(max_tokens=400, stream=True, n=n, temperature=1)
+    with (
+        target.http() as http,
+        http.stream("POST", CHAT, json=wish, headers={"x-request-id": name}) as answer,
+    ):
+        lines = answer.iter_lines()
+        for _ in range(12):
+            next(lines)
+    line = log_line(target, name)
+    assert (line["outcome"], line["stream"]) == ("aborted", True)
+    assert line["prompt_tokens"] > 0
+    assert 3 <= line["completion_tokens"] < 400 * n
+
+
+@pytest.mark.parametrize(
+    ("path", "wish"),
+    [
+        (CHAT, body(n=2, temperature=1)),
+        ("/v1/completions", {"prompt": ["a b", "c d e"], "max_tokens": 3}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+    ],
+)
+def test_the_keys_usage_is_what_the_answers_say(
+    target: Target, path: str, wish: dict[str, Any]
+) -> None:
+    def counted() -> list[float]:
+        with target.http() as http:
+            page = http.get("/metrics").text
+        starts = [
+            f'rbln_key_tokens_total{{key="suite",kind="{kind}"}}'
+            for kind in ("prompt", "completion")
+        ]
+        return [
+            sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(start))
+            for start in starts
+        ]
+
+    before = counted()
+    with target.http() as http:
+        usage = http.post(path, json=wish).json()["usage"]
+    after = counted()
+    prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
+    completion = usage.get("completion_tokens", usage.get("output_tokens"))
+    assert [b - a for a, b in zip(before, after, strict=True)] == [prompt, completion]
+
+
+def test_keys_are_nowhere_to_be_read(target: Target) -> None:
+    assert target.log is not None
+    with target.http() as http:
+        texts = [http.get(path).text for path in ("/v1/server_info", "/metrics", "/openapi.json")]
+    for text in (*texts, target.log.read_text(encoding="utf-8")):
+        assert API_KEY not in text
+        assert ADMIN_KEY not in text
+
+
+# -------------------------------------------------------------------------------------- own streams
+# A stream has the same text where its frames are pushed and where each passes every layer.
+
+
+CHAT_BODY, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+ODD = {"temperature": 1.9, "seed": 5, "max_tokens": 120, "ignore_eos": True}
+USAGE = {"stream_options": {"include_usage": True}}
+
+
+def stream(target: Target, path: str, body: dict[str, Any], version: str, name: str) -> bytes:
+    """Return the body of a raw response; HTTP/1.0 has no chunks, so nothing is pushed there."""
+    place = urlsplit(target.base_url)
+    # A prompt that is cached would have another usage.
+    body = {"model": "tiny", "stream": True, "cache_salt": name, **body}
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/{version}\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer {target.api_key}\r\nconnection: close\r\nx-request-id: {name}\r\n"
+        f"content-length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection((place.hostname, place.port or 0), timeout=60) as connection:
+        connection.sendall(head.encode() + content)
+        parts = []
+        while part := connection.recv(65536):
+            parts.append(part)
+    answer, _, rest = b"".join(parts).partition(b"\r\n\r\n")
+    assert b" 200 " in answer
+    if version == "1.0":
+        return rest
+    frames = b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        frames += rest[: int(size, 16)]
+        assert rest[int(size, 16) :][:2] == b"\r\n"
+        rest = rest[int(size, 16) + 2 :]
+    return frames
+
+
+def summary(stream: bytes) -> tuple[dict[int, str], list[str], set[frozenset[str]], list[Any]]:
+    """The text, ends, fields and usage of a stream; how many frames it has is left to time."""
+    *frames, done, rest = stream.decode().split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    texts: dict[int, str] = {}
+    ends, fields, usages = [], set(), []
+    for frame in frames:
+        chunk = json.loads(frame.removeprefix("data: "))
+        fields.add(frozenset(chunk))
+        if (usage := chunk.get("usage")) is not None:
+            usages.append(usage)
+        for choice in chunk["choices"]:
+            text = choice.get("text", choice.get("delta", {}).get("content"))
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+            ends += [f"{choice['index']} {choice['finish_reason']}"] * bool(choice["finish_reason"])
+    return texts, sorted(ends), fields, usages
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT_BODY, {**HI, **ODD, **USAGE}),
+        (CHAT_BODY, {**HI, **ODD, "service_tier": "flex", "stop": ["zzz"]}),
+        (COMPLETION, {"prompt": "a", **ODD, **USAGE, "echo": True}),
+        (COMPLETION, {"prompt": ["a", "b"], **ODD, "n": 2}),
+    ],
+    ids=["chat", "chat of a tier", "completion", "several"],
+)
+def test_streams_of_both_versions_have_the_same_text_and_usage(
+    target: Target, path: str, body: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    name = re.sub(r"\W", "-", request.node.name)
+    pushed = stream(target, path, body, "1.1", f"{name}-pushed")
+    passed = stream(target, path, body, "1.0", f"{name}-passed")
+    assert summary(pushed) == summary(passed)
+    assert log_line(target, f"{name}-pushed")["bytes"] == len(pushed)
+    lines = [log_line(target, f"{name}-{way}") for way in ("pushed", "passed")]
+    assert lines[0]["completion_tokens"] == lines[1]["completion_tokens"] > 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
+from openai.types.responses import ResponseCustomToolCall
 
 HI: list[Any] = [{"role": "user", "content": "Switch the lamp on."}]
 PARAMETERS: dict[str, Any] = {
@@ -116,3 +118,233 @@ def test_a_bad_schema_of_a_demanded_tool_is_refused(client: openai.OpenAI, model
     bad = {"name": "x", "parameters": {"type": "object", "properties": {"a": {"type": "nope"}}}}
     with pytest.raises(openai.BadRequestError):
         ask(client, model, tools=[{"type": "function", "function": bad}], tool_choice="required")
+
+
+# ------------------------------------------------------------------------------------- custom tools
+# Custom tools through the SDK: texts as inputs, whole and streamed, and their outputs.
+
+
+GREETING: list[Any] = [{"role": "user", "content": "Set the dial."}]
+TOOL: Any = {"type": "custom", "custom": {"name": "dial", "format": {"type": "text"}}}
+FLAT: Any = {"type": "custom", "name": "dial", "format": {"type": "text"}}
+NAMED_INPUT: Any = {"type": "custom", "custom": {"name": "dial"}}
+ONLY: Any = {
+    "type": "allowed_tools",
+    "allowed_tools": {"mode": "required", "tools": [NAMED_INPUT]},
+}
+
+
+@pytest.mark.parametrize("choice", [NAMED_INPUT, ONLY], ids=["named", "allowed"])
+def test_a_chat_calls_it(client: openai.OpenAI, model: str, choice: Any) -> None:
+    wish: Any = {
+        "model": model,
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "max_tokens": 96,
+        "parallel_tool_calls": False,
+        "seed": 1,
+    }
+    whole = client.chat.completions.create(messages=GREETING, **wish).choices[0]
+    call = whole.message.tool_calls[0]
+    assert (call.type, call.custom.name) == ("custom", "dial")
+    with client.chat.completions.create(messages=GREETING, stream=True, **wish) as stream:
+        chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
+    pieces = [piece.to_dict() for c in chunks for piece in c.delta.tool_calls or ()]
+    assert (pieces[0]["type"], pieces[0]["custom"]["name"]) == ("custom", "dial")
+    assert pieces[0]["id"]
+    assert len(pieces) > 1
+    assert "".join(piece["custom"]["input"] for piece in pieces) == call.custom.input
+    assert chunks[-1].finish_reason == whole.finish_reason
+    turns = [
+        *GREETING,
+        whole.message.to_dict(),
+        {"role": "tool", "tool_call_id": call.id, "content": ""},
+    ]
+    longer = client.chat.completions.create(messages=turns, model=model, max_tokens=1)
+    shorter = client.chat.completions.create(messages=turns[:1], model=model, max_tokens=1)
+    assert longer.usage.prompt_tokens > shorter.usage.prompt_tokens
+
+
+def test_a_response_calls_it(client: openai.OpenAI, model: str) -> None:
+    wish: Any = {
+        "model": model,
+        "tools": [FLAT],
+        "tool_choice": {"type": "custom", "name": "dial"},
+        "max_output_tokens": 96,
+        "temperature": 0,
+    }
+    whole = client.responses.create(input=GREETING, **wish)
+    (call,) = whole.output
+    assert isinstance(call, ResponseCustomToolCall)
+    assert call.name == "dial"
+    assert isinstance(call.input, str)
+    assert whole.tools[0].to_dict() == FLAT
+    with client.responses.create(input=GREETING, stream=True, **wish) as stream:
+        events = list(stream)
+    deltas = [e.delta for e in events if e.type == "response.custom_tool_call_input.delta"]
+    (done,) = [e for e in events if e.type == "response.custom_tool_call_input.done"]
+    assert "".join(deltas) == done.input == call.input
+    (final,) = events[-1].response.output
+    assert (final.type, final.id, final.input) == ("custom_tool_call", done.item_id, call.input)
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "done"}
+    later = client.responses.create(
+        model=model, input=[*GREETING, call.to_dict(), result], max_output_tokens=16
+    )
+    assert later.usage.input_tokens > whole.usage.input_tokens - 200
+    stored = client.responses.create(
+        model=model, previous_response_id=whole.id, input=[result], max_output_tokens=16
+    )
+    assert stored.usage.input_tokens == later.usage.input_tokens
+
+
+def test_a_grammar_is_refused(client: openai.OpenAI, model: str) -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
+    tool: Any = {**FLAT, "format": grammar}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(model=model, input=GREETING, tools=[tool], tool_choice="required")
+    assert raised.value.param == "tools[0].format"
+
+
+# --------------------------------------------------------------------------------------- structured
+# Answers under a schema. Random models finish some of them by chance; what finishes must fit.
+
+
+SCHEMA_PROMPT: list[Any] = [{"role": "user", "content": "Answer in JSON."}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "color": {"enum": ["red", "green"]},
+        "lit": {"type": "boolean"},
+        "size": {"enum": [1, 2, 3]},
+    },
+    "required": ["color", "lit", "size"],
+    "additionalProperties": False,
+}
+FORM: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {"name": "lamp", "schema": SCHEMA, "strict": True},
+}
+
+
+class Lamp(pydantic.BaseModel):
+    color: Literal["red", "green"]
+    lit: bool
+
+
+def finished(client: openai.OpenAI, model: str, **wish: Any) -> str:
+    """The first answer of some seeds that was not cut off."""
+    for seed in range(6):
+        answer = client.chat.completions.create(
+            model=model, messages=SCHEMA_PROMPT, max_tokens=96, temperature=1.5, seed=seed, **wish
+        )
+        if answer.choices[0].finish_reason == "stop":
+            return str(answer.choices[0].message.content)
+    pytest.fail("no answer was finished within 96 tokens, for 6 seeds")
+
+
+def test_a_schema_is_kept(client: openai.OpenAI, model: str) -> None:
+    jsonschema.validate(json.loads(finished(client, model, response_format=FORM)), SCHEMA)
+
+
+def test_a_schema_is_kept_in_a_stream(client: openai.OpenAI, model: str) -> None:
+    for seed in range(6):
+        chunks = list(
+            client.chat.completions.create(  # type: ignore[call-overload]
+                model=model,
+                messages=SCHEMA_PROMPT,
+                max_tokens=96,
+                temperature=1.5,
+                seed=seed,
+                response_format=FORM,
+                stream=True,
+            )
+        )
+        if chunks[-1].choices[0].finish_reason == "stop":
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            jsonschema.validate(json.loads(text), SCHEMA)
+            return
+    pytest.fail("no stream was finished within 96 tokens, for 6 seeds")
+
+
+def test_the_parse_helper_returns_the_model(client: openai.OpenAI, model: str) -> None:
+    for seed in range(6):
+        try:
+            answer = client.chat.completions.parse(
+                model=model,
+                messages=SCHEMA_PROMPT,
+                response_format=Lamp,
+                max_tokens=96,
+                temperature=1.5,
+                seed=seed,
+            )
+        except openai.LengthFinishReasonError:
+            continue
+        assert isinstance(answer.choices[0].message.parsed, Lamp)
+        return
+    pytest.fail("no answer was finished within 96 tokens, for 6 seeds")
+
+
+def test_json_mode_begins_with_an_object(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(
+        model=model,
+        messages=SCHEMA_PROMPT,
+        max_tokens=24,
+        temperature=1,
+        seed=1,
+        response_format={"type": "json_object"},
+    )
+    assert str(answer.choices[0].message.content).lstrip()[:1] in ("{", "")
+
+
+def test_text_is_the_default_form(client: openai.OpenAI, model: str) -> None:
+    wish: dict[str, Any] = {
+        "model": model,
+        "messages": SCHEMA_PROMPT,
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    plain = client.chat.completions.create(**wish).choices[0].message.content
+    text = client.chat.completions.create(**wish, response_format={"type": "text"})
+    assert text.choices[0].message.content == plain
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "no-such-type"},
+        {"type": "object", "properties": []},
+        {"$ref": "#/$defs/nowhere"},
+        {"type": "string", "pattern": "("},
+    ],
+    ids=["unknown type", "properties are a list", "dangling reference", "broken pattern"],
+)
+def test_a_bad_schema_is_refused(client: openai.OpenAI, model: str, schema: dict[str, Any]) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(
+            model=model, messages=SCHEMA_PROMPT, max_tokens=4, response_format=form
+        )
+
+
+def test_an_unknown_form_is_refused(client: openai.OpenAI, model: str) -> None:
+    form: Any = {"type": "yaml"}
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=model, messages=SCHEMA_PROMPT, response_format=form)
+
+
+def test_constrained_and_free_answers_side_by_side(client: openai.OpenAI, model: str) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    free: dict[str, Any] = {
+        "model": model,
+        "messages": SCHEMA_PROMPT,
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    alone = client.chat.completions.create(**free).choices[0].message.content
+    with ThreadPoolExecutor(4) as pool:
+        bound = [pool.submit(finished, client, model, response_format=FORM) for _ in "ab"]
+        beside = [pool.submit(client.chat.completions.create, **free) for _ in "ab"]
+        for item in bound:
+            jsonschema.validate(json.loads(item.result()), SCHEMA)
+        assert {item.result().choices[0].message.content for item in beside} == {alone}

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import multiprocessing
 import pickle
-from collections.abc import AsyncIterator
+import resource
+import time
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from vllm.entrypoints.openai.responses.utils import construct_input_messages
 
 from server.errors import (
+    ContextLengthError,
+    InternalError,
     InvalidJsonError,
     InvalidTypeError,
     InvalidValueError,
@@ -28,7 +35,7 @@ from server.errors import (
 from server.frontend import ParsedRequest
 from server.host.job_pool import JobPool, process_starter
 from server.request.options import TemplateVariables, ThinkingSupport
-from server.request.sizes import RequestLimits
+from server.request.sizes import MAX_FIELDS, RequestLimits, check_sizes
 from server.settings import ServerSettings
 from server.tools import NO_CALLS, ToolSupport
 from server.vllm.models import request_models
@@ -44,8 +51,7 @@ from server.vllm.reading import (
 )
 from server.wire import Endpoint
 from tests.edges.corpus import BODIES, USER, endpoint_of
-
-pytestmark = pytest.mark.engine
+from tests.server.request.limits import LIMITS
 
 ROOT = Path(__file__).parents[2]
 MODELS = request_models()
@@ -79,6 +85,7 @@ RULES = RequestRules(
 )
 
 
+@pytest.mark.engine
 def test_tools_are_refused_where_nothing_shows_them() -> None:
     reader = BodyReader(replace(RULES, tools=NO_CALLS), MODELS)
     tools = [{"type": "function", "function": {"name": "f"}}]
@@ -100,6 +107,7 @@ def raw(**body: Any) -> bytes:
     return json.dumps({"model": "m", **body}).encode()
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("form", sorted(RULES.offered))
 def test_every_form_is_read_and_can_be_sent_between_processes(
     reader: BodyReader, form: str
@@ -113,6 +121,7 @@ def test_every_form_is_read_and_can_be_sent_between_processes(
     assert not {"messages", "prompt", "input", "tools"} & again.fields.keys()
 
 
+@pytest.mark.engine
 def test_parts_that_pydantic_reads_late_are_read_at_once(reader: BodyReader) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for role in ("user", "developer", "assistant", "system"):
@@ -145,6 +154,7 @@ REFUSALS: list[tuple[Endpoint, dict[str, Any], type[ServerError], str | None]] =
 ]  # fmt: skip
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("endpoint", "body", "error", "param"), REFUSALS)
 def test_what_is_wrong_is_told_briefly(
     reader: BodyReader,
@@ -160,6 +170,7 @@ def test_what_is_wrong_is_told_briefly(
     assert len(caught.value.body()) < 4096
 
 
+@pytest.mark.engine
 def test_the_number_of_complaints_does_not_grow_with_the_number_of_entries(
     reader: BodyReader,
 ) -> None:
@@ -192,6 +203,7 @@ class Nowhere:
         raise AssertionError(f"{endpoint}: {len(raw)} bytes")
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 async def test_large_bodies_are_read_in_a_process(pool: JobPool) -> None:
     reader = RequestReader(Nowhere(), pool)
@@ -213,6 +225,7 @@ async def test_large_bodies_are_read_in_a_process(pool: JobPool) -> None:
     assert again.answers == 1
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("content", "small"),
     [
@@ -227,6 +240,7 @@ def test_small_bodies_are_few_bytes_with_few_containers(content: bytes, small: b
     assert is_small(content) is small
 
 
+@pytest.mark.engine
 def test_jobs_and_answers_survive_the_way(reader: BodyReader) -> None:
     assert job_bytes(Endpoint.CHAT, b"{\n}", None, "id") == b"CHAT -1 id\n{\n}"
     assert job_bytes(Endpoint.CHAT, b"{\n}", b"[]", "id") == b"CHAT 2 id\n[]{\n}"
@@ -238,6 +252,7 @@ def test_jobs_and_answers_survive_the_way(reader: BodyReader) -> None:
     assert (caught.value.message, caught.value.param) == (refused.message, "x")
 
 
+@pytest.mark.engine
 def test_the_body_reader_alone_makes_parsed_requests() -> None:
     makers = [
         str(path.relative_to(ROOT))
@@ -248,6 +263,7 @@ def test_the_body_reader_alone_makes_parsed_requests() -> None:
     assert makers == ["server/vllm/reading.py"]
 
 
+@pytest.mark.engine
 def test_parsed_requests_are_frozen(reader: BodyReader) -> None:
     parsed = reader.read(Endpoint.CHAT, raw(messages=[USER]))
     with pytest.raises(FrozenInstanceError):
@@ -292,6 +308,7 @@ WRONG_MESSAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("message", "code", "field"), WRONG_MESSAGES)
 def test_errors_of_a_message_name_the_field(
     reader: BodyReader, message: dict[str, Any], code: str, field: str
@@ -304,6 +321,7 @@ def test_errors_of_a_message_name_the_field(
         assert not any(word in caught.value.message for word in ("None", "dictionary", "True"))
 
 
+@pytest.mark.engine
 def test_null_in_a_message_is_as_absent(reader: BodyReader) -> None:
     names = ("name", "refusal", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
     message = said(**dict.fromkeys(names))
@@ -323,6 +341,7 @@ ANSWER = {"type": "message", "id": "m", "status": "completed", "role": "assistan
 ITEMS = Endpoint.RESPONSES, Endpoint.INPUT_TOKENS, Endpoint.COMPACT
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("item", "text"),
     [
@@ -348,6 +367,7 @@ def test_all_text_of_an_answer_in_the_input_is_used(
         assert made == {"role": "assistant", "content": text}
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("item", "code", "field"),
     [
@@ -386,6 +406,7 @@ def test_errors_of_an_item_name_the_field(
         assert (caught.value.code, caught.value.param) == (code, f"input[1]{field}")
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("body", "path"),
     [
@@ -403,9 +424,258 @@ def test_half_a_surrogate_pair_is_named(reader: BodyReader, body: bytes, path: s
     assert path is None or f"'{path}' has half of a surrogate pair" in caught.value.message
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("value", [{}, 5, True])
 def test_an_input_that_is_no_list_is_refused(reader: BodyReader, value: object) -> None:
     for endpoint in ITEMS:
         with pytest.raises(InvalidTypeError) as caught:
             reader.read(endpoint, raw(input=value))
         assert caught.value.param == "input"
+
+
+# -------------------------------------------------------------------------------------- field sizes
+# How large a field may be, by what it holds; refusals name the field, its size and the limit.
+
+
+MESSAGE = {"role": "user", "content": "hi"}
+LONG = "x" * ((1 << 20) + 1)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "error", "param", "words"),
+    [
+        (
+            "CHAT",
+            {"messages": [MESSAGE] * 5},
+            InvalidValueError,
+            "messages",
+            "4 items .*got 5",
+        ),
+        (
+            "RESPONSES",
+            {"input": [MESSAGE] * 5},
+            InvalidValueError,
+            "input",
+            "4 items .*got 5",
+        ),
+        ("CHAT", {"messages": [{"content": [{}] * 64}]}, InvalidValueError, "messages", "than 64"),
+        (
+            "CHAT",
+            {"messages": [{"content": LONG}]},
+            ContextLengthError,
+            "messages",
+            str(1 << 20),
+        ),
+        (
+            "CHAT",
+            {"messages": [{LONG: 1}]},
+            ContextLengthError,
+            "messages",
+            "1048577 char",
+        ),
+        (
+            "COMPLETION",
+            {"prompt": LONG},
+            ContextLengthError,
+            "prompt",
+            str(1 << 20),
+        ),
+        ("COMPLETION", {"prompt": [5] * 101}, ContextLengthError, "prompt", "101 .* 100 fit"),
+        ("COMPLETION", {"prompt": [[5], [5] * 101]}, ContextLengthError, "prompt[1]", "101"),
+        ("EMBEDDINGS", {"input": [[5] * 101]}, ContextLengthError, "input[0]", "101"),
+        ("COMPLETION", {"prompt": [[5]] * 4}, InvalidValueError, "prompt", "3 items .*got 4"),
+        ("COMPLETION", {"prompt": [5, {"a": [1] * 512}]}, InvalidValueError, "prompt", "than 112"),
+        ("COMPLETION", {"prompt": [[5, {"a": [1] * 512}]]}, InvalidValueError, "prompt", "than"),
+        ("EMBEDDINGS", {"input": [5, LONG]}, ContextLengthError, "input", "1048577 char"),
+        ("EMBEDDINGS", {"input": ["a"] * 4}, InvalidValueError, "input", "3 items .*got 4"),
+        (
+            "EMBEDDINGS",
+            {"input": [MESSAGE] * 5},
+            InvalidValueError,
+            "input",
+            "4 items .*got 5",
+        ),
+        (
+            "EMBEDDINGS",
+            {"messages": [[MESSAGE]] * 4},
+            InvalidValueError,
+            "messages",
+            "got 4",
+        ),
+        ("RERANK", {"documents": ["b"] * 4}, InvalidValueError, "documents", "got 4"),
+        ("COHERE_EMBED", {"texts": ["b"] * 4}, InvalidValueError, "texts", "got 4"),
+        ("COHERE_EMBED", {"inputs": [{"content": []}] * 4}, InvalidValueError, "inputs", "got 4"),
+        ("DETOKENIZE", {"tokens": [5] * 101}, InvalidValueError, "tokens", "100 items .*101"),
+        ("CHAT", {"tools": [{}] * 3}, InvalidValueError, "tools", "2 items .* got 3"),
+        ("CHAT", {"tools": [{"a": [1] * 512}]}, InvalidValueError, "tools", "than 512"),
+        ("CHAT", {"allowed_token_ids": [1] * 51}, InvalidValueError, "allowed_token_ids", "50"),
+        ("CHAT", {"bad_words": ["a"] * 257}, InvalidValueError, "bad_words", "256 items"),
+        ("CHAT", {"stop": "a" * 1025}, InvalidValueError, "stop", "1024"),
+        ("CHAT", {"user": "a" * 1025}, InvalidValueError, "user", "1025 characters"),
+        ("CHAT", {"metadata": {"a": "b" * 70000}}, InvalidValueError, "metadata", "65536"),
+        ("CHAT", {"unheard_of": [1] * 2000}, InvalidValueError, "unheard_of", "1024 items"),
+        ("RESPONSES", {"prompt": {"a": [1] * 2000}}, InvalidValueError, "prompt", "than 1024"),
+        ("CHAT", {str(i): 1 for i in range(MAX_FIELDS + 1)}, InvalidValueError, None, "257"),
+    ],
+)
+def test_what_is_too_large_is_refused(
+    endpoint: str, body: dict[str, Any], error: type[ServerError], param: str | None, words: str
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        check_sizes(Endpoint[endpoint], body, LIMITS)
+    assert type(caught.value) is error
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("CHAT", {"messages": [MESSAGE] * 4, "tools": [{}, {}], "n": 3}),
+        ("CHAT", {"messages": "x" * (1 << 20)}),
+        ("COMPLETION", {"prompt": [[5] * 100] * 3}),
+        ("EMBEDDINGS", {"input": [5] * 400, "truncate_prompt_tokens": 10}),
+        ("CHAT", {"logit_bias": {str(i): 1 for i in range(50)}}),
+    ],
+)
+def test_what_is_not_passes(endpoint: str, body: dict[str, Any]) -> None:
+    check_sizes(Endpoint[endpoint], body, LIMITS)
+
+
+def test_texts_are_measured_against_the_context() -> None:
+    for context, chars in ((100, 1 << 20), (1 << 20, 16 << 20)):
+        limits = replace(LIMITS, max_model_len=context)
+        assert limits.text_chars == chars
+
+
+# --------------------------------------------------------------------------------------------- fuzz
+# Random bodies of every form: read or refused, soon, in little memory, and never a fault of ours.
+#
+# Time is the processor's, so that a busy machine is no failure. `make test ARGS='-m wide'` tries
+# many more than every run does.
+
+
+MAX_CPU_S = 2.0
+MAX_SMALL_CPU_S = 0.1
+"""Of a body that is read on the event loop."""
+MAX_GROWTH_BYTES = 512 << 20
+MAX_BODY_BYTES = 4 << 20
+FEW, MANY = 15, 1500
+
+WORDS = (
+    *("user", "assistant", "system", "tool", "text", "input_text", "function", "message", "auto"),
+    *("required", "none", "json_schema", "json_object", "structural_tag", "image_url", "refusal"),
+    *("function_call", "function_call_output", "reasoning", "tool_use", "tool_result", "ephemeral"),
+)
+NAMES = (
+    *("role", "content", "type", "text", "name", "id", "tool_calls", "function", "arguments"),
+    *("parameters", "schema", "json_schema", "strict", "call_id", "output", "input", "summary"),
+    *("format", "properties", "items", "$ref", "enum", "anyOf", "pattern", "json", "regex"),
+    *("choice", "grammar", "effort", "include_usage", "input_schema", "tool_use_id", "source"),
+)
+leaves = st.one_of(
+    st.sampled_from(
+        [None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 0.5, -1e308, "", "a" * 3000]
+    ),
+    st.sampled_from(WORDS),
+    st.text(max_size=8),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+few = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.sampled_from(NAMES), inner, max_size=5),
+    ),
+    max_leaves=10,
+)
+many = st.builds(lambda value, number: [value] * number, few, st.sampled_from([2, 50, 3000]))
+# Many of something, as the value of a field, in a list, or as a member of what lies in a list.
+values = st.one_of(
+    few,
+    many,
+    st.lists(st.one_of(few, many), max_size=3),
+    st.lists(st.dictionaries(st.sampled_from(NAMES), st.one_of(few, many), max_size=4), max_size=2),
+)
+
+
+def bodies(form: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Valid bodies of a form, in which up to four fields hold anything."""
+    names = sorted({*MODELS[form].model_fields, "unheard_of", "store", "functions"})
+    wrong = st.dictionaries(st.sampled_from(names), values, min_size=1, max_size=4)
+    return wrong.map(lambda fields: {"model": "m", **BODIES[form], **fields})
+
+
+class Spent:
+    """What the slowest body took."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.slowest_s = 0.0
+        self.slowest = b""
+
+    def note(self, seconds: float, raw: bytes) -> None:
+        self.number += 1
+        if seconds > self.slowest_s:
+            self.slowest_s, self.slowest = seconds, raw
+
+
+@pytest.fixture(scope="module")
+def fuzz_reader() -> Iterator[BodyReader]:
+    # A full collection of what other tests left takes a second; it is no request's.
+    gc.collect()
+    gc.freeze()
+    yield BodyReader(RULES, request_models())
+    gc.unfreeze()
+
+
+def attack(reader: BodyReader, form: str, number: int) -> Spent:
+    """Read so many random bodies of a form."""
+    endpoint, spent = endpoint_of(form), Spent()
+
+    @settings(
+        max_examples=number,
+        derandomize=number == FEW,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(body=bodies(form))
+    def one(body: dict[str, Any]) -> None:
+        raw = json.dumps(body).encode()
+        if len(raw) > MAX_BODY_BYTES:
+            return
+        started = time.thread_time()
+        try:
+            assert isinstance(reader.read(endpoint, raw), ParsedRequest)
+        except ServerError as error:
+            assert not isinstance(error, InternalError)
+            assert 400 <= error.status < 500
+            assert len(error.body()) < 4096
+        seconds = time.thread_time() - started
+        spent.note(seconds, raw)
+        assert seconds < (MAX_SMALL_CPU_S if is_small(raw) else MAX_CPU_S), raw[:200]
+
+    # What is imported or built for the first request of a form is no request's.
+    reader.read(endpoint, json.dumps({"model": "m", **BODIES[form]}).encode())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    one()
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < MAX_GROWTH_BYTES
+    return spent
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("form", sorted(RULES.offered))
+def test_random_bodies_are_read_or_refused(fuzz_reader: BodyReader, form: str) -> None:
+    attack(fuzz_reader, form, FEW)
+
+
+@pytest.mark.engine
+@pytest.mark.wide
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("form", sorted(RULES.offered))
+def test_many_random_bodies_are_read_or_refused(fuzz_reader: BodyReader, form: str) -> None:
+    spent = attack(fuzz_reader, form, MANY)
+    print(f"{form}: {spent.number} bodies, slowest {spent.slowest_s * 1000:.0f} ms")  # noqa: T201

@@ -18,9 +18,8 @@ from typing import Any, cast
 from vllm import SamplingParams
 
 from tests.engine.conftest import Engines
-from tests.engine.oracle import MOST, AnyLength, Oracle
+from tests.engine.support import MOST, AnyLength, Oracle, make_prompts
 from tests.engine.test_draft_models import REFERENCES, Drafted, record_drafts
-from tests.engine.test_equality import make_prompts
 from tests.engine.test_speculation import FEW, OFF, greedy, results, texts_of
 
 SHARED = ("kv_cache_dtype",)

@@ -47,7 +47,7 @@ async def answer(
 
 
 def check_all_drafts(worker: Any) -> None:
-    from tests.engine.oracle import MOST, AnyLength
+    from tests.engine.support import MOST, AnyLength
 
     # A stage that makes no tokens makes no drafts.
     if (drafting := getattr(worker.worker._runner, "_drafting", None)) is not None:

@@ -12,8 +12,8 @@ from vllm.lora.request import LoRARequest
 
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
-from tests.engine.test_equality import make_prompts
-from tests.engine.test_neighbours import FEATURES, PREEMPTING, Company
+from tests.engine.support import make_prompts
+from tests.engine.test_equality import FEATURES, PREEMPTING, Company
 
 pytestmark = pytest.mark.engine
 

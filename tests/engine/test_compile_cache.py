@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -16,10 +17,13 @@ from rbln_backend.graphs.artifacts import MANIFEST, PROGRAM, encode_manifest, re
 from rbln_backend.graphs.bundles import collect, write_folder
 from server.commands.cache import GraphChecks
 from server.commands.cli import main
-from tests.engine.conftest import Engine, Engines
-from tests.engine.test_equality import make_prompts
+from tests.checkpoints import CheckpointCache
+from tests.engine.conftest import DEFAULTS, Engine, Engines
+from tests.engine.support import make_prompts
 from tests.forged_bundles import CANARY, CODE, Watch, forge, import_forged
+from tests.kernel_cache import share_kernels
 from tests.reference import reference_generate
+from tests.warm_process import warm_process
 
 pytestmark = pytest.mark.engine
 
@@ -220,3 +224,47 @@ def test_an_unknown_shape_after_warm_up_is_refused_and_counted(
     with pytest.raises(UncompiledShapeError, match="was not compiled at warm-up"):
         assert_serves(engine)
     assert engine.total("rbln_recompiles_after_warmup_total") == 1
+
+
+# --------------------------------------------------------------------------------- store contention
+# Two engines that start at once over one empty store compile each graph once between them.
+
+
+START = """
+import json, sys
+from vllm import LLM
+
+path, options = json.loads(sys.argv[1])
+LLM(path, **options)
+"""
+
+
+@pytest.mark.slow
+def test_two_starts_share_the_work(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    root = share_kernels(tmp_path / "cache")
+    script = tmp_path / "start.py"
+    script.write_text(START)
+    environment = dict(os.environ) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    processes = []
+    for number in range(2):
+        run_dir = tmp_path / f"run-{number}"
+        run_dir.mkdir()
+        rbln = {"cache_root": str(root), "run_dir": str(run_dir), "num_threads": 1}
+        options = DEFAULTS | {"additional_config": {"rbln": rbln}}
+        argument = json.dumps([str(checkpoints("llama")), options])
+        with (run_dir / "log").open("wb") as log:
+            process = warm_process().start(
+                argument, environ=environment, output=log, errors=log, script=script
+            )
+        processes.append((process, run_dir / "log"))
+    for process, log_file in processes:
+        assert process.wait(180) == 0, log_file.read_text()[-2000:]
+    results = [result for number in range(2) for result in _results(tmp_path / f"run-{number}")]
+    assert sorted(results) == ["compiled"] * 7 + ["loaded"] * 7
+
+
+def _results(run_dir: Path) -> list[str]:
+    """Return "compiled" or "loaded" by graph, from the progress file of rank 0."""
+    lines = (run_dir / "progress-0.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    return [event["result"] for event in events if event["event"] == "graph_done"]

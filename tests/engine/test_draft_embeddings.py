@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from rbln_backend.worker.check import survey_store
 from rbln_backend.worker.precompile import compile_model
 from tests.engine.conftest import DEFAULTS, Engine, Engines
-from tests.engine.oracle import MOST, AnyLength
+from tests.engine.support import MOST, AnyLength, make_prompts
 from tests.engine.test_draft_models import (
     REFERENCES,
     Drafted,
@@ -24,7 +24,6 @@ from tests.engine.test_draft_models import (
     start,
 )
 from tests.engine.test_eagle3_families import FEWER
-from tests.engine.test_equality import make_prompts
 from tests.engine.test_speculation import greedy
 from tests.fitted_drafts import RANDOM
 from tests.kernel_cache import share_kernels

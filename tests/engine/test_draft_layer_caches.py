@@ -10,12 +10,11 @@ import pytest
 from tests.draft_checkpoints import fitted_eagle
 from tests.engine import test_draft_models, test_mtp
 from tests.engine.conftest import Engines
-from tests.engine.oracle import MOST, AnyLength
+from tests.engine.support import MOST, AnyLength, make_prompts
 from tests.engine.test_draft_models import GREEDY, PROMPTS, Drafted, record_drafts
-from tests.engine.test_e4m3_cache import E4M3
 from tests.engine.test_eagle3_families import FEWER
-from tests.engine.test_equality import make_prompts
 from tests.engine.test_mtp_quantized import BLOCKS, CHANNELS, SIZES, TENSORS
+from tests.engine.test_quantized import E4M3
 from tests.engine.test_speculation import greedy, results, seeded
 from tests.mtp_checkpoints import MtpMaker, quantized_maker
 from tests.quantized_checkpoints import Recipe

@@ -18,8 +18,7 @@ from tests.draft_checkpoints import random_medusa
 from tests.eagle3_checkpoints import NARROW, Eagle3Reference
 from tests.eagle_reference import EagleReference
 from tests.engine.conftest import Engine, Engines
-from tests.engine.oracle import MOST, AnyLength, Seldom
-from tests.engine.test_equality import make_prompts
+from tests.engine.support import MOST, AnyLength, Seldom, make_prompts
 from tests.engine.test_speculation import (
     FEW,
     OFF,

@@ -11,9 +11,8 @@ from server.commands.cli import main
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import fitted_medusa, random_eagle
 from tests.engine.conftest import Engines
-from tests.engine.oracle import MOST, AnyLength
+from tests.engine.support import MOST, AnyLength, make_prompts
 from tests.engine.test_draft_models import Drafted, speculation_of
-from tests.engine.test_equality import make_prompts
 from tests.engine.test_speculation import greedy, results, seeded
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 

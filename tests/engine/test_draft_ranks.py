@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Engine, Engines
-from tests.engine.oracle import MOST
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.script import run_script
+from tests.engine.support import MOST
 from tests.engine.test_draft_models import GREEDY, PROMPTS, REFERENCES, speculation_of
 from tests.engine.test_mtp import MTP
 from tests.engine.test_mtp_quantized import BLOCKS, CHANNELS, SIZES, TENSORS

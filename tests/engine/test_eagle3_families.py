@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from rbln_backend.errors import UnsupportedModelError
 from tests.eagle3_checkpoints import NARROW, fitted_eagle3, random_eagle3
 from tests.engine.conftest import Engines
-from tests.engine.oracle import MOST, AnyLength
+from tests.engine.support import MOST, AnyLength, make_prompts
 from tests.engine.test_draft_models import GREEDY, PROMPTS, Drafted, start
-from tests.engine.test_equality import make_prompts
 from tests.engine.test_speculation import greedy, results, seeded
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 

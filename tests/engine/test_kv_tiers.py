@@ -27,7 +27,7 @@ from rbln_backend.kv_transfer.tiering import make_tiering
 from rbln_backend.reports.metrics import MetricsBoard
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
-from tests.engine.test_equality import make_prompts
+from tests.engine.support import make_prompts
 
 pytestmark = pytest.mark.engine
 

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from rbln_backend.errors import ConfigError, UnsupportedModelError
 from tests.engine.conftest import Engine, Engines
-from tests.engine.test_equality import make_prompts
+from tests.engine.support import make_prompts
 
 # `make test-nixl` installs the package; elsewhere a double copies between engines of a process.
 if importlib.util.find_spec("nixl") is None:

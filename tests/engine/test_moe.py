@@ -14,12 +14,7 @@ from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.vllm_compat.surface import configured
 from tests.checkpoint_families import MIXTURES
 from tests.engine.conftest import Engine, Engines
-from tests.engine.test_equality import (
-    GREEDY,
-    NUM_TOKENS,
-    assert_equals_reference,
-    make_prompts,
-)
+from tests.engine.support import GREEDY, NUM_TOKENS, assert_equals_reference, make_prompts
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine

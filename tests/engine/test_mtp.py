@@ -12,9 +12,8 @@ import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.conftest import Engine, Engines
-from tests.engine.oracle import MOST, AnyLength
+from tests.engine.support import MOST, AnyLength, make_prompts
 from tests.engine.test_draft_models import GREEDY, PROMPTS, Drafted, record_drafts
-from tests.engine.test_equality import make_prompts
 from tests.engine.test_speculation import FEW, OFF, WAYS, greedy, results, seeded
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker
 

@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from rbln_backend.errors import UnsupportedModelError
 from tests.engine.conftest import Engines
-from tests.engine.oracle import MOST, AnyLength
+from tests.engine.support import MOST, AnyLength, make_prompts
 from tests.engine.test_draft_models import GREEDY, PROMPTS, Drafted, record_drafts
-from tests.engine.test_equality import make_prompts
 from tests.engine.test_mtp import start
 from tests.engine.test_speculation import greedy, results, seeded
 from tests.mtp_checkpoints import MtpMaker, quantized_maker

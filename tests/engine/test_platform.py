@@ -20,7 +20,7 @@ from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import write_medusa
 from tests.engine.conftest import DEFAULTS, Engines
 from tests.engine.script import run_script
-from tests.engine.test_equality import make_prompts
+from tests.engine.support import make_prompts
 from tests.graph_cache import graph_cache
 from tests.quantized_checkpoints import Recipe, quantization_config
 from tests.reference import reference_generate

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from rbln_backend.config import QUEUE_TIMEOUT
+from rbln_backend.config import BACKGROUND_PRIORITY, QUEUE_TIMEOUT
+from rbln_backend.scheduler import priorities
 from tests.engine.conftest import Engine, Engines
-from tests.engine.test_equality import make_prompts
+from tests.engine.support import AnyLength, Oracle, make_prompts
+from tests.engine.test_equality import KINDS, outcome
+from tests.engine.test_lora import LORA, Adapters, worker
+from tests.engine.test_speculation import FEW, SUFFIX, Pair, results, texts_of
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
@@ -167,3 +173,431 @@ def test_the_lowest_priority_is_preempted(engine: Engine, monkeypatch: pytest.Mo
     for number, prompt in enumerate(prompts):
         expected = reference_generate(engine.checkpoint, prompt, 40).token_ids
         assert list(done[str(number)].token_ids) == expected
+
+
+# --------------------------------------------------------------------------------------- background
+# The background runs in rows and steps that would be unused, and gives the same tokens.
+
+
+BUCKETS = {
+    "decode_batch_bucket_strategy": "manual",
+    "decode_batch_bucket_manual_buckets": [1, 2, 4, 8],
+    # Padding is all that a chunk costs: 40 tokens are cut at 32.
+    "prefill_step_tokens": 1,
+}
+NUM_TOKENS = 40
+
+
+class Run:
+    """Requests of both classes in one engine, stepped by hand."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._core = engine, engine.llm.llm_engine
+        self.prompts: dict[str, list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: list[str] = []
+
+    def add(self, name: str, prompt: list[int], *, behind: bool = False) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        priority = BACKGROUND_PRIORITY if behind else 0
+        self._core.add_request(name, {"prompt_token_ids": prompt}, params, priority=priority)
+        self.prompts[name], self.tokens[name] = prompt, []
+
+    def step(self) -> list[str]:
+        """The requests that got a token."""
+        moved = []
+        for output in self._core.step():
+            tokens = list(output.outputs[0].token_ids)
+            if len(tokens) > len(self.tokens[output.request_id]):
+                moved.append(output.request_id)
+            self.tokens[output.request_id] = tokens
+            if output.finished:
+                self.finished.append(output.request_id)
+        return moved
+
+    def until(self, number: int) -> None:
+        """Step until so many have their first token."""
+        while sum(map(bool, self.tokens.values())) < number:
+            self.step()
+
+    def to_the_end(self) -> None:
+        while self._core.has_unfinished_requests():
+            self.step()
+
+    def assert_exact(self) -> None:
+        for name, prompt in self.prompts.items():
+            expected = reference_generate(self._engine.checkpoint, prompt, NUM_TOKENS).token_ids
+            assert self.tokens[name] == expected, name
+        assert self._engine.used_blocks() == 0
+
+
+def rows(engine: Engine, kind: str) -> float:
+    return engine.total("rbln_background_rows_total", kind=kind)
+
+
+@pytest.fixture
+def run(engines: Engines) -> Any:
+    engine = engines("gemma3_text", max_num_seqs=8, rbln=BUCKETS)
+    mixed = Run(engine)
+    yield engine, mixed
+    engine.llm.llm_engine.abort_request(list(mixed.prompts), internal=False)
+
+
+def test_it_fills_the_bucket_of_who_comes_and_waits_otherwise(run: tuple[Engine, Run]) -> None:
+    engine, mixed = run
+    prompts = make_prompts([20, 70, 33, 50, 41, 25, 130], seed=90)
+    alone, padding = rows(engine, "alone"), rows(engine, "padding")
+    for number in range(4):
+        mixed.add(f"behind-{number}", prompts[number], behind=True)
+    mixed.until(4)
+    assert set(mixed.step()) == {f"behind-{number}" for number in range(4)}
+    assert rows(engine, "alone") > alone
+    assert rows(engine, "padding") == padding
+    # The longest prompt of all is read before anything else moves, but for what is owed a step.
+    for number in range(4, 7):
+        mixed.add(f"front-{number}", prompts[number])
+    mixed.until(7)
+    # Three of the front have the bucket of four: one row is left, always the same one's.
+    for _ in range(5):
+        moved = set(mixed.step())
+        assert {name for name in moved if name.startswith("front")} == {
+            f"front-{number}" for number in range(4, 7)
+        }
+        assert {name for name in moved if name.startswith("behind")} == {"behind-0"}
+    assert engine.total("rbln_background_parked") == 3
+    assert rows(engine, "padding") > padding
+    mixed.to_the_end()
+    assert engine.total("rbln_background_parked") == 0
+    mixed.assert_exact()
+
+
+def test_the_front_takes_places_and_blocks(engines: Engines) -> None:
+    engine = engines.fresh(
+        "llama", max_num_seqs=4, num_gpu_blocks_override=24, enable_prefix_caching=False
+    )
+    mixed = Run(engine)
+    prompts = make_prompts([40, 45, 50, 55, 90, 120], seed=91)
+    for number in range(4):
+        mixed.add(f"behind-{number}", prompts[number], behind=True)
+    mixed.until(4)
+    # There is no place, and hardly a block.
+    for number in (4, 5):
+        mixed.add(f"front-{number}", prompts[number])
+    mixed.to_the_end()
+    assert engine.total("rbln_background_preemptions_total") >= 2
+    assert mixed.finished[:2] == ["front-4", "front-5"]
+    mixed.assert_exact()
+
+
+def test_prompts_of_the_background_come_seldom_beside_streams(run: tuple[Engine, Run]) -> None:
+    _, mixed = run
+    front, behind = make_prompts([30, 60], seed=92)
+    mixed.add("front", front)
+    mixed.until(1)
+    mixed.add("behind", behind, behind=True)
+    while "front" not in mixed.finished:
+        assert mixed.step() == ["front"], "no chunk took its step"
+    mixed.to_the_end()
+    mixed.assert_exact()
+
+
+def test_a_prompt_that_comes_seldom_is_not_cut(
+    run: tuple[Engine, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone it takes two steps; beside a stream the second would be a long time in coming."""
+    engine, mixed = run
+    monkeypatch.setattr(priorities, "STEPS_PER_CHUNK", 5)
+
+    def chunks() -> float:
+        return engine.total("rbln_bucket_steps_total", phase="prefill")
+
+    front, alone, behind = make_prompts([30, 40, 40], seed=93)
+    before = chunks()
+    mixed.add("alone", alone, behind=True)
+    mixed.until(1)
+    assert chunks() == before + 2
+    mixed.add("front", front)
+    mixed.until(2)
+    before = chunks()
+    mixed.add("behind", behind, behind=True)
+    mixed.until(3)
+    assert chunks() == before + 1
+    mixed.to_the_end()
+    mixed.assert_exact()
+
+
+# ----------------------------------------------------------------------------------- decode prefill
+# Decode prefill: background prompts in rows that would be padding, with unchanged results.
+
+
+# One bucket: beside a stream three rows are to spare.
+ONE_BUCKET = {"decode_batch_bucket_min": 4}
+# As many log-probabilities as all: of equal ones another number shows others.
+STREAM = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, logprobs=2)
+
+
+def params(**options: Any) -> SamplingParams:
+    given = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "logprobs": 2} | options
+    return SamplingParams(**given)
+
+
+SEEDED = params(temperature=0.9, seed=7)
+CHOOSY = params(
+    temperature=0.8,
+    seed=8,
+    presence_penalty=0.7,
+    frequency_penalty=0.3,
+    repetition_penalty=1.3,
+    logit_bias={20: 2.0},
+    min_tokens=3,
+)
+
+
+class Mixed:
+    """Streams and lines of the background in one engine, stepped by hand."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._core = engine, engine.llm.llm_engine
+        self._requests: dict[str, tuple[list[int], SamplingParams, Any]] = {}
+        self.done: dict[str, Any] = {}
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams, lora: Any = None) -> None:
+        """Names of lines begin with "line"."""
+        priority = BACKGROUND_PRIORITY if name.startswith("line") else 0
+        inputs = {"prompt_token_ids": prompt}
+        self._core.add_request(name, inputs, params, lora_request=lora, priority=priority)
+        self._requests[name] = (prompt, params, lora)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for output in self._core.step():
+                if output.finished:
+                    self.done[output.request_id] = output
+
+    def until(self, name: str) -> None:
+        while name not in self.done:
+            self.step()
+
+    def to_the_end(self) -> None:
+        while self._core.has_unfinished_requests():
+            self.step()
+
+    def abort(self, name: str) -> None:
+        self._core.abort_request([name], internal=False)
+        del self._requests[name]
+
+    def assert_as_alone(self, plain: Engine | None = None) -> None:
+        """Assert that every request gives the outcome that it has alone, in `plain` if given."""
+        plain = plain or self._engine
+        assert self._engine.used_blocks() == 0
+        assert self._engine.total("rbln_recompiles_after_warmup_total") == 0
+        for name, (prompt, params, lora) in self._requests.items():
+            plain.core.scheduler.reset_prefix_cache()
+            (alone,) = plain.llm.generate(
+                [{"prompt_token_ids": prompt}], params, use_tqdm=False, lora_request=lora
+            )
+            if outcome(alone) != outcome(self.done[name]):
+                pytest.fail(f"{name}: {outcome(self.done[name])[0]}, not {outcome(alone)[0]}")
+
+
+def chunks(engine: Engine) -> float:
+    return engine.total("rbln_bucket_steps_total", phase="prefill")
+
+
+def prefilled(engine: Engine) -> float:
+    return engine.total("rbln_background_rows_total", kind="prompt")
+
+
+def start(engine: Engine) -> Mixed:
+    """One stream, whose prompt is read; nothing is hit."""
+    engine.core.scheduler.reset_prefix_cache()
+    mixed = Mixed(engine)
+    mixed.add("stream", make_prompts([20], seed=11)[0], STREAM)
+    mixed.step()
+    return mixed
+
+
+def assert_prefilled_in_rows(engine: Engine, lines: list[SamplingParams]) -> None:
+    mixed, before, earlier = start(engine), chunks(engine), prefilled(engine)
+    prompts = make_prompts([70, 33, 1, 45], seed=12)
+    for number, (prompt, wanted) in enumerate(zip(prompts, lines, strict=True)):
+        mixed.add(f"line-{number}", prompt, wanted)
+    steps = 0
+    while not mixed.done:
+        mixed.step()
+        steps += 1
+    mixed.to_the_end()
+    assert chunks(engine) == before, "a prompt took a step"
+    # The last token of a prompt is a row that decodes, but for who begins with it.
+    assert prefilled(engine) - earlier == 69 + 32 + 1 + 44
+    mixed.assert_as_alone()
+
+
+def test_the_stream_is_held_up_by_nothing(engines: Engines) -> None:
+    engine = engines("llama", rbln=ONE_BUCKET)
+    assert_prefilled_in_rows(engine, [params(), SEEDED, params(), CHOOSY])
+    mixed = start(engine)
+    for number, prompt in enumerate(make_prompts([70, 60, 50], seed=13)):
+        mixed.add(f"line-{number}", prompt, params())
+    for length in range(2, 60):
+        mixed.step()
+        (stream,) = (r for r in engine.core.scheduler.running if r.request_id.startswith("stream"))
+        assert stream.num_output_tokens == length, "each step has a token for it"
+    mixed.to_the_end()
+    mixed.assert_as_alone()
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=() if a == "gemma3_text" else pytest.mark.wide) for a in KINDS]
+)
+def test_every_kind_of_attention(engines: Engines, arch: str, dtype: str) -> None:
+    engine = engines(arch, dtype=dtype, rbln=ONE_BUCKET)
+    assert_prefilled_in_rows(engine, [params(), SEEDED, params(), CHOOSY])
+
+
+def test_grammars_do_not_move_while_a_prompt_is_read(engines: Engines) -> None:
+    engine = engines("llama", rbln=ONE_BUCKET)
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+
+    def grammar() -> SamplingParams:
+        # The engine writes into it what it chose.
+        return params(
+            structured_outputs=StructuredOutputsParams(json=schema), max_tokens=40, ignore_eos=False
+        )
+
+    mixed = start(engine)
+    mixed.add("other stream", make_prompts([9], seed=16)[0], grammar())
+    for number, prompt in enumerate(make_prompts([40, 30], seed=14)):
+        mixed.add(f"line-{number}", prompt, grammar())
+    mixed.to_the_end()
+    assert mixed.done["line-0"].outputs[0].text.startswith("[")
+    mixed.assert_as_alone()
+
+
+def test_rows_of_several_adapters(engines: Engines, tmp_path: Path) -> None:
+    engine = engines("llama", **LORA, rbln=ONE_BUCKET)
+    adapters = Adapters(engine, tmp_path)
+    one, two, three = (adapters(number, rank=4) for number in (1, 2, 3))
+    mixed, before = start(engine), chunks(engine)
+    prompts = make_prompts([40, 30, 35, 20], seed=15)
+    for number, (prompt, lora) in enumerate(zip(prompts, (one, two, three, None), strict=True)):
+        mixed.add(f"line-{number}", prompt, params(), lora)
+    mixed.to_the_end()
+    assert chunks(engine) == before
+    mixed.assert_as_alone()
+    for number in worker(engine).list_loras():
+        worker(engine).remove_lora(number)
+
+
+def test_a_prefix_is_read_once(engines: Engines) -> None:
+    engine = engines("llama", rbln=ONE_BUCKET)
+    mixed, earlier = start(engine), prefilled(engine)
+    (stem,) = make_prompts([48], seed=17)
+    for number, tail in enumerate(make_prompts([5, 6, 7], seed=18)):
+        mixed.add(f"line-{number}", stem + tail, params())
+    mixed.to_the_end()
+    assert [mixed.done[f"line-{n}"].num_cached_tokens for n in range(3)] == [0, 48, 48]
+    assert prefilled(engine) - earlier == 48 + 4 + 5 + 6
+    mixed.assert_as_alone()
+
+
+def test_chunks_take_the_prompt_of_which_most_is_left(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(priorities, "STEPS_PER_CHUNK", 20)
+    engine = engines("llama", rbln=ONE_BUCKET)
+    mixed, before = start(engine), chunks(engine)
+    for number, prompt in enumerate(make_prompts([50, 120], seed=19)):
+        mixed.add(f"line-{number}", prompt, params())
+    mixed.step(24)
+    assert chunks(engine) == before + 1
+    left = {
+        r.request_id[:6]: r.num_tokens - r.num_computed_tokens
+        for r in engine.core.scheduler.running
+        if r.priority == BACKGROUND_PRIORITY
+    }
+    # Each has read a token a step, and the long one a chunk of 64 besides.
+    assert 25 < left["line-0"] < 31
+    assert 30 < left["line-1"] < 38
+    mixed.to_the_end()
+    mixed.assert_as_alone()
+
+
+def test_scores_of_prompts_come_from_chunks(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(priorities, "STEPS_PER_CHUNK", 10)
+    engine = engines("llama", rbln=ONE_BUCKET)
+    mixed, before, earlier = start(engine), chunks(engine), prefilled(engine)
+    mixed.add("line-0", make_prompts([30], seed=20)[0], params(prompt_logprobs=1))
+    mixed.to_the_end()
+    assert (chunks(engine), prefilled(engine)) == (before + 1, earlier)
+    mixed.assert_as_alone()
+
+
+def test_decode_prefill_is_preempted_parked_and_aborted(engines: Engines) -> None:
+    engine = engines(
+        "llama", rbln=ONE_BUCKET, num_gpu_blocks_override=22, enable_prefix_caching=False
+    )
+    mixed = start(engine)
+    prompts = make_prompts([60, 60, 60, 90, 12, 13], seed=21)
+    for number in range(3):
+        mixed.add(f"line-{number}", prompts[number], params())
+    mixed.step(30)
+    before = engine.total("rbln_background_preemptions_total")
+    # Blocks are few, and then rows.
+    mixed.add("stream 2", prompts[3], STREAM)
+    mixed.step(10)
+    assert engine.total("rbln_background_preemptions_total") > before
+    mixed.add("stream 3", prompts[4], params(max_tokens=30))
+    mixed.add("stream 4", prompts[5], params(max_tokens=30))
+    mixed.step(10)
+    mixed.abort("line-0")
+    mixed.to_the_end()
+    mixed.assert_as_alone()
+
+
+def test_beside_steps_that_check_drafts(engines: Engines) -> None:
+    engine = engines("llama", speculative_config=SUFFIX, rbln=FEW)
+    plain = engines("llama", rbln=ONE_BUCKET)
+    prompts = make_prompts([20, 25, 50, 30, 40], seed=22)
+    names = ["stream 1", "stream 2", "line-0", "line-1", "line-2"]
+    wanted = [STREAM, STREAM, params(), SEEDED, CHOOSY]
+    oracle = Oracle(texts_of(prompts, results(plain, prompts, wanted)), 0.3)
+    mixed, before, earlier = Mixed(engine), chunks(engine), prefilled(engine)
+    with Pair(plain, engine).asking(oracle, AnyLength(2)):
+        for request in zip(names, prompts, wanted, strict=True):
+            mixed.add(*request)
+        mixed.to_the_end()
+    assert engine.total("rbln_bucket_steps_total", phase="verify") > 20
+    assert chunks(engine) <= before + 2
+    assert prefilled(engine) - earlier == 49 + 29 + 39
+    mixed.assert_as_alone(plain)
+
+
+@pytest.mark.parametrize(("arch", "num_blocks", "seed"), [("llama", 30, 0), ("gemma3_text", 60, 1)])
+def test_any_mix(engines: Engines, arch: str, num_blocks: int, seed: int) -> None:
+    engine = engines(arch, num_gpu_blocks_override=num_blocks, rbln=ONE_BUCKET)
+    mixed, rng, earlier = Mixed(engine), random.Random(seed), prefilled(engine)
+    names: list[str] = []
+    for number in range(40):
+        name = f"{rng.choice(['stream', 'line', 'line'])} {number}"
+        length = rng.choice([1, 2, 16, 17, 40, 64, 65, 130])
+        wanted = params(
+            temperature=rng.choice([0.0, 0.9]),
+            seed=7,
+            max_tokens=rng.randrange(1, 60),
+            prompt_logprobs=rng.choice([None, None, None, 1]),
+        )
+        mixed.add(name, make_prompts([length], seed=number % 7)[0], wanted)
+        names.append(name)
+        mixed.step(rng.randrange(12))
+        running = [n for n in names if n not in mixed.done]
+        if running and rng.random() < 0.2:
+            mixed.abort(running[0])
+            names.remove(running[0])
+    mixed.to_the_end()
+    mixed.step()
+    assert prefilled(engine) > earlier + 50
+    mixed.assert_as_alone()

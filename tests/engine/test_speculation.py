@@ -17,9 +17,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from rbln_backend.graphs.bundles import collect, write_folder
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
-from tests.engine.oracle import MOST, AnyLength, Oracle
 from tests.engine.parallel_runs import run_ranks
-from tests.engine.test_equality import make_prompts
+from tests.engine.support import MOST, AnyLength, Oracle, make_prompts
 
 pytestmark = pytest.mark.engine
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
+import shutil
 import ssl
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from server import __version__, service
 from server.commands.cli import COMMANDS
 from server.service import local_url
+from server.settings import ServerSettings
 from tests.architecture.source_tree import ROOT
 from tests.server.certificates import make_authority
 from tests.server.scripted import ScriptedLauncher, running
@@ -288,3 +295,188 @@ def test_tests_that_miss_a_tool_are_skipped_and_counted(tmp_path: Path) -> None:
     assert "1 passed, 3 skipped" in done.stdout
     line = "3 tests skipped for missing programs (another, no-such-tool): make test-tools"
     assert line in done.stdout.splitlines()
+
+
+# --------------------------------------------------------------------------------------- dockerfile
+# The Dockerfile where another file depends on it; test_image.py builds it.
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Every instruction and its words, with lines that go on joined."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
+    return [(line.split()[0], line.split(None, 1)[1]) for line in joined.splitlines() if line]
+
+
+def words_of(name: str) -> list[str]:
+    return [words for kind, words in instructions() if kind == name]
+
+
+def test_make_image_says_what_it_is_made_from(tmp_path: Path) -> None:
+    """`docker` is a stand-in that writes down its arguments."""
+    docker, said = tmp_path / "docker", tmp_path / "said"
+    docker.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {said}\n')
+    docker.chmod(0o755)
+    source = "https://example.org/rbln-serve"
+    subprocess.run(
+        ["make", "image", f"SOURCE={source}", "ARGS=--target npu"],
+        cwd=ROOT,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        check=True,
+    )
+    words = said.read_text().splitlines()
+    assert words[:3] == ["build", "--tag", "rbln-serve"]
+    assert words[-3:] == ["--target", "npu", "."]
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    assert re.fullmatch(r"[0-9a-f]{40}(-modified)?", given["REVISION"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", given["CREATED"])
+    assert given["SOURCE"] == source
+
+
+def test_the_version_is_the_projects() -> None:
+    assert f"VERSION={__version__}" in words_of("ARG")
+
+
+def test_kernels_are_built_from_what_their_stage_copies(tmp_path: Path) -> None:
+    """A change elsewhere repeats no compilation."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    (stage,) = re.findall(r"^FROM packages AS kernels\n(.*?)^RUN", text, re.M | re.S)
+    for words in re.findall(r"^COPY (.+)$", stage, re.MULTILINE):
+        *sources, target = words.split()
+        for source in sources:
+            place = (
+                tmp_path / target / Path(source).name if target.endswith("/") else tmp_path / target
+            )
+            copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+            place.parent.mkdir(parents=True, exist_ok=True)
+            copy(ROOT / source, place)
+    done = subprocess.run(
+        [sys.executable, "-m", "rbln_backend.devices.emulated.build", "--help"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------ compose
+# docker-compose.yml: valid, confined, and in step with what it starts.
+
+
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+SERVERS = ("rbln-serve", "rbln-serve-npu")
+
+
+def _mounts(name: str) -> dict[str, str]:
+    """Target -> source of a service's volumes, variables by their defaults."""
+    plain = [_plain(volume).split(":") for volume in SERVICES[name]["volumes"]]
+    return {parts[1]: parts[0] for parts in plain}
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+def _seconds(text: str) -> float:
+    number, unit = re.fullmatch(r"(\d+)([smh])", text).groups()  # type: ignore[union-attr]
+    return int(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+
+
+def test_the_files_follow_the_compose_specification() -> None:
+    files = ("docker-compose.yml", "deploy/compose/keys.yml")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_plain_up_takes_the_emulated_device() -> None:
+    lines = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
+    assert "COMPOSE_PROFILES=emulated" in lines
+    assert {name: SERVICES[name]["profiles"] for name in SERVERS} == {
+        "rbln-serve": ["emulated"],
+        "rbln-serve-npu": ["npu"],
+    }
+    assert SERVICES["rbln-serve-npu"]["devices"] == ["rebellions.ai/npu=${NPUS:-all}"]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_stop_waits_for_the_drain(name: str) -> None:
+    drain_s = ServerSettings.model_fields["drain_timeout_s"].default
+    assert _seconds(SERVICES[name]["stop_grace_period"]) >= drain_s + service._ENGINE_STOP_S + 5
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_no_container_may_more_than_it_needs(name: str) -> None:
+    one = SERVICES[name]
+    assert one["read_only"] is True
+    assert one["cap_drop"] == ["ALL"]
+    assert one["security_opt"] == ["no-new-privileges:true"]
+    for port in one["ports"]:
+        assert _plain(port).startswith("127.0.0.1:")
+    for source in _mounts(name).values():
+        if source.startswith("./"):
+            assert (ROOT / source).is_dir(), source
+        else:
+            assert source in COMPOSE["volumes"]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_servers_run_the_image_as_the_dockerfile_means_it(name: str) -> None:
+    one = SERVICES[name]
+    stages = {words.split(" AS ")[1] for words in words_of("FROM")}
+    assert one["build"]["target"] in stages
+    (command,) = words_of("CMD")
+    assert [_plain(word) for word in one["command"]] == json.loads(command)
+    (check,) = words_of("HEALTHCHECK")
+    health = one["healthcheck"]
+    assert health["test"] == ["CMD", *json.loads(check.partition(" CMD ")[2])]
+    for option in ("interval", "timeout", "start_period", "retries"):
+        assert f"--{option.replace('_', '-')}={health[option]}" in check
+    (volumes,) = words_of("VOLUME")
+    assert set(json.loads(volumes)) == set(_mounts(name))
+    assert words_of("EXPOSE") == [_plain(one["ports"][0]).rpartition(":")[2]]
+    assert one["tmpfs"][0].startswith("/tmp:")
+
+
+@pytest.mark.parametrize("name", ["prometheus", "grafana"])
+def test_other_peoples_images_are_pinned(name: str) -> None:
+    assert re.fullmatch(r"\S+:v?\d+\.\d+\.\d+@sha256:[0-9a-f]{64}", SERVICES[name]["image"])
+
+
+def test_prometheus_finds_its_rules_and_the_server() -> None:
+    folder = _mounts("prometheus")["/etc/prometheus"]
+    config = yaml.safe_load((ROOT / folder / "prometheus.yml").read_text(encoding="utf-8"))
+    assert all((ROOT / folder / rule).is_file() for rule in config["rule_files"])
+    assert "--config.file=/etc/prometheus/prometheus.yml" in SERVICES["prometheus"]["command"]
+    (job,) = (job for job in config["scrape_configs"] if job["job_name"] == "rbln-serve")
+    (target,) = job["static_configs"][0]["targets"]
+    host, _, port = target.partition(":")
+    assert host == "rbln-serve"
+    assert host in SERVICES["rbln-serve-npu"]["networks"]["default"]["aliases"]
+    assert port == _plain(SERVICES["rbln-serve"]["ports"][0]).rpartition(":")[2]
+
+
+def test_grafana_finds_its_dashboards_and_prometheus() -> None:
+    mounts = _mounts("grafana")
+    folder = ROOT / mounts["/etc/grafana/provisioning"]
+    provider = yaml.safe_load((folder / "dashboards" / "rbln-serve.yml").read_text())
+    path = provider["providers"][0]["options"]["path"]
+    assert list((ROOT / mounts[path]).glob("*.json"))
+    source = yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text())
+    host, port = source["datasources"][0]["url"].removeprefix("http://").split(":")
+    assert SERVICES[host]["ports"] == [f"127.0.0.1:{port}:{port}"]
+
+
+def test_keys_are_a_secret_that_the_server_reads() -> None:
+    overlay = yaml.safe_load((ROOT / "deploy/compose/keys.yml").read_text(encoding="utf-8"))
+    for name in SERVERS:
+        added = overlay["services"][name]
+        for variable in added["environment"]:
+            field = variable.removeprefix("RBLN_SERVE_").lower()
+            assert field in ServerSettings.model_fields
+        (secret,) = added["secrets"]
+        assert added["environment"]["RBLN_SERVE_API_KEY_FILE"] == f"/run/secrets/{secret}"
+        assert secret in overlay["secrets"]

@@ -158,7 +158,7 @@ def _check_all_drafts(engine: Any) -> None:
 
 
 def _check_all_drafts_of_rank(worker: Any) -> None:
-    from tests.engine.oracle import MOST, AnyLength
+    from tests.engine.support import MOST, AnyLength
 
     # A stage that makes no tokens makes no drafts.
     if (drafting := getattr(worker.worker._runner, "_drafting", None)) is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tests.engine.script import run_script
-from tests.engine.test_equality import make_prompts
+from tests.engine.support import make_prompts
 from tests.reference import reference_generate
 from tests.sdk_double.launch import double_environment, read_log
 

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from rbln_backend.settings import compiled_sizes
 from tests.checkpoints import CheckpointCache
-from tests.engine.test_equality import make_prompts
+from tests.engine.support import make_prompts
 from tests.npu.engines import Job, Ran, run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoints import CheckpointCache
 from tests.eagle3_checkpoints import fitted_eagle3, random_eagle3
-from tests.engine.test_e4m3_cache import with_scales
+from tests.engine.test_quantized import with_scales
 from tests.npu.engines import Job, Ran, run
 from tests.npu.test_draft_models import (
     assert_cache_dtype,
@@ -21,7 +21,7 @@ from tests.npu.test_draft_models import (
 )
 from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH
 from tests.npu.test_engines import YARN_OVER_LONG
-from tests.npu.test_fp8_cache import SCALES, amplify_attention
+from tests.npu.test_quantized import SCALES, amplify_attention
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]

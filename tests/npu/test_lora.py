@@ -20,7 +20,7 @@ from rbln_backend.worker.check import inspect_model
 from rbln_backend.worker.preflight import planned_graphs
 from tests.adapters import ATTENTION, EVERY_LINEAR, MLP, make_adapter, merge
 from tests.checkpoints import CheckpointCache
-from tests.engine.test_equality import make_prompts
+from tests.engine.support import make_prompts
 from tests.npu.engines import ONE_CHUNK, OPTIONS, SHARED, THREE_CHUNKS, TWO_BLOCKS, Job, Ran, run
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 from tests.reference import reference_generate

@@ -23,7 +23,7 @@ from tests.npu.test_draft_models import (
     assert_steps_saved,
 )
 from tests.npu.test_drafts import CONTEXT, LENGTH, MOST, PROMPTS
-from tests.npu.test_latent import IN_BLOCKS, SIZES
+from tests.npu.test_engines import IN_BLOCKS, SIZES
 from tests.quantized_checkpoints import Recipe, quantization_config
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]

@@ -256,3 +256,24 @@ def test_without_our_platform(root: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "not on the RBLN platform; see VLLM_PLUGINS" in done.stderr.splitlines()[-1]
+
+
+# ---------------------------------------------------------------------------------------- published
+# The table of published models says what `check` says today.
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.engine
+@pytest.mark.wide
+@pytest.mark.timeout(1200)
+def test_verdicts_are_those_of_today() -> None:
+    done = subprocess.run(
+        [sys.executable, "docs/published.py", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"run `make published`\n{done.stdout}{done.stderr}"

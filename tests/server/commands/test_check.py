@@ -25,7 +25,7 @@ from tests.kernel_cache import share_kernels
 from tests.multimodal_checkpoints import make_multimodal_checkpoint
 from tests.quantized_checkpoints import Recipe, quantization_config
 from tests.server.commands.conftest import OFFLINE
-from tests.server.commands.test_cli import rbln_serve
+from tests.server.commands.test_commands import rbln_serve
 from tests.server.model_folders import CANNOT_RUN, LLAMA, window_model, write_folder
 from tests.server.real_server import FLAGS, READY_TIMEOUT_S, RealServer
 from tests.warm_process import WarmProcess

@@ -3,27 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import io
+import json
+import logging
+import random
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
+from benchmarks.engines.server_process import free_port
 from rbln_backend.reports.info import BucketsInfo, DescriptionWriter
 from rbln_backend.usage import Usage, UsageFile, about_engine
 from server.host.tasks import background_task
+from server.observability.logging import (
+    MAX_CHARS,
+    JsonFormatter,
+    TextFormatter,
+    bound_vllm_log,
+    exception_text,
+    shown,
+)
 from server.observability.metrics import (
     MAX_ADAPTERS_SHOWN,
     OUTCOMES,
     ServerMetrics,
     follow_event_loop,
 )
-from server.observability.traffic import BucketAdvice
+from server.observability.traffic import KEPT, BucketAdvice, History, PaddedWork, Traffic
 from server.structured_outputs.constraint import GUIDES, constraints_of, kind_of
 from server.wire import Endpoint
+from tests.checkpoints import CheckpointCache
 from tests.server.adapter_folders import write_adapter
+from tests.server.observability.kv_subscriber import KvSubscriber
+from tests.server.real_server import RealServer
 from tests.server.scripted_adapters import ScriptedPort, registry
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
@@ -161,3 +181,314 @@ async def test_adapters_are_shown_while_they_are_there(tmp_path: Path) -> None:
     metrics.observe_adapters(adapters)
     assert values(metrics, "rbln_lora_adapter_info") == {}
     assert adapters.limits.max_loras <= MAX_ADAPTERS_SHOWN
+
+
+# ------------------------------------------------------------------------------------------ history
+# Samples of the traffic: intervals, how many are kept, numbers, failed readings.
+
+
+async def test_a_sample_has_the_work_of_its_interval_and_the_state_at_its_end() -> None:
+    before = dataclasses.replace(
+        Traffic(), output_tokens=100, prompt_tokens=7, decode=PaddedWork(30, 10)
+    )
+    now = Traffic(
+        output_tokens=160,
+        prompt_tokens=7,
+        running=3,
+        waiting=2,
+        kv_cache_usage=0.51239,
+        decode=PaddedWork(45, 15),
+        prefill=PaddedWork(0, 0),
+    )
+    totals = iter([before, now])
+    history = History(lambda: next(totals))
+    await history.take()
+    assert history.after(0) == [], "an interval needs its beginning"
+    await asyncio.sleep(0.01)
+    await history.take()
+    (sample,) = history.after(0)
+    assert (sample.output_tokens, sample.prompt_tokens) == (60, 0)
+    assert (sample.running, sample.waiting, sample.kv_cache_usage) == (3, 2, 0.5124)
+    assert (sample.decode_padding, sample.prefill_padding) == (0.25, None)
+    assert sample.seconds >= 0.01
+
+
+async def test_the_first_sample_has_what_ran_since_the_engine_was_there() -> None:
+    first = dataclasses.replace(Traffic(), output_tokens=8)
+    totals = iter([None, None, first])
+    history = History(lambda: next(totals))
+    for _ in range(3):
+        await history.take()
+    assert [sample.output_tokens for sample in history.after(0)] == [8]
+
+
+async def test_the_latest_samples_are_kept_and_found_by_number() -> None:
+    history = History(Traffic)
+    for _ in range(KEPT + 4):
+        await history.take()
+    kept = [sample.number for sample in history.after(0)]
+    assert kept == list(range(4, KEPT + 4))
+    assert [sample.number for sample in history.after(KEPT + 1)] == [KEPT + 2, KEPT + 3]
+    assert history.after(KEPT + 3) == []
+    # The number of a longer process before this one.
+    assert [sample.number for sample in history.after(9999)] == kept
+
+
+async def test_a_reading_that_fails_leaves_out_one_sample() -> None:
+    given = iter([0, 5, None, 12])
+
+    def read() -> Traffic:
+        tokens = next(given, 12)
+        if tokens is None:
+            raise FileNotFoundError("counter_9.db")
+        return dataclasses.replace(Traffic(), output_tokens=tokens)
+
+    history = History(read)
+    async with background_task(history.follow(0.001)), asyncio.timeout(10):
+        while len(history.after(0)) < 3:
+            await asyncio.sleep(0.001)
+    assert [sample.output_tokens for sample in history.after(0)][:3] == [5, 7, 0]
+
+
+# ----------------------------------------------------------------------------------------- log text
+# Lines of the log: what clients write begins none of them, and is short.
+
+
+FORGED = "x\n12:00:00 INFO    server.service: all is well\r\x1b[2J\x07\u2028\u202e\x85end"
+HUGE = "secret " * 200_000
+
+
+def record(message: str, *args: object, error: BaseException | None = None) -> logging.LogRecord:
+    info = None if error is None else (type(error), error, error.__traceback__)
+    return logging.LogRecord("server.x", logging.ERROR, "f", 1, message, args, info)
+
+
+def failed(message: str) -> ValueError:
+    """An error with a cause, both of which quote a client."""
+    try:
+        try:
+            raise KeyError(message)
+        except KeyError as cause:
+            raise ValueError(message) from cause
+    except ValueError as error:
+        return error
+
+
+def test_controls_are_escaped_and_lines_indented() -> None:
+    line = TextFormatter().format(record("Ignored: %s", FORGED, error=failed(FORGED)))
+    first, *others = line.split("\n")
+    assert "server.x: Ignored: x" in first
+    assert all(other.startswith("    | ") for other in others)
+    assert not set("\r\x1b\x07\u2028\u202e\x85") & set(line)
+    assert "\\x1b[2J" in line
+    entry = json.loads(JsonFormatter().format(record("%s", FORGED, error=failed(FORGED))))
+    assert entry["message"] == FORGED
+    assert "\n" not in JsonFormatter().format(record("%s", FORGED))
+
+
+@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
+def test_lines_have_a_length(formatter: logging.Formatter) -> None:
+    whole = formatter.format(record("%s", HUGE, error=failed(HUGE)))
+    assert len(whole) < 3 * MAX_CHARS
+    assert "more characters" in whole
+    assert len(shown("\n" * 100_000)) < 2 * MAX_CHARS
+
+
+def test_tracebacks_have_causes_frames_and_short_messages() -> None:
+    error = failed("a reason " + HUGE)
+    text = exception_text((ValueError, error, error.__traceback__))
+    assert text.count("in failed") == 2
+    assert text.index("KeyError: ") < text.index("which led to:") < text.index("ValueError: ")
+    assert "a reason" in text
+    assert len(text) < 2000
+
+
+@pytest.fixture
+def vllm_log() -> Iterator[io.StringIO]:
+    """Return the output of vLLM's handler after `bound_vllm_log`."""
+    logger = logging.getLogger("vllm")
+    kept = logger.handlers, logger.level, logger.propagate
+    stream = io.StringIO()
+    logger.handlers, logger.propagate = [logging.StreamHandler(stream)], False
+    logger.setLevel(logging.INFO)
+    bound_vllm_log()
+    bound_vllm_log()
+    assert len(logger.handlers[0].filters) == 1
+    yield stream
+    logger.handlers, logger.level, logger.propagate = kept
+
+
+def test_vllms_modules_log_nothing_that_clients_wrote(vllm_log: io.StringIO) -> None:
+    logging.getLogger("vllm.renderers.hf").warning("Chat template rejected: %s", FORGED)
+    try:
+        raise failed("secret")
+    except ValueError:
+        logging.getLogger("vllm.entrypoints.openai.serving").exception("Error in stream: secret")
+        logging.getLogger("vllm.tool_parsers.hermes").exception("Error in extracting a call")
+    logging.getLogger("vllm.tool_parsers.hermes").error("Error in %s", "secret")
+    logging.getLogger("vllm.v1.metrics").info("Engine 000: %s", FORGED)
+    lines = vllm_log.getvalue().splitlines()
+    assert lines[0] == "Error in extracting a call (ValueError)"
+    assert lines[1] == "Error in %s"
+    assert lines[2] == "Engine 000: x"
+    assert all(line.startswith("    | ") for line in lines[3:])
+    assert "secret" not in vllm_log.getvalue()
+    assert "\x1b" not in vllm_log.getvalue()
+
+
+def test_debug_level_leaves_vllms_log_as_it_is(vllm_log: io.StringIO) -> None:
+    logger = logging.getLogger("vllm")
+    logger.handlers[0].filters.clear()
+    logger.setLevel(logging.DEBUG)
+    bound_vllm_log()
+    logging.getLogger("vllm.renderers.hf").warning("Chat template rejected: %s", "a")
+    assert vllm_log.getvalue() == "Chat template rejected: a\n"
+
+
+# ---------------------------------------------------------------------------------------- kv events
+# KV events as a prefix-aware router receives them: over ZMQ, from real servers.
+
+
+TOPIC = "kv@10.0.0.7:8000@tiny"
+BLOCK, UNIT, BLOCKS = 64, 16, 5  # room for one request of 256 tokens, and the null block
+FEW = ("--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "1")
+
+
+class Followed:
+    """Server that publishes KV events, and a router that follows it from its start on."""
+
+    def __init__(self, checkpoint: Path, folder: Path, *flags: str) -> None:
+        ports = free_port(), free_port()
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "topic": TOPIC,
+            # vLLM binds where the host is a star, and connects to a name.
+            "endpoint": f"tcp://*:{ports[0]}",
+            "replay_endpoint": f"tcp://*:{ports[1]}",
+        }
+        self.addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
+        self.server = RealServer(
+            checkpoint, folder, "--block-size", str(BLOCK), *flags,
+            *("--kv-events-config", json.dumps(events)),
+        )  # fmt: skip
+        self.router = KvSubscriber(*self.addresses)
+
+    def __enter__(self) -> Followed:
+        self.server.until_ready()
+        # A subscription takes a moment to arrive; the replay port has what was missed.
+        self.complete([7] * UNIT * 2)
+        self.router.catch_up()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.router.close()
+        self.server.__exit__(None, None, None)
+
+    def complete(self, prompt: list[int], **fields: Any) -> int:
+        """Return the tokens that the answer says were cached."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0, **fields}
+        answer = self.server.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+
+@pytest.fixture(scope="module")
+def followed(
+    checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Followed]:
+    model = checkpoints("llama", dtype="float32")
+    with Followed(model, Path(tmp_path_factory.mktemp("s")), *FEW) as one:
+        yield one
+
+
+@pytest.mark.engine
+def test_units_are_stored_in_a_chain_and_removed_when_others_need_room(followed: Followed) -> None:
+    prompt = [20 + i for i in range(3 * UNIT + 5)]
+    followed.complete(prompt)
+    [stored] = followed.router.read()
+    assert isinstance(stored, BlockStored)
+    assert (stored.token_ids, stored.block_size) == (prompt[: 3 * UNIT], UNIT)
+    assert (stored.parent_block_hash, len(set(stored.block_hashes))) == (None, 3)
+    assert (stored.kv_cache_spec_kind, stored.group_idx) == ("full_attention", 0)
+
+    assert followed.complete(prompt[: 3 * UNIT] + [90] * (UNIT + 1)) == 3 * UNIT
+    more = [event for event in followed.router.read() if isinstance(event, BlockStored)]
+    # The block fills up. Its first three units are not stored again: the fourth follows them.
+    assert [(e.parent_block_hash, e.token_ids) for e in more] == [
+        (stored.block_hashes[-1], [90] * UNIT)
+    ]
+
+    followed.complete([150] * (4 * BLOCK - 2))
+    gone = [event for event in followed.router.read() if isinstance(event, BlockRemoved)]
+    assert {*stored.block_hashes} <= {name for event in gone for name in event.block_hashes}
+    assert followed.router.index.hit(prompt) == 0 == followed.complete(prompt)
+
+
+@pytest.mark.engine
+def test_a_router_predicts_every_hit(followed: Followed) -> None:
+    rng = random.Random(0)
+    assert _predict(followed, rng) > 10
+    assert followed.router.topics == {TOPIC}
+    assert followed.router.ranks == {0}
+
+
+def _predict(followed: Followed, rng: random.Random) -> int:
+    """Send prompts with common prefixes; return how many hits there were."""
+    stems = [[rng.randrange(5, 200) for _ in range(200)] for _ in range(3)]
+    hits = 0
+    for _ in range(30):
+        prompt = rng.choice(stems)[: rng.randrange(1, 201)] + [rng.randrange(5, 200)] * 3
+        followed.router.read(wait_ms=50)
+        predicted = followed.router.index.hit(prompt)
+        hits += predicted > 0
+        assert followed.complete(prompt) == predicted
+    return hits
+
+
+@pytest.mark.engine
+def test_a_cleared_cache_is_reported_at_once(followed: Followed) -> None:
+    prompt = [30] * (2 * UNIT + 1)
+    followed.complete(prompt)
+    followed.router.read()
+    assert followed.router.index.hit(prompt) == 2 * UNIT
+    assert followed.server.client.post("/reset_prefix_cache").json() == {"success": True}
+    assert followed.router.read() == [AllBlocksCleared()]
+    assert followed.router.index.hit(prompt) == 0 == followed.complete(prompt)
+
+
+@pytest.mark.engine
+def test_a_gap_is_filled_from_the_replay_port(followed: Followed) -> None:
+    followed.router.read()
+    late = KvSubscriber(*followed.addresses)
+    prompt = [41] * (2 * UNIT + 1)
+    followed.complete(prompt)
+    # This one may or may not have received the batch; both know all that came before.
+    late.read()
+    late.catch_up()
+    followed.router.read()
+    assert late.replayed > 0
+    assert late.index.held == followed.router.index.held
+    # After a lost batch, the next one makes the subscriber ask for it.
+    late._events.unsubscribe("kv@")
+    time.sleep(0.2)
+    followed.complete([42] * (UNIT + 1))
+    late._events.subscribe("kv@")
+    time.sleep(0.2)
+    followed.complete([43] * (UNIT + 1))
+    late.read()
+    followed.router.read()
+    assert late.index.hit([42] * (UNIT + 1)) == UNIT
+    assert late.index.held == followed.router.index.held
+    late.close()
+
+
+@pytest.mark.engine
+def test_windows_have_events_of_their_own(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+    model = checkpoints("gemma3_text", dtype="float32")
+    with ExitStack() as stack:
+        followed = stack.enter_context(Followed(model, tmp_path))
+        assert _predict(followed, random.Random(1)) > 10
+        events = followed.router.index.windows
+        assert sorted(map(bool, events.values())) == [False, True]

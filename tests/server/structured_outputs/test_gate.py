@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import llguidance
+import numpy as np
 import pytest
+import torch
 
+from rbln_backend.grammar import lark
+from rbln_backend.grammar.lark import LarkGrammar
 from server.errors import (
     InvalidGrammarError,
     InvalidSchemaError,
@@ -22,9 +34,11 @@ from server.errors import (
 )
 from server.host.job_pool import (
     JobCrashedError,
+    JobPool,
     JobSpentError,
     JobTimeoutError,
     PoolFullError,
+    limit_processor_time,
 )
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import (
@@ -40,6 +54,7 @@ from server.structured_outputs.grammars import SchemaRules
 from server.structured_outputs.trial import TrialVerdict, do_job, job_bytes
 from server.wire import Endpoint
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running
+from tests.server.structured_outputs.walks import grammar_of, vocabulary
 
 LIMITS = SchemaLimits.of(ServerSettings())
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -465,3 +480,168 @@ async def test_the_route_answers_with_the_verdict(tmp_path: Path) -> None:
             assert refused.status_code == 400, body
         assert await service.metric('rbln_grammar_checks_total{result="known"}') == 1
         assert await service.metric("rbln_grammar_compile_seconds_count") == 1
+
+
+# --------------------------------------------------------------------------------------------- work
+# A mask that takes too much work in the engine: the answer goes on byte by byte.
+
+
+PATTERN = "^[a-z ]*[a-m].{3,40}[a-z]$"
+TEXT_FORMAT = '"the quick brown fox jumps over the lazy dog and then away"'
+
+
+@pytest.fixture
+def grammar(monkeypatch: pytest.MonkeyPatch) -> LarkGrammar:
+    """Compile the pattern as the engine does, with a twentieth of the work for a mask."""
+    limits = llguidance.LLParserLimits(step_lexer_fuel=10_000, verbose_errors=False)
+    monkeypatch.setattr(lark, "_ENGINE_LIMITS", limits)
+    compiler, tokenizer, _ = vocabulary()
+    text = grammar_of({"type": "string", "pattern": PATTERN})
+    return compiler.compile(text, {int(tokenizer.eos_token_id)}, in_trial=False)
+
+
+def allowed(grammar: LarkGrammar) -> list[int]:
+    """Return the tokens of the grammar's mask."""
+    mask = torch.zeros((1, (len(vocabulary()[2]) + 31) // 32), dtype=torch.int32)
+    grammar.fill_bitmask(mask, 0)
+    bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+def follow(grammar: LarkGrammar, text: str) -> list[int]:
+    """Write a text with the longest tokens that each mask allows."""
+    texts = vocabulary()[2]
+    taken: list[int] = []
+    while text:
+        fits = [
+            token for token in allowed(grammar) if texts[token] and text.startswith(texts[token])
+        ]
+        assert fits, (text, grammar.problem())
+        taken.append(max(fits, key=lambda token: len(texts[token])))
+        assert grammar.accept_tokens("request", taken[-1:])
+        text = text.removeprefix(texts[taken[-1]])
+    return taken
+
+
+def test_an_answer_goes_on_byte_by_byte(grammar: LarkGrammar) -> None:
+    _, tokenizer, texts = vocabulary()
+    stop = int(tokenizer.eos_token_id)
+    taken = follow(grammar, TEXT_FORMAT[:-4])
+    assert grammar.by_bytes
+    assert all(len(texts[token]) == 1 for token in taken[-20:])
+    assert any(len(texts[token]) > 1 for token in taken)
+    assert stop not in allowed(grammar)
+    # Drafts are judged and tokens taken back as before.
+    ends = [texts.index(character) for character in TEXT_FORMAT[-4:]]
+    assert grammar.validate_tokens([*ends, stop]) == [*ends, stop]
+    assert grammar.validate_tokens([texts.index("w"), texts.index("\n"), *ends]) == [ends[0]]
+    assert grammar.accept_tokens("request", [*ends, stop]) and grammar.is_terminated()
+    grammar.rollback(3)
+    assert not grammar.is_terminated()
+    assert grammar.accept_tokens("request", [*ends[-2:], stop]) and grammar.is_terminated()
+    grammar.reset()
+    assert len(follow(grammar, TEXT_FORMAT[:4])) < 4
+
+
+def test_a_token_outside_is_no_work(grammar: LarkGrammar) -> None:
+    assert not grammar.accept_tokens("request", [vocabulary()[2].index("x")])
+    assert not grammar.by_bytes
+
+
+# --------------------------------------------------------------------------------------------- load
+# Verdicts beside busy processes: the same as on a quiet machine, from real trial processes.
+
+
+CPU_S = 2.0
+ENDLESS = 'root ::= "a"'
+LINES = (Path(__file__).parent / "schemas.jsonl").read_text().splitlines()
+SCHEMAS = {line["name"]: json.dumps(line["schema"]) for line in map(json.loads, LINES)}
+
+
+def burn() -> None:
+    while True:
+        pass
+
+
+def try_grammar(kind: str, text: str) -> list[str]:
+    """Stand in for the model's: compile a schema's grammar; one text never ends."""
+    if text == ENDLESS:
+        burn()
+    import llguidance
+
+    error = llguidance.LLMatcher.validate_grammar(text)
+    if error:
+        raise ValueError(error)
+    return []
+
+
+def serve(pipe: Connection) -> None:
+    pipe.send_bytes(b"ready")
+    while True:
+        job = pipe.recv_bytes()
+        limit_processor_time(CPU_S)
+        verdict = do_job(job, try_grammar, RULES)
+        limit_processor_time(0)
+        pipe.send_bytes(verdict.to_bytes())
+
+
+def start(pipe: Connection) -> BaseProcess:
+    process = SpawnProcess(target=serve, args=(pipe,), daemon=True)
+    process.start()
+    return process
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in burning:
+            process.kill()
+            process.wait()
+
+
+def gate_with(wall_s: float) -> GrammarGate:
+    return GrammarGate(LIMITS, JobPool("trials", start, 1, wall_s), 1024, CPU_S, rules=RULES)
+
+
+async def reasons(gate: GrammarGate) -> dict[str, str | None]:
+    found = {}
+    for name, text in SCHEMAS.items():
+        verdict, _ = await gate.verdict([Constraint(ConstraintKind.JSON, text, "json")])
+        found[name] = verdict.reason
+    return found
+
+
+@pytest.mark.timeout(300)
+async def test_the_verdict_is_the_same_under_load() -> None:
+    quiet = await reasons(gate_with(wall_s=120))
+    with busy(4):
+        loaded = await reasons(gate_with(wall_s=120))
+    assert loaded == quiet
+    assert 0 < sum(reason is not None for reason in quiet.values()) <= 10
+
+
+@pytest.mark.timeout(300)
+async def test_what_takes_too_much_work_is_refused_for_a_while() -> None:
+    gate = gate_with(wall_s=120)
+    endless = Constraint(ConstraintKind.GRAMMAR, ENDLESS, "structured_outputs.grammar")
+    for _ in range(2):
+        with pytest.raises(InvalidGrammarError, match="more than 2 s of processor time"):
+            await gate.check_job([endless])
+    assert gate.take_counts().results == {"spent": 1, "refused": 1}
+    # The next trial finds a process that works.
+    with pytest.raises(InvalidSchemaError):
+        await gate.check_job([Constraint(ConstraintKind.JSON, SCHEMAS["remote_reference"], "json")])
+
+
+async def test_what_a_busy_machine_cannot_try_is_a_503_and_tried_again() -> None:
+    gate = gate_with(wall_s=0.2)
+    endless = Constraint(ConstraintKind.GRAMMAR, ENDLESS, "structured_outputs.grammar")
+    for _ in range(2):
+        with pytest.raises(NotTriedError) as caught:
+            await gate.check_job([endless])
+        assert caught.value.status == 503
+        assert caught.value.headers["retry-after"] == "2"
+    assert gate.take_counts().results == {"timeout": 2}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from jsonschema.validators import Draft202012Validator, validator_for
 
@@ -15,8 +19,9 @@ from server.structured_outputs.constraint import (
     SchemaLimits,
     UnusableError,
 )
-from server.structured_outputs.grammars import SchemaRules
+from server.structured_outputs.grammars import Grammar, SchemaRules, choice_grammar, regex_grammar
 from server.structured_outputs.normaliser import normalised
+from server.structured_outputs.patterns import PatternError, prefix_of, translated, without
 from server.structured_outputs.trial import do_job, job_bytes
 from tests.schema_corpus import BAD, GOOD
 from tests.schema_generator import SchemaGenerator
@@ -24,9 +29,11 @@ from tests.schema_instances import InstanceGenerator
 from tests.server.structured_outputs.walks import (
     accepts,
     documents,
+    empty_mask,
     faults,
     grammar_of,
     try_grammar,
+    vocabulary,
 )
 
 LIMITS = SchemaLimits.of(ServerSettings())
@@ -269,3 +276,202 @@ def test_normalised_schemas_are_equal() -> None:
 @pytest.mark.timeout(1800)
 def test_normalised_schemas_are_equal_widely() -> None:
     check(range(1000, 1600))
+
+
+# ----------------------------------------------------------------------------------------- patterns
+# Patterns for llguidance: they match what ECMA-262 and Python's `re` both match.
+
+
+TEXTS = ("", "a", "ab", "b1", "_", "é", "é1", "1", "-", "\n", "\r", " ", "[", "&", "x-y", "\u2028")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(r"^\w+$", r"^[^\w]$", r"^\W$", r"^[\W]$", r"^\d", r"^\D*$", r"^[^\d\s]+$", r"^\s$"),
+        *("^.$", "^[[]$", "^[+--]$", "^[&&a]$", r"^[\-x]-", "^a|b", "^(?<n>a)(?:b)?$", r"^a{1,2}$"),
+        *(r"^\u0061", r"^[\x00-\x1f]$", r"\/|\.|\_", "^x{a}|}$", "^(?:)$", "^[^-]$", "a*?b"),
+    ],
+)
+def test_a_match_is_one_for_python(pattern: str) -> None:
+    grammar = grammar_of({"type": "string", "pattern": pattern})
+    plain = re.compile(pattern.replace("(?<n>", "(?P<n>"))
+    found = [accepts(grammar, json.dumps(text, ensure_ascii=False)) for text in TEXTS]
+    ours = [text for text, fits in zip(TEXTS, found, strict=True) if fits]
+    theirs = [text for text in TEXTS if plain.search(text)]
+    assert set(ours) <= set(theirs)
+    # They differ where ECMA-262 and Python do.
+    assert all(re.search(r"[é\r\n\u2028]", text) for text in set(theirs) - set(ours))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("(?=a)", "look-ahead"),
+        ("(?<!a)b", "look-behind"),
+        ("(?i)a", "flags"),
+        (r"(a)\1", "back reference"),
+        (r"a\b", "word boundary"),
+        (r"\Aa", "escape"),
+        ("[]a]", "read differently"),
+        ("[^a[:alpha:]]", "read differently"),
+        ("[a", "no end"),
+        (r"[a-\d]", "range"),
+        (r"\ud800", "surrogate"),
+        ("a**", "no regular expression"),
+        ("a{,3}", "no regular expression"),
+    ],
+)
+def test_what_has_no_translation_is_named(pattern: str, words: str) -> None:
+    with pytest.raises(PatternError, match=words):
+        translated(pattern)
+
+
+DECIMALS = (
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,1}0*$",
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,0}0*$",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,1}|(?=[\d.]{1,3}0*$)\d{0,1}\.\d{0,1}0*$)",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,0}|(?=[\d.]{1,3}0*$)\d{0,0}\.\d{0,5}0*$)",
+    r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,2}|(?=[\d.]{1,3}0*$)\d*\.\d*0*$)",
+)
+"""pydantic's patterns of `Decimal`, without and with limits of digits and places."""
+
+
+@pytest.mark.parametrize("pattern", DECIMALS)
+def test_decimals_of_pydantic_are_exact(pattern: str) -> None:
+    # With both limits, pydantic's first case has no end, by which any text may follow.
+    meant = re.compile(re.sub(r"\(\?:(\\d\{0,\d\})\|", r"(?:\1$|", pattern))
+    ours = re.compile(translated(pattern))
+    texts = ("".join(some) for n in range(6) for some in itertools.product("-.01", repeat=n))
+    assert [text for text in texts if bool(meant.search(text)) != bool(ours.search(text))] == []
+
+
+def test_other_texts_are_all_but_some() -> None:
+    pattern = re.compile(without(["", "a", "ab", "c-"], ["x-"]))
+    texts = ["".join(some) for n in range(4) for some in itertools.product("abc-x", repeat=n)]
+    left = [text for text in texts if not pattern.search(text)]
+    assert left == [t for t in texts if t in ("", "a", "ab", "c-") or t.startswith("x-")]
+
+
+def test_only_a_plain_beginning_is_a_prefix() -> None:
+    found = [prefix_of(pattern) for pattern in ("^x-", r"^a\.", "^", "x-", "^x-$", "^[a]", "^a+")]
+    assert found == ["x-", "a.", "", None, None, None, None]
+
+
+WHOLE = (*TEXTS, "84", "A84Z", "\t", "/", "\\", '"', '{"pattern": "a"}', "a\nb", "\U0001f600", "}")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "regex",
+    [
+        *(r"\A[0-9]{2}\Z", "^[0-9]{2}$", "^a|b1$", "[a-z\n]", "[\t-\r]", r"[\n\r\t]"),
+        *(r"a\nb", "\n", "a.b", "[^a]", r"[\s\S]", r"\/|/", '"', r"\"|\\", r"\U0001F600", r"\S"),
+        *("", "()", "a*", "a*?", "(|a)", "a|", "[a-]|}|&"),
+        *(r"\{\"pattern\": \"a\"\}", r'\{"pattern": "\w"\}'),
+    ],
+)
+def test_a_regex_describes_the_whole_text_as_in_python(regex: str) -> None:
+    grammar = regex_grammar(regex).text
+    ours = [text for text in WHOLE if accepts(grammar, text)]
+    assert ours == [text for text in WHOLE if re.fullmatch(regex, text)]
+
+
+def test_no_line_end_is_any_character() -> None:
+    grammar = regex_grammar(".").text
+    assert [c for c in "a\n\r\u2028\u2029é\t" if accepts(grammar, c)] == ["a", "é", "\t"]
+
+
+@pytest.mark.parametrize("kind", "AZGKhHRXNVQECyaelpuU178kbB")
+def test_an_unknown_escape_of_a_regex_is_named_with_its_place(kind: str) -> None:
+    with pytest.raises(UnusableError, match=rf"'\\{kind}' at character 3\b"):
+        regex_grammar(rf"ab\{kind}c")
+
+
+@pytest.mark.parametrize(
+    ("regex", "words"),
+    [
+        (r"a\A", r"the anchor '\\A' at character 2"),
+        (r"a\012", r"'\\0' at character 2"),
+        (r"\uD83D\uDE00", r"'\\uD83D' at character 1 is half of a surrogate pair"),
+        (r"[\ud800-\udfff]", "surrogate"),
+        (r"\u{d83d}", "surrogate"),
+        (r"\u{110000}", "no character"),
+        ("a^b", r"the anchor '\^' at character 2"),
+        ("(a$)", r"the anchor '\$' at character 3"),
+    ],
+)
+def test_what_a_regex_cannot_have_is_named(regex: str, words: str) -> None:
+    with pytest.raises(UnusableError, match=words):
+        regex_grammar(regex)
+
+
+@pytest.mark.parametrize("grammar", [regex_grammar("banana"), choice_grammar(["banana"])])
+def test_a_text_may_have_any_spelling(grammar: Grammar) -> None:
+    compiler, tokenizer, texts = vocabulary()
+    mask = empty_mask()
+    compiler.compile(grammar.text, {tokenizer.eos_token_id}, in_trial=True).fill_bitmask(mask, 0)
+    bits = np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little")
+    spellings = {text for text in texts if text and "banana".startswith(text)}
+    assert {texts[token] for token in np.flatnonzero(bits)} == spellings >= {"b", "ba"}
+
+
+# ------------------------------------------------------------------------------------- real schemas
+# Schemas as the world writes them: followed to the letter, or refused for a reason we name.
+
+
+LINES = (Path(__file__).parent / "schemas.jsonl").read_text().splitlines()
+SCHEMAS = {line["name"]: line["schema"] for line in map(json.loads, LINES)}
+REFUSED = {
+    **dict.fromkeys(
+        ("ical_recurrence", "package_json_keywords", "pydantic_user", "tsconfig"), "'uniqueItems'"
+    ),
+    "dynamic_reference": "'$dynamicRef'",
+    "game_character": "'minProperties'",
+    "iot_telemetry": "'contains'",
+    "password_rules": "look-ahead",
+    "remote_reference": "leads to another document",
+}
+"""A word of the reason; each is in the table of docs/structured_outputs.md."""
+WALKS = 4
+
+
+def verdict_of_line(schema: Any) -> str | None:
+    constraint = Constraint(ConstraintKind.JSON, json.dumps(schema), "json")
+    job = job_bytes([constraint], SchemaLimits.of(ServerSettings()))
+    return do_job(job, try_grammar, SchemaRules(compact=False, closed=True)).reason
+
+
+def test_there_are_forty_and_most_are_followed() -> None:
+    assert len(SCHEMAS) >= 40
+    assert REFUSED.keys() <= SCHEMAS.keys()
+    assert len(REFUSED) <= 10
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_document_obeys_or_the_schema_is_refused(name: str) -> None:
+    reason = verdict_of_line(SCHEMAS[name])
+    if name in REFUSED:
+        assert reason is not None
+        assert REFUSED[name] in reason
+        return
+    assert reason is None
+    assert wrong_documents(name, WALKS) == []
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", sorted(SCHEMAS.keys() - REFUSED.keys()))
+def test_every_document_obeys_widely(name: str) -> None:
+    assert wrong_documents(name, 100) == []
+
+
+def wrong_documents(name: str, count: int) -> list[Any]:
+    """Return the documents of a grammar that its schema refuses, with the faults."""
+    schema = SCHEMAS[name]
+    texts = documents(grammar_of(schema), count)
+    texts += documents(grammar_of(schema, closed=False), count, must_end=False)
+    assert len(set(texts)) > 1
+    return [(text, found) for text in texts if (found := faults(schema, text))]

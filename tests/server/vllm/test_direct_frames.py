@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai.types import CompletionUsage
 from vllm import SamplingParams
 from vllm.entrypoints.openai.chat_completion import serving as chat_serving
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -24,18 +25,21 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.metrics.stats import IterationStats
 
+from default_model.paths import CHAT_TEMPLATE
 from server.engine.outputs import QueueAwareOutputs
 from server.http.streaming import ChunkWriter, HeldStream, SseResponse
 from server.request.endpoints import route_of
-from server.request.record import RequestRecord, record_var
+from server.request.record import Counts, RequestRecord, record_var
 from server.vllm import text_stream
 from server.vllm.handlers import adapted, extended_frames
 from server.vllm.parser import object_call_parser
+from server.vllm.sampling import add_prediction_counts
+from server.vllm.templates import is_bounded
 from server.vllm.text_stream import DirectState
+from server.vllm.tools import with_tool_prompt
 from server.wire import DirectFrames, Endpoint
 from tests.checkpoints import CheckpointCache
-
-pytestmark = pytest.mark.engine
+from tests.server.vllm.test_prompts import SMOLLM2
 
 TIMEOUT_S = 20
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -43,7 +47,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 STAMP = {"service_tier": "flex"}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _makers() -> None:
     text_stream.install()
 
@@ -198,7 +202,7 @@ def completion(queue: RequestOutputCollector, tokenizer: Any, **fields: Any) -> 
 USAGE = {"stream_options": {"include_usage": True}}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _one_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000)
 
@@ -233,6 +237,8 @@ def random_steps(tokenizer: Any, rng: random.Random) -> list[list[int]]:
     return steps
 
 
+@pytest.mark.engine
+@pytest.mark.usefixtures("_makers", "_one_second")
 @pytest.mark.parametrize("make", [chat, parsed_chat, completion])
 @pytest.mark.parametrize(
     ("fields", "sampling"),
@@ -256,6 +262,8 @@ async def test_pushed_frames_are_those_of_the_generators(
         assert usage["completion_tokens"] == sum(map(len, steps))
 
 
+@pytest.mark.engine
+@pytest.mark.usefixtures("_makers", "_one_second")
 @pytest.mark.parametrize("make", [chat, completion])
 async def test_a_slow_client_gets_the_same_text_and_usage(tokenizer: Any, make: Any) -> None:
     rng = random.Random(7)
@@ -285,6 +293,8 @@ def _choices(sent: str) -> Iterator[dict[str, Any]]:
             yield from json.loads(data)["choices"]
 
 
+@pytest.mark.engine
+@pytest.mark.usefixtures("_makers", "_one_second")
 @pytest.mark.parametrize(
     ("make", "fields", "sampling"),
     [
@@ -308,6 +318,8 @@ async def test_streams_with_more_than_text_are_not_pushed(
     assert played.writer.pushed == 0
 
 
+@pytest.mark.engine
+@pytest.mark.usefixtures("_makers", "_one_second")
 async def test_two_requests_of_one_stream_are_not_pushed(tokenizer: Any) -> None:
     played = Played(tokenizer, lambda: True)
     with played.current():
@@ -317,6 +329,8 @@ async def test_two_requests_of_one_stream_are_not_pushed(tokenizer: Any) -> None
     assert played.writer.pushed == 0
 
 
+@pytest.mark.engine
+@pytest.mark.usefixtures("_makers", "_one_second")
 async def test_nothing_is_pushed_after_the_client_has_gone(tokenizer: Any) -> None:
     played = Played(tokenizer, lambda: True)
     with played.current():
@@ -344,6 +358,8 @@ async def test_nothing_is_pushed_after_the_client_has_gone(tokenizer: Any) -> No
     assert played.record.outcome == "aborted"
 
 
+@pytest.mark.engine
+@pytest.mark.usefixtures("_makers", "_one_second")
 def test_frames_of_other_forms_are_not_learned() -> None:
     for frame, is_learned in (
         ('data: {"text":"a","end":1}\n\n', True),
@@ -355,3 +371,143 @@ def test_frames_of_other_forms_are_not_learned() -> None:
         direct.note_text('"a"', ',"end":1}')
         direct.resume(frame, Writer(lambda: True))
         assert direct.is_open is is_learned
+
+
+# -------------------------------------------------------------------------------------- predictions
+# Counts of a prediction's tokens in the usage of answers, whole and streamed.
+
+
+@pytest.fixture
+def record() -> Iterator[RequestRecord]:
+
+    given = RequestRecord(route_of("/v1/chat/completions"), "POST", time.perf_counter())
+    token = record_var.set(given)
+    yield given
+    record_var.reset(token)
+
+
+def usage(**more: Any) -> Any:
+    from vllm.entrypoints.serve.engine.protocol import UsageInfo
+
+    return UsageInfo(prompt_tokens=3, completion_tokens=9, total_tokens=12, **more)
+
+
+def details(meter: Counts | None, record: RequestRecord, **more: Any) -> Any:
+    record.tokens.prediction = meter
+    whole = usage(**more)
+    add_prediction_counts(whole)
+    return CompletionUsage.model_validate_json(whole.model_dump_json()).completion_tokens_details
+
+
+@pytest.mark.engine
+def test_a_whole_answers_usage_has_them(record: RequestRecord) -> None:
+    found = details(lambda: (7, 2), record)
+    assert (found.accepted_prediction_tokens, found.rejected_prediction_tokens) == (7, 2)
+    assert details(None, record) is None
+
+
+@pytest.mark.engine
+def test_what_is_known_of_thinking_stays(record: RequestRecord) -> None:
+    from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
+
+    known = CompletionTokenUsageInfo(reasoning_tokens=5)
+    found = details(lambda: (7, 2), record, completion_tokens_details=known)
+    assert (found.reasoning_tokens, found.accepted_prediction_tokens) == (5, 7)
+
+
+@pytest.mark.engine
+def test_the_last_chunk_of_a_stream_has_them(record: RequestRecord) -> None:
+    from vllm.entrypoints.openai.chat_completion import protocol
+
+    from server.vllm.text_stream import ChatMakers
+
+    makers = ChatMakers(
+        object,
+        protocol.ChatCompletionResponseStreamChoice,
+        protocol.ChatCompletionStreamResponse,
+    )
+    record.tokens.prediction = lambda: (1, 8)
+    chunk = makers.chunk(
+        id="a",
+        object="chat.completion.chunk",
+        created=1,
+        choices=[],
+        model="m",
+        usage=usage(),
+        metrics=None,
+    )
+    told = json.loads(chunk.model_dump_json(exclude_unset=True, exclude_none=True))
+    assert told["usage"]["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 1,
+        "rejected_prediction_tokens": 8,
+    }
+
+
+# -------------------------------------------------------------------------------------------- loops
+# Which chat templates render a small conversation in time that is known beforehand.
+
+
+def loops(*heads: str, inner: str = "x") -> str:
+    """Return nested loops."""
+    return "".join(f"{{% for {head} %}}" for head in heads) + inner + "{% endfor %}" * len(heads)
+
+
+MESSAGES = "m in messages"
+TEXT = "messages[0].content"
+BOUNDED = [
+    CHAT_TEMPLATE.read_text(),
+    with_tool_prompt(SMOLLM2, system=True, parts=False),
+    with_tool_prompt(SMOLLM2, system=False, parts=True),
+    loops(MESSAGES, "c in m.content"),
+    loops(MESSAGES, "call in m.tool_calls or []", "key, value in call.arguments | items"),
+    loops(f"{MESSAGES}[1:]", "tool in tools", "key, value in tool.function.items()"),
+    loops(f"{MESSAGES}[::-1]", "i in ['a', 'b']"),
+    loops("i in range(messages | length - 1, -1, -1)"),
+    loops("i in range(10)"),
+    "{% set turns = messages[1:] if messages[0].role == 'system' else messages %}"
+    + loops("m in turns", "n in turns"),
+    "{% macro show(parts) %}" + loops("p in parts") + "{% endmacro %}"
+    "{% for m in messages %}{% set parts = m.content %}{{ show(parts) }}{% endfor %}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "{% not a template",
+]
+UNBOUNDED = [
+    loops("i in range(90000)", "j in range(90000)"),
+    loops("i in range(90000)"),
+    loops(MESSAGES, inner="{{ range(90000) | list }}"),
+    "{% set n = 90000 %}" + loops("i in range(n)"),
+    "{% set r = range(90000) %}" + loops("i in r", "j in r"),
+    loops("i in range(100)", "j in range(100)", "k in range(100)", "l in range(100)"),
+    loops("i in range(messages[0].content | length)"),
+    loops("a in 'x' * 90000", "b in 'x' * 90000"),
+    loops("a in [0] * 90000", "b in [0] * 90000"),
+    loops(f"a in {TEXT}", f"b in {TEXT}"),
+    f"{{% set t = {TEXT} %}}" + loops("a in t", "b in t"),
+    loops(MESSAGES, "a in m.content", "b in m.content"),
+    loops(MESSAGES, "n in messages", "o in messages"),
+    loops(MESSAGES, "tool in tools", "n in messages"),
+    "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "{% macro f(n) %}{{ f(n - 1) }}{{ f(n - 1) }}{% endmacro %}{{ f(40) }}",
+    "{% macro f() %}{{ g() }}{% endmacro %}{% macro g() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{% macro f(x) %}" + loops("a in x", "b in x") + f"{{% endmacro %}}{{{{ f({TEXT}) }}}}",
+    "{% macro f(x) %}"
+    + loops("a in x")
+    + "{% endmacro %}"
+    + loops(MESSAGES, inner=f"{{{{ f({TEXT}) }}}}"),
+    "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}{% call f() %}x{% endcall %}",
+    "{% if tools %}{% set t = messages %}{% else %}{% set t = messages[0].content %}{% endif %}"
+    + loops("a in t", "b in t"),
+    "{{ lipsum(n=90000) }}",
+    "{% include 'x' %}",
+]
+
+
+@pytest.mark.parametrize("template", BOUNDED)
+def test_loops_over_the_conversation(template: str) -> None:
+    assert is_bounded(template)
+
+
+@pytest.mark.parametrize("template", UNBOUNDED)
+def test_loops_that_multiply(template: str) -> None:
+    assert not is_bounded(template)

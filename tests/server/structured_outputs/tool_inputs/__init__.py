@@ -1,1 +1,0 @@
-"""Grammars of custom tools as JSON text."""

@@ -1,1 +1,0 @@
-"""`rbln-serve tune`: its sources, its search, and what it prints."""

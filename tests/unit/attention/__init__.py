@@ -1,1 +1,0 @@
-"""Attention options and encoders."""

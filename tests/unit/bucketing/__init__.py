@@ -1,1 +1,0 @@
-"""Buckets, chunks, the record of sizes and the tuner."""

@@ -1,1 +1,0 @@
-"""Tests of rbln_backend/checkpoints."""

@@ -1,1 +1,0 @@
-"""Capture, lowering, programs, recording."""

@@ -1,1 +1,0 @@
-"""Programs: their stored form, its check, and the calls that run them."""

@@ -1,1 +1,0 @@
-"""Grammar backends of the engine."""

@@ -1,1 +1,0 @@
-"""Cores, memory and files of the host."""

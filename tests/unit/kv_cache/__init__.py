@@ -1,1 +1,0 @@
-"""Plans, layouts, reuse and the window log."""

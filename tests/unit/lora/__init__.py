@@ -1,1 +1,0 @@
-"""Adapter configurations and slots."""

@@ -1,1 +1,0 @@
-"""Tests of the parity runner's parts."""

@@ -1,1 +1,0 @@
-"""Quantised weights without a model."""

@@ -1,1 +1,0 @@
-"""What workers leave for the API process."""

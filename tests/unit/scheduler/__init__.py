@@ -1,1 +1,0 @@
-"""The device's rules over vLLM's scheduler."""

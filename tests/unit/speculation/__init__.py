@@ -1,1 +1,0 @@
-"""Drafters, and the texts that they may draft from."""

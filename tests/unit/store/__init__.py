@@ -1,1 +1,0 @@
-"""Artifacts, kernels and bundles on disk."""

@@ -1,0 +1,471 @@
+"""Captured models as programs that can be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from rbln_backend.core import GraphSpec, UsefulRows
+from rbln_backend.devices.emulated.compiler import EmulatedGraph
+from rbln_backend.devices.emulated.kernel_set import load_kernels, set_threads, start_recording
+from rbln_backend.devices.emulated.lowering import lower_graph
+from rbln_backend.errors import CompileError
+from rbln_backend.graphs.capture import capture
+from rbln_backend.graphs.program import Program
+from rbln_backend.graphs.tensors import TensorTable
+from tests.kernel_cache import share_kernels
+
+
+def captured(function: Callable[[Tensor], Tensor], model: nn.Module | None = None) -> Program:
+    table = TensorTable(lambda weight: weight)
+    if model is not None:
+        table.add_model(model)
+    x = torch.randn(3, 4)
+    return capture(function, (x,), table, {"x": x})
+
+
+def test_capturing_computes_nothing() -> None:
+    x, written = torch.randn(3, 4), torch.zeros(3, 4)
+    table = TensorTable(lambda weight: weight)
+    capture(lambda x, written: written.copy_(x), (x, written), table, {"x": x, "written": written})
+    assert not written.any()
+
+
+def operators(program: Program) -> list[str]:
+    calls = [node for node in program.graph.nodes if node.op.startswith("call")]
+    return [getattr(node.target, "__name__", str(node.target)) for node in calls]
+
+
+def without_gradients(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x.cos()
+
+
+def without_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x.cos()
+
+
+def with_idle_dropout(x: Tensor) -> Tensor:
+    return functional.dropout(functional.dropout(x.cos(), 0.5, False), p=0.0)
+
+
+def with_a_module_made_inside(x: Tensor) -> Tensor:
+    return nn.Identity()(x).cos()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [without_gradients, without_autocast, with_idle_dropout, with_a_module_made_inside],
+)
+def test_what_computes_nothing_is_left_out(function: Callable[[Tensor], Tensor]) -> None:
+    program = captured(function)
+    assert operators(program) == ["cos"]
+    assert operators(Program.from_bytes(program.to_bytes())) == ["cos"]
+
+
+NUMBER = torch.tensor(1.5, dtype=torch.float64)
+
+
+def test_a_number_that_code_keeps_as_a_tensor_is_written_into_the_program() -> None:
+    program = captured(lambda x: x.cos() * (NUMBER / torch.tensor(2.0)))
+    assert program.bindings == ("input:x",)
+    again = Program.from_bytes(program.to_bytes())
+    x = torch.randn(3, 4)
+    (result,) = fx.Interpreter(fx.GraphModule({}, again.graph)).run(x)
+    assert torch.equal(result, x.cos() * 0.75)
+    assert result.dtype == torch.float32
+
+
+def test_a_transpose_is_a_method_that_can_be_stored() -> None:
+    program = Program.from_bytes(captured(lambda x: x.T.cos()).to_bytes())
+    x = torch.randn(3, 4)
+    (result,) = fx.Interpreter(fx.GraphModule({}, program.graph)).run(x)
+    assert torch.equal(result, x.t().cos())
+
+
+def with_dropout(x: Tensor) -> Tensor:
+    return functional.dropout(x.cos(), p=0.5)
+
+
+def with_autocast(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x.cos()
+
+
+@pytest.mark.parametrize("function", [with_dropout, with_autocast])
+def test_what_would_change_the_result_is_kept_and_cannot_be_stored(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    program = captured(function)
+    assert len(operators(program)) > 1
+    with pytest.raises(CompileError, match="cannot be stored"):
+        program.to_bytes()
+
+
+def test_weights_and_buffers_are_bound_by_name() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("factor", torch.tensor(0.5))
+    program = captured(lambda x: functional.pad(model(x) * model.factor, (0, 1)), model)
+    assert sorted(program.bindings) == ["input:x", "param:bias", "param:factor", "param:weight"]
+    assert Program.from_bytes(program.to_bytes()).bindings == program.bindings
+
+
+def test_a_tensor_without_a_name_is_refused() -> None:
+    unknown = torch.randn(4)
+    with pytest.raises(CompileError, match=r"shape \(4,\)"):
+        captured(lambda x: x + unknown)
+
+
+# ---------------------------------------------------------------------------------------- last rows
+# Behind the last attention a prefill graph computes the rows of its logits apart.
+
+
+TOKENS, HEAD, WIDTH, VOCABULARY = 40, 32, 64, 96
+
+
+@pytest.fixture
+def native_kernels(tmp_path: Path) -> Iterator[None]:
+    load_kernels(share_kernels(tmp_path), "native")
+    yield
+
+
+class Model(nn.Module):
+    """One layer of attention and a gated MLP, hidden states and logits of some rows."""
+
+    def __init__(self, *, writes: bool = False) -> None:
+        super().__init__()
+        self.writes = writes
+        self.qkv = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = (
+            nn.Linear(*s, bias=False) for s in ((WIDTH, 2 * WIDTH), (WIDTH, WIDTH))
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm = nn.Parameter(torch.randn(WIDTH))
+        self.register_buffer("scale", torch.tensor(HEAD**-0.5))
+        self.register_buffer("cache", torch.randn(2, 2, 1, 1, 64, HEAD))
+
+    def forward(
+        self, x: Tensor, starts: Tensor, tables: Tensor, ends: Tensor
+    ) -> tuple[Tensor, ...]:
+        ops = torch.ops.rbln_emulator
+        qkv = self.qkv(ops.rms_norm(x, self.norm, 1e-6))
+        columns = (qkv, 0, qkv, WIDTH, qkv, WIDTH + HEAD)
+        attended = ops.self_attention(
+            *columns,
+            None,
+            None,
+            0.0,
+            None,
+            None,
+            True,
+            self.cache,
+            self.scale,
+            starts,
+            None,
+            tables,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            None,
+            2,
+            1,
+            None,
+        )
+        hidden, residual = ops.fused_add_rms_norm(self.out(attended), x, self.norm, 1e-6)
+        mixed = self.down(ops.activate(self.up(hidden), "silu", True))
+        if self.writes:
+            mixed.mul_(2)
+        hidden = ops.rms_norm(mixed + residual, self.norm, 1e-6)
+        logits = self.head(hidden.index_select(0, ends))
+        if self.writes:
+            logits.mul_(2)
+        return logits, hidden
+
+
+class BatchedModel(Model):
+    """A model whose layers keep a batch axis [1, L, H], as vLLM's Transformers backend has it."""
+
+    def __init__(self, drop: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.drop = drop
+
+    def forward(
+        self, x: Tensor, starts: Tensor, tables: Tensor, ends: Tensor
+    ) -> tuple[Tensor, ...]:
+        _, rows = super().forward(x, starts, tables, ends)
+        batched = rows.unsqueeze(0) + x.unsqueeze(0)
+        hidden = self.drop(batched + batched)
+        return self.head(hidden.index_select(0, ends)), hidden
+
+
+def inputs() -> dict[str, Tensor]:
+    return {
+        "x": torch.randn(TOKENS, WIDTH),
+        "starts": torch.zeros(1, 1, dtype=torch.int32),
+        "tables": torch.ones(1, 1, dtype=torch.int32),
+        "ends": torch.tensor([24, 30, 11]),
+    }
+
+
+def lowered(model: Model, step: dict[str, Tensor]) -> tuple[Program, TensorTable]:
+    table = TensorTable(torch.ops.rbln_emulator.pack_linear_weight)
+    table.add_model(model)
+    program = capture(model, tuple(step.values()), table, step)
+    return lower_graph(program, pack_linear=True), table
+
+
+def linears(program: Program) -> list[tuple[int, ...]]:
+    graph, rows = program.graph, torch.ops.rbln_emulator.linear.default
+    return [node.args[3] for node in graph.nodes if node.target is rows]
+
+
+@pytest.mark.usefixtures("native_kernels")
+@torch.inference_mode()
+def test_rows_of_logits_are_computed_apart() -> None:
+    torch.manual_seed(3)
+    model, step = Model(), inputs()
+    program, table = lowered(model, step)
+    program = Program.from_bytes(program.to_bytes())
+    # What hidden states need comes last.
+    own = [WIDTH, 2 * WIDTH, WIDTH]
+    assert linears(program) == [2 * WIDTH, *own, VOCABULARY, *own]
+    spec = GraphSpec("prefill", TOKENS, prompts=3)
+    tensors = table.resolve_all(program.bindings, step)
+    logits, hidden = model(*step.values())
+    for record in (None, start_recording):
+        graph = EmulatedGraph(spec, program.graph, tensors, record)
+        for useful in (None, None, UsefulRows(31, 2), UsefulRows(31, 2, reads_hidden=False)):
+            outputs = graph.run(useful)
+            count, rows = (2, 31) if useful else (3, TOKENS)
+            torch.testing.assert_close(outputs[0][:count], logits[:count])
+            torch.testing.assert_close(outputs[1][:rows], hidden[:rows])
+            # The same bits as the head over all hidden states.
+            picked = outputs[1][step["ends"][:count]]
+            packed = table.resolve_all(["packed:head.weight"], {})[0]
+            whole = torch.ops.rbln_emulator.linear(picked, packed, None, VOCABULARY)
+            assert torch.equal(outputs[0][:count], whole)
+    # Hidden states that are not read are not computed.
+    hidden = graph.run()[1].zero_()
+    graph.run(UsefulRows(TOKENS, 3, reads_hidden=False))
+    assert not hidden.any()
+    torch.testing.assert_close(graph.run(UsefulRows(TOKENS, 3))[0], logits)
+    assert hidden.any()
+
+
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda x: x[0],
+        lambda x: x[0, ...],
+        lambda x: x[:, :, :][0],
+        lambda x: x.squeeze(0),
+        lambda x: x.flatten(0, 1),
+    ],
+)
+@torch.inference_mode()
+def test_rows_behind_a_dropped_batch_axis_are_gathered(drop: Callable[[Tensor], Tensor]) -> None:
+    model, step = BatchedModel(drop), inputs()
+    program, table = lowered(model, step)
+    tensors = table.resolve_all(program.bindings, step)
+    logits, hidden = model(*step.values())
+    graph = EmulatedGraph(
+        GraphSpec("prefill", TOKENS, prompts=3), program.graph, tensors, start_recording
+    )
+    for useful in (None, UsefulRows(31, 2), UsefulRows(31, 2, reads_hidden=False)):
+        outputs = graph.run(useful)
+        count = 2 if useful else 3
+        torch.testing.assert_close(outputs[0][:count], logits[:count])
+    torch.testing.assert_close(outputs[1][:31], hidden[:31])
+
+
+@pytest.mark.usefixtures("native_kernels")
+@torch.inference_mode()
+def test_a_tensor_that_is_written_keeps_all_rows_together() -> None:
+    model, step = Model(writes=True), inputs()
+    program, table = lowered(model, step)
+    assert linears(program) == [2 * WIDTH, WIDTH, 2 * WIDTH, WIDTH, VOCABULARY]
+    tensors = table.resolve_all(program.bindings, step)
+    graph = EmulatedGraph(
+        GraphSpec("prefill", TOKENS, prompts=3), program.graph, tensors, start_recording
+    )
+    logits, _ = model(*step.values())
+    for _ in range(2):
+        outputs = graph.run(UsefulRows(TOKENS, 3, reads_hidden=False))
+        torch.testing.assert_close(outputs[0], logits)
+        outputs[0].zero_()
+
+
+# ----------------------------------------------------------------------------------------- recorder
+# A recorded run, made again, computes from what its inputs hold now.
+
+
+OPS = torch.ops.rbln_emulator
+
+
+@pytest.fixture
+def recorder_kernels(tmp_path: Path) -> Iterator[None]:
+    load_kernels(share_kernels(tmp_path), "native")
+    yield
+    set_threads(1)
+
+
+def computation(x: Tensor, weight: Tensor, packed: Tensor, store: Tensor) -> tuple[Tensor, ...]:
+    """Native ops, views, copies, writes in place, operators with and without an out variant."""
+    hidden = OPS.rms_norm(x, weight, 1e-6)
+    hidden = OPS.linear(hidden.view(-1, 8), packed, None, 12)
+    first, second = hidden.split([8, 4], dim=-1)
+    total, residual = OPS.fused_add_rms_norm(first, x, weight, 1e-6)
+    store[0].copy_(residual[0])
+    scaled = x.new_empty(3, 8)
+    scaled.view(-1).copy_((total * 2 + second.sum()).reshape(-1))
+    turned = scaled.t().contiguous().reshape(3, 8)
+    # A native op over rows that must be copied together first.
+    strided = OPS.rms_norm(
+        turned.t()[:3].t()[:, :3].unsqueeze(0).permute(2, 1, 0), weight[:1], 1e-6
+    )
+    return torch.softmax(turned, -1), strided, residual
+
+
+def graph_over(*tensors: Tensor, recorded: bool) -> EmulatedGraph:
+    graph = fx.symbolic_trace(computation).graph
+    return EmulatedGraph(
+        GraphSpec("decode", 3), graph, tensors, start_recording if recorded else None
+    )
+
+
+def recorder_inputs() -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    packed = OPS.pack_linear_weight(torch.randn(12, 8))
+    return torch.randn(3, 8), torch.randn(8), packed, torch.zeros(2, 8)
+
+
+@pytest.mark.usefixtures("recorder_kernels")
+def test_later_runs_compute_what_an_interpreted_run_computes() -> None:
+    recorded, interpreted = recorder_inputs(), recorder_inputs()
+    graph = graph_over(*recorded, recorded=True)
+    other = graph_over(*interpreted, recorded=False)
+    for seed in range(4):
+        values = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
+        recorded[0].copy_(values)
+        interpreted[0].copy_(values)
+        with torch.inference_mode():
+            pairs = zip(graph.run(), other.run(), strict=True)
+            assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        assert torch.equal(recorded[3], interpreted[3])
+    assert len(graph._steps) > 3
+
+
+@pytest.mark.usefixtures("recorder_kernels")
+def test_a_graph_prepared_without_computing_runs_like_any_other() -> None:
+    prepared, interpreted = recorder_inputs(), recorder_inputs()
+    graph = graph_over(*prepared, recorded=True)
+    prepared[0].fill_(torch.nan)
+    graph.prepare()
+    assert graph._steps
+    prepared[0].copy_(interpreted[0])
+    expected = graph_over(*interpreted, recorded=False).run()
+    assert all(torch.equal(x, y) for x, y in zip(graph.run(), expected, strict=True))
+
+
+@pytest.mark.usefixtures("recorder_kernels")
+def test_runs_write_to_the_same_memory() -> None:
+    graph = graph_over(*recorder_inputs(), recorded=True)
+    first = [output.data_ptr() for output in graph.run()]
+    assert [output.data_ptr() for output in graph.run()] == first
+
+
+@pytest.mark.usefixtures("recorder_kernels")
+def test_two_graphs_in_one_arena_do_not_disturb_each_other() -> None:
+    a, b = recorder_inputs(), recorder_inputs()
+    b[0].mul_(3)
+    graphs = [graph_over(*tensors, recorded=True) for tensors in (a, b)]
+    expected = [graph_over(*t, recorded=False).run() for t in (a, b)]
+    for _ in range(2):
+        for graph, values in zip(graphs, expected, strict=True):
+            outputs = graph.run()
+            assert all(torch.equal(x, y) for x, y in zip(outputs, values, strict=True))
+
+
+def chunk_layer(
+    x: Tensor, weight: Tensor, packed: Tensor, ends: Tensor, slots: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor, ...]:
+    """Kernels over tokens and heads of a chunk, and over the last row of each prompt."""
+    hidden = OPS.rms_norm(x, weight, 1e-6)
+    hidden = OPS.rms_norm(hidden.view(-1, 2, 4), weight[:4], 1e-6).view(-1, 8)
+    wide = OPS.linear(hidden, packed, None, 12)
+    OPS.add_lora_(wide, hidden, slots, a, [b], 2, [12])
+    gated = OPS.activate(wide, "silu", False)
+    total, residual = OPS.fused_add_rms_norm(gated[:, :8].contiguous(), x, weight, 1e-6)
+    return total, residual, OPS.linear(total.index_select(0, ends), packed, None, 12)
+
+
+@pytest.mark.usefixtures("recorder_kernels")
+@torch.inference_mode()
+def test_kernels_skip_rows_of_padding() -> None:
+    torch.manual_seed(2)
+    packed = OPS.pack_linear_weight(torch.randn(12, 8))
+    a, b = (OPS.pack_linear_weight(torch.randn(*shape))[None] for shape in ((2, 8), (12, 2)))
+    x, weight = torch.randn(40, 8), torch.randn(8)
+    ends, slots = torch.tensor([3, 24, 30]), torch.zeros(1, dtype=torch.int32)
+    graph = EmulatedGraph(
+        GraphSpec("prefill", 40, prompts=3),
+        fx.symbolic_trace(chunk_layer).graph,
+        (x, weight, packed, ends, slots, a, b),
+        start_recording,
+    )
+    expected = [output.clone() for output in graph.run()]
+    # Rows that are computed from padding are NaN.
+    x[25:] = torch.nan
+    for count in (2, 0):
+        for output in graph.run():
+            output.zero_()
+        outputs = graph.run(UsefulRows(25, count))
+        for output, whole, rows in zip(outputs, expected, (25, 25, count), strict=True):
+            assert torch.equal(output[:rows], whole[:rows])
+            assert not output[rows:].isnan().any()
+        ends.fill_(30)
+    # The next run computes all of them.
+    assert graph.run()[0][25:].isnan().all()
+
+
+def rotate(positions: Tensor, q: Tensor, table: Tensor) -> tuple[Tensor, ...]:
+    return (OPS.rotary_embedding(positions, q, q, table, 8, True)[0],)
+
+
+@pytest.mark.usefixtures("recorder_kernels")
+def test_a_repeated_call_checks_its_arguments_again() -> None:
+    positions = torch.zeros(3, dtype=torch.int64)
+    graph = EmulatedGraph(
+        GraphSpec("decode", 3),
+        fx.symbolic_trace(rotate).graph,
+        (positions, torch.randn(3, 16), torch.randn(5, 8)),
+        start_recording,
+    )
+    graph.run()
+    positions[1] = 5
+    with pytest.raises(RuntimeError, match="position 5 is outside the rotary cache of 5"):
+        graph.run()
+
+
+@pytest.mark.usefixtures("recorder_kernels")
+def test_a_graph_that_reads_values_stays_interpreted() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    total = graph.call_method("item", (graph.call_method("sum", (x,)),))
+    graph.output((graph.call_function(torch.mul, (x, total)),))
+    values = torch.ones(2)
+    compiled = EmulatedGraph(GraphSpec("decode", 1), graph, (values,), start_recording)
+    assert compiled.run()[0].tolist() == [2.0, 2.0]
+    values.fill_(2)
+    assert compiled.run()[0].tolist() == [8.0, 8.0]
