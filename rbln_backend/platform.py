@@ -175,7 +175,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def get_punica_wrapper(cls) -> str:
-        return "rbln_backend.lora.punica.RblnPunicaWrapper"
+        return "rbln_backend.lora.layers.RblnPunicaWrapper"
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:

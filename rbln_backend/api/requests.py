@@ -10,6 +10,11 @@ from rbln_backend.config import (
     PROMPT_PROGRESS,
     QUEUE_TIMEOUT,
 )
-from rbln_backend.lora.adapter_files import TensorName, check_config, check_modules, check_tensors
-from rbln_backend.lora.target import Target
+from rbln_backend.lora.adapter_files import (
+    Target,
+    TensorName,
+    check_config,
+    check_modules,
+    check_tensors,
+)
 from rbln_backend.speculation.drafter import EXTRA_ARGS, Prediction

@@ -10,14 +10,11 @@ from torch import Tensor, nn
 
 from rbln_backend.devices.port import Compiler
 from rbln_backend.errors import AdapterError
-from rbln_backend.lora.adapter_files import adapter_digests
-from rbln_backend.lora.adapter_reader import AdapterReader, PackedAdapter
+from rbln_backend.lora.adapter_files import Target, adapter_digests
+from rbln_backend.lora.adapter_reader import AdapterReader, PackedAdapter, Staging, State
+from rbln_backend.lora.layers import RblnPunicaWrapper
 from rbln_backend.lora.model_manager import RblnLoraModelManager
-from rbln_backend.lora.punica import RblnPunicaWrapper
-from rbln_backend.lora.row_input import RowInput, SlotMask, SlotNumbers
-from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER, Slots
-from rbln_backend.lora.staging import Staging, State
-from rbln_backend.lora.target import Target
+from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER, RowInput, SlotMask, SlotNumbers, Slots
 from rbln_backend.vllm_compat.lora import LoRARequest, LRUCache
 from rbln_backend.vllm_compat.surface import CachedRequestState, VllmConfig, configured
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,26 +11,60 @@ from torch import Tensor, nn
 from rbln_backend.collectives import groups
 from rbln_backend.devices.port import Compiler
 from rbln_backend.limits import LORA_MODEL
-from rbln_backend.lora.adapted import Adapted, AdaptedLinear
-from rbln_backend.lora.expert_layer import (
+from rbln_backend.lora.adapter_files import Target
+from rbln_backend.lora.experts import (
+    AdaptedExperts,
     ExpertLayer,
-    Matrix,
+    ExpertSizes,
     adaptable_experts,
     expert_names,
 )
-from rbln_backend.lora.experts import AdaptedExperts
-from rbln_backend.lora.lm_head import AdaptedHead, RblnLogitsProcessor, lm_heads
-from rbln_backend.lora.punica import RblnPunicaWrapper
-from rbln_backend.lora.slot_stack import MatrixStack, SlotStack
-from rbln_backend.lora.target import Target
+from rbln_backend.lora.layers import (
+    Adapted,
+    AdaptedHead,
+    AdaptedLinear,
+    RblnLogitsProcessor,
+    RblnPunicaWrapper,
+    lm_heads,
+)
+from rbln_backend.lora.slots import MatrixStack, SlotStack
 from rbln_backend.vllm_compat.lora import (
     BaseLayerWithLoRA,
     BaseLinearLayerWithLoRA,
+    LoRAConfig,
     LoRAModel,
     LoRAModelManager,
-    MoERunner,
     adaptable_modules,
+    is_in_target_modules,
 )
+
+
+def slot_bytes(
+    model: nn.Module, lora: LoRAConfig, item_bytes: int, *, linear_only: bool = False
+) -> int:
+    """Bytes of ``max_loras`` slots over all layers that adapters may change.
+
+    ``model`` need have no weights; edges that are filled up are left out. ``linear_only``: without
+    experts and heads, as on an NPU.
+    """
+    rank, packed = lora.max_lora_rank, getattr(model, "packed_modules_mapping", None)
+    sizes = {name: _of_linear(model.get_submodule(name), rank) for name in adaptable_modules(model)}
+    for name, runner in () if linear_only else adaptable_experts(model):
+        sizes[name] = ExpertSizes.of(runner).elements(rank)
+    for name, _, head in () if linear_only else lm_heads(model):
+        sizes[name] = rank * (head.embedding_dim + head.num_embeddings_per_partition)
+    wanted = (
+        size
+        for name, size in sizes.items()
+        if is_in_target_modules(name, lora.target_modules, packed)
+    )
+    return sum(wanted) * lora.max_loras * item_bytes
+
+
+def _of_linear(layer: Any, rank: int) -> int:
+    outputs = getattr(layer, "output_sizes", None) or [layer.output_size]
+    elements: int = len(outputs) * layer.input_size + sum(outputs)
+    return elements * rank
 
 
 class RblnLoraModelManager(LoRAModelManager):
@@ -78,16 +112,13 @@ class RblnLoraModelManager(LoRAModelManager):
 
         Its modules are among ``targets``. Runs in any thread. Raises ``AdapterError``.
         """
-        self._turn_heads(adapter)
-        self._create_merged_loras_inplace(adapter)
-        images = {name: layer.image(adapter) for name, layer in self.layers.items()}
-        return {name: image for name, image in images.items() if image is not None}
-
-    def _turn_heads(self, adapter: LoRAModel) -> None:
-        """Order the outputs of q and k as Llama-4's loader orders those of the weights."""
+        # Llama-4's loader orders the outputs of q and k like this.
         turn: Any = getattr(self.model, "permute_qk_weight_for_rotary", None)
         for name, weights in adapter.loras.items() if turn is not None else ():
             _, weights.lora_b = turn(f"{name}.weight", weights.lora_b)
+        self._create_merged_loras_inplace(adapter)
+        images = {name: layer.image(adapter) for name, layer in self.layers.items()}
+        return {name: image for name, image in images.items() if image is not None}
 
     def write(self, slot: int, images: dict[str, Any]) -> None:
         """Put an adapter into ``slot`` of every layer."""
@@ -97,19 +128,23 @@ class RblnLoraModelManager(LoRAModelManager):
     def _create_lora_modules(self) -> None:
         self._adaptable = frozenset(adaptable_modules(self.model))
         self.supported_lora_modules = sorted({name.rpartition(".")[2] for name in self._adaptable})
-        experts = [pair for pair in self._experts() if self._is_wanted(pair[0])]
+        on_host, experts = self._compiler.capabilities.runs_on_host, []
+        if on_host:
+            experts = [pair for pair in adaptable_experts(self.model) if self._is_wanted(pair[0])]
         # Some models name them after their parameters, which wrapping renames.
         names = expert_names(self.model) if experts else {}
         super()._create_lora_modules()  # type: ignore[no-untyped-call]
-        # Upstream's layers for these are made for its own kernels.
-        self._adapt_experts(experts, names)
-        if self._compiler.capabilities.runs_on_host:
-            self._adapt_heads()
-
-    def _experts(self) -> list[tuple[str, MoERunner]]:
-        """Return the layers of experts that adapters may change; none on an NPU."""
-        on_host = self._compiler.capabilities.runs_on_host
-        return adaptable_experts(self.model) if on_host else []
+        # Upstream's layers for experts are made for its own kernels.
+        for name, runner in experts:
+            layer = ExpertLayer(name, runner, names)
+            adapted = AdaptedExperts(layer, self._source(name), self._allocate)
+            method: Any = runner.routed_experts.quant_method
+            method.experts.adapters = adapted
+            self._add_layer(name, adapted, layer.targets())
+        for name, processor, head in lm_heads(self.model) if on_host else ():
+            if self._is_wanted(name) and isinstance(processor, RblnLogitsProcessor):
+                processor.adapters = AdaptedHead(name, head, self._source(name), self._allocate)
+                self._add_layer(name, processor.adapters, processor.adapters.targets())
 
     def _match_target_modules(self, module_name: str) -> bool:
         # Upstream asks nothing else of a module where --lora-target-modules chooses.
@@ -125,32 +160,15 @@ class RblnLoraModelManager(LoRAModelManager):
         super()._register_packed_modules(module_full_name)
         layer = self.layers[module_full_name]
         assert isinstance(layer, AdaptedLinear)
-        whole = layer.whole
+        inputs, outputs = layer.whole()
         parts = self.packed_modules.get(module_full_name)
         if parts is None:
-            self.targets[module_full_name] = Target.linear(whole.inputs, sum(whole.outputs))
-        elif len(parts) == len(whole.outputs):
-            for part, outputs in zip(parts, whole.outputs, strict=True):
-                self.targets[part] = Target.linear(whole.inputs, outputs)
+            self.targets[module_full_name] = Target.linear(inputs, sum(outputs))
+        elif len(parts) == len(outputs):
+            for part, size in zip(parts, outputs, strict=True):
+                self.targets[part] = Target.linear(inputs, size)
 
-    def _adapt_experts(
-        self, found: Iterable[tuple[str, MoERunner]], names: Mapping[str, Matrix]
-    ) -> None:
-        for name, runner in found:
-            layer = ExpertLayer(name, runner, names)
-            adapted = AdaptedExperts(layer, self._source(name), self._allocate)
-            experts: Any = runner.routed_experts.quant_method
-            experts.experts.adapters = adapted
-            self._adapted(name, adapted, layer.targets())
-
-    def _adapt_heads(self) -> None:
-        for name, processor, head in lm_heads(self.model):
-            if self._is_wanted(name) and isinstance(processor, RblnLogitsProcessor):
-                adapted = AdaptedHead(name, head, self._source(name), self._allocate)
-                processor.adapters = adapted
-                self._adapted(name, adapted, adapted.targets())
-
-    def _adapted(self, name: str, layer: Adapted, targets: dict[str, Target]) -> None:
+    def _add_layer(self, name: str, layer: Adapted, targets: dict[str, Target]) -> None:
         self.layers[name] = layer
         self.targets |= targets
         self.supported_lora_modules.append(name.rpartition(".")[2])

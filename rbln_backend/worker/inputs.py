@@ -15,8 +15,7 @@ from torch import Tensor
 from rbln_backend.core import GraphSpec, StepBatch
 from rbln_backend.layers.attention import EncoderMetadata, RblnAttentionMetadata
 from rbln_backend.layers.moe import TOKENS_MASK
-from rbln_backend.lora.row_input import RowInput
-from rbln_backend.lora.slots import INPUT_NAME
+from rbln_backend.lora.slots import INPUT_NAME, RowInput
 from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.group_inputs import GroupInputs, IntArray, KvGroup, by_layer
 

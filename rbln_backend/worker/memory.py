@@ -145,7 +145,7 @@ def _lora_bytes(preflight: Preflight) -> int:
     if lora is None:
         return 0
     # vLLM's part of it takes a while to import.
-    from rbln_backend.lora.memory import slot_bytes
+    from rbln_backend.lora.model_manager import slot_bytes
 
     model, item_bytes = preflight.skeleton.model, preflight.skeleton.item_bytes
     on_host = preflight.capabilities.runs_on_host

@@ -428,6 +428,6 @@ def install_latent_layers(config: VllmConfig) -> None:
 def install_adapted_layers(config: VllmConfig) -> None:
     """Install the layers that adapters need, before the model is made."""
     if config.lora_config is not None:
-        from rbln_backend.lora.lm_head import install_logits_processor
+        from rbln_backend.lora.layers import install_logits_processor
 
         install_logits_processor()

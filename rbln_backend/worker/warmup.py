@@ -15,8 +15,7 @@ from rbln_backend.core import GraphSpec
 from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.graphs.program import Program
 from rbln_backend.limits import LORA_UNPROVEN
-from rbln_backend.lora.slot_stack import LayerImage
-from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER
+from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER, LayerImage
 from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.reports.progress import ProgressWriter
 from rbln_backend.worker.device_sampler import DeviceSampler, sampler_specs

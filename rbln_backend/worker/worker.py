@@ -84,8 +84,8 @@ from rbln_backend.worker.runner import RblnModelRunner
 from rbln_backend.worker.weights import CompleteLoader
 
 if TYPE_CHECKING:
+    from rbln_backend.lora.adapter_files import Target
     from rbln_backend.lora.adapters import Adapters
-    from rbln_backend.lora.target import Target
     from rbln_backend.worker.transfers import TransferRunner
 
 logger = init_logger(__name__)

@@ -210,8 +210,7 @@ def _adapt_wrongly(how: str) -> None:
     from torch import nn
 
     from rbln_backend.devices.rebel.memory import Moved
-    from rbln_backend.lora.row_input import SlotMask
-    from rbln_backend.lora.slot_stack import MatrixStack
+    from rbln_backend.lora.slots import MatrixStack, SlotMask
 
     fill, write, resident = SlotMask.fill, MatrixStack.write, Moved.resident
 

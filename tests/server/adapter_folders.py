@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from rbln_backend.lora.target import Target
+from rbln_backend.lora.adapter_files import Target
 
 TARGETS: Mapping[str, Target] = {
     f"model.layers.{layer}.{module}": shape

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from rbln_backend.lora.target import Target
+from rbln_backend.lora.adapter_files import Target
 from server.errors import InternalError, ModelNotFoundError
 from server.frontend import ParsedRequest
 from server.lora.folder import ServedModel

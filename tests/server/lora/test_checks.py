@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rbln_backend.lora.target import Shape, Target
+from rbln_backend.lora.adapter_files import Shape, Target
 from server.errors import InvalidAdapterError
 from server.lora.folder import MAX_HEADER_BYTES, ServedModel, check_fit, read_folder, short_name
 from tests.server.adapter_folders import PREFIX, TARGETS, write_adapter
