@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rbln_backend.buckets import room_of
@@ -131,7 +132,7 @@ class StepBatch:
     """Requests that prefill one prompt token in a decode step, in rows behind ``input_batch``:
     nothing is sampled for them."""
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Requests of the step."""
         return self.num_reqs + len(self.decode_prefill)
@@ -186,35 +187,23 @@ class StepOutputs:
     def __init__(
         self, outputs: Sequence[Tensor], arrange: Callable[[Any], Any] | None = None
     ) -> None:
-        """``arrange`` brings an output [rows, ...] in host memory into the scheduler's order."""
-        self._outputs, self._arrange = outputs, arrange
+        """``outputs``: as the graph has them.
+
+        ``arrange`` brings one [rows, ...] in host memory into the scheduler's order; None: it is.
+        """
+        self.outputs, self.arrange = outputs, arrange
 
     def __getitem__(self, number: int) -> Tensor:
-        output: Tensor = self.arranged(self._outputs[number].cpu())
+        output: Tensor = self.arranged(self.outputs[number].cpu())
         return output
-
-    def of_rows(self, number: int, count: int, function: Callable[[Tensor], Any]) -> Any:
-        """Return what ``function`` makes of the first ``count`` rows of an output, [count, ...].
-
-        It gets the output as the graph has it and returns an array [rows, ...], of which the rows
-        are brought into the scheduler's order.
-        """
-        made = function(self._outputs[number])
-        if len(made) != count:
-            made = made[:count]
-        return self.arranged(made)
-
-    def on_device(self, number: int) -> Tensor:
-        """Return an output [rows, ...] as the graph has it, for ``arranged``."""
-        return self._outputs[number]
 
     def arranged(self, values: Any) -> Any:
         """Return ``values`` [rows, ...], in the graph's order, in the scheduler's order."""
-        return values if self._arrange is None else self._arrange(values)
+        return values if self.arrange is None else self.arrange(values)
 
     def cloned(self) -> StepOutputs:
         """Return copies, which another run does not overwrite."""
-        return StepOutputs([output.clone() for output in self._outputs], self._arrange)
+        return StepOutputs([output.clone() for output in self.outputs], self.arrange)
 
 
 class StepResult(NamedTuple):

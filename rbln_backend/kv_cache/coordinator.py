@@ -49,8 +49,12 @@ class RblnKvCoordinator(KVCacheCoordinator):
         self.windows = [m for m in managers if isinstance(m, WindowManager)]
         self.appended = [m for m in managers if isinstance(m, AppendedWindowManager)]
         self._enable_caching = bool(options["enable_caching"])
-        self._hit_tokens: dict[str, int] = {}
-        self._unwritten: set[BlockHash] = set()
+        self.hit_tokens: dict[str, int] = {}
+        """Tokens that prefix hits saved, by kind of hit: ``block`` and ``sub_block``, or ``window``
+        for a model with window layers alone. Whoever counts them clears it."""
+        self.unwritten: set[BlockHash] = set()
+        """Prefixes that the step being scheduled computes: no hits in the same step. Heads of
+        blocks and windows are copied before a step, and logged after it."""
         self.on_cached: Callable[[Request, int], None] | None = None
         """Called with a request and its tokens whose KV is in the cache after the step."""
 
@@ -80,7 +84,11 @@ class RblnKvCoordinator(KVCacheCoordinator):
         if not self._enable_caching:
             return found, 0
         unit = self.block_pool.hash_block_size
-        hit = self._written(block_hashes[: max_tokens // unit]) * unit
+        hashes = block_hashes[: max_tokens // unit]
+        hit = len(hashes) * unit
+        if self.unwritten:
+            found_at = (n for n, prefix in enumerate(hashes) if prefix in self.unwritten)
+            hit = next(found_at, len(hashes)) * unit
         for manager in self.paged:
             blocks, length = manager.find_longest_cache_hit(
                 block_hashes=block_hashes,
@@ -124,20 +132,6 @@ class RblnKvCoordinator(KVCacheCoordinator):
             blocks += sum(window.get_num_blocks_to_allocate("") for window in self.windows)
         return blocks
 
-    def will_write(self, prefixes: Iterable[BlockHash]) -> None:
-        """Exclude prefixes that the step being scheduled computes from hits in the same step.
-
-        Heads of blocks and windows are copied before a step, and logged after it.
-        """
-        self._unwritten.update(prefixes)
-
-    def _written(self, block_hashes: Sequence[BlockHash]) -> int:
-        """Return the number of prefixes before the first that is still to be computed."""
-        if not self._unwritten:
-            return len(block_hashes)
-        found = (n for n, prefix in enumerate(block_hashes) if prefix in self._unwritten)
-        return next(found, len(block_hashes))
-
     def _shorten_to_windows(self, block_hashes: Sequence[BlockHash], hit: int) -> int:
         """Return the longest prefix, up to ``hit`` tokens, that every window group can resume."""
         previous = -1
@@ -163,20 +157,19 @@ class RblnKvCoordinator(KVCacheCoordinator):
             num_external_computed_tokens,
         )
         if any(new_computed_blocks):
-            self._count_hit(num_local_computed_tokens)
-
-    def _count_hit(self, num_tokens: int) -> None:
-        in_blocks = (*self.paged, *self.appended)
-        if not in_blocks:
-            self._add_hit("window", num_tokens)
-            return
-        in_head = num_tokens % in_blocks[0].block_size
-        self._add_hit("sub_block", in_head)
-        self._add_hit("block", num_tokens - in_head)
+            counts = self.hit_tokens
+            in_blocks = (*self.paged, *self.appended)
+            tokens = num_local_computed_tokens
+            if in_blocks:
+                in_head = tokens % in_blocks[0].block_size
+                counts["sub_block"] = counts.get("sub_block", 0) + in_head
+                counts["block"] = counts.get("block", 0) + tokens - in_head
+            else:
+                counts["window"] = counts.get("window", 0) + tokens
 
     def take_transfers(self) -> WindowTransfers:
         """Return the window transfers of the step just scheduled, and start collecting anew."""
-        self._unwritten.clear()
+        self.unwritten.clear()
         transfers = WindowTransfers()
         for window in self.windows:
             taken = window.take_transfers()
@@ -189,20 +182,6 @@ class RblnKvCoordinator(KVCacheCoordinator):
         managers = self.single_type_managers
         sharing = (m for m in managers if isinstance(m, HeadSharingManager))
         return [copy for manager in sharing for copy in manager.take_head_copies()]
-
-    def take_hit_tokens(self) -> dict[str, int]:
-        """Return the tokens that prefix hits saved since the last call, by kind of hit.
-
-        Kinds: ``block`` and ``sub_block``, or ``window`` for a model with window layers alone.
-        """
-        if not (taken := self._hit_tokens):
-            return taken
-        self._hit_tokens = {}
-        return taken
-
-    def _add_hit(self, kind: str, num_tokens: int) -> None:
-        if num_tokens:
-            self._hit_tokens[kind] = self._hit_tokens.get(kind, 0) + num_tokens
 
     def reset_prefix_cache(self) -> bool:
         if not super().reset_prefix_cache():
@@ -402,7 +381,7 @@ class RblnKvCacheManager(KVCacheManager):
             start = request.num_computed_tokens + num_new_computed_tokens
             end = start + num_new_tokens
             places = slice(start // self._unit, end // self._unit)
-            self.ours.will_write(request.block_hashes[places])
+            self.ours.unwritten.update(request.block_hashes[places])
             if num_new_computed_tokens:
                 self._events.report_reuse(request, num_new_computed_tokens)
         return allocated

@@ -8,7 +8,7 @@ processor's caches, so that every object that a step does not touch saves time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rbln_backend.config import NO_TOKEN
 from rbln_backend.kv_cache.coordinator import RblnKvCacheManager
@@ -71,11 +71,23 @@ class PlainDecode:
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the output of the next step if it is plain, else None, with nothing changed."""
-        running = self._requests
-        if not running or running != self._scheduler.running or self._may_change():
+        running, scheduler = self._requests, self._scheduler
+        if not running or running != scheduler.running:
             return None
-        if any(request.num_tokens != request.num_computed_tokens + 1 for request in running):
+        if (
+            scheduler.finished_req_ids
+            or scheduler.reset_preempted_req_ids
+            or scheduler._pause_state is not PauseState.UNPAUSED
+        ):
             return None
+        if len(running) < scheduler.max_num_running_reqs and (
+            scheduler.waiting or scheduler.skipped_waiting
+        ):
+            # A request may be admitted.
+            return None
+        for request in running:
+            if len(request._all_token_ids) != request.num_computed_tokens + 1:
+                return None
         unit = self._unit
         # Every block and every page begins and ends at a multiple of the unit.
         edges = [r for r in running if not 0 < r.num_computed_tokens % unit < unit - 1]
@@ -86,18 +98,15 @@ class PlainDecode:
             return None
         taken = {request.request_id: self._allocate(request) for request in edges}
         output = self._output(running, [taken.get(name) for name in self._names])
-        output.new_block_ids_to_zero = self._scheduler._get_new_block_ids_to_zero()
+        output.new_block_ids_to_zero = scheduler._get_new_block_ids_to_zero()
         return output
 
     def update(
-        self,
-        output: SchedulerOutput,
-        result: ModelRunnerOutput,
-        report: Callable[[], EngineCoreOutputs],
+        self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs] | None:
         """Return the outputs of a plain step if no request ends, else None, with nothing changed.
 
-        ``report`` makes an output with the statistics of the step.
+        Only a step with results other than tokens and their log-probabilities is left to vLLM.
         """
         scheduler, running = self._scheduler, self._requests
         if output.num_scheduled_tokens is not self._counts:
@@ -107,26 +116,26 @@ class PlainDecode:
             return None
         if scheduler.grammar_compile_error_reqs or scheduler.finished_req_ids_dict:
             return None
+        if (
+            result.prompt_logprobs_dict
+            or result.pooler_output
+            or result.num_nans_in_logits
+            or result.kv_connector_output
+            or result.ec_connector_output
+            or result.cudagraph_stats
+            or result.routed_experts is not None
+        ):
+            return None
         sampled, rows = result.sampled_token_ids, result.req_id_to_index
         tokens = [sampled[rows[name]] for name in self._names]
-        if _has_more(result) or any(len(own) != 1 or own[0] in self._stops for own in tokens):
-            return None
-        made = self._append(running, tokens)
+        for request_tokens in tokens:
+            if len(request_tokens) != 1 or request_tokens[0] in self._stops:
+                return None
+        outputs = self._append(running, tokens)
         if result.logprobs is not None:
-            self._add_logprobs(made, result, result.logprobs)
-        outputs = report()
-        outputs.outputs = made
-        return {running[0].client_index: outputs}
-
-    def _may_change(self) -> bool:
-        """Return whether a request may be admitted, or has ended since the previous step."""
-        scheduler = self._scheduler
-        if scheduler.finished_req_ids or scheduler.reset_preempted_req_ids:
-            return True
-        if scheduler._pause_state is not PauseState.UNPAUSED:
-            return True
-        waits = bool(scheduler.waiting) or bool(scheduler.skipped_waiting)
-        return waits and len(self._requests) < scheduler.max_num_running_reqs
+            self._add_logprobs(outputs, result, result.logprobs)
+        stats = scheduler.make_stats()
+        return {running[0].client_index: EngineCoreOutputs(outputs=outputs, scheduler_stats=stats)}
 
     def _allocate(self, request: Request) -> BlockIds | None:
         """Return the ids of the new blocks of ``request``, by group; None if it needs none."""
@@ -138,10 +147,12 @@ class PlainDecode:
     def _output(self, running: Sequence[Request], blocks: list[BlockIds | None]) -> SchedulerOutput:
         scheduler = self._scheduler
         scheduler.current_step += 1
-        computed = [request.num_computed_tokens for request in running]
-        generated = [request.num_output_tokens for request in running]
+        computed: list[int] = []
+        generated: list[int] = []
         has_grammar = False
         for request in running:
+            computed.append(request.num_computed_tokens)
+            generated.append(len(request._output_token_ids))
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
             if request.structured_output_request is not None:
@@ -246,16 +257,3 @@ def _stop_tokens(request: Request) -> Sequence[int]:
     assert params is not None
     stops = list(params.stop_token_ids or ())
     return stops if params.eos_token_id is None else [*stops, params.eos_token_id]
-
-
-def _has_more(result: ModelRunnerOutput) -> bool:
-    """Return whether a step has results other than tokens and their log-probabilities."""
-    return bool(
-        result.prompt_logprobs_dict
-        or result.pooler_output
-        or result.num_nans_in_logits
-        or result.kv_connector_output
-        or result.ec_connector_output
-        or result.cudagraph_stats
-        or result.routed_experts is not None
-    )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 
+from rbln_backend.core import PageMoves
 from rbln_backend.kv_cache.coordinator import RblnKvCacheManager, RblnKvCoordinator
-from rbln_backend.kv_cache.managers import WindowManager
 from rbln_backend.kv_cache.plan import reuse_unit_of
 from rbln_backend.kv_cache.specs import (
     AppendedWindowSpec,
@@ -14,10 +15,10 @@ from rbln_backend.kv_cache.specs import (
     any_layer_spec,
     window_in,
 )
-from rbln_backend.kv_transfer.tiering import KvTiering, make_tiering
+from rbln_backend.kv_transfer.tiering import make_tiering
 from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
 from rbln_backend.reports.metrics import MetricsBoard
-from rbln_backend.scheduler.steps import with_transfers
+from rbln_backend.scheduler.steps import MovingSchedulerOutput
 from rbln_backend.vllm_compat.surface import (
     BlockHash,
     KVCacheConfig,
@@ -32,6 +33,12 @@ from rbln_backend.vllm_compat.surface import (
     init_logger,
 )
 
+logger = init_logger(__name__)
+
+Hasher = Callable[[Request], list[BlockHash]]
+# Makes the hasher of one request.
+Hashers = Callable[[Request], Hasher]
+
 
 class KvMetrics:
     """Copies the coordinator's counts to the metrics board, once per step."""
@@ -42,87 +49,59 @@ class KvMetrics:
             kind: board.counter("rbln_prefix_hit_tokens_total", kind=kind)
             for kind in ("block", "sub_block", "window")
         }
-        self._windows = [_WindowGauges(board, window) for window in coordinator.windows]
         pool = coordinator.block_pool
         self._paged_used = None
         in_blocks = (*coordinator.paged, *coordinator.appended)
         if in_blocks:
-            group = str(in_blocks[0].kv_cache_group_id)
-            labels = {"group": group, "kind": "paged"}
+            labels = {"group": str(in_blocks[0].kv_cache_group_id), "kind": "paged"}
             board.gauge("rbln_kv_blocks", **labels).set(pool.num_gpu_blocks - 1)
             self._paged_used = board.gauge("rbln_kv_blocks_used", **labels)
             self._paged_used.set(0.0)
+        self._windows = []
+        """Manager, gauge of its blocks and gauge of its log, by window group."""
+        for window in coordinator.windows:
+            group = str(window.kv_cache_group_id)
+            labels = {"group": group, "kind": "window"}
+            board.gauge("rbln_kv_blocks", **labels).set(window.num_blocks)
+            board.gauge("rbln_window_log_pages", group=group).set(window.log.num_pages)
+            used = board.gauge("rbln_kv_blocks_used", **labels)
+            logged = board.gauge("rbln_window_log_pages_used", group=group)
+            self._windows.append((window, used, logged))
 
     def update(self) -> None:
-        pool = self._coordinator.block_pool
+        coordinator = self._coordinator
         if self._paged_used is not None:
             # Most steps take no block; with cold caches a store of Python's costs microseconds.
+            pool = coordinator.block_pool
             used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
             if used != self._paged_used.value:
                 self._paged_used.set(used)
-        for gauges in self._windows:
-            gauges.update()
-        for kind, tokens in self._coordinator.take_hit_tokens().items():
-            self._hits[kind].inc(tokens)
-
-
-class _WindowGauges:
-    """Gauges of one window group: its blocks and its log."""
-
-    def __init__(self, board: MetricsBoard, manager: WindowManager) -> None:
-        labels = {"group": str(manager.kv_cache_group_id), "kind": "window"}
-        board.gauge("rbln_kv_blocks", **labels).set(manager.num_blocks)
-        board.gauge("rbln_window_log_pages", group=labels["group"]).set(manager.log.num_pages)
-        self._used = board.gauge("rbln_kv_blocks_used", **labels)
-        self._logged = board.gauge("rbln_window_log_pages_used", group=labels["group"])
-        self._manager = manager
-
-    def update(self) -> None:
-        self._used.set(self._manager.num_blocks_in_use)
-        self._logged.set(self._manager.log.num_used)
-
-
-logger = init_logger(__name__)
-
-Hasher = Callable[[Request], list[BlockHash]]
-# Makes the hasher of one request.
-Hashers = Callable[[Request], Hasher]
+        for window, in_use, logged in self._windows:
+            in_use.set(window.num_blocks_in_use)
+            logged.set(window.log.num_used)
+        if coordinator.hit_tokens:
+            for kind, tokens in coordinator.hit_tokens.items():
+                self._hits[kind].inc(tokens)
+            coordinator.hit_tokens.clear()
 
 
 class PrefixReuse:
     """Extends the prefix cache of vLLM's scheduler: hashes, coordinator, window moves, metrics."""
 
-    def __init__(
-        self,
-        manager: RblnKvCacheManager,
-        hasher: Hashers | None,
-        metrics: KvMetrics,
-        tiers: KvTiering | None,
-    ) -> None:
-        self.manager = manager
-        self.coordinator = manager.ours
-        self.tiers = tiers
-        self._hasher = hasher
-        self._metrics = metrics
-
-    @classmethod
-    def install(
-        cls, scheduler: Scheduler, vllm_config: VllmConfig, board: MetricsBoard
-    ) -> PrefixReuse:
+    def __init__(self, scheduler: Scheduler, vllm_config: VllmConfig, board: MetricsBoard) -> None:
         """Replace the coordinator that upstream chose for ``scheduler``, which holds nothing yet.
 
         Upstream hashes and looks prefixes up in whole blocks, without a window log.
         """
-        rbln, manager = configured(vllm_config), scheduler.kv_cache_manager
-        caches = bool(vllm_config.cache_config.enable_prefix_caching)
+        rbln, cache = configured(vllm_config), vllm_config.cache_config
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
         unit = reuse_unit_of(specs, rbln.sub_block_size or scheduler.block_size)
-        coordinator = RblnKvCoordinator(
+        self.coordinator = RblnKvCoordinator(
             kv_cache_config=scheduler.kv_cache_config,
             max_model_len=scheduler.max_model_len,
             max_in_flight_tokens=vllm_config.max_in_flight_tokens,
             use_eagle=False,
-            enable_caching=caches,
+            enable_caching=bool(cache.enable_prefix_caching),
             enable_kv_cache_events=scheduler.enable_kv_cache_events,
             dcp_world_size=1,
             pcp_world_size=1,
@@ -130,19 +109,16 @@ class PrefixReuse:
             hash_block_size=unit,
             metrics_collector=scheduler.kv_metrics_collector,
         )
-        scheduler.kv_cache_manager = ours = RblnKvCacheManager(manager, coordinator)
-        return cls(
-            ours,
-            hashers(
-                vllm_config.cache_config.prefix_caching_hash_algo,
-                unit,
-                adapter_digests(vllm_config.instance_id),
-            )
-            if caches
-            else None,
-            KvMetrics(board, coordinator),
-            make_tiering(vllm_config, scheduler.kv_cache_config, ours, board),
-        )
+        self.manager = RblnKvCacheManager(scheduler.kv_cache_manager, self.coordinator)
+        scheduler.kv_cache_manager = self.manager
+        self._hasher: Hashers | None = None
+        if cache.enable_prefix_caching:
+            digests = adapter_digests(vllm_config.instance_id)
+            self._hasher = hashers(cache.prefix_caching_hash_algo, unit, digests)
+        self.metrics = KvMetrics(board, self.coordinator)
+        self.tiers = make_tiering(vllm_config, scheduler.kv_cache_config, self.manager, board)
+        self.moves_kv = bool(self.coordinator.windows) or self.tiers is not None
+        """Steps may move KV besides copying heads of blocks."""
 
     def hash(self, request: Request) -> None:
         """Hash a new request at our granularity."""
@@ -152,33 +128,14 @@ class PrefixReuse:
         request.block_hashes.clear()
         request.update_block_hashes()
 
-    def begin(self, num_running: int) -> None:
-        """Place prefixes that tiers have read; steps of ``num_running`` requests get blocks."""
-        if self.tiers is not None:
-            self.tiers.place_pages(self.coordinator.most_blocks(num_running, []))
-
-    def finish(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Add the moves of a scheduled step to its output."""
+    def with_moves(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Return the output of a scheduled step with its moves of KV, the same if it has none."""
         transfers = self.coordinator.take_transfers()
-        if self.tiers is None:
-            return with_transfers(output, transfers)
-        return with_transfers(output, transfers, self.tiers.take_moves())
-
-    def report(self) -> None:
-        """Update the metrics and the tiers after a step."""
-        self._metrics.update()
-        if self.tiers is not None:
-            self.tiers.end_step()
-
-    def clear_tiers(self) -> bool:
-        """Remove every page that the tiers hold of this model; False without tiers."""
-        if self.tiers is not None:
-            self.tiers.clear()
-        return self.tiers is not None
-
-    def close(self) -> None:
-        if self.tiers is not None:
-            self.tiers.close()
+        pages = PageMoves() if self.tiers is None else self.tiers.take_moves()
+        if not transfers and not pages:
+            return output
+        values = {item.name: getattr(output, item.name) for item in fields(output)}
+        return MovingSchedulerOutput(**values, window_transfers=transfers, page_moves=pages)
 
 
 def publish_events(scheduler: Scheduler) -> None:

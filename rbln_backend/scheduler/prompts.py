@@ -25,9 +25,8 @@ from rbln_backend.scheduler.priorities import (
     behind_priority,
     is_background,
 )
-from rbln_backend.scheduler.steps import adapter_fits, is_prefill, merge_reports, needs_chunk
+from rbln_backend.scheduler.steps import is_prefill, needs_chunk
 from rbln_backend.vllm_compat.surface import (
-    EngineCoreOutputs,
     Request,
     Scheduler,
     SchedulerOutput,
@@ -250,17 +249,6 @@ class PromptScheduler(Scheduler):
         assert not output.num_scheduled_tokens, "a request with offered blocks was computed"
         return output
 
-    def _with_blocks(
-        self, output: SchedulerOutput, requests: SchedulerOutput | None
-    ) -> SchedulerOutput:
-        """Return the step ``output`` with what the ranks have to read and to keep for others."""
-        if self.connector is None:
-            return output
-        if requests is not None:
-            output = merge_reports(requests, output)
-        output.kv_connector_metadata = self.connector.build_connector_meta(output)
-        return output
-
     def _build_kv_connector_meta(
         self, connector: KVConnectorBase_V1, scheduler_output: SchedulerOutput
     ) -> Any:
@@ -272,9 +260,6 @@ class PromptScheduler(Scheduler):
     def _waiting(self) -> Iterable[Request]:
         return chain(self.skipped_waiting, self.waiting)
 
-    def _report(self) -> EngineCoreOutputs:
-        return EngineCoreOutputs(scheduler_stats=self.make_stats())
-
     def reset_prefix_cache(self, *args: bool, **options: bool) -> bool:
         done = super().reset_prefix_cache(*args, **options)
         publish_events(self)
@@ -282,7 +267,9 @@ class PromptScheduler(Scheduler):
 
     def reset_connector_cache(self) -> bool:
         """Remove every page that the KV tiers hold of this model; False without tiers."""
-        return self._reuse.clear_tiers()
+        if self._reuse.tiers is not None:
+            self._reuse.tiers.clear()
+        return self._reuse.tiers is not None
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -452,10 +439,9 @@ class PromptScheduler(Scheduler):
         if self.lora_config is None:
             return []
         running = {r.lora_request.lora_int_id for r in self.running if r.lora_request}
-        limit = self.lora_config.max_loras
-        if len(running) < limit:
+        if len(running) < self.lora_config.max_loras:
             return []
-        return [r for r in self._waiting() if not adapter_fits(adapter_of(r), running, limit)]
+        return [r for r in self._waiting() if adapter_of(r) not in {None, *running}]
 
 
 def chunk_plan(config: VllmConfig, chunks: BucketTable) -> ChunkPlan | None:

@@ -37,7 +37,6 @@ from rbln_backend.scheduler.steps import (
     decode_share,
     forget_known_tokens,
     merge_reports,
-    prefill_block_reason,
 )
 from rbln_backend.vllm_compat.surface import (
     AsyncScheduler,
@@ -69,21 +68,20 @@ class QueueExpiry:
         """``limit_s``: seconds that a request may wait; 0 disables the limit."""
         self._limit_s = limit_s
         self._clock = clock
-        self._due: deque[tuple[float, str]] = deque()
+        self.due: deque[tuple[float, str]] = deque()
+        """Deadlines and ids of requests, also of those that have begun since."""
 
     def add(self, request_id: str, waited_s: float) -> None:
         """Add a request that arrived ``waited_s`` seconds ago, measured on another clock."""
         if self._limit_s:
             waited_s = min(max(waited_s, 0.0), self._limit_s)
-            self._due.append((self._clock() + self._limit_s - waited_s, request_id))
+            self.due.append((self._clock() + self._limit_s - waited_s, request_id))
 
     def take_due(self) -> Iterator[str]:
         """Yield each request id once, after its deadline."""
-        if not self._due:
-            return
         now = self._clock()
-        while self._due and self._due[0][0] <= now:
-            yield self._due.popleft()[1]
+        while self.due and self.due[0][0] <= now:
+            yield self.due.popleft()[1]
 
 
 def never_scheduled(request: Request | None) -> bool:
@@ -156,7 +154,7 @@ class DraftCapacity:
     def cut(self, rows: Rows, blocks: BlockPool) -> None:
         """Drop the drafts that no compiled step checks; drop all where free blocks are too few."""
         decoding = rows.decoding
-        if self._table is NO_DRAFTS or not decoding:
+        if not decoding:
             return
         room = self._max_model_len - max(r.num_computed_tokens for r in rows.visible)
         longest = self._table.longest(len(decoding), room)
@@ -198,8 +196,11 @@ class RblnScheduler(PromptScheduler):
             # Upstream keeps a slot of the context for a sampled token; a prompt that fills the
             # context would wait for it forever (vllm-project/vllm#47971).
             self.num_sampled_tokens_per_step = 0
-        board = _board(vllm_config)
-        self._reuse = PrefixReuse.install(self, vllm_config, board)
+        # Of the engine's one scheduler.
+        run_dir = configured(vllm_config).run_dir
+        name = f"scheduler{vllm_config.parallel_config.data_parallel_index}"
+        board = MetricsBoard(Path(run_dir) if run_dir else None, name)
+        self._reuse = PrefixReuse(self, vllm_config, board)
         self._plain = PlainDecode(self, self._reuse.manager)
         manager = self.structured_output_manager
         pin_backend(manager, vllm_config)
@@ -213,8 +214,10 @@ class RblnScheduler(PromptScheduler):
         self._expiry = QueueExpiry(configured(vllm_config).max_queue_ms / 1000)
         self._expired: list[Request] = []
         self._prompt_reports = PromptReports(board)
-        groups = len(self.kv_cache_config.kv_cache_groups)
-        self._drafts = DraftCapacity(sizes.verify, self.block_size, groups, self.max_model_len)
+        self._drafts: DraftCapacity | None = None
+        if sizes.verify is not NO_DRAFTS:
+            groups = len(self.kv_cache_config.kv_cache_groups)
+            self._drafts = DraftCapacity(sizes.verify, self.block_size, groups, self.max_model_len)
         self._most_partial = configured(vllm_config).max_num_partial_prefills
         self._order = None
         if configured(vllm_config).prefill_policy == "shortest" and self._chunks is not None:
@@ -230,9 +233,14 @@ class RblnScheduler(PromptScheduler):
             self._expiry.add(request.request_id, waited_s=time.time() - request.arrival_time)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self._end_late_requests()
-        self._reuse.begin(len(self.running))
-        requests = self._request_blocks(throttle_prefills)
+        reuse, requests = self._reuse, None
+        if self._expiry.due:
+            self._end_late_requests()
+        if reuse.tiers is not None:
+            # Blocks for the tokens of running requests stay free.
+            reuse.tiers.place_pages(reuse.coordinator.most_blocks(len(self.running), ()))
+        if self.connector is not None:
+            requests = self._request_blocks(throttle_prefills)
         output = self._plain.schedule()
         if output is not None:
             self._decodes_owed = max(0, self._decodes_owed - 1)
@@ -240,8 +248,16 @@ class RblnScheduler(PromptScheduler):
             output = self._schedule_step(throttle_prefills)
             forget_known_tokens(output.scheduled_cached_reqs)
             self._plain.note(output)
-        output = self._with_blocks(self._reuse.finish(output), requests)
-        self._masks.begin(output)
+        if reuse.moves_kv:
+            output = reuse.with_moves(output)
+        else:
+            reuse.coordinator.unwritten.clear()
+        if self.connector is not None:
+            # What the ranks have to read, and to keep for other servers.
+            output = output if requests is None else merge_reports(requests, output)
+            output.kv_connector_metadata = self.connector.build_connector_meta(output)
+        if output.has_structured_output_requests:
+            self._masks.begin(output)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
@@ -251,20 +267,26 @@ class RblnScheduler(PromptScheduler):
 
     def shutdown(self) -> None:
         self._masks.close()
-        self._reuse.close()
+        if self._reuse.tiers is not None:
+            self._reuse.tiers.close()
         super().shutdown()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        outputs = self._plain.update(scheduler_output, model_runner_output, self._report)
+        outputs = self._plain.update(scheduler_output, model_runner_output)
         if outputs is None:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
             if (drafts := drafts_to_check(model_runner_output, self.requests)) is not None:
                 self.update_draft_token_ids(drafts)
-        self._reuse.report()
-        self._prompt_reports.report(scheduler_output, outputs)
-        report_expired(self._expired, outputs)
+        self._reuse.metrics.update()
+        if self._reuse.tiers is not None:
+            self._reuse.tiers.end_step()
+        reports = self._prompt_reports
+        if reports.expected or reports.steps:
+            reports.report(scheduler_output, outputs)
+        if self._expired:
+            report_expired(self._expired, outputs)
         return outputs
 
     def _update_request_with_output(
@@ -344,9 +366,8 @@ class RblnScheduler(PromptScheduler):
         ``behind`` are hidden from the chunk.
         """
         with self._held_back(behind):
-            if self._prefill_block_reason(len(prefilling), decoding) is not None:
-                output = None
-            else:
+            output = None
+            if self._may_prefill(prefilling, decoding):
                 output = self._schedule_prefill(prefilling, throttle_prefills)
         if output is None:
             self._decodes_owed = max(0, self._decodes_owed - 1)
@@ -360,14 +381,17 @@ class RblnScheduler(PromptScheduler):
         # belongs to the decodes, and what the first attempt reported must not be lost.
         return merge_reports(output, self._schedule_decode(throttle_prefills))
 
-    def _prefill_block_reason(self, num_prefilling: int, decoding: Sequence[Request]) -> str | None:
-        return prefill_block_reason(
-            num_prefilling=num_prefilling,
-            num_waiting=len(self.waiting) + len(self.skipped_waiting),
-            num_running=len(self.running),
-            max_num_seqs=self.max_num_running_reqs,
-            decodes_owed=self._decodes_owed > 0 and any(map(can_decode, decoding)),
-        )
+    def _may_prefill(self, prefilling: Sequence[Request], decoding: Sequence[Request]) -> bool:
+        """Return whether this step can be a chunk.
+
+        Not while ``decoding`` requests have not had their steps since the latest chunk: it bounds
+        the time between two tokens of a stream by one chunk.
+        """
+        if self._decodes_owed > 0 and any(map(can_decode, decoding)):
+            return False
+        waits = bool(self.waiting) or bool(self.skipped_waiting)
+        has_slot = len(self.running) < self.max_num_running_reqs
+        return bool(prefilling) or (waits and has_slot)
 
     def _schedule_prefill(
         self, prefilling: list[Request], throttle_prefills: bool
@@ -418,8 +442,9 @@ class RblnScheduler(PromptScheduler):
             most = decode_share(count, self.max_num_running_reqs, self._stages)
             left_out, is_full = rows_of_other_steps(rows, most)
             beginner = None if is_full else beginner
-        step_rows = rows.without(left_out) if left_out else rows
-        self._drafts.cut(step_rows, self.kv_cache_manager.block_pool)
+        if self._drafts is not None:
+            step_rows = rows.without(left_out) if left_out else rows
+            self._drafts.cut(step_rows, self.kv_cache_manager.block_pool)
         if beginner is None:
             return self._schedule_rows(rows, 0, throttle_prefills, left_out)
         others = [request for request in self._waiting() if request is not beginner]
@@ -479,13 +504,6 @@ class RblnScheduler(PromptScheduler):
     def _next_waiting(self) -> Request | None:
         queue = self._select_waiting_queue_for_scheduling()
         return None if queue is None else queue.peek_request()
-
-
-def _board(config: VllmConfig) -> MetricsBoard:
-    """Return the metrics board of the engine's one scheduler."""
-    run_dir = configured(config).run_dir
-    name = f"scheduler{config.parallel_config.data_parallel_index}"
-    return MetricsBoard(Path(run_dir) if run_dir else None, name)
 
 
 class RblnAsyncScheduler(RblnScheduler, AsyncScheduler):

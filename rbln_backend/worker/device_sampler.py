@@ -80,7 +80,7 @@ class DeviceSampler:
 
     def draw(self, outputs: StepOutputs, count: int, metadata: SamplingMetadata) -> list[list[int]]:
         """Return the tokens of the first ``count`` rows of a step, [count, 1]."""
-        logits = outputs.on_device(0)
+        logits = outputs.outputs[0]
         rows, vocab_size = logits.shape
         graph, inputs = self._loaded[rows]
         row_of_request = outputs.arranged(torch.arange(rows))[:count]

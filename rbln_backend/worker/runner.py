@@ -11,22 +11,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rbln_backend.core import Phase, StepBatch, StepOutputs, StepResult, StepRound, UsefulRows
+from rbln_backend.core import (
+    HeadCopy,
+    Phase,
+    StepBatch,
+    StepOutputs,
+    StepResult,
+    StepRound,
+    UsefulRows,
+)
 from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.kv_cache.tensors import KvCaches
-from rbln_backend.scheduler.steps import (
-    head_copies,
-    moves_kv,
-    page_moves,
-    window_transfers,
-    with_drafts,
-)
+from rbln_backend.scheduler.steps import MovingSchedulerOutput, with_drafts
 from rbln_backend.vllm_compat.surface import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
@@ -191,19 +193,22 @@ class StepRunner:
 
     def run(self, scheduled: SchedulerOutput) -> StepResult | None:
         """Run the step's graph; return None when nothing is scheduled."""
-        transfers, pages = window_transfers(scheduled), page_moves(scheduled)
-        self._kv_caches.load_pages(pages.loads)
+        caches = self._kv_caches
+        moves = scheduled if isinstance(scheduled, MovingSchedulerOutput) else None
+        if moves is not None:
+            caches.load_pages(moves.page_moves.loads)
         if scheduled.kv_cache_block_copies:
-            self._kv_caches.copy_heads(head_copies(scheduled))
-        self._kv_caches.restore_windows(transfers)
+            # ``RblnKvCacheManager`` has made them.
+            caches.copy_heads(cast("Sequence[HeadCopy]", scheduled.kv_cache_block_copies))
+        if moves is not None:
+            caches.restore_windows(moves.window_transfers)
         batch = self.batches.apply(scheduled)
-        if batch is None:
-            self._kv_caches.store_pages(pages.stores)
-            return None
-        outputs = self._run_rounds(batch)
-        self._kv_caches.store_windows(transfers)
-        self._kv_caches.store_pages(pages.stores)
-        return StepResult(batch, outputs)
+        result = None if batch is None else StepResult(batch, self._run_rounds(batch))
+        if moves is not None:
+            if result is not None:
+                caches.store_windows(moves.window_transfers)
+            caches.store_pages(moves.page_moves.stores)
+        return result
 
     def run_plain(self, scheduled: SchedulerOutput) -> StepResult | None:
         """Run a decode step that differs from the previous step by its tokens alone.
@@ -214,7 +219,9 @@ class StepRunner:
         plain, filled = self.batches.plain, self._filled
         if plain is None or filled is None or plain.batch is not filled[1] or not self._is_sole:
             return None
-        if moves_kv(scheduled) or not plain.follows(scheduled):
+        if scheduled.kv_cache_block_copies or isinstance(scheduled, MovingSchedulerOutput):
+            return None
+        if not plain.follows(scheduled):
             return None
         step, batch = filled
         plain.advance(scheduled)
@@ -300,12 +307,6 @@ class StepRunner:
         self._metrics.record(step.spec, rows, tokens, time.perf_counter() - started)
         return outputs
 
-    def _wait(self) -> None:
-        """Wait for the end of the latest launch; its time is counted."""
-        late, self._late = self._late, None
-        if late is not None:
-            late.wait()
-
     def _useful(self, batch: StepBatch) -> UsefulRows | None:
         """Return the rows of a graph that a chunk needs; None: all.
 
@@ -314,17 +315,13 @@ class StepRunner:
         if self._ranks is not None:
             return None
         useful = batch.useful
-        if useful is None or not self._is_sole or self._reads_hidden(batch):
+        if useful is None or not self._is_sole or self._part.keeps_hidden:
             return useful
+        for name in batch.input_batch.req_ids[: batch.num_reqs]:
+            params = self.batches.requests[name].sampling_params
+            if params is not None and params.prompt_logprobs is not None:
+                return useful
         return useful._replace(reads_hidden=False)
-
-    def _reads_hidden(self, batch: StepBatch) -> bool:
-        """Return whether a draft model or `prompt_logprobs` may read hidden states."""
-        if self._part.keeps_hidden:
-            return True
-        names = batch.input_batch.req_ids[: batch.num_reqs]
-        params = (self.batches.requests[name].sampling_params for name in names)
-        return any(p is not None and p.prompt_logprobs is not None for p in params)
 
     def _fill(self, step: StepGraph, batch: StepBatch) -> None:
         inputs, requests, count = step.inputs, batch.input_batch, batch.num_reqs
@@ -398,7 +395,8 @@ class RblnModelRunner(StepRunner):
         self._in_flight: StepInFlight | None = None
         self._names: list[str] = []
         self._name_rows: dict[str, int] = {}
-        """Names and rows of the requests of the latest step, as results have them."""
+        """Names and rows of the requests of the latest step in full, and of plain steps after it,
+        as results have them."""
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run the step's graph; return None if it ran, because ``sample_tokens`` has the result.
@@ -426,7 +424,12 @@ class RblnModelRunner(StepRunner):
         if result is None:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch, outputs = result
-        self._take_names(batch)
+        self._names = list(batch.input_batch.req_ids)
+        self._name_rows = dict(batch.input_batch.req_id_to_index)
+        for request in batch.decode_prefill:
+            # All of them share the row behind the last, which has no token and no log-probability.
+            self._names.append(request.req_id)
+            self._name_rows[request.req_id] = batch.num_reqs
         logprobs = self._collect_prompt_logprobs(batch, outputs)
         self._pending = _PendingStep(scheduled, batch, outputs, logprobs, started)
         return None
@@ -453,21 +456,35 @@ class RblnModelRunner(StepRunner):
             step.get_output()
 
     def _end(self, step: _PendingStep, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        if self._late is not None:
-            self._wait()
+        late, self._late = self._late, None
+        if late is not None:
+            # The time of the launch is counted.
+            late.wait()
         batch, drafting, logprobs = step.batch, self._drafting, None
+        token_ids: list[list[int]] | None
         if not batch.samples:
+            token_ids = [[] for _ in range(batch.num_reqs)]
             if drafting is not None:
                 drafting.end_chunk(batch, step.outputs)
-            return self._reply([[] for _ in range(batch.num_reqs)], None, step)
-        token_ids = None if grammar is not None else self._take_picked(batch, step.outputs)
-        if token_ids is None:
-            token_ids, logprobs = self._sample_logits(step, grammar)
-        if drafting is not None:
-            # A request that gets ``NO_TOKEN`` ends, but a draft model may still read it.
-            known = [[max(token, 0) for token in tokens] for tokens in token_ids]
-            drafting.end_step(batch, step.outputs, known, time.perf_counter() - step.started)
-        return self._reply(token_ids, logprobs, step)
+        else:
+            token_ids = None if grammar is not None else self._take_picked(batch, step.outputs)
+            if token_ids is None:
+                token_ids, logprobs = self._sample_logits(step, grammar)
+            if drafting is not None:
+                # A request that gets ``NO_TOKEN`` ends, but a draft model may still read it.
+                known = [[max(token, 0) for token in tokens] for tokens in token_ids]
+                seconds = time.perf_counter() - step.started
+                drafting.end_step(batch, step.outputs, known, seconds)
+        output = ModelRunnerOutput(
+            req_ids=self._names,
+            req_id_to_index=self._name_rows,
+            sampled_token_ids=[*token_ids, []] if batch.decode_prefill else token_ids,
+            logprobs=logprobs,
+            prompt_logprobs_dict=step.prompt_logprobs,
+        )
+        if drafting is not None and drafting.by_step:
+            return with_drafts(output, drafting.take())
+        return output
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Return drafts for the next step; None without speculation or sampled tokens."""
@@ -478,13 +495,11 @@ class RblnModelRunner(StepRunner):
         if batch.phase is Phase.VERIFY:
             return self._verification.take_picked(batch, outputs)
         metadata = batch.input_batch.sampling_metadata
-        if self._picks is not None and self._sampler.takes_largest(metadata):
+        if not self._sampler.takes_logits_alone(metadata):
+            return None
+        if self._picks is not None and metadata.all_greedy:
             token_ids = self._picks(outputs, batch.num_reqs)
-        elif (
-            self._draws is not None
-            and self._sampler.takes_logits_alone(metadata)
-            and self._draws.takes(metadata)
-        ):
+        elif self._draws is not None and self._draws.takes(metadata):
             token_ids = self._draws.draw(outputs, batch.num_reqs, metadata)
         else:
             return None
@@ -531,29 +546,6 @@ class RblnModelRunner(StepRunner):
             if table is not None:
                 collected[request_id] = table
         return collected
-
-    def _take_names(self, batch: StepBatch) -> None:
-        """Set the names and rows of the results of ``batch`` and of plain steps after it."""
-        self._names = list(batch.input_batch.req_ids)
-        self._name_rows = dict(batch.input_batch.req_id_to_index)
-        for request in batch.decode_prefill:
-            # All of them share the row behind the last, which has no token and no log-probability.
-            self._names.append(request.req_id)
-            self._name_rows[request.req_id] = batch.num_reqs
-
-    def _reply(
-        self, token_ids: list[list[int]], logprobs: LogprobsLists | None, step: _PendingStep
-    ) -> ModelRunnerOutput:
-        output = ModelRunnerOutput(
-            req_ids=self._names,
-            req_id_to_index=self._name_rows,
-            sampled_token_ids=[*token_ids, []] if step.batch.decode_prefill else token_ids,
-            logprobs=logprobs,
-            prompt_logprobs_dict=step.prompt_logprobs,
-        )
-        if self._drafting is not None and self._drafting.by_step:
-            return with_drafts(output, self._drafting.take())
-        return output
 
 
 def _real_rows(batch: StepBatch, logits: Tensor) -> Tensor:

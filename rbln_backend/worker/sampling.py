@@ -400,35 +400,33 @@ class KernelPicks:
         self._records = native_library() is not None
 
     def __call__(self, outputs: StepOutputs, count: int) -> list[list[int]]:
-        picked: list[list[int]] = outputs.of_rows(0, count, self._pick).tolist()
-        return picked
-
-    def _pick(self, logits: Tensor) -> IntArray:
+        logits, tokens = outputs.outputs[0], None
         key = id(logits)
         call = self._calls.get(key)
         if call is not None:
             call.recording.replay(0, 1)
-            return call.tokens
-        if key in self._known:
-            self._calls[key] = call = _recorded(logits)
-            return call.tokens
-        if self._records:
-            self._known[key] = ref(logits, lambda _: self._forget(key))
-        tokens: IntArray = torch.ops.rbln_emulator.greedy(logits).numpy()
-        return tokens
+            tokens = call.tokens
+        elif key in self._known:
+            recording = start_recording()
+            try:
+                tokens = torch.ops.rbln_emulator.greedy(logits).numpy()
+            finally:
+                recording.end()
+            self._calls[key] = _Call(recording, tokens)
+        else:
+            if self._records:
+                self._known[key] = ref(logits, lambda _: self._forget(key))
+            tokens = torch.ops.rbln_emulator.greedy(logits).numpy()
+        if len(tokens) != count:
+            tokens = tokens[:count]
+        if outputs.arrange is not None:
+            tokens = outputs.arrange(tokens)
+        picked: list[list[int]] = tokens.tolist()
+        return picked
 
     def _forget(self, key: int) -> None:
         del self._known[key]
         self._calls.pop(key, None)
-
-
-def _recorded(logits: Tensor) -> _Call:
-    recording = start_recording()
-    try:
-        tokens = torch.ops.rbln_emulator.greedy(logits).numpy()
-    finally:
-        recording.end()
-    return _Call(recording, tokens)
 
 
 # (hidden rows [n, H] of a request) -> logits [n, V] in the model's dtype.
