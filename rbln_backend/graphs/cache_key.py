@@ -128,7 +128,7 @@ _GRAPH_SOURCES = (
     *("collectives.py", "core.py", "devices", "layers", "lora", "models"),
     *("graphs/call_list.py", "graphs/capture.py", "graphs/operators.py", "graphs/program.py"),
     *("graphs/tensors.py", "worker/draft_model.py", "worker/graph_functions.py"),
-    "worker/group_inputs.py",
+    "worker/inputs.py",
 )
 
 

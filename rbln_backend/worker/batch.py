@@ -83,15 +83,23 @@ class RequestBatches:
             return None
         batch = self._prefill if phase.takes_chunk else self._decode
         self._decode_prefill = self._admit(batch, scheduled)
-        num_tokens = scheduled.total_num_scheduled_tokens
         drafted = scheduled.scheduled_spec_decode_tokens
         drafts = [drafted.get(i, ()) for i in batch.req_ids] if phase is Phase.VERIFY else ()
         tokens = scheduled.num_scheduled_tokens
         counts = [tokens[i] for i in batch.req_ids] if phase.takes_chunk else ()
         unfinished = self._unfinished(batch, counts)
         samples = not unfinished or len(unfinished) < batch.num_reqs
-        fields = (phase, batch, batch.num_reqs, num_tokens, samples, drafts, counts)
-        return StepBatch(*fields, unfinished, self._decode_prefill)
+        return StepBatch(
+            phase=phase,
+            input_batch=batch,
+            num_reqs=batch.num_reqs,
+            num_tokens=scheduled.total_num_scheduled_tokens,
+            samples=samples,
+            drafts=drafts,
+            counts=counts,
+            unfinished=unfinished,
+            decode_prefill=self._decode_prefill,
+        )
 
     def adapter_ids(self) -> set[int]:
         """Return the adapter ids of the requests in both batches and in the latest step."""

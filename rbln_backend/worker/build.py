@@ -35,7 +35,7 @@ from rbln_backend.vllm_compat.surface import (
 from rbln_backend.worker.batch import IsolatedInputBatch, RequestBatches
 from rbln_backend.worker.device_sampler import DeviceSampler
 from rbln_backend.worker.draft_runs import make_source
-from rbln_backend.worker.drafting import DraftSource, make_drafting
+from rbln_backend.worker.drafting import Drafting, DraftSource
 from rbln_backend.worker.graph_factory import (
     GraphFactory,
     GraphRequest,
@@ -57,8 +57,7 @@ from rbln_backend.worker.graph_set import (
     LmHead,
     StepGraph,
 )
-from rbln_backend.worker.group_inputs import kv_groups
-from rbln_backend.worker.inputs import AdapterRows, LongestFirst, StepInputs
+from rbln_backend.worker.inputs import AdapterRows, LongestFirst, StepInputs, kv_groups
 from rbln_backend.worker.metrics import (
     StepMetrics,
     open_store,
@@ -74,7 +73,15 @@ from rbln_backend.worker.runner import (
     RelayRunner,
     launch_on_device,
 )
-from rbln_backend.worker.sampling import GrammarMask, PromptLogprobs, make_picks, make_sampler
+from rbln_backend.worker.sampling import (
+    GrammarMask,
+    KernelPicks,
+    KernelSampler,
+    PromptLogprobs,
+    RowSampler,
+    TokenPicks,
+    picked_by_graph,
+)
 from rbln_backend.worker.verification import Verification
 from rbln_backend.worker.warmup import SlotProof, WarmUp
 
@@ -336,29 +343,32 @@ class EngineBuild:
             caching = bool(config.cache_config.enable_prefix_caching)
             pooler = HostPooler(self._model, reuses_prefixes=caching)
             return PoolingRunner(pooler, TokenTypes(self._model), **step)
-        sampler = make_sampler(config.model_config.logprobs_mode, runs_on_host=on_host)
+        sampler_class = KernelSampler if on_host else RowSampler
+        sampler = sampler_class(logprobs_mode=config.model_config.logprobs_mode)
+        picks: TokenPicks | None = KernelPicks() if on_host else None
         vocab_size = config.model_config.get_vocab_size()
         board = board.only_if(place.replies)
+        drafting: Drafting | None = None
+        # Without a draft model the rank that replies drafts alone.
+        if config.speculative_config is not None and (place.replies or self._drafts is not None):
+            verify = self._graphs.verify
+            drafting = Drafting(config, batches, board, table=verify, source=self._drafts)
         return RblnModelRunner(
             sampler=sampler,
-            picks=make_picks(by_graph=part.picks_tokens, runs_on_host=on_host),
+            picks=picked_by_graph if part.picks_tokens else picks,
             draws=self._draws,
             prompt_logprobs=PromptLogprobs(sampler, self._lm_head, vocab_size),
             grammar_mask=GrammarMask(board),
             verification=Verification(sampler, batches, is_picked=part.picks_tokens),
-            drafting=make_drafting(
-                config,
-                batches,
-                board,
-                table=self._graphs.verify,
-                replies=place.replies,
-                source=self._drafts,
-            ),
+            drafting=drafting,
             **step,
         )
 
     def _input_batch(self, rows: int) -> IsolatedInputBatch:
         config, device = self._config, torch.device("cpu")
+        # With speculation, vLLM would leave logits processors out.
+        plain = copy.copy(config)
+        plain.speculative_config = None
         return IsolatedInputBatch(
             max_num_reqs=rows,
             max_model_len=config.model_config.max_model_len,
@@ -370,20 +380,13 @@ class EngineBuild:
             max_num_blocks_per_req=[group.width for group in self._groups],
             is_pooling_model=not self._generates,
             logitsprocs=build_logitsprocs(
-                _without_speculation(config),
+                plain,
                 device,
                 False,
                 False,
                 config.model_config.logits_processors or (),
             ),
         )
-
-
-def _without_speculation(config: VllmConfig) -> VllmConfig:
-    """Return ``config`` without speculation: with it, vLLM would leave logits processors out."""
-    plain = copy.copy(config)
-    plain.speculative_config = None
-    return plain
 
 
 def _encoder_layers(config: VllmConfig, layers: Mapping[str, Any]) -> list[str]:

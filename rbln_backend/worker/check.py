@@ -41,7 +41,7 @@ from rbln_backend.vllm_compat.surface import (
     resolve_kv_cache_layout,
 )
 from rbln_backend.worker.graph_factory import binaries_key, cache_fields, graph_key
-from rbln_backend.worker.group_inputs import kv_groups
+from rbln_backend.worker.inputs import kv_groups
 from rbln_backend.worker.memory import memory_report
 from rbln_backend.worker.preflight import (
     Preflight,
@@ -62,6 +62,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
     caching, reason = prefix_caching(config, preflight.rbln, preflight.specs)
     lora = config.lora_config
     follows = model.original_max_model_len != -1
+    draft = draft_model_of(config)
     return ModelReport(
         architecture=model.architecture,
         task="generates text" if generates(config) else "pools",
@@ -81,7 +82,7 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         prefix_caching=caching,
         prefix_caching_reason=reason,
         verify_sizes=tuple(f"{requests}x{tokens}" for requests, tokens in preflight.verify),
-        draft_model=_draft_model(config),
+        draft_model=f"{draft.method}, {draft.draft_model_config.model}" if draft else "",
         max_loras=lora.max_loras if lora else 0,
         max_lora_rank=lora.max_lora_rank if lora else 0,
         lacking=preflight.lacking,
@@ -89,14 +90,6 @@ def inspect_model(config: VllmConfig) -> ModelReport:
         # With --max-model-len auto the graphs depend on the memory of the serving host.
         store=survey(preflight) if follows and knows_ranks(config) else None,
     )
-
-
-def _draft_model(config: VllmConfig) -> str:
-    """Return the method and the name of the draft model; empty without one."""
-    speculation = draft_model_of(config)
-    if speculation is None:
-        return ""
-    return f"{speculation.method}, {speculation.draft_model_config.model}"
 
 
 # More than any host has: vLLM's grouping of layers needs a number but does not depend on it.
@@ -231,14 +224,11 @@ def _nearest(key: CacheKey, entries: Sequence[Entry]) -> tuple[str, ...]:
     alike = [e for e in entries if all(e.key.fields.get(f) == key.fields.get(f) for f in same)]
     different = [diff(entry.key, key) for entry in alike if entry.key != key]
     nearest = min(different, key=lambda lines: (len(lines), lines), default=[])
-    return tuple(_readable(line) for line in nearest)
-
-
-def _readable(line: str) -> str:
-    name = line.partition(":")[0]
-    if name in _OPAQUE:
-        return _OPAQUE[name]
-    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}..."
+    return tuple(
+        _OPAQUE.get(line.partition(":")[0])
+        or (line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}...")
+        for line in nearest
+    )
 
 
 def _states(rbln: RblnConfig, keys: Mapping[str, CacheKey]) -> dict[str, GraphState]:
@@ -250,16 +240,12 @@ def _states(rbln: RblnConfig, keys: Mapping[str, CacheKey]) -> dict[str, GraphSt
         if files is None:
             states[name] = "damaged" if events[-1].kind == "corrupt" else "missing"
         else:
-            states[name] = "stored" if _is_usable(key, files) else "damaged"
+            try:
+                check_graph(key, files)
+                states[name] = "stored"
+            except CorruptArtifactError:
+                states[name] = "damaged"
     return states
-
-
-def _is_usable(key: CacheKey, files: Mapping[str, bytes]) -> bool:
-    try:
-        check_graph(key, files)
-    except CorruptArtifactError:
-        return False
-    return True
 
 
 def _open(rbln: RblnConfig, events: list[StoreEvent]) -> ArtifactStore:

@@ -171,7 +171,13 @@ def draft_function(
     the SDK's argmax. ``keeps_axes``: layers take [B, L, H], else rows.
     """
     draft = draft_model(model)
-    pick = _picked_by_sdk if by_sdk else _picked_here
+
+    def pick(logits: Tensor) -> Tensor:
+        """Logits [B, V] to tokens int32 [B]."""
+        if by_sdk:
+            return cast("Tensor", torch.ops.rbln.argmax(logits))
+        return cast("Tensor", torch.ops.rbln_emulator.greedy(logits).view(-1))
+
     if hasattr(draft, "lm_heads"):
         return _heads(draft, pick), ("hidden",)
     return _layer(draft, pick, keeps_axes), ("last_rows", "input_ids", "positions", "hidden")
@@ -209,18 +215,6 @@ def _computed(
     if not keeps_axes:
         return draft(input_ids.view(-1), positions.view(-1), hidden)
     return in_rows(draft(input_ids, positions, hidden.view(*input_ids.shape, -1)))
-
-
-def _picked_by_sdk(logits: Tensor) -> Tensor:
-    """Logits [B, V] to tokens int32 [B]."""
-    tokens: Tensor = torch.ops.rbln.argmax(logits)
-    return tokens
-
-
-def _picked_here(logits: Tensor) -> Tensor:
-    """Logits [B, V] to tokens int32 [B]."""
-    tokens: Tensor = torch.ops.rbln_emulator.greedy(logits)
-    return tokens.view(-1)
 
 
 # EAGLE-3's part in the served model's graphs: hidden states of several layers, combined.

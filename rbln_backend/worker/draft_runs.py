@@ -23,8 +23,7 @@ from rbln_backend.worker.draft_model import draft_model, reads_layers
 from rbln_backend.worker.drafting import DraftHeads, DraftSource, EndedStep
 from rbln_backend.worker.graph_factory import GraphRequest
 from rbln_backend.worker.graph_set import GraphDispatch, draft_specs, spec_of
-from rbln_backend.worker.group_inputs import IntArray, KvGroup
-from rbln_backend.worker.inputs import DecodeRows, StepInputs, padded_blocks
+from rbln_backend.worker.inputs import DecodeRows, IntArray, KvGroup, StepInputs, padded_blocks
 
 
 class DraftShape(NamedTuple):

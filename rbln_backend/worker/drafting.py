@@ -233,26 +233,6 @@ class Drafting:
         return begun
 
 
-def make_drafting(
-    config: VllmConfig,
-    batches: RequestBatches,
-    board: MetricsBoard,
-    *,
-    table: VerifyTable,
-    replies: bool,
-    source: DraftSource | None,
-) -> Drafting | None:
-    """Return the drafting of a rank, None for one that proposes no drafts.
-
-    Without a draft model the one that replies drafts alone.
-
-    ``source``: the draft model's graphs, None for a method without one.
-    """
-    if config.speculative_config is None or not (replies or source is not None):
-        return None
-    return Drafting(config, batches, board, table=table, source=source)
-
-
 def _sampling(state: CachedRequestState) -> SamplingParams:
     assert state.sampling_params is not None, "models that pool do not draft"
     return state.sampling_params

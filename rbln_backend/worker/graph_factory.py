@@ -41,7 +41,7 @@ from rbln_backend.vllm_compat.surface import VllmConfig, init_logger
 from rbln_backend.vllm_compat.vocabulary import missing_in
 from rbln_backend.worker.draft_model import has_own_embedding
 from rbln_backend.worker.graph_functions import WHOLE, GraphFunction, ModelPart, graph_function
-from rbln_backend.worker.group_inputs import KvGroup
+from rbln_backend.worker.inputs import KvGroup
 
 if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters

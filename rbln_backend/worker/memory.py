@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import psutil
@@ -26,7 +26,7 @@ from rbln_backend.kv_cache.plan import paged_bytes_per_block, window_bytes
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.reports.info import MemoryReport
 from rbln_backend.vllm_compat.surface import VllmConfig, configured
-from rbln_backend.worker.preflight import Preflight, start_graphs, weight_bytes
+from rbln_backend.worker.preflight import Preflight, planned_graphs, sampler_graphs, weight_bytes
 
 _MIB = 1 << 20
 # Tensors of the hidden and of the intermediate size that a step holds at once, per token.
@@ -119,7 +119,11 @@ def packing_bytes(model: nn.Module) -> int:
     form, and one that needs padding grows. Experts in NVFP4 are kept in bytes.
     """
     owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    extra = sum(_expert_bytes(layer) for layer in model.modules())
+    extra = 0
+    for layer in model.modules():
+        # Their module is imported with vLLM's expert layers, for quantised checkpoints alone.
+        count = getattr(getattr(layer, "quant_method", None), "packing_bytes", None)
+        extra += 0 if count is None else count(layer)
     for parameter in model.parameters():
         weight = parameter.data
         if not can_pack(weight):
@@ -130,13 +134,6 @@ def packing_bytes(model: nn.Module) -> int:
         elif not fits_in_place(weight):
             extra += packed - weight.nbytes
     return extra
-
-
-def _expert_bytes(layer: nn.Module) -> int:
-    # Their module is imported with vLLM's expert layers, for quantised checkpoints alone.
-    count: Callable[[nn.Module], int] | None
-    count = getattr(getattr(layer, "quant_method", None), "packing_bytes", None)
-    return 0 if count is None else count(layer)
 
 
 def _lora_bytes(preflight: Preflight) -> int:
@@ -182,23 +179,19 @@ def _with_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
             budget = explicit_budget_bytes(explicit, planned.block_bytes, planned.window_bytes)
             sized = replace(planned, num_blocks=budget // planned.block_bytes)
             return _checked(sized, fixed, "--kv-cache-memory-bytes")
-        budget = _budget(planned, fixed, config.cache_config.gpu_memory_utilization)
+        budget = kv_budget_bytes(
+            total_bytes=planned.total_bytes,
+            available_bytes=planned.available_bytes - fixed,
+            utilization=config.cache_config.gpu_memory_utilization,
+            used_bytes=fixed,
+            bytes_per_block=planned.block_bytes,
+            blocks_per_request=num_partitions(planned.max_model_len, planned.block_tokens),
+            max_num_seqs=planned.max_num_seqs,
+            window_bytes=planned.window_bytes,
+        )
     except DeviceMemoryError as error:
         return replace(planned, problems=(_kv_problem(planned, fixed, config, error),))
     return replace(planned, num_blocks=budget // planned.block_bytes)
-
-
-def _budget(planned: MemoryReport, fixed: int, utilization: float) -> int:
-    return kv_budget_bytes(
-        total_bytes=planned.total_bytes,
-        available_bytes=planned.available_bytes - fixed,
-        utilization=utilization,
-        used_bytes=fixed,
-        bytes_per_block=planned.block_bytes,
-        blocks_per_request=num_partitions(planned.max_model_len, planned.block_tokens),
-        max_num_seqs=planned.max_num_seqs,
-        window_bytes=planned.window_bytes,
-    )
 
 
 def _weights_problem(planned: MemoryReport, fixed: int) -> str:
@@ -254,11 +247,11 @@ def _kv_problem(
 def rank_memory(npu: Npu, config: VllmConfig) -> RankMemory:
     """Return the memory of one rank of the engine that ``config`` describes."""
     rbln = configured(config)
-    graphs = start_graphs(config)
+    planned = planned_graphs(config)
     return RankMemory(
         npu,
         devices=rbln.num_devices_per_local_rank,
-        num_graphs=len(graphs),
+        num_graphs=len(planned) + len(sampler_graphs(config, planned)),
         num_kv_heads=config.model_config.get_num_kv_heads(config.parallel_config),
     )
 
@@ -312,14 +305,10 @@ def npu_budget_bytes(
             f"{memory.num_graphs} graphs {memory.runtime_bytes // MIB} MiB, adapter slots "
             f"{memory.adapter_bytes(slot_bytes) // MIB} MiB); use more ranks or fewer buckets"
         )
-    smallest = _smallest_group_bytes(specs)
-    return min(budget, LARGEST_NUM_BLOCKS * smallest) if smallest else budget
-
-
-def _smallest_group_bytes(specs: Iterable[LayerSpec]) -> int:
-    """Return the bytes of a block in the smallest group that vLLM may form; 0 without pages."""
+    # Of a block in the smallest group that vLLM may form; 0 without pages.
     by_kind: Counter[int | None] = Counter()
     for spec in specs:
         if not isinstance(spec, WindowSpec):
             by_kind[window_in(spec)] += spec.page_size_bytes
-    return min(by_kind.values(), default=0)
+    smallest = min(by_kind.values(), default=0)
+    return min(budget, LARGEST_NUM_BLOCKS * smallest) if smallest else budget

@@ -22,7 +22,7 @@ from rbln_backend.reports.metrics import BatchSizeLog, CounterHandle, MetricsBoa
 from rbln_backend.usage import Usage, UsageFile, about_engine
 from rbln_backend.vllm_compat.surface import ModelConfig, VllmConfig, configured, init_logger
 from rbln_backend.worker.graph_factory import cache_fields
-from rbln_backend.worker.group_inputs import KvGroup
+from rbln_backend.worker.inputs import KvGroup
 
 logger = init_logger(__name__)
 

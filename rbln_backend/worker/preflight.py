@@ -150,7 +150,11 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
     if device_capabilities(rbln).npu is not None:
         check_windows([window for spec in specs.values() if (window := window_in(spec))])
     if rbln.has_kv_tiers:
-        _check_tiers([window_in(spec) for spec in specs.values()], rbln)
+        windows = [window_in(spec) for spec in specs.values()]
+        if None not in windows:
+            raise KV_TIERS.refusal("layers that all have a sliding window")
+        if device_capabilities(rbln).npu is not None and any(windows):
+            raise KV_TIERS.refusal("a sliding window on an NPU")
     if names_nixl(config.kv_transfer_config):
         check_cached_layers(specs.values())
     if not specs and config.model_config.attn_type != "encoder_only":
@@ -159,14 +163,6 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
             "cache, and the RBLN backend runs no other kind of decoder"
         )
     return specs
-
-
-def _check_tiers(windows: Sequence[int | None], rbln: RblnConfig) -> None:
-    """Raise ``UnsupportedModelError`` for windows of layers whose pages cannot be kept."""
-    if None not in windows:
-        raise KV_TIERS.refusal("layers that all have a sliding window")
-    if device_capabilities(rbln).npu is not None and any(windows):
-        raise KV_TIERS.refusal("a sliding window on an NPU")
 
 
 def generates(config: VllmConfig) -> bool:
@@ -195,12 +191,6 @@ def planned_graphs(config: VllmConfig) -> list[GraphSpec]:
 def sampler_graphs(config: VllmConfig, planned: Sequence[GraphSpec]) -> list[GraphSpec]:
     """Return the graphs that draw the tokens of ``planned`` ones, which every start compiles."""
     return sampler_specs(planned) if configured(config).sample_on_device else []
-
-
-def start_graphs(config: VllmConfig) -> list[GraphSpec]:
-    """Return every graph of a start of ``config``."""
-    planned = planned_graphs(config)
-    return [*planned, *sampler_graphs(config, planned)]
 
 
 def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
@@ -286,33 +276,29 @@ class Skeleton:
         dtype = config.model_config.dtype
         assert isinstance(dtype, torch.dtype), "vLLM resolves names such as 'auto'"
         # Reads files, for which the mode below leaves no memory.
-        self._has_embedding = has_own_embedding(config)
+        has_embedding = has_own_embedding(config)
         with (
             set_current_vllm_config(self._config),
             set_default_torch_dtype(dtype),
             torch.device("cpu"),
             _ShapesForWeights(),
         ):
-            self.model = self._make_model()
-
-    def _make_model(self) -> nn.Module:
-        try:
-            model: nn.Module = initialize_model(vllm_config=self._config)
-            add_draft_model(
-                model,
-                self._config,
-                lambda config, draft_config: initialize_model(
-                    vllm_config=config, model_config=draft_config
-                ),
-                self._has_embedding,
-            )
-        except Exception as error:
-            method = self._config.model_config.quantization
-            if method is None or isinstance(error, RblnError):
-                raise
-            # vLLM's layers select a kernel when they are constructed; their message is long.
-            raise QUANTIZATION.refusal(f"quantization {method!r}") from error
-        return model
+            try:
+                self.model: nn.Module = initialize_model(vllm_config=self._config)
+                add_draft_model(
+                    self.model,
+                    self._config,
+                    lambda config, draft_config: initialize_model(
+                        vllm_config=config, model_config=draft_config
+                    ),
+                    has_embedding,
+                )
+            except Exception as error:
+                method = self._config.model_config.quantization
+                if method is None or isinstance(error, RblnError):
+                    raise
+                # vLLM's layers select a kernel when they are constructed; their message is long.
+                raise QUANTIZATION.refusal(f"quantization {method!r}") from error
 
     @property
     def num_parameters(self) -> int:
@@ -361,15 +347,17 @@ def kv_cache_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
     """Return vLLM's spec of every attention layer with its own KV cache, by layer name."""
     layers = attention_layers(config)
     sharing = sharing_layers(layers)
-    specs = {n: _stored_spec(x, config) for n, x in layers.items() if n not in sharing}
-    return {name: spec for name, spec in specs.items() if spec is not None}
-
-
-def _stored_spec(layer: Any, config: VllmConfig) -> KVCacheSpec | None:
-    """Return vLLM's spec of ``layer`` with its cache's dtype, where vLLM has uint8 for any fp8."""
-    spec: AttentionSpec | None = layer.get_kv_cache_spec(config)
-    stored = FP8_DTYPES.get(getattr(layer, "kv_cache_dtype", ""))
-    return spec if spec is None or stored is None else replace(spec, dtype=stored)
+    specs: dict[str, KVCacheSpec] = {}
+    for name, layer in layers.items():
+        spec: AttentionSpec | None = None
+        if name not in sharing:
+            spec = layer.get_kv_cache_spec(config)
+        if spec is None:
+            continue
+        # vLLM has uint8 for any fp8.
+        stored = FP8_DTYPES.get(getattr(layer, "kv_cache_dtype", ""))
+        specs[name] = spec if stored is None else replace(spec, dtype=stored)
+    return specs
 
 
 class _ShapesForWeights(TorchFunctionMode):

@@ -23,7 +23,6 @@ from rbln_backend.core import (
     StepBatch,
     StepOutputs,
     StepResult,
-    StepRound,
     UsefulRows,
 )
 from rbln_backend.devices.port import CompiledGraph
@@ -39,12 +38,12 @@ from rbln_backend.vllm_compat.surface import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
-from rbln_backend.worker.batch import PlainRows, RequestBatches
+from rbln_backend.worker.batch import RequestBatches
 from rbln_backend.worker.device_sampler import DeviceSampler
 from rbln_backend.worker.drafting import Drafting
 from rbln_backend.worker.graph_functions import ModelPart
 from rbln_backend.worker.graph_set import GraphSet, StepGraph
-from rbln_backend.worker.inputs import AdapterRows, DecodeRows, LongestFirst, StepInputs
+from rbln_backend.worker.inputs import AdapterRows, DecodeRows, LongestFirst
 from rbln_backend.worker.metrics import StepMetrics
 from rbln_backend.worker.ranks import DataRanks, PipelineStage
 from rbln_backend.worker.sampling import (
@@ -95,14 +94,12 @@ class LaunchInThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="emulated-device")
 
     def __call__(self, graph: CompiledGraph, useful: UsefulRows | None) -> Wait:
-        """As ``Launch``."""
-        return self._thread.submit(_timed, graph, useful).result
+        def run() -> EndedRun:
+            started = time.perf_counter()
+            outputs = graph.run(useful)
+            return EndedRun(outputs, time.perf_counter() - started)
 
-
-def _timed(graph: CompiledGraph, useful: UsefulRows | None) -> EndedRun:
-    started = time.perf_counter()
-    outputs = graph.run(useful)
-    return EndedRun(outputs, time.perf_counter() - started)
+        return self._thread.submit(run).result
 
 
 class LateOutputs(Sequence[Tensor]):
@@ -228,17 +225,14 @@ class StepRunner:
         rows, tokens = self._rows, plain.tokens
         step.inputs.advance_decode(tokens if rows is None else rows.rearrange(tokens))
         if plain.grown:
-            self._put_blocks(step.inputs, plain)
+            tables = batch.input_batch.block_table.block_tables
+            for row in plain.grown:
+                graph_row = row if rows is None else rows.place(row)
+                for group, table in zip(step.inputs.groups, tables, strict=True):
+                    group.put_blocks(graph_row, table.get_numpy_array()[row])
         if self._adapters is not None:
             self._adapters.fill(step.inputs, batch)
         return StepResult(batch, StepOutputs(self._run(step, batch), self._restore))
-
-    def _put_blocks(self, inputs: StepInputs, plain: PlainRows) -> None:
-        tables = plain.batch.input_batch.block_table.block_tables
-        for row in plain.grown:
-            graph_row = row if self._rows is None else self._rows.place(row)
-            for group, table in zip(inputs.groups, tables, strict=True):
-                group.put_blocks(graph_row, table.get_numpy_array()[row])
 
     @torch.inference_mode()
     def run_idle(self) -> None:
@@ -259,7 +253,11 @@ class StepRunner:
                 continue
             # A run may overwrite the outputs of another.
             outputs = outputs.cloned()
-            self._run_padding(step_round)
+            step = self._graphs.select(step_round.phase, step_round.size)
+            self._filled = None
+            step.inputs.fill_idle()
+            step.inputs.fill_mask(step_round.counts)
+            self._run(step, None)
         return outputs
 
     def _run_batch(self, batch: StepBatch, size: int, counts: Sequence[int]) -> StepOutputs:
@@ -281,13 +279,6 @@ class StepRunner:
                 return StepOutputs(outputs, lambda o: o.unflatten(0, shape))
             return StepOutputs(outputs, lambda o: rows.restore(o.unflatten(0, shape)))
         return StepOutputs(outputs, None if batch.phase.takes_chunk else self._restore)
-
-    def _run_padding(self, step_round: StepRound) -> None:
-        step = self._graphs.select(step_round.phase, step_round.size)
-        self._filled = None
-        step.inputs.fill_idle()
-        step.inputs.fill_mask(step_round.counts)
-        self._run(step, None)
 
     def _run(self, step: StepGraph, batch: StepBatch | None) -> Sequence[Tensor]:
         """Run or launch a graph for ``batch``, None for padding alone; count its time."""

@@ -168,7 +168,8 @@ class KernelSampler(GreedySampler):
         metadata = sampling_metadata
         if args or options:
             return super().forward(logits, metadata, *args, **options)
-        if self._reports(metadata):
+        is_raw = metadata.max_num_logprobs != -1 and "raw" in self.logprobs_mode
+        if is_raw and _has_reports(metadata):
             return self._sample_and_report(logits, metadata)
         if metadata.all_greedy or not (
             self.takes_logits_alone(metadata) and self._draws_here(metadata)
@@ -211,11 +212,6 @@ class KernelSampler(GreedySampler):
         # vLLM's own draws are dropped, and advance no request's generator.
         _, processed = super()._sample_rows(logits, replace(metadata, generators={}))
         return drawn, processed
-
-    def _reports(self, metadata: SamplingMetadata) -> bool:
-        """Return True if raw values of logits are returned."""
-        is_raw = metadata.max_num_logprobs != -1 and "raw" in self.logprobs_mode
-        return is_raw and _has_reports(metadata)
 
     def _sample_and_report(self, logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
         silent = replace(metadata, max_num_logprobs=None, logprob_token_ids=None)
@@ -273,47 +269,20 @@ def _with_named(
     return LogprobsTensors(ids, values, reported.selected_token_ranks)
 
 
-def make_sampler(logprobs_mode: Any, *, runs_on_host: bool) -> RowSampler:
-    """Return the sampler of a device; kernels of ours are there if graphs run on the host."""
-    sampler_class = KernelSampler if runs_on_host else RowSampler
-    return sampler_class(logprobs_mode=logprobs_mode)
-
-
-def make_picks(*, by_graph: bool, runs_on_host: bool) -> TokenPicks | None:
-    """Return the picks of a device whose graphs end in argmax, or run on the host."""
-    if by_graph:
-        return picked_by_graph
-    return KernelPicks() if runs_on_host else None
-
-
 def _draw(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Draw a token of each row of logits [rows, V]: int32 [rows, 1]."""
-    drawn: Tensor = torch.ops.rbln_emulator.sample(
-        logits,
-        metadata.temperature,
-        metadata.top_k,
-        metadata.top_p,
-        _min_p(metadata),
-        _randoms(metadata, logits.shape[0]),
-    )
-    return drawn
-
-
-def _min_p(metadata: SamplingMetadata) -> Tensor | None:
-    """Return the min_p of each row; None if no request has one."""
+    min_p: Tensor | None = None
     for processor in metadata.logitsprocs.argmax_invariant:
         if isinstance(processor, MinPLogitsProcessor) and processor.min_p_count:
-            min_p: Tensor = processor.min_p
-            return min_p.view(-1)
-    return None
-
-
-def _randoms(metadata: SamplingMetadata, rows: int) -> Tensor:
-    """Return 64 random bits for each row; generators of requests advance by one draw."""
-    randoms = torch.empty(rows, dtype=torch.int64).random_(-(2**63), None)
+            min_p = processor.min_p.view(-1)
+    # 64 random bits for each row; generators of requests advance by one draw.
+    randoms = torch.empty(logits.shape[0], dtype=torch.int64).random_(-(2**63), None)
     for row, generator in metadata.generators.items():
         randoms[row : row + 1].random_(-(2**63), None, generator=generator)
-    return randoms
+    drawn: Tensor = torch.ops.rbln_emulator.sample(
+        logits, metadata.temperature, metadata.top_k, metadata.top_p, min_p, randoms
+    )
+    return drawn
 
 
 # Lists that are kept beside those of a step: another batch may have its turn in between.

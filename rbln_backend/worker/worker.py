@@ -186,15 +186,16 @@ class RblnWorker(WorkerBase):
                 keep_axes(self._model)
         self._board.gauge("rbln_device_memory_bytes", kind="weights").set(weight_bytes(self._model))
         self._description.has_model(self._model)
-        self._report_experts(self._model)
-
-    def _report_experts(self, model: nn.Module) -> None:
-        experts = experts_info(model, tokens_mask=self._rbln.use_moe_tokens_mask)
-        if experts is None:
-            return
-        self._description.has_experts(experts)
-        fields = experts.path, experts.reason, experts.local, experts.experts
-        logger.info("Experts: path %s (%s), %d of %d here", *fields)
+        experts = experts_info(self._model, tokens_mask=self._rbln.use_moe_tokens_mask)
+        if experts is not None:
+            self._description.has_experts(experts)
+            logger.info(
+                "Experts: path %s (%s), %d of %d here",
+                experts.path,
+                experts.reason,
+                experts.local,
+                experts.experts,
+            )
 
     def _loader(self) -> BaseModelLoader:
         loader = get_model_loader(self.load_config)
@@ -535,10 +536,7 @@ def set_up_runtime(config: RblnConfig, local_rank: int, num_ranks: int) -> Runti
     share = budget.share(local_rank, num_ranks)
     threads = config.num_threads or budget.threads(local_rank, num_ranks)
     set_threads(threads)
-    memory = choose_memory(
-        mapped=True,
-        huge_pages=True,
-    )
+    memory = choose_memory(mapped=True, huge_pages=True)
     return RuntimeInfo(
         threads=threads,
         cores=list(share),
