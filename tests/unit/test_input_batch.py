@@ -32,11 +32,9 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.lora.row_input import SlotMask, SlotNumbers
-from rbln_backend.lora.slots import NO_ADAPTER
+from rbln_backend.lora.slots import NO_ADAPTER, SlotMask, SlotNumbers
 from rbln_backend.worker.batch import IsolatedInputBatch
-from rbln_backend.worker.group_inputs import KvGroup, PagedInputs, WindowInputs
-from rbln_backend.worker.inputs import StepInputs
+from rbln_backend.worker.inputs import KvGroup, PagedInputs, StepInputs, WindowInputs
 from rbln_backend.worker.pooling import HostPooler
 
 ROWS, VOCABULARY, CONTEXT = 4, 23, 24

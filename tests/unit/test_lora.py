@@ -12,9 +12,7 @@ from torch import Tensor
 
 from rbln_backend.errors import AdapterError
 from rbln_backend.lora.adapter_files import check_config
-from rbln_backend.lora.row_input import SlotMask
-from rbln_backend.lora.slot_stack import MatrixStack, SlotStack
-from rbln_backend.lora.slots import Slots
+from rbln_backend.lora.slots import MatrixStack, SlotMask, Slots, SlotStack
 
 PLAIN = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "target_modules": ["q"]}
 

@@ -26,7 +26,6 @@ from rbln_backend.worker.sampling import (
     KernelPicks,
     KernelSampler,
     RowSampler,
-    make_picks,
 )
 from tests.kernel_cache import share_kernels
 from tests.unit.sampling_batches import sampling_batch
@@ -334,7 +333,7 @@ def largest(logits: torch.Tensor) -> list[list[int]]:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_logits_of_a_graph_change_from_run_to_run(dtype: torch.dtype) -> None:
-    pick = make_picks(by_graph=False, runs_on_host=True)
+    pick = KernelPicks()
     assert pick is not None
     logits = torch.zeros(PICKS_ROWS, PICKS_VOCABULARY, dtype=dtype)
     for _ in range(3):

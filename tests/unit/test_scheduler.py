@@ -26,7 +26,6 @@ from rbln_backend.scheduler.steps import (
     can_decode,
     decode_share,
     is_prefill,
-    prefill_block_reason,
     with_drafts,
 )
 
@@ -76,37 +75,6 @@ class Decoding:
 )
 def test_can_decode(request_: Decoding, expected: bool) -> None:
     assert can_decode(request_) is expected
-
-
-def reason(**overrides: int | bool) -> str | None:
-    facts = {
-        "num_prefilling": 0,
-        "num_waiting": 1,
-        "num_running": 0,
-        "max_num_seqs": 4,
-        "decodes_owed": False,
-    } | overrides
-    return prefill_block_reason(**facts)  # type: ignore[arg-type]
-
-
-def test_a_waiting_request_may_start() -> None:
-    assert reason() is None
-
-
-def test_an_unfinished_prefill_needs_no_free_slot() -> None:
-    assert reason(num_prefilling=1, num_waiting=0, num_running=4) is None
-
-
-@pytest.mark.parametrize(
-    ("facts", "text"),
-    [
-        ({"decodes_owed": True, "num_prefilling": 1}, "decoding requests take this step"),
-        ({"num_waiting": 0}, "no request waits"),
-        ({"num_running": 4}, "all 4 sequence slots are taken"),
-    ],
-)
-def test_reasons(facts: dict[str, int | bool], text: str) -> None:
-    assert text in (reason(**facts) or "")
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,16 @@ from rbln_backend.devices.rebel.modules import module_of
 from rbln_backend.errors import ConfigError
 from rbln_backend.graphs.program import Program
 from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec
-from rbln_backend.lora.row_input import SlotNumbers
-from rbln_backend.lora.slots import INPUT_NAME
+from rbln_backend.lora.slots import INPUT_NAME, SlotNumbers
 from rbln_backend.worker import memory
-from rbln_backend.worker.group_inputs import KvGroup, PagedInputs
-from rbln_backend.worker.inputs import AdapterRows, DecodeRows, LongestFirst, StepInputs
+from rbln_backend.worker.inputs import (
+    AdapterRows,
+    DecodeRows,
+    KvGroup,
+    LongestFirst,
+    PagedInputs,
+    StepInputs,
+)
 
 GIB = 1 << 30
 
