@@ -26,7 +26,7 @@ RUN PIP_NO_CACHE_DIR=1 INVALIDATION=unchecked-hash \
 FROM packages AS kernels
 COPY rbln_backend/__init__.py rbln_backend/errors.py rbln_backend/
 COPY rbln_backend/host rbln_backend/host
-COPY rbln_backend/graphs/__init__.py rbln_backend/graphs/artifacts.py rbln_backend/graphs/cache_key.py rbln_backend/graphs/kernel_files.py rbln_backend/graphs/
+COPY rbln_backend/graphs/__init__.py rbln_backend/graphs/cache.py rbln_backend/graphs/kernel_files.py rbln_backend/graphs/
 COPY rbln_backend/devices/__init__.py rbln_backend/devices/
 COPY rbln_backend/devices/emulated rbln_backend/devices/emulated
 # CPUs without AVX2 run PyTorch's operators.

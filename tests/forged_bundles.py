@@ -22,9 +22,14 @@ from typing import Any
 import torch
 
 from rbln_backend.devices.rebel.modules import module_of
-from rbln_backend.graphs.artifacts import MANIFEST, encode_manifest, read_manifest
 from rbln_backend.graphs.bundles import collect, write_archive
-from rbln_backend.graphs.cache_key import CacheKey, sources_digest
+from rbln_backend.graphs.cache import (
+    MANIFEST,
+    CacheKey,
+    encode_manifest,
+    read_manifest,
+    sources_digest,
+)
 from rbln_backend.graphs.call_list import CallList
 from rbln_backend.graphs.program import Program
 from server.commands.cache import GraphChecks

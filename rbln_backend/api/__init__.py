@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.reasoning import ReasoningParser
 
     from rbln_backend.grammar.trial import GrammarTrial
-    from rbln_backend.graphs.cache_key import CacheKey
+    from rbln_backend.graphs.cache import CacheKey
     from rbln_backend.reports.info import CompileReport, ModelReport, StoreReport
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rbln_backend.graphs.artifacts import ArtifactStore, Entry, graph_store
 from rbln_backend.graphs.bundles import (
     MAX_BYTES,
     Contents,
@@ -18,5 +17,5 @@ from rbln_backend.graphs.bundles import (
     write_bundle,
     write_folder,
 )
-from rbln_backend.graphs.cache_key import CacheKey
+from rbln_backend.graphs.cache import ArtifactStore, CacheKey, Entry, graph_store
 from rbln_backend.graphs.kernel_files import KernelFiles, is_intact, kernel_store, libraries

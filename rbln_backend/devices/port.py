@@ -279,11 +279,20 @@ def find_npu(config: RblnConfig) -> Npu | None:
         return None
     sdk = installed_sdk()
     if sdk is None:
-        _refuse_without_sdk(config)
-        return None
-    name = npu_name(sdk, config)
-    if name is not None:
-        return Npu.named(name)
+        if config.device == "rebel":
+            setting = "device='rebel'"
+        elif config.force_npu_name:
+            setting = f"force_npu_name={config.force_npu_name!r} (RBLN_FORCE_NPU_NAME)"
+        else:
+            return None
+        raise ConfigError(
+            f"{setting} needs the RBLN SDK, but the module 'rebel' is not installed; "
+            "install the 'npu' extra or use device='emulated'"
+        )
+    # The one found, else the one forced, as in vllm-rbln; e.g. ``RBLN-CR13``.
+    name = sdk.get_npu_name(0) or config.force_npu_name
+    if name:
+        return Npu.named(str(name))
     if config.device == "rebel":
         raise ConfigError(
             "device='rebel' found no NPU; set RBLN_FORCE_NPU_NAME to compile without one"
@@ -306,22 +315,3 @@ def installed_sdk() -> ModuleType | None:
             "the RBLN SDK is installed, but 'import rebel' fails with "
             f"{type(error).__name__}: {error}; mend the installation or use device='emulated'"
         ) from error
-
-
-def npu_name(sdk: ModuleType, config: RblnConfig) -> str | None:
-    """The NPU's name, e.g. ``RBLN-CR13``: the one found, else the one forced, as in vllm-rbln."""
-    name = sdk.get_npu_name(0) or config.force_npu_name
-    return str(name) if name else None
-
-
-def _refuse_without_sdk(config: RblnConfig) -> None:
-    if config.device == "rebel":
-        setting = "device='rebel'"
-    elif config.force_npu_name:
-        setting = f"force_npu_name={config.force_npu_name!r} (RBLN_FORCE_NPU_NAME)"
-    else:
-        return
-    raise ConfigError(
-        f"{setting} needs the RBLN SDK, but the module 'rebel' is not installed; "
-        "install the 'npu' extra or use device='emulated'"
-    )

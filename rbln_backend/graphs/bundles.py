@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import IO
 
 from rbln_backend.errors import BundleError, CorruptArtifactError, UntrustedFileError
-from rbln_backend.graphs.artifacts import (
+from rbln_backend.graphs.cache import (
     BINARIES,
     MANIFEST,
     ArtifactStore,
+    CacheKey,
     CheckGraph,
     Entry,
     StoreEvent,
@@ -41,7 +42,6 @@ from rbln_backend.graphs.artifacts import (
     read_entry,
     read_manifest,
 )
-from rbln_backend.graphs.cache_key import CacheKey
 from rbln_backend.graphs.kernel_files import (
     KEY,
     LIBRARY,
@@ -69,7 +69,8 @@ def write_archive(target: IO[bytes], files: Mapping[str, bytes]) -> str:
     """Write ``files`` by name to ``target`` and return the hexadecimal SHA-256 of the archive."""
     hashed = _Hashed(target)
     with tarfile.open(fileobj=hashed, mode="w|", format=tarfile.USTAR_FORMAT) as archive:
-        for name in sorted(_directories(files)):
+        folders = {parent.as_posix() for name in files for parent in Path(name).parents} - {"."}
+        for name in sorted(folders):
             archive.addfile(_member(name, tarfile.DIRTYPE, _DIRECTORY_MODE, 0))
         for name in sorted(files):
             member = _member(name, tarfile.REGTYPE, _FILE_MODE, len(files[name]))
@@ -79,7 +80,8 @@ def write_archive(target: IO[bytes], files: Mapping[str, bytes]) -> str:
 
 def digest_of(files: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of the archive of ``files``."""
-    return write_archive(_Nowhere(), files)
+    with Path(os.devnull).open("wb") as nowhere:
+        return write_archive(nowhere, files)
 
 
 def read_archive(path: Path, *, max_bytes: int = MAX_BYTES) -> tuple[dict[str, bytes], str]:
@@ -102,7 +104,8 @@ def read_archive(path: Path, *, max_bytes: int = MAX_BYTES) -> tuple[dict[str, b
         except (tarfile.TarError, EOFError, ValueError) as error:
             raise BundleError(f"{path} is no bundle, or is cut short: {error}") from None
         # The digest covers the whole file, with any data after the archive's end.
-        hashed.drain()
+        while hashed.read(_PIECE):
+            pass
     return files, hashed.hexdigest()
 
 
@@ -115,7 +118,8 @@ def read_tree(root: Path, *, max_bytes: int = MAX_BYTES) -> tuple[dict[str, byte
             raise BundleError(f"{path} is neither a file nor a folder")
         if path.is_file():
             name = path.relative_to(root).as_posix()
-            _check_name(name)
+            if not _NAME.fullmatch(name):
+                raise BundleError(f"{name[:200]!r} is no name of a file in a bundle")
             room.take(path.stat().st_size)
             files[name] = path.read_bytes()
     return files, digest_of(files)
@@ -131,7 +135,8 @@ def _read_members(archive: tarfile.TarFile, max_bytes: int) -> dict[str, bytes]:
         # Links, devices and sparse files are rejected.
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
             raise BundleError(f"{member.name!r} is not a regular file")
-        _check_name(member.name)
+        if not _NAME.fullmatch(member.name):
+            raise BundleError(f"{member.name[:200]!r} is no name of a file in a bundle")
         if member.name in files:
             raise BundleError(f"{member.name!r} is there twice")
         content = archive.extractfile(member)
@@ -141,11 +146,6 @@ def _read_members(archive: tarfile.TarFile, max_bytes: int) -> dict[str, bytes]:
             raise BundleError(f"{member.name!r} is cut short")
         files[member.name] = data
     return files
-
-
-def _check_name(name: str) -> None:
-    if not _NAME.fullmatch(name):
-        raise BundleError(f"{name[:200]!r} is no name of a file in a bundle")
 
 
 class _Room:
@@ -164,11 +164,6 @@ class _Room:
             raise BundleError(
                 f"it holds more than {self._max_bytes} bytes, the limit (--max-bytes)"
             )
-
-
-def _directories(files: Mapping[str, bytes]) -> set[str]:
-    parents = (parent for name in files for parent in Path(name).parents)
-    return {parent.as_posix() for parent in parents} - {"."}
 
 
 def _member(name: str, kind: bytes, mode: int, size: int) -> tarfile.TarInfo:
@@ -196,21 +191,8 @@ class _Hashed(io.RawIOBase):
         self._file.write(data)
         return len(data)
 
-    def drain(self) -> None:
-        """Hash the rest of the file."""
-        while self.read(_PIECE):
-            pass
-
     def hexdigest(self) -> str:
         return self._sha256.hexdigest()
-
-
-class _Nowhere(io.BytesIO):
-    """File that discards its bytes."""
-
-    def write(self, data: object) -> int:
-        assert isinstance(data, bytes)
-        return len(data)
 
 
 FORMAT = 1
@@ -293,7 +275,13 @@ def collect(
                 raise BundleError(
                     f"graph {entry.key.digest} is damaged; see `rbln-serve cache verify`"
                 )
-            _check_stored(entry.key, content, check)
+            try:
+                check(entry.key, content)
+            except CorruptArtifactError as error:
+                raise BundleError(
+                    f"graph {entry.key.digest} is not exported: {error}; see "
+                    "`rbln-serve cache verify`"
+                ) from None
             found.graphs[entry.key] = content
     absent = set(digests or ()) - {key.digest for key in found.graphs}
     if absent:
@@ -344,15 +332,6 @@ def write_folder(path: Path, contents: Contents) -> str:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
     return digest_of(files)
-
-
-def _check_stored(key: CacheKey, content: Files, check: CheckGraph) -> None:
-    try:
-        check(key, content)
-    except CorruptArtifactError as error:
-        raise BundleError(
-            f"graph {key.digest} is not exported: {error}; see `rbln-serve cache verify`"
-        ) from None
 
 
 def _sort(files: Files) -> tuple[dict[str, dict[str, bytes]], dict[str, dict[str, bytes]]]:
@@ -416,9 +395,12 @@ def unpack(contents: Contents, cache_root: Path, *, max_bytes: int, with_kernels
         graphs = {key: files for key, files in graphs.items() if BINARIES not in files}
         code = len(contents.graphs) - len(graphs)
     new = sum(_store(store, events, key, files) for key, files in graphs.items())
-    published = 0
+    published, folder = 0, kernel_store(cache_root)
     if with_kernels:
-        published = _publish(cache_root, contents)
+        try:
+            published = sum(publish(folder / key, x) for key, x in contents.kernels.items())
+        except OSError as error:
+            raise BundleError(f"the kernels were not stored: {error}") from error
     return Imported(
         graphs=new,
         graphs_present=len(graphs) - new,
@@ -441,34 +423,24 @@ def _store(store: ArtifactStore, events: list[StoreEvent], key: CacheKey, files:
     return True
 
 
-def _publish(cache_root: Path, contents: Contents) -> int:
-    folder = kernel_store(cache_root)
-    try:
-        return sum(publish(folder / key, files) for key, files in contents.kernels.items())
-    except OSError as error:
-        raise BundleError(f"the kernels were not stored: {error}") from error
-
-
 _DAY_S = 86400.0
 
 
 def audit(root: Path, check: CheckGraph) -> Iterator[tuple[str, str | None]]:
     """Verify every entry; yields its digest, and its damage or None."""
     for path in entry_paths(root):
-        yield path.name, _damage(path, check)
-
-
-def _damage(path: Path, check: CheckGraph) -> str | None:
-    try:
-        manifest = read_manifest(path)
-        if manifest.key.digest != path.name:
-            return "its manifest belongs to another key"
-        check(manifest.key, read_entry(path, manifest.key))
-    except CorruptArtifactError as error:
-        return str(error)
-    except OSError as error:
-        return f"cannot be read: {error}"
-    return None
+        damage = None
+        try:
+            manifest = read_manifest(path)
+            if manifest.key.digest != path.name:
+                damage = "its manifest belongs to another key"
+            else:
+                check(manifest.key, read_entry(path, manifest.key))
+        except CorruptArtifactError as error:
+            damage = str(error)
+        except OSError as error:
+            damage = f"cannot be read: {error}"
+        yield path.name, damage
 
 
 def unused_since(entries: Sequence[Entry], days: float, now: float) -> list[Entry]:

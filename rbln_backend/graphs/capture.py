@@ -66,55 +66,38 @@ def _reset() -> None:
 
 def _bind(module: fx.GraphModule, table: TensorTable, inputs: Mapping[str, Tensor]) -> Program:
     graph = module.graph
-    _refuse_constants(graph)
+    for node in graph.nodes:
+        # A program holds no tensors.
+        if node.op in ("get_attr", "call_module"):
+            raise CompileError(f"the graph embeds {node.target!r}; it cannot be stored as data")
     _drop_inert_nodes(graph)
-    _write_numbers(graph)
-    _name_transposes(graph)
+    for node in graph.nodes:
+        if node.target is torch.tensor and isinstance(node.args[0], int | float):
+            # It could hold any data; this holds a number alone.
+            node.target, node.args = torch.full, ((), node.args[0])
+        elif node.target is getattr and node.args[1] == "T":
+            # An attribute, which no stored program may ask for; of a matrix it is ``x.t()``.
+            node.op, node.target, node.args = "call_method", "t", node.args[:1]
     bindings = []
     for node in [node for node in graph.nodes if node.op == "placeholder"]:
-        grapharg = node.meta.get("grapharg")
-        example = getattr(grapharg, "example", None)
+        example = getattr(node.meta.get("grapharg"), "example", None)
         if not isinstance(example, Tensor):
             if node.users:
                 raise CompileError(f"graph input {node.name!r} is not a tensor")
             graph.erase_node(node)
-            continue
-        if example.dim() == 0 and not table.knows(example):
-            _inline_number(graph, node, example)
-            continue
-        bindings.append(table.name_of(example, inputs))
+        elif example.dim() == 0 and not table.knows(example):
+            # A number that the model's code keeps as a tensor is the same wherever that code runs.
+            first = next(n for n in graph.nodes if n.op != "placeholder")
+            with graph.inserting_before(first):
+                full = graph.call_function(
+                    torch.full, ((), example.item()), {"dtype": example.dtype}
+                )
+            full.meta = dict(node.meta)
+            node.replace_all_uses_with(full)
+            graph.erase_node(node)
+        else:
+            bindings.append(table.name_of(example, inputs))
     return Program(graph, tuple(bindings))
-
-
-def _write_numbers(graph: fx.Graph) -> None:
-    """Turn ``torch.tensor(number)``, which could hold any data, into what holds a number alone."""
-    for node in graph.nodes:
-        if node.target is torch.tensor and isinstance(node.args[0], int | float):
-            node.target, node.args = torch.full, ((), node.args[0])
-
-
-def _name_transposes(graph: fx.Graph) -> None:
-    """``x.T`` is an attribute, which no stored program may ask for; of a matrix it is ``x.t()``."""
-    for node in graph.nodes:
-        if node.target is getattr and node.args[1] == "T":
-            node.op, node.target, node.args = "call_method", "t", node.args[:1]
-
-
-def _inline_number(graph: fx.Graph, node: fx.Node, number: Tensor) -> None:
-    """A number that the model's code keeps as a tensor is the same wherever that code runs."""
-    first = next(n for n in graph.nodes if n.op != "placeholder")
-    with graph.inserting_before(first):
-        full = graph.call_function(torch.full, ((), number.item()), {"dtype": number.dtype})
-    full.meta = dict(node.meta)
-    node.replace_all_uses_with(full)
-    graph.erase_node(node)
-
-
-def _refuse_constants(graph: fx.Graph) -> None:
-    """A program holds no tensors: refuse graphs that carry one as an attribute."""
-    for node in graph.nodes:
-        if node.op in ("get_attr", "call_module"):
-            raise CompileError(f"the graph embeds {node.target!r}; it cannot be stored as data")
 
 
 def _drop_inert_nodes(graph: fx.Graph) -> None:

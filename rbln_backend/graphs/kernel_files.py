@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rbln_backend.errors import CorruptArtifactError, UntrustedFileError
-from rbln_backend.graphs.artifacts import directory_bytes, write_file
+from rbln_backend.graphs.cache import directory_bytes, write_file
 from rbln_backend.host.files import claimed_folder, locked_file, open_trusted, trusted_folder
 
 LIBRARY = "librbln_emulator.so"

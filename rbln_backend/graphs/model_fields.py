@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rbln_backend.config import RblnConfig
-from rbln_backend.graphs.cache_key import sources_digest
+from rbln_backend.graphs.cache import sources_digest
 from rbln_backend.vllm_compat.surface import VLLM_VERSION, VllmConfig
 
 # Fields of a Hugging Face config that describe a model's origin, not its computation.

@@ -218,8 +218,10 @@ _MODULES = {
     "functional": torch.nn.functional,
     "nn": torch._C._nn,
 }
-_EMULATED = frozenset(("rbln_emulated_ops", "rbln_emulated_kernels", "rbln_emulator"))
-_OP_NAMESPACES = _EMULATED | {NAMESPACE, collectives.NAMESPACE}
+_OP_NAMESPACES = {
+    *("rbln_emulated_ops", "rbln_emulated_kernels", "rbln_emulator"),
+    *(NAMESPACE, collectives.NAMESPACE),
+}
 _SINGLE_OPS = frozenset(
     ("aten::embedding", "aten::linear", "aten::index_select", "rbln::argmax", "rbln::top_k_top_p")
 )
@@ -256,14 +258,12 @@ def schema_of(name: str) -> FunctionSchema | None:
     """
     kind, _, rest = name.partition(".")
     if kind != "op":
-        is_allowed = name in _BY_NAME or (kind == "method" and rest in NAMES["method"])
-        if not is_allowed:
-            raise CompileError(f"operator {name!r} is not allowed in a stored program")
-        return None
+        if name in _BY_NAME or (kind == "method" and rest in NAMES["method"]):
+            return None
+        raise CompileError(f"operator {name!r} is not allowed in a stored program")
     qualified, _, overload = rest.rpartition(".")
     namespace, _, op_name = qualified.partition("::")
-    is_passed = op_name in PASSED and namespace == namespace_of(op_name)
-    if is_passed and overload == "default":
+    if op_name in PASSED and namespace == namespace_of(op_name) and overload == "default":
         return stored_schema(op_name)
     return _torch_op(name)._schema
 

@@ -14,6 +14,7 @@ own arguments. Torch checks them when a start runs the program over tensors with
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -26,7 +27,7 @@ from torch import fx
 from torch._C import FunctionSchema
 
 from rbln_backend.errors import CompileError, CorruptArtifactError
-from rbln_backend.graphs.operators import Target, operator_name, schema_of, target_of
+from rbln_backend.graphs.operators import operator_name, schema_of, target_of
 
 MAX_ELEMENTS = 1 << 31
 """Of a tensor that is made of numbers alone."""
@@ -66,7 +67,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 
 
-def schema_mismatch(
+def _schema_mismatch(
     schema: FunctionSchema, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> str | None:
     """Why an op of ``schema`` cannot be called so, None where it can."""
@@ -91,7 +92,7 @@ def schema_mismatch(
     return None
 
 
-def callable_mismatch(
+def _callable_mismatch(
     name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
 ) -> str | None:
     """Why the Python callable ``name`` must not be called so, None where it may."""
@@ -100,39 +101,30 @@ def callable_mismatch(
         if keyword == "out" or not _KEYWORD.fullmatch(keyword):
             return f"has no argument {keyword!r:.256}"
     values = [*arguments, *keywords.values()]
-    if any(isinstance(value, str) and _is_device(value) for value in values):
-        return "takes a device as such, got its name"
+    for value in values:
+        if isinstance(value, str):
+            with contextlib.suppress(RuntimeError):
+                torch.device(value)
+                return "takes a device as such, got its name"
     if name in _MAKERS:
-        return _size_mismatch(name, arguments, keywords)
+        # Bound the tensors that a program makes of numbers alone.
+        shapes = [x for x in (*arguments, keywords.get("size")) if isinstance(x, list | tuple)]
+        numbers = [abs(x) for x in (shapes[0] if shapes else values) if type(x) in (int, float)]
+        elements = max(numbers, default=0) if name == _RANGE else math.prod(numbers)
+        if elements > MAX_ELEMENTS:
+            return f"makes {elements} elements; at most {MAX_ELEMENTS} are allowed"
+        return None
     if not any(map(_has_reference, values)):
         return "takes the result of a node, got none"
     if name.startswith("operator."):
-        return _operator_mismatch(name, arguments, keywords)
+        count = _OPERANDS.get(name, 2)
+        if len(values) != count or keywords:
+            return f"takes {count} operands, got {len(values)}"
+        # Python's operators repeat texts and sequences, and format texts.
+        for operand in arguments[: 1 if name in _INDEXING else None]:
+            if not isinstance(operand, Reference) and type(operand) not in _NUMBERS:
+                return "takes results of nodes and numbers alone"
     return None
-
-
-def _operator_mismatch(
-    name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]
-) -> str | None:
-    count = _OPERANDS.get(name, 2)
-    if keywords or len(arguments) != count:
-        return f"takes {count} operands, got {len(arguments) + len(keywords)}"
-    # Python's operators repeat texts and sequences, and format texts.
-    operands = arguments[: 1 if name in _INDEXING else None]
-    if not all(map(_is_operand, operands)):
-        return "takes results of nodes and numbers alone"
-    return None
-
-
-def _size_mismatch(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> str | None:
-    """Bound the tensors that a program makes of numbers alone."""
-    shapes = [x for x in (*arguments, keywords.get("size")) if isinstance(x, list | tuple)]
-    given = shapes[0] if shapes else [*arguments, *keywords.values()]
-    numbers = [abs(x) for x in given if type(x) in (int, float)]
-    elements = max(numbers, default=0) if name == _RANGE else math.prod(numbers)
-    if elements <= MAX_ELEMENTS:
-        return None
-    return f"makes {elements} elements; at most {MAX_ELEMENTS} are allowed"
 
 
 def _has_type(value: Any, wanted: str) -> bool:
@@ -152,18 +144,6 @@ def _has_reference(value: Any) -> bool:
     return isinstance(value, Reference)
 
 
-def _is_operand(value: Any) -> bool:
-    return isinstance(value, Reference) or type(value) in _NUMBERS
-
-
-def _is_device(text: str) -> bool:
-    try:
-        torch.device(text)
-    except RuntimeError:
-        return False
-    return True
-
-
 FORMAT = 1
 MAX_BYTES = 32 << 20
 MAX_NODES = 1 << 18
@@ -175,21 +155,13 @@ MAX_ITEMS = 1 << 16
 
 PLACEHOLDER, OUTPUT = "placeholder", "output"
 _BINDING = re.compile(r"(param|scale|alibi|kv|lora|input|packed):[!-~]{1,512}")
-_DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
+_NAMED: dict[str, dict[str, Any]] = {
+    kind.__name__: {
+        str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, kind)
+    }
+    for kind in (torch.dtype, torch.memory_format)
 }
-_MEMORY_FORMATS = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.memory_format)
-}
-_NAMED: Mapping[str, Mapping[str, Any]] = {
-    "dtype": _DTYPES,
-    "memory_format": _MEMORY_FORMATS,
-    "device": {"cpu": torch.device("cpu")},
-}
+_NAMED["device"] = {"cpu": torch.device("cpu")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +237,11 @@ class _Reader:
             record = self._record(nodes[number])
             if (record.operator == OUTPUT) != (number == len(nodes) - 1):
                 _refuse("the last node, and no other, is the output")
-            self._has_result.append(self._check(record, number))
+            if record.operator == PLACEHOLDER:
+                if number != self._num_inputs:
+                    _refuse("a placeholder comes after another node")
+                self._num_inputs += 1
+            self._has_result.append(_check_call(record))
         except (CompileError, CorruptArtifactError, TypeError, ValueError) as error:
             raise CorruptArtifactError(f"node {number} of the program: {error}") from None
         return record
@@ -284,18 +260,6 @@ class _Reader:
         named = {key: self._value(value) for key, value in keywords.items() if "kwargs" in node}
         return NodeRecord(name, arguments, named)
 
-    def _check(self, record: NodeRecord, number: int) -> bool:
-        """Return True if the node has a result; rejects calls that its operator does not allow."""
-        if record.operator == PLACEHOLDER:
-            if number != self._num_inputs:
-                _refuse("a placeholder comes after another node")
-            self._num_inputs += 1
-            return True
-        if record.operator == OUTPUT:
-            _check_output(record)
-            return False
-        return _check_call(record)
-
     def _value(self, value: Any, depth: int = 0) -> Any:
         if value is None or isinstance(value, bool):
             return value
@@ -313,10 +277,18 @@ class _Reader:
             _refuse(f"an argument of type {type(value).__name__}")
         ((kind, content),) = value.items()
         if kind == "node":
-            return self._reference(content)
-        if kind in ("tuple", "slice"):
+            if type(content) is not int or not 0 <= content < len(self._has_result):
+                _refuse(f"{content!r:.20} is not the number of an earlier node")
+            if not self._has_result[content]:
+                _refuse(f"node {content} has no result")
+            return Reference(content)
+        if kind == "tuple":
+            return self._items(content, depth)
+        if kind == "slice":
             items = self._items(content, depth)
-            return items if kind == "tuple" else _slice(items)
+            if len(items) != 3:
+                _refuse(f"a slice of {len(items)} parts")
+            return slice(*items)
         return _constant(kind, content)
 
     def _items(self, values: Any, depth: int) -> tuple[Any, ...]:
@@ -324,25 +296,12 @@ class _Reader:
             _refuse(f"sequences have at most {MAX_ITEMS} items and {MAX_DEPTH} levels")
         return tuple(self._value(value, depth + 1) for value in values)
 
-    def _reference(self, node: Any) -> Reference:
-        if type(node) is not int or not 0 <= node < len(self._has_result):
-            _refuse(f"{node!r:.20} is not the number of an earlier node")
-        if not self._has_result[node]:
-            _refuse(f"node {node} has no result")
-        return Reference(node)
-
 
 _MEMBERS = (("op",), ("op", "args"), ("op", "args", "kwargs"))
 
 
 def _refuse(reason: str) -> NoReturn:
     raise CorruptArtifactError(reason)
-
-
-def _slice(items: tuple[Any, ...]) -> slice:
-    if len(items) != 3:
-        _refuse(f"a slice of {len(items)} parts")
-    return slice(*items)
 
 
 def _constant(kind: str, content: Any) -> Any:
@@ -362,27 +321,25 @@ def _constant(kind: str, content: Any) -> Any:
 
 
 def _check_call(record: NodeRecord) -> bool:
-    """Return True if the call has a result; rejects one that its operator does not allow."""
+    """Return True if the node has a result; rejects a call that its operator does not allow."""
+    if record.operator == PLACEHOLDER:
+        return True
+    if record.operator == OUTPUT:
+        # A program returns one or more tensors, in one tuple or list.
+        values = record.arguments[0] if len(record.arguments) == 1 else None
+        if not isinstance(values, list | tuple) or record.keywords or not values:
+            _refuse("the output is not one sequence")
+        if not all(isinstance(value, Reference) for value in values):
+            _refuse("the output is not a sequence of results")
+        return False
     schema = schema_of(record.operator)
     if schema is None:
-        mismatch = callable_mismatch(record.operator, record.arguments, record.keywords)
+        mismatch = _callable_mismatch(record.operator, record.arguments, record.keywords)
     else:
-        mismatch = schema_mismatch(schema, record.arguments, record.keywords)
+        mismatch = _schema_mismatch(schema, record.arguments, record.keywords)
     if mismatch is not None:
         _refuse(f"{record.operator} {mismatch}")
-    return bool(schema.returns) if schema is not None else record.operator != _WITHOUT_RESULT
-
-
-def _check_output(record: NodeRecord) -> None:
-    """A program returns one or more tensors, in one tuple or list."""
-    values = record.arguments[0] if len(record.arguments) == 1 else None
-    if not isinstance(values, list | tuple) or record.keywords or not values:
-        _refuse("the output is not one sequence")
-    if not all(isinstance(value, Reference) for value in values):
-        _refuse("the output is not a sequence of results")
-
-
-_WITHOUT_RESULT = "operator.setitem"
+    return bool(schema.returns) if schema is not None else record.operator != "operator.setitem"
 
 
 @dataclass(frozen=True)
@@ -405,33 +362,28 @@ class Program:
     def from_bytes(cls, data: bytes) -> Program:
         """Rebuild; raises ``CorruptArtifactError`` for anything that is not a valid program."""
         document = read_document(data)
-        try:
-            return cls(_graph_of(document), document.bindings)
-        except CompileError as error:
-            raise CorruptArtifactError(f"the program cannot run here: {error}") from error
+        graph = fx.Graph()
+        nodes: list[fx.Node] = []
+        for record in document.nodes:
+            arguments = _with_nodes(record.arguments, nodes)
+            if record.operator == PLACEHOLDER:
+                nodes.append(graph.placeholder(f"arg_{len(nodes)}"))
+            elif record.operator == OUTPUT:
+                graph.output(arguments[0])
+            else:
+                keywords = {name: _with_nodes(x, nodes) for name, x in record.keywords.items()}
+                try:
+                    op, target = target_of(record.operator)
+                except CompileError as error:
+                    raise CorruptArtifactError(f"the program cannot run here: {error}") from error
+                nodes.append(graph.create_node(op, target, arguments, keywords))
+        return cls(graph, document.bindings)
 
-    def placeholders(self) -> list[fx.Node]:
-        return [node for node in self.graph.nodes if node.op == "placeholder"]
-
-
-def _graph_of(document: Document) -> fx.Graph:
-    graph = fx.Graph()
-    nodes: list[fx.Node] = []
-    for record in document.nodes:
-        nodes.append(_node_of(graph, record, nodes))
-    return graph
-
-
-def _node_of(graph: fx.Graph, record: NodeRecord, nodes: list[fx.Node]) -> fx.Node:
-    if record.operator == PLACEHOLDER:
-        return graph.placeholder(f"arg_{len(nodes)}")
-    arguments = tuple(_with_nodes(value, nodes) for value in record.arguments)
-    if record.operator == OUTPUT:
-        output: fx.Node = graph.output(arguments[0])
-        return output
-    op, target = target_of(record.operator)
-    keywords = {name: _with_nodes(value, nodes) for name, value in record.keywords.items()}
-    return graph.create_node(op, target, arguments, keywords)
+    def copy_of_graph(self) -> fx.Graph:
+        """Return a graph that a caller may change."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        return graph
 
 
 def _with_nodes(value: Any, nodes: list[fx.Node]) -> Any:
@@ -451,8 +403,7 @@ def _encode_node(node: fx.Node, index: dict[fx.Node, int]) -> dict[str, Any]:
         return {"op": PLACEHOLDER}
     if node.op == "output":
         return {"op": OUTPUT, "args": _encode(node.args, index)}
-    target: Target = node.target
-    name = operator_name(node.op, target)
+    name = operator_name(node.op, node.target)
     if name is None:
         raise CompileError(f"operator {node.target} ({node.op}) cannot be stored")
     record: dict[str, Any] = {"op": name, "args": _encode(node.args, index)}

@@ -120,7 +120,9 @@ class TensorTable:
         """
         names = set(bindings)
         plain = {_storage(self._tensors[name]) for name in names if name in self._tensors}
-        owners = Counter(_storage(tensor) for tensor in self._by_identity())
+        # Every tensor once, whatever its aliases.
+        every = {id(tensor): tensor for tensor in self._tensors.values()}
+        owners = Counter(map(_storage, every.values()))
         for name in sorted(name for name in names if name.startswith(PACKED)):
             original = self._original(name)
             if name in self._tensors or original is None:
@@ -143,10 +145,6 @@ class TensorTable:
     def _original(self, packed_name: str) -> Tensor | None:
         return self._tensors.get(PARAM + packed_name.removeprefix(PACKED))
 
-    def _by_identity(self) -> Iterable[Tensor]:
-        """Every tensor once, whatever its aliases."""
-        return {id(tensor): tensor for tensor in self._tensors.values()}.values()
-
     def _refuse_consumed(self, name: str, tensor: Tensor) -> None:
         if id(tensor) in self._consumed:
             raise CompileError(
@@ -163,7 +161,6 @@ MAX_RESULT_BYTES = 1 << 34
 """Of what one call makes."""
 
 _META = torch.device("meta")
-_INDEXING = (operator.getitem, operator.setitem)
 _FACTORIES = (torch.arange, torch.empty, torch.full, torch.ones, torch.zeros)
 
 
@@ -176,17 +173,16 @@ def check_shapes(program: Program, inputs: Sequence[Tensor]) -> None:
     """Raise ``CorruptArtifactError`` if the calls of a program do not fit its inputs [...]."""
     if any(node.op == "call_method" and node.target == "item" for node in program.graph.nodes):
         return
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
+    graph = program.copy_of_graph()
     make_tensors_on(graph, _META)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+    values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     with torch.no_grad():
         for node in graph.nodes:
             if node.op in ("call_function", "call_method"):
                 values[node] = _result(node, values)
-            elif node.op == "output" and not _are_tensors(values[x] for x in node.all_input_nodes):
-                raise CorruptArtifactError("the output is not a sequence of tensors")
+    results = [values[x] for x in next(reversed(graph.nodes)).all_input_nodes]
+    if not all(isinstance(x, Tensor) for x in results):
+        raise CorruptArtifactError("the output is not a sequence of tensors")
 
 
 def make_tensors_on(graph: fx.Graph, device: torch.device) -> None:
@@ -209,7 +205,11 @@ def _result(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     function: Any = getattr(Tensor, str(node.target)) if node.op == "call_method" else node.target
     # Python would repeat a sequence, as often as a number says.
     is_arithmetic = node.op == "call_function" and function.__module__ == operator.add.__module__
-    if is_arithmetic and function not in _INDEXING and not all(map(_is_operand, args)):
+    if (
+        is_arithmetic
+        and function not in (operator.getitem, operator.setitem)
+        and not all(isinstance(x, Tensor | bool | int | float) for x in args)
+    ):
         raise CorruptArtifactError(f"{node.name} calculates with what is no tensor")
     try:
         result = function(*args, **kwargs)
@@ -224,11 +224,3 @@ def _result(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
             f"{node.name} makes {size} bytes; at most {MAX_RESULT_BYTES} are allowed"
         )
     return result
-
-
-def _are_tensors(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, Tensor) for value in values)
-
-
-def _is_operand(value: Any) -> bool:
-    return isinstance(value, Tensor | bool | int | float)

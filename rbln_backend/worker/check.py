@@ -17,8 +17,7 @@ from rbln_backend.devices.emulated.kernel_set import find_built, kernel_stores, 
 from rbln_backend.devices.port import Capabilities, device_capabilities
 from rbln_backend.devices.rebel.compiler import make_rebel_compiler
 from rbln_backend.errors import ConfigError, CorruptArtifactError
-from rbln_backend.graphs.artifacts import ArtifactStore, Entry, StoreEvent, graph_store
-from rbln_backend.graphs.cache_key import CacheKey, diff
+from rbln_backend.graphs.cache import ArtifactStore, CacheKey, Entry, StoreEvent, diff, graph_store
 from rbln_backend.graphs.kernel_files import kernel_store, libraries
 from rbln_backend.graphs.model_fields import version_fields
 from rbln_backend.layers.attention import RblnAttentionBackend

@@ -27,8 +27,7 @@ from rbln_backend.core import GraphSpec
 from rbln_backend.devices.emulated.packing import pack, pack_consuming
 from rbln_backend.devices.port import CompiledGraph, Compiler
 from rbln_backend.errors import CompileError, CorruptArtifactError
-from rbln_backend.graphs.artifacts import BINARIES, PROGRAM, ArtifactStore
-from rbln_backend.graphs.cache_key import CacheKey
+from rbln_backend.graphs.cache import BINARIES, PROGRAM, ArtifactStore, CacheKey
 from rbln_backend.graphs.capture import capture
 from rbln_backend.graphs.model_fields import model_fields, without_provenance
 from rbln_backend.graphs.program import Program

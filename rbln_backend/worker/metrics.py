@@ -16,8 +16,7 @@ from rbln_backend.buckets import BucketTable, room_of
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.devices.port import Compiler
-from rbln_backend.graphs.artifacts import ArtifactStore, StoreEvent, graph_store
-from rbln_backend.graphs.cache_key import CacheKey
+from rbln_backend.graphs.cache import ArtifactStore, CacheKey, StoreEvent, graph_store
 from rbln_backend.reports.metrics import BatchSizeLog, CounterHandle, MetricsBoard, StepCells
 from rbln_backend.usage import Usage, UsageFile, about_engine
 from rbln_backend.vllm_compat.surface import ModelConfig, VllmConfig, configured, init_logger

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import rbln_backend.devices.emulated.ops
 import rbln_backend.layers.attention_ops  # noqa: F401
 from rbln_backend.errors import CorruptArtifactError
-from rbln_backend.graphs.artifacts import BINARIES, PROGRAM
-from rbln_backend.graphs.cache_key import CacheKey, sources_digest
+from rbln_backend.graphs.cache import BINARIES, PROGRAM, CacheKey, sources_digest
 from rbln_backend.graphs.program import read_document
 
 # Imported because they define the ops that programs call.

@@ -13,8 +13,8 @@ import pytest
 from vllm import SamplingParams
 
 from rbln_backend.errors import UncompiledShapeError
-from rbln_backend.graphs.artifacts import MANIFEST, PROGRAM, encode_manifest, read_manifest
 from rbln_backend.graphs.bundles import collect, write_folder
+from rbln_backend.graphs.cache import MANIFEST, PROGRAM, encode_manifest, read_manifest
 from server.commands.cache import GraphChecks
 from server.commands.cli import main
 from tests.checkpoints import CheckpointCache

@@ -17,7 +17,7 @@ from vllm.model_executor.layers import rotary_embedding
 
 from rbln_backend.checkpoints.folders import fetch
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.graphs.artifacts import PROGRAM
+from rbln_backend.graphs.cache import PROGRAM
 from tests.adapters import make_adapter, merge
 from tests.checkpoint_families import OTHERS, REQUIRED
 from tests.checkpoints import make_checkpoint

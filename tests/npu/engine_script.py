@@ -224,7 +224,7 @@ def _adapt_wrongly(how: str) -> None:
 
     def as_weight(self: Any, tensor: Any) -> Any:
         twin = nn.Parameter(resident(self, tensor), requires_grad=False)
-        self._twins[id(tensor)] = (tensor, twin)
+        self._copies[id(tensor)] = (tensor, twin)
         return twin
 
     owner, name, function = {

@@ -6,8 +6,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.graphs.artifacts import ArtifactStore, StoreEvent
-from rbln_backend.graphs.cache_key import CacheKey
+from rbln_backend.graphs.cache import ArtifactStore, CacheKey, StoreEvent
 
 GIB = 1024**3
 

@@ -17,8 +17,13 @@ from typing import Any
 import pytest
 
 from rbln_backend.errors import ArtifactError
-from rbln_backend.graphs.artifacts import MANIFEST, QUARANTINE_KEPT, ArtifactStore
-from rbln_backend.graphs.cache_key import CacheKey, canonical_json
+from rbln_backend.graphs.cache import (
+    MANIFEST,
+    QUARANTINE_KEPT,
+    ArtifactStore,
+    CacheKey,
+    canonical_json,
+)
 from tests.unit import store_workers
 from tests.unit.store_workers import key_of, open_store, payload_of
 

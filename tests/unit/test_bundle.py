@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rbln_backend.errors import BundleError, CorruptArtifactError
-from rbln_backend.graphs.artifacts import BINARIES, MANIFEST, ArtifactStore, StoreEvent, graph_store
 from rbln_backend.graphs.bundles import (
     Contents,
     audit,
@@ -26,7 +25,17 @@ from rbln_backend.graphs.bundles import (
     write_bundle,
     write_folder,
 )
-from rbln_backend.graphs.cache_key import CacheKey, JsonValue, canonical_json, diff
+from rbln_backend.graphs.cache import (
+    BINARIES,
+    MANIFEST,
+    ArtifactStore,
+    CacheKey,
+    JsonValue,
+    StoreEvent,
+    canonical_json,
+    diff,
+    graph_store,
+)
 from rbln_backend.graphs.kernel_files import (
     LIBRARY,
     RECORD,

@@ -24,7 +24,7 @@ from rbln_backend.core import GraphSpec, Phase, UsefulRows
 from rbln_backend.devices.emulated.compiler import EmulatedCompiler
 from rbln_backend.devices.emulated.packing import pack
 from rbln_backend.errors import UncompiledShapeError
-from rbln_backend.graphs.artifacts import PROGRAM, ArtifactStore, StoreEvent
+from rbln_backend.graphs.cache import PROGRAM, ArtifactStore, StoreEvent
 from rbln_backend.graphs.program import write_document
 from rbln_backend.graphs.tensors import TensorTable
 from rbln_backend.reports.metrics import MetricsBoard

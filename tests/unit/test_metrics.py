@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.graphs.artifacts import ArtifactStore, Entry
-from rbln_backend.graphs.cache_key import CacheKey
+from rbln_backend.graphs.cache import ArtifactStore, CacheKey, Entry
 from rbln_backend.reports.info import CompileReport, KernelReport, PlannedGraph, StoreReport
 from rbln_backend.reports.metrics import (
     METRICS,

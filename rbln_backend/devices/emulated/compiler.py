@@ -41,6 +41,8 @@ from rbln_backend.graphs.call_list import CallList
 from rbln_backend.graphs.program import Program
 from rbln_backend.graphs.tensors import check_shapes
 
+logger = logging.getLogger(__name__)
+
 Step = Callable[[], object]
 
 
@@ -70,9 +72,12 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        calls = self._recording.take_new()
-        if calls is not None:
-            self._add_calls(*calls)
+        latest = self._steps[-1] if self._steps else None
+        if calls := self._recording.take_new():
+            if isinstance(latest, tuple):
+                calls = latest[0], calls[1]
+                self._steps.pop()
+            self._steps.append(calls)
         else:
             self._add_operator(func, args, kwargs, results)
         latest = self._steps[-1] if self._steps else None
@@ -81,9 +86,8 @@ class Recorder(TorchDispatchMode):
         self._writers |= {_address(tensor): place for tensor in _tensors(written)}
         return results
 
-    @property
     def is_native(self) -> bool:
-        """True if the steps are calls of the native library alone."""
+        """Return True if the steps are calls of the native library alone."""
         return all(isinstance(step, tuple) for step in self._steps)
 
     def steps(self) -> list[Step]:
@@ -121,13 +125,6 @@ class Recorder(TorchDispatchMode):
     def _repeated(self, steps: Sequence[Step | tuple[int, int]]) -> list[Step]:
         replay = self._recording.replay
         return [partial(replay, *step) if isinstance(step, tuple) else step for step in steps]
-
-    def _add_calls(self, first: int, end: int) -> None:
-        latest = self._steps[-1] if self._steps else None
-        if isinstance(latest, tuple):
-            first = latest[0]
-            self._steps.pop()
-        self._steps.append((first, end))
 
     def _add_operator(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any
@@ -179,9 +176,6 @@ def _out_names(func: OpOverload) -> tuple[OpOverload, list[str]] | None:
     return None
 
 
-logger = logging.getLogger(__name__)
-
-
 class EmulatedGraph:
     """The program over fixed tensors: a list of calls at first, then what its first run did."""
 
@@ -212,17 +206,16 @@ class EmulatedGraph:
         spec, set_useful = self.spec, self._set_useful_rows
         if useful is None or set_useful is None:
             return self._run(self._steps)
+        if useful.reads_hidden:
+            steps = self._steps
+        else:
+            # Other outputs keep what they hold.
+            steps = self._logits_steps if useful.ends else self._cache_steps or self._logits_steps
         set_useful(spec.bucket, useful.rows, spec.prompts, useful.ends)
         try:
-            return self._run(self._steps_for(useful))
+            return self._run(steps)
         finally:
             set_useful(0, 0, 0, 0)
-
-    def _steps_for(self, useful: UsefulRows) -> Sequence[Step]:
-        """Return the steps of what is read; other outputs keep what they hold."""
-        if useful.reads_hidden:
-            return self._steps
-        return self._logits_steps if useful.ends else self._cache_steps or self._logits_steps
 
     def _run(self, steps: Sequence[Step]) -> tuple[Tensor, ...]:
         """Run ``steps``; interpret the calls where none is recorded."""
@@ -259,7 +252,7 @@ class EmulatedGraph:
         if recorder.is_repeatable:
             self._steps, self._outputs = recorder.steps(), outputs
             self._logits_steps = recorder.steps_to(outputs[0])
-            self._is_native = recorder.is_native
+            self._is_native = recorder.is_native()
             self._cache_steps = recorder.cache_steps()
         else:
             self._record = None
@@ -303,13 +296,9 @@ class EmulatedCompiler:
 
     def join(self, groups: Mapping[str, Group]) -> None:
         """Ranks of one host reduce through shared memory, others through torch.distributed."""
-        library = native_library()
-        if library is None:
-            return
-        for name, group in groups.items():
-            number = open_channel(group, library)
-            if number is not None:
-                self._channels[name] = number
+        if library := native_library():
+            opened = {name: open_channel(group, library) for name, group in groups.items()}
+            self._channels |= {name: x for name, x in opened.items() if x is not None}
 
     def lower(self, program: Program) -> Program:
         return lower_graph(program, pack_linear=self._packed)

@@ -90,39 +90,22 @@ class _Adapters(NamedTuple):
     b2: Tensor | None = None
     rank: int = 0
 
-    def of(self, experts: Tensor) -> _Adapters:
-        """Return the adapter slots of these experts int [n], in their order."""
-        stacks = [None if stack is None else stack[experts] for stack in self[1:-1]]
-        return _Adapters._make([self.slots, *stacks, self.rank])
 
-    def add_first(self, gate_up: Tensor, x: Tensor, rows: Tensor, expert: int) -> None:
-        """To an expert's products of ``rows``, of which x [T, H] holds all."""
-        b = [stack[expert] for stack in (self.b1, self.b3) if stack is not None]
-        self._add(gate_up, x[rows], self._of_rows(rows, len(x)), self.a13, b, expert)
-
-    def add_second(
-        self, out: Tensor, hidden: Tensor, rows: Tensor, count: int, expert: int
-    ) -> None:
-        """Add the low-rank part of hidden [n, I] to out [n, H]."""
-        b = [stack[expert] for stack in (self.b2,) if stack is not None]
-        self._add(out, hidden, self._of_rows(rows, count), self.a2, b, expert)
-
-    def _of_rows(self, rows: Tensor, count: int) -> Tensor | None:
-        if self.slots is None:
-            return None
-        return self.slots[rows // (count // self.slots.numel())]
-
-    def _add(
-        self,
-        y: Tensor,
-        x: Tensor,
-        slots: Tensor | None,
-        a: Tensor | None,
-        b: list[Tensor],
-        expert: int,
-    ) -> None:
-        if slots is not None and a is not None:
-            add_lora_(y, x, slots, a[expert], b, self.rank, [y.shape[-1] // len(b)] * len(b))
+def _add_adapters(
+    adapters: _Adapters,
+    y: Tensor,
+    x: Tensor,
+    rows: Tensor,
+    tokens: int,
+    expert: int,
+    a: Tensor | None,
+    *stacks: Tensor | None,
+) -> None:
+    """Add the low-rank part of x [n, K] to an expert's products y of ``rows`` [n] of ``tokens``."""
+    if adapters.slots is not None and a is not None:
+        slots = adapters.slots[rows // (tokens // adapters.slots.numel())]
+        b = [stack[expert] for stack in stacks if stack is not None]
+        add_lora_(y, x, slots, a[expert], b, adapters.rank, [y.shape[-1] // len(b)] * len(b))
 
 
 def moe(
@@ -139,6 +122,7 @@ def moe(
 ) -> Tensor:
     """x [T, H], weights and ids [T, k] to [T, H]: loops over the chosen experts."""
     adapted = _Adapters(*adapters)
+    first_parts, second_parts = adapted[1:4], adapted[4:6]
     total = x.new_zeros(x.shape, dtype=torch.float32)
     hidden_size = x.shape[-1]
     for expert in ids[ids >= 0].unique().tolist():
@@ -146,10 +130,10 @@ def moe(
         first = _matrix(w13[expert], 2 * intermediate_size, hidden_size)
         second = _matrix(w2[expert], hidden_size, intermediate_size)
         gate_up = functional.linear(x[rows], first, _row(w13_bias, expert))
-        adapted.add_first(gate_up, x, rows, expert)
+        _add_adapters(adapted, gate_up, x[rows], rows, len(x), expert, *first_parts)
         hidden = _EXPERT_ACTIVATIONS[activation](gate_up.float()).to(x.dtype)
         out = functional.linear(hidden, second, _row(w2_bias, expert))
-        adapted.add_second(out, hidden, rows, len(x), expert)
+        _add_adapters(adapted, out, hidden, rows, len(x), expert, *second_parts)
         total.index_add_(0, rows, out.float() * weights[rows, slots, None])
     return total.to(x.dtype)
 
@@ -181,30 +165,21 @@ def quantized_moe(
     first = (w13, w13_scales, w13_zeros, 2 * intermediate_size, w13_format)
     second = (w2, w2_scales, w2_zeros, x.shape[-1], w2_format)
     chosen = ids[ids >= 0].unique()
-    plain = [_plain_stack(chosen, x.dtype, *stack) for stack in (first, second)]
+    plain = []
+    for words, scales, zeros, width, written in (first, second):
+        made = [
+            dequantize(words[e], scales[e], None if zeros is None else zeros[e], width, written)
+            for e in chosen.tolist()
+        ]
+        plain.append(torch.stack(made).to(x.dtype) if made else words.new_empty(0, dtype=x.dtype))
     numbers = torch.full((w13.shape[0] + 1,), -1, dtype=torch.int32)
     numbers[chosen] = torch.arange(len(chosen), dtype=torch.int32)
     biases = [None if bias is None else bias[chosen] for bias in (w13_bias, w2_bias)]
     experts = (plain[0], biases[0], plain[1], biases[1])
-    sizes = (intermediate_size, activation)
-    return moe(x, weights, numbers[ids], *experts, *sizes, *_Adapters(*adapters).of(chosen))
-
-
-def _plain_stack(
-    chosen: Tensor,
-    dtype: torch.dtype,
-    words: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    width: int,
-    written: str,
-) -> Tensor:
-    """[chosen, width, inputs] of ``dtype``."""
-    made = [
-        dequantize(words[e], scales[e], None if zeros is None else zeros[e], width, written)
-        for e in chosen.tolist()
-    ]
-    return torch.stack(made).to(dtype) if made else words.new_empty(0, dtype=dtype)
+    adapted = _Adapters(*adapters)
+    stacks = [None if stack is None else stack[chosen] for stack in adapted[1:-1]]
+    rest = (intermediate_size, activation, adapted.slots, *stacks, adapted.rank)
+    return moe(x, weights, numbers[ids], *experts, *rest)
 
 
 def quantized_moe_masked(x: Tensor, weights: Tensor, counts: Tensor, *experts: Any) -> Tensor:
@@ -420,7 +395,9 @@ def penalize_(
     begin = 0
     for row, end in enumerate(output_ends.tolist()):
         own = outputs[begin:end].long()
-        counts[row].index_add_(0, own.where((own >= 0) & (own < width), width), _ones_like(own))
+        counts[row].index_add_(
+            0, own.where((own >= 0) & (own < width), width), torch.ones(len(own))
+        )
         begin = end
     counts, is_seen = counts[:, :width], is_seen[:, :width]
     factors = torch.where(is_seen | (counts > 0), repetition[:, None], 1.0)
@@ -440,10 +417,6 @@ def top_logprobs(
     ranks = (scores >= own).sum(-1)
     values = scores.log_softmax(-1) if is_normalized else scores
     return ids.int(), values.gather(1, ids), ranks
-
-
-def _ones_like(tokens: Tensor) -> Tensor:
-    return torch.ones(len(tokens))
 
 
 def self_attention(

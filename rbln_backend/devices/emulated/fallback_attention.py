@@ -3,56 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Softmax:
-    """Options that turn q . k into weights, besides the mask."""
-
-    scale: float
-    sinks: Tensor | None
-    """[Hkv, G, 1, 1] float32."""
-    soft_cap: float | None
-    slopes: Tensor | None
-    """As sinks."""
-
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, distance: Tensor, seen: Tensor
-    ) -> Tensor:
-        """Attend in one batch row: own q [Hkv, G, L, D]."""
-        scores = q.float() @ keys.float().transpose(-1, -2) * self.scale
-        if self.soft_cap is not None:
-            scores = self.soft_cap * (scores / self.soft_cap).tanh()
-        if self.slopes is not None:
-            scores = scores - self.slopes * distance
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if self.sinks is not None:
-            scores = torch.cat((scores, self.sinks.expand(*scores.shape[:-1], 1)), dim=-1)
-        weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
-        # What a row does not see may be NaN, which times zero would not vanish.
-        attended: Tensor = weights @ values.float().nan_to_num(0.0, 0.0, 0.0)
-        return attended.to(q.dtype)
-
-
-def _softmax(
-    q: Tensor,
-    scale: Tensor,
-    sinks: Tensor | None,
-    soft_cap: float | None,
-    slopes: Tensor | None,
-) -> _Softmax:
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"logits_soft_cap is {soft_cap}; it must be positive")
-    return _Softmax(float(scale), _by_head(q, sinks), soft_cap, _by_head(q, slopes))
-
-
-def _by_head(q: Tensor, numbers: Tensor | None) -> Tensor | None:
-    return None if numbers is None else numbers.float().reshape(*q.shape[1:3], 1, 1)
 
 
 def flash_causal_attention(
@@ -74,21 +28,14 @@ def flash_causal_attention(
     query_counts: Tensor | None = None,
 ) -> Tensor:
     """Write k, v [B, Hkv, 1, L, D] to the cache, then attend with q [B, Hkv, G, L, D]."""
-    options: Any = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
-    bounds: Any = (attention_chunk, attention_window)
-    if query_counts is not None:
-
-        def attend(row: int, *own: Tensor) -> Tensor:
-            table = _table_of(block_tables, query_counts, row)
-            rest = (kv_cache, scale, seq_idx[row], table, slot_mapping, *options, *bounds)
-            given: Any = (*own, *rest)
-            return flash_causal_attention(*given)
-
-        return _each_request(query_counts, attend, q, k, v)
-    batch = q.shape[0]
-    for b, table in enumerate(block_tables.reshape(batch, -1).long()):
-        new = _stored(k[b, :, 0], k_scale), _stored(v[b, :, 0], v_scale)
-        _write_pages(kv_cache, table, int(seq_idx.reshape(batch)[b]), *new)
+    starts = seq_idx.flatten().tolist()
+    for number, b, rows in _requests(q, query_counts):
+        new = _stored(k[b, :, 0, rows], k_scale), _stored(v[b, :, 0, rows], v_scale)
+        _write_pages(
+            kv_cache, _table_of(block_tables, q, query_counts, number), starts[number], *new
+        )
+    options = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
+    bounds = (attention_chunk, attention_window, query_counts)
     required = (q, kv_cache, scale, seq_idx, block_tables)
     return shared_attention(*required, *options, *bounds, value_size=v.shape[-1])
 
@@ -111,34 +58,57 @@ def shared_attention(
     value_size: int | None = None,
 ) -> Tensor:
     """q [B, Hkv, G, L, D] over the paged cache, request by request."""
-    if query_counts is not None:
-
-        def attend(row: int, own: Tensor) -> Tensor:
-            place = (seq_idx[row], _table_of(block_tables, query_counts, row))
-            options = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
-            bounds = (attention_chunk, attention_window)
-            given: Any = (own, kv_cache, scale, *place, *options, *bounds)
-            return shared_attention(*given)
-
-        return _each_request(query_counts, attend, q)
     batch, kv_heads, group, length, head_size = q.shape
     value_size = value_size or head_size
-    out = q.new_empty(batch, length, kv_heads, group, value_size)
-    starts = seq_idx.reshape(batch).tolist()
-    softmax = _softmax(q, scale, sinks, logits_soft_cap, alibi_slopes)
-    for b, table in enumerate(block_tables.reshape(batch, -1).long()):
-        start = int(starts[b])
-        keys, values = _read_pages(kv_cache, table, start + length)
-        key, row = torch.arange(keys.shape[2]), torch.arange(start, start + length)[:, None]
+    out = q.new_zeros(batch, length, kv_heads, group, value_size)
+    starts, block_size = seq_idx.flatten().tolist(), kv_cache.shape[4]
+    for number, b, rows in _requests(q, query_counts):
+        start, own = int(starts[number]), q[b, :, :, rows]
+        table = _table_of(block_tables, q, query_counts, number)
+        # Keys and values of the positions that the table has: [2, Hkv, 1, N, D].
+        count = min(start + own.shape[2], table.numel() * block_size)
+        pages = kv_cache[table[: -(-count // block_size)], :, :, 0]
+        keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, None, :count]
+        key, row = torch.arange(count), torch.arange(start, start + own.shape[2])[:, None]
         seen = key <= row
         if attention_chunk is not None:
             seen &= key >= row // attention_chunk * attention_chunk
         if attention_window is not None:
             seen &= key > row - attention_window
         keys, values = _seen(keys, k_scale), _seen(values[..., :value_size], v_scale)
-        attended = softmax.attend(q[b], keys, values, row - key, seen)
-        out[b] = attended.permute(2, 0, 1, 3)
+        options = (scale, sinks, logits_soft_cap, alibi_slopes)
+        attended = _attend(own, keys, values, row - key, seen, *options)
+        out[b, rows] = attended.permute(2, 0, 1, 3)
     return out.permute(0, 2, 3, 1, 4)
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    distance: Tensor,
+    seen: Tensor,
+    scale: Tensor,
+    sinks: Tensor | None,
+    soft_cap: float | None,
+    slopes: Tensor | None,
+) -> Tensor:
+    """Attend in one request: q [Hkv, G, L, D]."""
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"logits_soft_cap is {soft_cap}; it must be positive")
+    scores = q.float() @ keys.float().transpose(-1, -2) * float(scale)
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
+    if slopes is not None:
+        scores = scores - slopes.float().reshape(*q.shape[:2], 1, 1) * distance
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        column = sinks.float().reshape(*q.shape[:2], 1, 1)
+        scores = torch.cat((scores, column.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
+    # What a row does not see may be NaN, which times zero would not vanish.
+    attended: Tensor = weights @ values.float().nan_to_num(0.0, 0.0, 0.0)
+    return attended.to(q.dtype)
 
 
 def causal_attention(
@@ -181,28 +151,21 @@ def latent_attention(
     return out.permute(0, 3, 1, 2, 4).reshape(q.shape[0], heads, -1)
 
 
-def _each_request(
-    counts: Tensor, attend: Callable[..., Tensor], q: Tensor, *others: Tensor
-) -> Tensor:
-    """``attend(r, *rows)`` over the rows of each request r, zeros after the last.
+def _requests(q: Tensor, counts: Tensor | None) -> list[tuple[int, int, slice]]:
+    """Return each request's number, and its batch row and rows in q [B, Hkv, G, L, D].
 
-    q, and k and v, if they are given: [1, Hkv, G or 1, L, D]. Values may be narrower than keys.
+    ``counts``: rows of each of several requests, one after the other in one batch row.
     """
-    width = (others or (q,))[-1].shape[-1]
-    out = q.new_zeros(*q.shape[:-1], width)
-    first = 0
-    for row, count in enumerate(counts.tolist()):
-        if count:
-            rows = slice(first, first + count)
-            out[..., rows, :] = attend(row, *(x[..., rows, :] for x in (q, *others)))
-        first += count
-    # As the other bodies lay it out.
-    return out.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
+    if counts is None:
+        return [(b, b, slice(0, q.shape[3])) for b in range(q.shape[0])]
+    ends = zip(counts.tolist(), counts.cumsum(0).tolist(), strict=True)
+    return [(n, 0, slice(end - count, end)) for n, (count, end) in enumerate(ends) if count]
 
 
-def _table_of(block_tables: Tensor, counts: Tensor, row: int) -> Tensor:
-    """The blocks of one of several requests."""
-    return block_tables.reshape(counts.numel(), -1)[row]
+def _table_of(block_tables: Tensor, q: Tensor, counts: Tensor | None, number: int) -> Tensor:
+    """The blocks of a request."""
+    requests = q.shape[0] if counts is None else counts.numel()
+    return block_tables.reshape(requests, -1)[number].long()
 
 
 def _stored(rows: Tensor, scale: Tensor | None) -> Tensor:
@@ -226,14 +189,6 @@ def _write_pages(kv_cache: Tensor, table: Tensor, start: int, k: Tensor, v: Tens
         kv_cache[:, index][blocks, :, 0, slots, : new.shape[-1]] = rows
 
 
-def _read_pages(kv_cache: Tensor, table: Tensor, end: int) -> Tensor:
-    """The keys and values of the first ``end`` positions that the table has: [2, Hkv, 1, N, D]."""
-    block_size = kv_cache.shape[4]
-    count = min(end, table.numel() * block_size)
-    pages = kv_cache[table[: -(-count // block_size)], :, :, 0]
-    return pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, None, :count]
-
-
 def sliding_window_prefill(
     q: Tensor,
     k: Tensor,
@@ -252,40 +207,43 @@ def sliding_window_prefill(
     query_counts: Tensor | None = None,
 ) -> Tensor:
     """q [B, Hkv, G, L, D] over each request's window block and the new tokens."""
-    if query_counts is not None:
-
-        def attend(row: int, *own: Tensor) -> Tensor:
-            place = (cache_seq_len[row], cache_offset[row], scale, block_tables.reshape(-1)[row])
-            options = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
-            given: Any = (*own, kv_cache, *place, dummy, *options)
-            return sliding_window_prefill(*given)
-
-        return _each_request(query_counts, attend, q, k, v)
     batch, kv_heads, group, length, head_size = q.shape
     window, value_size = kv_cache.shape[4], v.shape[-1]
     out = q.new_zeros(batch, length, kv_heads, group, value_size)
-    softmax = _softmax(q, scale, sinks, logits_soft_cap, alibi_slopes)
     k = _stored(k, k_scale)
     v = _stored(torch.nn.functional.pad(v, (0, head_size - value_size)), v_scale)
-    blocks = block_tables.reshape(batch).tolist()
-    ends = cache_offset.reshape(batch).tolist()
-    for b, before in enumerate(cache_seq_len.reshape(batch).tolist()):
-        count = ends[b] - before
+    cached_lengths, ends = cache_seq_len.flatten().tolist(), cache_offset.flatten().tolist()
+    blocks = block_tables.flatten().tolist()
+    for number, b, rows in _requests(q, query_counts):
+        before, block = cached_lengths[number], blocks[number]
+        count = ends[number] - before
         if count <= 0:
             continue
-        _check_request(b, before, count, length, blocks[b], kv_cache)
+        if before < 0:
+            raise RuntimeError(f"cache_seq_len[{number}] is {before}")
+        if count > rows.stop - rows.start:
+            raise RuntimeError(
+                f"cache_offset[{number}] is {ends[number]}, {count} more than cache_seq_len, "
+                f"but q has {rows.stop - rows.start} rows"
+            )
+        if not 0 <= block < kv_cache.shape[0]:
+            raise IndexError(
+                f"block_tables[{number}] is {block}, the cache has {kv_cache.shape[0]} blocks"
+            )
+        own = slice(rows.start, rows.start + count)
         cached = min(before, window)
         end = cached + count
-        slots = kv_cache[blocks[b], :, :, 0]
-        new = torch.stack((k[b, :, 0, :count], v[b, :, 0, :count]))
+        slots = kv_cache[block, :, :, 0]
+        new = torch.stack((k[b, :, 0, own], v[b, :, 0, own]))
         # Real tokens alone, so that what the other slots and rows hold cannot matter.
         seen_by_all = torch.cat((slots[:, :, :cached], new), dim=2)
         distance = torch.arange(cached, end)[:, None] - torch.arange(end)
         seen = (distance >= 0) & (distance < window)
         keys, values = seen_by_all.unsqueeze(2)
         keys, values = _seen(keys, k_scale), _seen(values[..., :value_size], v_scale)
-        attended = softmax.attend(q[b, :, :, :count], keys, values, distance, seen)
-        out[b, :count] = attended.permute(2, 0, 1, 3)
+        options = (scale, sinks, logits_soft_cap, alibi_slopes)
+        attended = _attend(q[b, :, :, own], keys, values, distance, seen, *options)
+        out[b, own] = attended.permute(2, 0, 1, 3)
         slots[:, :, : min(end, window)] = seen_by_all[:, :, max(0, end - window) :]
     return out.permute(0, 2, 3, 1, 4)
 
@@ -307,21 +265,6 @@ def sliding_window_decode(
     """``sliding_window_prefill``, q [B, Hkv, G, L, D], with an unused mask."""
     required = (q, k, v, kv_cache, cache_seq_len, cache_offset, scale, block_tables, dummy)
     return sliding_window_prefill(*required, *options, **named)
-
-
-def _check_request(
-    row: int, before: int, count: int, length: int, block: int, kv_cache: Tensor
-) -> None:
-    blocks = kv_cache.shape[0]
-    if before < 0:
-        raise RuntimeError(f"cache_seq_len[{row}] is {before}")
-    if count > length:
-        raise RuntimeError(
-            f"cache_offset[{row}] is {before + count}, {count} more than cache_seq_len, "
-            f"but q has {length} rows"
-        )
-    if not 0 <= block < blocks:
-        raise IndexError(f"block_tables[{row}] is {block}, the cache has {blocks} blocks")
 
 
 BODIES: Mapping[str, Callable[..., Any]] = {

@@ -12,10 +12,10 @@ import ctypes
 import logging
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -56,7 +56,8 @@ class Recording:
         self._replay.argtypes = (*(ctypes.c_int64,) * 3, ctypes.c_int)
         self._last_write = library.rbln_emulator_last_cache_write
         self._last_write.argtypes, self._last_write.restype = (ctypes.c_int64,), ctypes.c_int64
-        self._end = library.rbln_emulator_end_recording
+        self.end = library.rbln_emulator_end_recording
+        """Calls are made as usual from now on."""
         begin = library.rbln_emulator_begin_recording
         begin.argtypes, begin.restype = (ctypes.c_int,), ctypes.c_int64
         self._number: int = begin(is_rehearsal)
@@ -69,10 +70,6 @@ class Recording:
         """The calls made since the last look, [first, end); None if there are none to repeat."""
         known, self._known = self._known, int(self._count(self._known))
         return (known, self._known) if self._known > known else None
-
-    def end(self) -> None:
-        """Calls are made as usual from now on."""
-        self._end()
 
     @property
     def last_cache_write(self) -> int | None:
@@ -92,11 +89,8 @@ class Recording:
             raise RuntimeError(failure.decode())
 
 
-class StartRecording(Protocol):
-    """Starts a recording on the calling thread."""
-
-    def __call__(self, *, is_rehearsal: bool = False) -> Recording: ...
-
+StartRecording = Callable[..., Recording]
+"""Starts a recording on the calling thread; takes ``is_rehearsal``."""
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +106,9 @@ class KernelSet:
     """The active implementation of the kernel ops, and why it is the active one."""
 
     name: Literal["native", "aten"]
-    isa: str  # the name of one of ``targets.LEVELS``, or "aten"
+    isa: str  # the name of one of ``LEVELS``, or "aten"
     library: Path | None
     reason: str
-
-    @property
-    def packs_linear(self) -> bool:
-        """True if packed linears are faster here than PyTorch's own."""
-        return self.name == "native"
 
 
 class _Active:
@@ -140,31 +129,24 @@ def load_kernels(
     "native" raises ``CompileError`` when the library cannot be built or loaded; "auto" falls back
     to PyTorch then; "aten" never builds. Repeated calls are cheap and may change the mode.
     """
-    if mode == "aten":
-        return _activate_fallback("requested")
-    try:
-        return _activate_native([cache_root, *bundles], report)
-    except CompileError as error:
-        if mode == "native":
-            raise
-        logger.warning("running without native kernels: %s", error)
-        return _activate_fallback(str(error))
-
-
-def _activate_fallback(reason: str) -> KernelSet:
+    reason = "requested"
+    if mode != "aten":
+        try:
+            if _Active.native is None:
+                own, *others = [kernel_store(root) for root in (cache_root, *bundles)]
+                _Active.native = _load([own, *private_stores()], [*others, _PACKAGED], report)
+            for library in _Active.fallback or ():
+                library._destroy()
+            _Active.fallback = None
+            return _Active.native
+        except CompileError as error:
+            if mode == "native":
+                raise
+            logger.warning("running without native kernels: %s", error)
+            reason = str(error)
     if _Active.fallback is None:
         _Active.fallback = fallback.register()
     return KernelSet("aten", "aten", None, reason)
-
-
-def _activate_native(roots: Sequence[Path], report: BuildReport) -> KernelSet:
-    if _Active.native is None:
-        own, *bundles = [kernel_store(root) for root in roots]
-        _Active.native = _load([own, *private_stores()], [*bundles, _PACKAGED], report)
-    for library in _Active.fallback or ():
-        library._destroy()
-    _Active.fallback = None
-    return _Active.native
 
 
 def _load(

@@ -70,12 +70,6 @@ class _OnDemand(TorchFunctionMode):
         return zeros_on_demand(shape, like.dtype)
 
 
-def install_lm_head() -> None:
-    """Register the layer with vLLM; idempotent, once per process."""
-    if RblnLMHead.__dict__.get("name") is None:
-        ParallelLMHead.register_oot(name=ParallelLMHead.__name__)(RblnLMHead)
-
-
 def _normalise(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -109,18 +103,14 @@ class EmulatedGemmaRMSNorm(GemmaRMSNorm):
         return _normalise(x, residual, self.weight.float() + 1.0, self.variance_epsilon)
 
 
-def _activate(x: Tensor, function: str, *, gated: bool) -> Tensor:
-    result: Tensor = torch.ops.rbln_emulator.activate(x, function, gated)
-    return result
+def _activation(layer: type[nn.Module], function: str, *, gated: bool) -> type[nn.Module]:
+    """Return ``layer`` [..., I] to [..., I] of its dtype, which calls the kernel's ``function``."""
 
+    def forward_native(_self: nn.Module, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.rbln_emulator.activate(x, function, gated)
+        return result
 
-class EmulatedSiluAndMul(SiluAndMul):
-    """silu(x[..., :d]) * x[..., d:]."""
-
-    @staticmethod
-    def forward_native(x: Tensor) -> Tensor:
-        """x [..., I] to [..., I] of its dtype."""
-        return _activate(x, "silu", gated=True)
+    return type(f"Emulated{layer.__name__}", (layer,), {"forward_native": forward_native})
 
 
 class EmulatedGeluAndMul(GeluAndMul):
@@ -129,39 +119,8 @@ class EmulatedGeluAndMul(GeluAndMul):
     def forward_native(self, x: Tensor) -> Tensor:
         """x [..., 2 * I] to [..., I] of its dtype."""
         function = "gelu_tanh" if self.approximate == "tanh" else "gelu"
-        return _activate(x, function, gated=True)
-
-
-class EmulatedNewGELU(NewGELU):
-    """The approximation of GELU by tanh."""
-
-    def forward_native(self, x: Tensor) -> Tensor:
-        """x [..., I] to [..., I] of its dtype."""
-        return _activate(x, "gelu_tanh", gated=False)
-
-
-class EmulatedFastGELU(FastGELU):
-    """The same approximation; upstream's two differ in the order of their roundings."""
-
-    def forward_native(self, x: Tensor) -> Tensor:
-        """x [..., I] to [..., I] of its dtype."""
-        return _activate(x, "gelu_tanh", gated=False)
-
-
-class EmulatedQuickGELU(QuickGELU):
-    """x * sigmoid(1.702 * x)."""
-
-    def forward_native(self, x: Tensor) -> Tensor:
-        """x [..., I] to [..., I] of its dtype."""
-        return _activate(x, "quick_gelu", gated=False)
-
-
-class EmulatedReLUSquared(ReLUSquaredActivation):
-    """max(x, 0) squared."""
-
-    def forward_native(self, x: Tensor) -> Tensor:
-        """x [..., I] to [..., I] of its dtype."""
-        return _activate(x, "relu2", gated=False)
+        result: Tensor = torch.ops.rbln_emulator.activate(x, function, True)
+        return result
 
 
 class _RotaryKernel:
@@ -206,12 +165,13 @@ _ROTARY_LAYERS = (
 _REPLACEMENTS: dict[str, type[nn.Module]] = {
     "RMSNorm": EmulatedRMSNorm,
     "GemmaRMSNorm": EmulatedGemmaRMSNorm,
-    "SiluAndMul": EmulatedSiluAndMul,
+    "SiluAndMul": _activation(SiluAndMul, "silu", gated=True),
     "GeluAndMul": EmulatedGeluAndMul,
-    "NewGELU": EmulatedNewGELU,
-    "FastGELU": EmulatedFastGELU,
-    "QuickGELU": EmulatedQuickGELU,
-    "ReLUSquaredActivation": EmulatedReLUSquared,
+    # Upstream's two approximations of GELU by tanh differ in the order of their roundings.
+    "NewGELU": _activation(NewGELU, "gelu_tanh", gated=False),
+    "FastGELU": _activation(FastGELU, "gelu_tanh", gated=False),
+    "QuickGELU": _activation(QuickGELU, "quick_gelu", gated=False),
+    "ReLUSquaredActivation": _activation(ReLUSquaredActivation, "relu2", gated=False),
     **{
         layer.__name__: type(f"Emulated{layer.__name__}", (_RotaryKernel, layer), {})
         for layer in _ROTARY_LAYERS
@@ -224,4 +184,5 @@ def install_layers() -> None:
     for name, layer in _REPLACEMENTS.items():
         if layer.__dict__.get("name") is None:
             CustomOp.register_oot(name=name)(layer)
-    install_lm_head()
+    if RblnLMHead.__dict__.get("name") is None:
+        ParallelLMHead.register_oot(name=ParallelLMHead.__name__)(RblnLMHead)

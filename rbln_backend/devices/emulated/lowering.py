@@ -9,7 +9,7 @@ needs the last row of each prompt for its logits, and all rows only where hidden
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,11 +44,16 @@ def op_name(node: object) -> str:
     return "" if schema is None else str(schema.name)
 
 
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a call of a torch op by name, without those left to defaults."""
+    schema = op_schema(node)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Return True if a and b, both [...], have equal shape, strides, offset and dtype."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.storage_offset() != b.storage_offset():
+    if (a.shape, a.dtype, a.storage_offset()) != (b.shape, b.dtype, b.storage_offset()):
         return False
     strides = zip(a.shape, a.stride(), b.stride(), strict=True)
     return all(size <= 1 or of_a == of_b for size, of_a, of_b in strides)
@@ -91,18 +96,13 @@ def elide_output_buffers(graph: fx.Graph) -> None:
     exactly one whole copy and only viewed otherwise is the copied value under another name.
     """
     for buffer in [node for node in graph.nodes if node.target is torch.empty]:
-        names = _names_of(buffer)
+        # The buffer and every view of it or of its views, in the graph's order.
+        names = [buffer]
+        for name in names:
+            names += [user for user in name.users if is_method(user, "view", "reshape")]
         writes = [user for name in names for user in name.users if is_method(user, "copy_")]
         if len(writes) == 1 and writes[0].args[0] in names:
             _replace_buffer(graph, names, writes[0])
-
-
-def _names_of(buffer: fx.Node) -> list[fx.Node]:
-    """``buffer`` and every view of it or of its views, in the graph's order."""
-    names = [buffer]
-    for name in names:
-        names += [user for user in name.users if is_method(user, "view", "reshape")]
-    return names
 
 
 def _replace_buffer(graph: fx.Graph, names: list[fx.Node], copy: fx.Node) -> None:
@@ -140,14 +140,12 @@ def simplify_views(graph: fx.Graph) -> None:
         if is_method(node, "view", "reshape"):
             _shorten(node, shown)
         elif is_method(node, "permute"):
-            _undo_permutation(node, shown)
-        elif node.target is operator.getitem and _is_slicing(node.args[1]):
-            _drop_if_idle(node, node.args[0], shown)
-
-
-def _is_slicing(index: object) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(part is Ellipsis or isinstance(part, slice) for part in parts)
+            if is_method(inner := node.args[0], "permute"):
+                _drop_if_idle(node, inner.args[0], shown)
+        elif node.target is operator.getitem:
+            index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+            if all(part is Ellipsis or isinstance(part, slice) for part in index):
+                _drop_if_idle(node, node.args[0], shown)
 
 
 def _shorten(node: fx.Node, shown: Tensor) -> None:
@@ -167,12 +165,6 @@ def _shorten(node: fx.Node, shown: Tensor) -> None:
             return
 
 
-def _undo_permutation(node: fx.Node, shown: Tensor) -> None:
-    inner = node.args[0]
-    if is_method(inner, "permute") and isinstance(inner, fx.Node):
-        _drop_if_idle(node, inner.args[0], shown)
-
-
 def _drop_if_idle(node: fx.Node, source: object, shown: Tensor) -> bool:
     """Replace ``node`` by ``source`` where both are the same view of the same memory."""
     value = example(source)
@@ -189,19 +181,36 @@ _LIMIT_BYTES = 1 << 18
 def fold_constants(program: Program, tensors: Sequence[Tensor]) -> tuple[fx.Graph, list[Tensor]]:
     """Return a copy of the graph and its inputs [...], with functions of small weights folded.
 
-    Each folded value becomes an input. ``tensors`` [...] are those of the program's bindings.
+    Arithmetic over weights alone is done once, not at every step: each folded value becomes an
+    input. ``tensors`` [...] are those of the program's bindings.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    graph = program.copy_of_graph()
+    placeholders = graph.find_nodes(op="placeholder")
     inputs = dict(zip(placeholders, tensors, strict=True))
-    weights = {
+    # Weights, and the values of calls over them and over one another.
+    constants = {
         node: tensor
         for node, name, tensor in zip(placeholders, program.bindings, tensors, strict=True)
         if name.startswith(PARAM) and tensor.nbytes <= _LIMIT_BYTES
     }
-    for node, value in _constants(graph, weights).items():
-        if value.nbytes > _LIMIT_BYTES or all(user in weights for user in node.users):
+    written, folded = _written(graph), []
+    for node in graph.nodes:
+        over = node.all_input_nodes
+        if not over or not node.op.startswith("call") or not all(x in constants for x in over):
+            continue
+        if is_impure(node) or node in written:
+            continue
+        args = fx.node.map_arg(node.args, constants.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, constants.__getitem__)
+        function = getattr(Tensor, node.target) if node.op == "call_method" else node.target
+        with torch.no_grad():
+            value = function(*args, **kwargs)
+        if isinstance(value, Tensor):
+            constants[node] = value
+            folded.append(node)
+    for node in folded:
+        value = constants[node]
+        if value.nbytes > _LIMIT_BYTES or all(user in constants for user in node.users):
             continue
         with graph.inserting_before(next(iter(graph.nodes))):
             constant = graph.placeholder(f"constant_{len(inputs)}")
@@ -210,7 +219,7 @@ def fold_constants(program: Program, tensors: Sequence[Tensor]) -> tuple[fx.Grap
     graph.eliminate_dead_code(is_impure_node=is_impure)
     for node in [node for node in inputs if not node.users]:
         graph.erase_node(node)
-    return graph, [inputs[node] for node in graph.nodes if node.op == "placeholder"]
+    return graph, [inputs[node] for node in graph.find_nodes(op="placeholder")]
 
 
 def is_impure(node: fx.Node) -> bool:
@@ -218,31 +227,6 @@ def is_impure(node: fx.Node) -> bool:
     if node.op == "call_method":
         return str(node.target).endswith("_")
     return node.target is operator.setitem or node.is_impure()
-
-
-def _constants(graph: fx.Graph, weights: dict[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
-    """The values of the calls over ``weights`` and over one another; ``weights`` grows by them."""
-    written, found = _written(graph), {}
-    for node in graph.nodes:
-        over = node.all_input_nodes
-        if not over or not node.op.startswith("call") or not all(x in weights for x in over):
-            continue
-        if is_impure(node) or node in written:
-            continue
-        args = fx.node.map_arg(node.args, weights.__getitem__)
-        kwargs = fx.node.map_arg(node.kwargs, weights.__getitem__)
-        with torch.no_grad():
-            value = _call(node, args, kwargs)
-        if isinstance(value, Tensor):
-            weights[node] = found[node] = value
-    return found
-
-
-def _call(node: fx.Node, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:
@@ -256,8 +240,13 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     return names
 
 
-# [B, L, H, G, D] in memory as the ops see it, and back.
-_TO_OP, _FROM_OP = (0, 2, 3, 1, 4), (0, 3, 1, 2, 4)
+# [B, L, H, G, D] in memory as the ops see it.
+_TO_OP = (0, 2, 3, 1, 4)
+_ATTENTION_OPTIONS = (
+    *("sinks", "logits_soft_cap", "alibi_slopes", "k_scale", "v_scale"),
+    *("attention_chunk", "attention_window"),
+)
+_SPLITS: tuple[Callable[..., tuple[Tensor, ...]], ...] = (torch.split, torch.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,92 +259,41 @@ class _Heads:
     eps: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Rotation:
-    positions: fx.Node | None = None
-    cos_sin_cache: fx.Node | None = None
-    is_neox: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The arguments of an attention op by their names."""
-
-    q: fx.Node
-    k: fx.Node
-    v: fx.Node
-    kv_cache: fx.Node
-    scale: fx.Node
-    starts: fx.Node
-    ends: fx.Node | None
-    block_tables: fx.Node
-    sinks: fx.Node | None
-    soft_cap: float | None
-    alibi_slopes: fx.Node | None
-    k_scale: fx.Node | None
-    v_scale: fx.Node | None
-    chunk: int | None
-    window: int | None
-    query_counts: fx.Node | None
-
-
 def fuse_attention(graph: fx.Graph) -> None:
     """Replace the attention ops whose heads lie in rows of tokens; leave the others alone."""
     for node in list(graph.nodes):
-        call = _attention_call(node)
-        if call is not None:
-            _fuse(graph, node, call)
+        namespace, _, name = op_name(node).partition("::")
+        if namespace == "rbln_emulated_ops" and "attention_naive" in name:
+            _fuse(graph, node, arguments_of(node))
 
 
-def _attention_call(node: fx.Node) -> _Call | None:
-    namespace, _, name = op_name(node).partition("::")
-    if namespace != "rbln_emulated_ops" or "attention_naive" not in name:
-        return None
-    packet = getattr(torch.ops.rbln_emulated_ops, name)
-    names = [argument.name for argument in packet.default._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    is_window = "cache_seq_len" in given
-    return _Call(
-        given["q"],
-        given["k"],
-        given["v"],
-        given["kv_cache"],
-        given["scale"],
-        given["cache_seq_len" if is_window else "seq_idx"],
-        given["cache_offset"] if is_window else None,
-        given["block_tables"],
-        given.get("sinks"),
-        given.get("logits_soft_cap"),
-        given.get("alibi_slopes"),
-        given.get("k_scale"),
-        given.get("v_scale"),
-        given.get("attention_chunk"),
-        given.get("attention_window"),
-        given.get("query_counts"),
-    )
-
-
-def _fuse(graph: fx.Graph, node: fx.Node, call: _Call) -> None:
-    rows = [_token_rows(x) for x in (call.q, call.k, call.v)]
-    value, values = example(call.q), example(call.v)
-    if value is None or values is None or None in rows or values.shape[-1] != value.shape[-1]:
+def _fuse(graph: fx.Graph, node: fx.Node, given: Mapping[str, Any]) -> None:
+    q, k, v = (_token_rows(given[name]) for name in "qkv")
+    value, values = example(given["q"]), example(given["v"])
+    if q is None or k is None or v is None or value is None or values is None:
         return
     batch, kv_heads, group, length, head_size = value.shape
-    q, k, v = (x for x in rows if x is not None)
+    if values.shape[-1] != head_size:
+        return
     q, k, rotation = _unrotated(q, k, head_size)
-    q, k = _unnormed(q, k, head_size)
+    before = _before_norm(q, head_size), _before_norm(k, head_size)
+    if before[0] is not None and before[1] is not None and before[0].eps == before[1].eps:
+        q, k = before
     q, k, v = (_unsplit(x) for x in (q, k, v))
+    is_window = "cache_seq_len" in given
     with graph.inserting_before(node):
         fused = graph.call_function(
             torch.ops.rbln_emulator.self_attention.default,
             (
                 *(q.rows, q.column, k.rows, k.column, v.rows, v.column),
                 *(q.norm, k.norm, q.eps),
-                *(rotation.positions, rotation.cos_sin_cache, rotation.is_neox),
-                *(call.kv_cache, call.scale, call.starts, call.ends, call.block_tables),
-                *(call.sinks, call.soft_cap, call.alibi_slopes, call.k_scale, call.v_scale),
-                *(call.chunk, call.window),
-                *(group, batch, call.query_counts),
+                *rotation,
+                *(given["kv_cache"], given["scale"]),
+                given["cache_seq_len" if is_window else "seq_idx"],
+                given["cache_offset"] if is_window else None,
+                given["block_tables"],
+                *(given.get(name) for name in _ATTENTION_OPTIONS),
+                *(group, batch, given.get("query_counts")),
             ),
         )
         width = kv_heads * group * head_size
@@ -382,21 +320,20 @@ def _rows_behind(node: fx.Node) -> _Heads | None:
     return None
 
 
-def _unrotated(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads, _Rotation]:
-    """Return both tensors as they were before the rotary kernel."""
+def _unrotated(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads, tuple[Any, ...]]:
+    """Return both tensors before the rotary kernel, and its positions, its table and is_neox."""
     rotary = _part_of(q.rows, 0)
-    kept = q, k, _Rotation()
-    if rotary is None or rotary is not _part_of(k.rows, 1):
-        return kept
-    if op_name(rotary) != "rbln_emulator::rotary_embedding" or rotary.args[4] != head_size:
-        return kept
-    positions, turned_q, turned_k, cache, _, is_neox = rotary.args
-    before = [_rows_behind(x) for x in (turned_q, turned_k) if isinstance(x, fx.Node)]
-    if len(before) != 2 or before[0] is None or before[1] is None:
-        return kept
-    assert isinstance(positions, fx.Node)
-    assert isinstance(cache, fx.Node)
-    return before[0], before[1], _Rotation(positions, cache, bool(is_neox))
+    if (
+        rotary is not None
+        and rotary is _part_of(k.rows, 1)
+        and op_name(rotary) == "rbln_emulator::rotary_embedding"
+        and rotary.args[4] == head_size
+    ):
+        positions, turned_q, turned_k, cache, _, is_neox = rotary.args
+        before = [_rows_behind(x) for x in (turned_q, turned_k) if isinstance(x, fx.Node)]
+        if len(before) == 2 and before[0] is not None and before[1] is not None:
+            return before[0], before[1], (positions, cache, bool(is_neox))
+    return q, k, (None, None, False)
 
 
 def _part_of(node: fx.Node, index: int) -> fx.Node | None:
@@ -405,14 +342,6 @@ def _part_of(node: fx.Node, index: int) -> fx.Node | None:
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
     return None
-
-
-def _unnormed(q: _Heads, k: _Heads, head_size: int) -> tuple[_Heads, _Heads]:
-    """Return both tensors before their per-head norms, if both have one with the same epsilon."""
-    before = _before_norm(q, head_size), _before_norm(k, head_size)
-    if before[0] is None or before[1] is None or before[0].eps != before[1].eps:
-        return q, k
-    return before[0], before[1]
 
 
 def _before_norm(heads: _Heads, head_size: int) -> _Heads | None:
@@ -447,9 +376,6 @@ def _unsplit(heads: _Heads) -> _Heads:
     return replace(heads, rows=whole, column=column)
 
 
-_SPLITS: tuple[Callable[..., tuple[Tensor, ...]], ...] = (torch.split, torch.chunk)
-
-
 _ROW_ARGUMENTS = {
     "linear": (0,),
     "quantized_linear": (0,),
@@ -466,7 +392,6 @@ _OTHER_ROWS = {"tokens_mask", "slots"}
 """Arguments of these calls that would need rows of their own."""
 _TENSOR_PARALLEL = "tp"
 """The group whose ranks have the same rows."""
-_BY_ELEMENT = (operator.add, operator.mul)
 
 
 def compute_last_rows_apart(graph: fx.Graph) -> None:
@@ -476,17 +401,50 @@ def compute_last_rows_apart(graph: fx.Graph) -> None:
     behind its last attention is left as it is.
     """
     nodes = list(graph.nodes)
-    gather = _gather_of_output(nodes[-1])
-    attention = [place for place, node in enumerate(nodes) if "attention" in op_name(node)]
+    output, gather = nodes[-1], _gather_of_output(nodes[-1])
+    attention = [number for number, node in enumerate(nodes) if "attention" in op_name(node)]
     if gather is None or not attention:
         return
     behind = nodes[attention[-1] + 1 : -1]
     if any(_writes(node) for node in behind):
         return
+    dim, rows = gather.args[1:]
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def row_numbers(node: fx.Node) -> tuple[int, ...]:
+        """As the function; none for a call that comes before the attention's end."""
+        numbers = _row_arguments(node) if node in behind else ()
+        if node.target is operator.getitem and numbers:
+            # Of a tuple, which cannot be gathered.
+            source = node.args[0]
+            return numbers if isinstance(source, fx.Node) and row_numbers(source) else ()
+        return numbers
+
+    def gathered(node: Argument) -> fx.Node:
+        """Return the gathered rows of what ``node`` computes, [L, ...] or a tuple of such."""
+        assert isinstance(node, fx.Node)
+        if node not in copies:
+            if numbers := row_numbers(node):
+                args = tuple(gathered(x) if n in numbers else x for n, x in enumerate(node.args))
+                copies[node] = graph.create_node(node.op, node.target, args, dict(node.kwargs))
+            else:
+                copies[node] = graph.call_method("index_select", (node, dim, rows))
+        return copies[node]
+
     with graph.inserting_before(gather):
-        gather.replace_all_uses_with(_Gathered(graph, gather, set(behind)).of(gather.args[0]))
+        gather.replace_all_uses_with(gathered(gather.args[0]))
     graph.erase_node(gather)
-    _move_hidden_back(nodes[-1], [node for node in behind if node is not gather])
+    # What nothing but hidden states needs moves to the end, in its order.
+    needed = set[fx.Node]()
+    waiting = [result for number, result in enumerate(output.args[0]) if number != 1]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, fx.Node) and node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    for node in behind:
+        if node is not gather and node not in needed:
+            output.prepend(node)
 
 
 def _gather_of_output(output: fx.Node) -> fx.Node | None:
@@ -505,86 +463,29 @@ def _writes(node: fx.Node) -> bool:
     return node.op == "call_method" and str(node.target).endswith("_")
 
 
-class _Gathered:
-    """Copies of calls that compute the gathered rows alone."""
-
-    def __init__(self, graph: fx.Graph, gather: fx.Node, behind: set[fx.Node]) -> None:
-        self._graph, self._behind = graph, behind
-        self._dim, self._rows = gather.args[1:]
-        self._made: dict[fx.Node, fx.Node] = {}
-
-    def of(self, node: fx.node.Argument) -> fx.Node:
-        """Return the gathered rows of what ``node`` computes, [L, ...] or a tuple of such."""
-        assert isinstance(node, fx.Node)
-        if node not in self._made:
-            places = self._row_places(node)
-            self._made[node] = self._copy(node, places) if places else self._gather(node)
-        return self._made[node]
-
-    def _row_places(self, node: fx.Node) -> tuple[int, ...]:
-        """As the function; none for a call that comes before the attention's end."""
-        places = _row_places(node) if node in self._behind else ()
-        if node.target is operator.getitem and places:
-            # Of a tuple, which cannot be gathered.
-            source = node.args[0]
-            return places if isinstance(source, fx.Node) and self._row_places(source) else ()
-        return places
-
-    def _copy(self, node: fx.Node, places: tuple[int, ...]) -> fx.Node:
-        args = tuple(self.of(x) if n in places else x for n, x in enumerate(node.args))
-        return self._graph.create_node(node.op, node.target, args, dict(node.kwargs))
-
-    def _gather(self, node: fx.Node) -> fx.Node:
-        return self._graph.call_method("index_select", (node, self._dim, self._rows))
-
-
-def _row_places(node: fx.Node) -> tuple[int, ...]:
-    """Return the places of the arguments with rows; none for a call that may mix rows."""
+def _row_arguments(node: fx.Node) -> tuple[int, ...]:
+    """Return the numbers of the arguments with rows; none for a call that may mix rows."""
     if node.target is operator.getitem:
         # An index into a tensor, such as [1, L, H][0], takes rows away: another axis has them.
         results = op_schema(node.args[0])
         return (0,) if results is not None and len(results.returns) > 1 else ()
-    if node.target in _BY_ELEMENT:
-        return _equal_shapes(node)
+    if node.target in (operator.add, operator.mul):
+        # All tensors, if they have the result's shape.
+        result, shapes = example(node), {}
+        for number, argument in enumerate(node.args):
+            if isinstance(argument, fx.Node):
+                value = example(argument)
+                shapes[number] = None if value is None else value.shape
+        if result is None or any(shape != result.shape for shape in shapes.values()):
+            return ()
+        return tuple(shapes)
     if collective_name(node.target) == "all_reduce":
         return (0,) if node.args[-1] == _TENSOR_PARALLEL else ()
-    schema = op_schema(node)
-    if schema is None:
-        return ()
-    names = [argument.name for argument in schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = arguments_of(node)
     if any(given.get(name) is not None for name in _OTHER_ROWS):
         return ()
     namespace, _, name = op_name(node).partition("::")
     return _ROW_ARGUMENTS.get(name, ()) if namespace == NAMESPACE else ()
-
-
-def _equal_shapes(node: fx.Node) -> tuple[int, ...]:
-    """Return the places of all tensors in ``node.args`` if they have the result's shape."""
-    result, shapes = example(node), {}
-    for place, argument in enumerate(node.args):
-        if isinstance(argument, fx.Node):
-            value = example(argument)
-            shapes[place] = None if value is None else value.shape
-    if result is None or any(shape != result.shape for shape in shapes.values()):
-        return ()
-    return tuple(shapes)
-
-
-def _move_hidden_back(output: fx.Node, behind: Sequence[fx.Node]) -> None:
-    """Move the calls ``behind`` that nothing but hidden states needs to the end, in their order."""
-    results = output.args[0]
-    assert isinstance(results, tuple)
-    needed = set[fx.Node]()
-    waiting = [node for place, node in enumerate(results) if place != 1]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, fx.Node) and node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    for node in behind:
-        if node not in needed:
-            output.prepend(node)
 
 
 _LINEAR_TARGETS = (torch._C._nn.linear, torch.nn.functional.linear)
@@ -606,9 +507,8 @@ def lower_graph(program: Program, *, pack_linear: bool) -> Program:
     ``pack_linear``: the native kernels are there, so linears read packed weights and whatever has
     a kernel calls it.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    bindings = dict(zip(_placeholders(graph), program.bindings, strict=True))
+    graph = program.copy_of_graph()
+    bindings = dict(zip(graph.find_nodes(op="placeholder"), program.bindings, strict=True))
     elide_output_buffers(graph)
     if pack_linear:
         fuse_attention(graph)
@@ -619,13 +519,10 @@ def lower_graph(program: Program, *, pack_linear: bool) -> Program:
     graph.eliminate_dead_code(is_impure_node=is_impure)
     if pack_linear:
         compute_last_rows_apart(graph)
-    _erase_unused_placeholders(graph, bindings)
+    for node in [node for node in bindings if not node.users]:
+        graph.erase_node(node)
     graph.lint()
-    return Program(graph, tuple(bindings[node] for node in _placeholders(graph)))
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
+    return Program(graph, tuple(bindings[node] for node in graph.find_nodes(op="placeholder")))
 
 
 def _pack_linears(graph: fx.Graph, bindings: dict[fx.Node, str]) -> None:
@@ -637,7 +534,7 @@ def _pack_linears(graph: fx.Graph, bindings: dict[fx.Node, str]) -> None:
             continue
         packed_name = PACKED + name.removeprefix(PARAM)
         if packed_name not in packed_of:
-            with graph.inserting_before(_placeholders(graph)[0]):
+            with graph.inserting_before(next(iter(graph.nodes))):
                 packed_of[packed_name] = graph.placeholder(f"packed_{len(packed_of)}")
             bindings[packed_of[packed_name]] = packed_name
         with graph.inserting_before(node):
@@ -660,8 +557,13 @@ def _call_kernels(graph: fx.Graph) -> None:
         if (function := _activation(node)) is not None:
             node.op, node.target = "call_function", ops.activate.default
             node.args = (node.args[0], function, False)
-        elif node.target is torch.nn.functional.layer_norm and _is_plain_norm(node):
+        elif node.target is torch.nn.functional.layer_norm:
+            x, shape = example(node.args[0]), _given(node, 1, "normalized_shape")
             weight, bias, eps = (_given(node, 2 + i, n) for i, n in enumerate(_LAYER_NORM))
+            scales = [scale for scale in map(example, (weight, bias)) if scale is not None]
+            # Over the last dimension, and all of one dtype.
+            if x is None or len(shape) != 1 or any(scale.dtype != x.dtype for scale in scales):
+                continue
             eps = 1e-5 if eps is None else eps
             node.target, node.args = ops.layer_norm.default, (node.args[0], weight, bias, eps)
         else:
@@ -688,14 +590,6 @@ def _given(node: fx.Node, place: int, name: str) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
-def _is_plain_norm(node: fx.Node) -> bool:
-    """Over the last dimension, and all of one dtype."""
-    x, shape = example(node.args[0]), _given(node, 1, "normalized_shape")
-    scales = (example(_given(node, 2, "weight")), example(_given(node, 3, "bias")))
-    same = all(scale is None or x is None or scale.dtype == x.dtype for scale in scales)
-    return x is not None and same and len(shape) == 1
-
-
 def _elide_casts(graph: fx.Graph) -> None:
     """Drop ``x.to(dtype)`` and its like where x already has the dtype."""
     for node in list(graph.nodes):
@@ -706,11 +600,4 @@ def _elide_casts(graph: fx.Graph) -> None:
             continue
         if before.stride() == after.stride() and before.device == after.device:
             node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
-def _erase_unused_placeholders(graph: fx.Graph, bindings: dict[fx.Node, str]) -> None:
-    for node in _placeholders(graph):
-        if not node.users:
-            del bindings[node]
             graph.erase_node(node)

@@ -16,16 +16,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from rbln_backend.core import HeadCopy, WindowRestore, WindowStore
 from rbln_backend.devices.emulated.kernel_set import native_library
 from rbln_backend.errors import DeviceMemoryError
-
-if TYPE_CHECKING:
-    from rbln_backend.core import HeadCopy, WindowRestore, WindowStore
 
 # More than the float32 logits of 256 rows over a vocabulary of 128k, and what sorting them takes.
 _KEPT_BYTES = 1 << 30
@@ -55,7 +53,11 @@ def choose_memory(*, mapped: bool, huge_pages: bool) -> MemoryChoice:
     library = native_library()
     if library is None:
         return MemoryChoice("system", _NOT_NATIVE, "off", _NOT_NATIVE)
-    system = _system_huge_pages()
+    try:
+        # The kernel's setting: always, madvise or never.
+        system = _SYSTEM_HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        system = "never"
     advised = huge_pages and system in ("always", "madvise")
     library.rbln_emulator_map_large_tensors(int(mapped))
     library.rbln_emulator_use_huge_pages(int(advised))
@@ -124,15 +126,6 @@ def huge_page_bytes() -> int | None:
         return None
     sizes = [int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:")]
     return 1024 * sizes[0] if sizes else None
-
-
-def _system_huge_pages() -> str:
-    """The kernel's setting: always, madvise or never."""
-    try:
-        text = _SYSTEM_HUGE_PAGES.read_text()
-    except OSError:
-        return "never"
-    return text.partition("[")[2].partition("]")[0]
 
 
 class HostKvMemory:

@@ -36,9 +36,7 @@ from rbln_backend.devices.port import (
 from rbln_backend.devices.rebel.limits import Npu
 from rbln_backend.devices.rebel.memory import (
     BoundTensors,
-    HostTensors,
     Moved,
-    NpuTensors,
     StaticKvMemory,
     TensorKvMemory,
 )
@@ -82,12 +80,11 @@ class RebelGraph:
         """As ``CompiledGraph.run``; outputs [...], of padding as well."""
         # Callers need not be in inference mode, in which a step's tensors are made.
         with torch.inference_mode():
-            self._bound.before_run()
-            return self._bound.after_run(self._runtime(*self._bound.arguments))
+            self._bound.fill()
+            return tuple(self._runtime(*self._bound.arguments))
 
     def run_over(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
         """As ``SamplingGraph``: ``tensor`` [...] is an output of another graph, on the NPU."""
-        assert isinstance(self._bound, NpuTensors)
         self._bound.put(name, tensor)
         return self.run()
 
@@ -139,18 +136,17 @@ class RebelCompiler:
         }
         if cache_dir is not None:
             self._options |= {"cache_dir": str(cache_dir), "mega_cache_only": True}
-        self.kv_memory = self._make_kv_memory(self._runtimes)
-        self._groups: Mapping[str, Group] = {}
-        self._numbers = itertools.count()
-
-    def _make_kv_memory(self, runtimes: Sequence[Any]) -> KvMemory:
+        self.kv_memory: KvMemory
         if self._moved is not None:
             self._options["model_trace_method"] = "export"
             aligned = importlib.import_module("rebel.kv_cache").aligned_tensor
-            return TensorKvMemory(self._moved.device, _no_room, aligned)
-        context = self._sdk.CompileContext(use_weight_sharing=True, use_global_ctx=True)
-        self._options["compile_context"] = context
-        return StaticKvMemory(context, runtimes)
+            self.kv_memory = TensorKvMemory(self._moved.device, _no_room, aligned)
+        else:
+            context = self._sdk.CompileContext(use_weight_sharing=True, use_global_ctx=True)
+            self._options["compile_context"] = context
+            self.kv_memory = StaticKvMemory(context, self._runtimes)
+        self._groups: Mapping[str, Group] = {}
+        self._numbers = itertools.count()
 
     def resident(self, tensor: Tensor) -> Tensor:
         """As ``Compiler.resident``, tensor [...]; raises ``DeviceMemoryError``."""
@@ -196,7 +192,10 @@ class RebelCompiler:
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
         """Compile over tensors [...], or fetch from the SDK's cache; raises ``CompileError``."""
         started = time.perf_counter()
-        bound = self._bind(program, tensors)
+        try:
+            bound = BoundTensors(program.bindings, tensors, self._moved)
+        except RuntimeError as error:
+            raise _no_room(error) from error
         mark(program.bindings, bound.arguments)
         device = None if self._moved is None else self._moved.device
         module = module_of(program, bound.arguments, device)
@@ -223,14 +222,6 @@ class RebelCompiler:
             return dict(self._options)
         own = {"num_devices": 1, "use_static_output": False}
         return {name: self._options[name] for name in ("mode", "model_trace_method")} | own
-
-    def _bind(self, program: Program, tensors: Sequence[Tensor]) -> BoundTensors:
-        if self._moved is None:
-            return HostTensors(program.bindings, tensors)
-        try:
-            return NpuTensors(program.bindings, tensors, self._moved)
-        except RuntimeError as error:
-            raise _no_room(error) from error
 
     def read_binaries(self, data: bytes) -> bool:
         if self._cache_dir is None:

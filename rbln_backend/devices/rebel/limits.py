@@ -186,7 +186,13 @@ def settle_npu(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu) -> RblnConfi
         check_num_blocks(vllm_config.cache_config.num_gpu_blocks_override or 0)
         assert rbln.sub_block_size is not None
         check_reuse_unit(npu, rbln.sub_block_size, chunk)
-    settled = {"prefill_chunk_buckets": chunks} | _verify_shapes(vllm_config, rbln)
+    settled: dict[str, Any] = {"prefill_chunk_buckets": chunks}
+    if (speculation := vllm_config.speculative_config) is not None:
+        # One length at every decode bucket, as in vllm-rbln 0.12 (``run_model_graphs``).
+        settled["verify_lengths"] = rbln.verify_lengths or (speculation.num_speculative_tokens + 1,)
+        settled["verify_tokens"] = (
+            rbln.verify_tokens or vllm_config.scheduler_config.max_num_batched_tokens
+        )
     return rbln.model_copy(update=settled)
 
 
@@ -211,14 +217,3 @@ def check_release(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     if model.attn_type != "encoder_only" and chunk > cache.block_size:
         shown = f"{flag} {chunk}, --block-size {cache.block_size}"
         raise ConfigError(later_rule(flag, shown, version))
-
-
-def _verify_shapes(vllm_config: VllmConfig, rbln: RblnConfig) -> dict[str, Any]:
-    """Return one length at every decode bucket, as vllm-rbln 0.12 has it (``run_model_graphs``)."""
-    speculation = vllm_config.speculative_config
-    if speculation is None:
-        return {}
-    return {
-        "verify_lengths": rbln.verify_lengths or (speculation.num_speculative_tokens + 1,),
-        "verify_tokens": rbln.verify_tokens or vllm_config.scheduler_config.max_num_batched_tokens,
-    }

@@ -8,15 +8,13 @@ other tensors lie in host memory, or all of them on the NPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from rbln_backend.core import HeadCopy
 from rbln_backend.graphs.tensors import INPUT
-
-if TYPE_CHECKING:
-    from rbln_backend.core import HeadCopy, WindowRestore, WindowStore
 
 
 def _held_as(dtype: torch.dtype) -> torch.dtype:
@@ -31,15 +29,17 @@ def _as_ops_take(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class _NpuKvMemory:
-    """Copies that NPUs do not have: of the prefix log."""
+    """What NPUs do not have: a prefix log and, without torch-rbln, copies to host memory."""
 
-    def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
-        """Not called: cache and log [...] exist on the emulated device only."""
+    def restore_window(self, *_: object, **__: object) -> NoReturn:
+        """Not called: there are prefix logs on the emulated device only."""
         raise NotImplementedError("prefix reuse of sliding windows has no form on an NPU")
 
-    def store_window(self, cache: Tensor, log: Tensor, move: WindowStore) -> None:
-        """Not called: cache and log [...] exist on the emulated device only."""
-        raise NotImplementedError("prefix reuse of sliding windows has no form on an NPU")
+    store_window = restore_window
+
+    def _copy_to_host(self, *_: object, **__: object) -> NoReturn:
+        """Not called: ``Capabilities.copies_caches`` is False."""
+        raise NotImplementedError("a runtime of the SDK copies within the NPU only")
 
 
 class StaticKvMemory(_NpuKvMemory):
@@ -64,17 +64,7 @@ class StaticKvMemory(_NpuKvMemory):
         for source, target, _, tokens in copies:
             self._runtimes[0]._copy_kv_cache(source, target, tokens)
 
-    def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
-        """Not called: ``Capabilities.copies_caches`` is False, so page [...] has no reader."""
-        raise NotImplementedError("a runtime of the SDK copies within the NPU only")
-
-    def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
-        """Not called: ``Capabilities.copies_caches`` is False, so page [...] has no writer."""
-        raise NotImplementedError("a runtime of the SDK copies within the NPU only")
-
-    def shared_blocks(self, cache: Tensor) -> Tensor:
-        """Not called: ``Capabilities.copies_caches`` is False; cache [num_blocks, ...]."""
-        raise NotImplementedError("a runtime of the SDK copies within the NPU only")
+    read_tokens = write_tokens = shared_blocks = _NpuKvMemory._copy_to_host
 
 
 class TensorKvMemory(_NpuKvMemory):
@@ -141,94 +131,68 @@ def _heads(tokens: Tensor) -> list[Tensor]:
     return [tokens] if tokens.dim() == 2 else [v for t in tokens.unbind() for v in _heads(t)]
 
 
-class BoundTensors(Protocol):
-    """The arguments of one runtime."""
-
-    arguments: list[Tensor]
-
-    def before_run(self) -> None:
-        """Bring what a step filled to where the runtime reads it."""
-        ...
-
-    def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs [...], in host memory or on the NPU."""
-        ...
-
-
-class HostTensors:
-    """The runtime copies what it needs; caches are known to it by their names."""
-
-    def __init__(self, bindings: Sequence[str], tensors: Sequence[Tensor]) -> None:  # noqa: ARG002
-        self.arguments = list(tensors)
-
-    def before_run(self) -> None:
-        """Nothing: the runtime reads the step's own buffers."""
-
-    def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs [...] unchanged."""
-        return tuple(outputs)
-
-
 class Moved:
     """Weights that have moved to the NPU, each once for all graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def twin(self, tensor: Tensor) -> Tensor:
+    def on_npu(self, tensor: Tensor) -> Tensor:
         """Return the NPU copy of ``tensor`` [...]; for a weight the host keeps its shape alone."""
-        if id(tensor) not in self._twins:
-            twin = tensor.detach().to(self.device)
+        if id(tensor) not in self._copies:
+            copy = tensor.detach().to(self.device)
             if isinstance(tensor, nn.Parameter):
                 # The SDK tells weights by it. Buffers stay: vLLM shares rotary tables with the
                 # next model of this process.
-                twin = nn.Parameter(twin, requires_grad=False)
+                copy = nn.Parameter(copy, requires_grad=False)
                 _keep_shape(tensor)
-            self._twins[id(tensor)] = (tensor, twin)
-        return self._twins[id(tensor)][1]
+            self._copies[id(tensor)] = (tensor, copy)
+        return self._copies[id(tensor)][1]
 
     def resident(self, tensor: Tensor) -> Tensor:
         """Return the NPU copy of ``tensor`` [...], no weight, of which the host keeps its shape."""
-        twin = self.twin(tensor)
+        copy = self.on_npu(tensor)
         _keep_shape(tensor)
-        return twin
+        return copy
 
 
 def _keep_shape(tensor: Tensor) -> None:
     tensor.data = tensor.data.new_empty(()).expand(tensor.shape)
 
 
-class NpuTensors:
-    """Weights move for good, when the first graph reads them; a step's buffers have twins."""
+class BoundTensors:
+    """The arguments of one runtime.
 
-    def __init__(self, bindings: Sequence[str], tensors: Sequence[Tensor], moved: Moved) -> None:
+    In host memory it copies what it needs; caches are known to it by their names. On the NPU
+    weights move for good, when the first graph reads them, and a step's buffers have copies there.
+    """
+
+    def __init__(
+        self, bindings: Sequence[str], tensors: Sequence[Tensor], moved: Moved | None
+    ) -> None:
+        """``moved``: weights on the NPU; None if tensors [...] stay in host memory."""
         self._filled: list[tuple[Tensor, Tensor]] = []
         self._bindings = list(bindings)
-        self.arguments: list[Tensor] = []
-        for binding, tensor in zip(bindings, tensors, strict=True):
-            self.arguments.append(self._place(binding, tensor, moved))
-
-    def _place(self, binding: str, tensor: Tensor, moved: Moved) -> Tensor:
-        if tensor.device.type == moved.device.type:
-            return tensor
-        if not binding.startswith(INPUT):
-            return moved.twin(tensor)
-        twin = tensor.to(moved.device)
-        self._filled.append((twin, tensor))
-        return twin
+        self.arguments = list(tensors)
+        if moved is None:
+            return
+        for number, (binding, tensor) in enumerate(zip(bindings, tensors, strict=True)):
+            if tensor.device.type == moved.device.type:
+                continue
+            if binding.startswith(INPUT):
+                self.arguments[number] = tensor.to(moved.device)
+                self._filled.append((self.arguments[number], tensor))
+            else:
+                self.arguments[number] = moved.on_npu(tensor)
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Read ``tensor`` [...] of the NPU's memory as the input ``name``; it is not copied."""
-        place = self._bindings.index(INPUT + name)
-        twin, self.arguments[place] = self.arguments[place], tensor
-        self._filled = [pair for pair in self._filled if pair[0] is not twin]
+        number = self._bindings.index(INPUT + name)
+        copy, self.arguments[number] = self.arguments[number], tensor
+        self._filled = [pair for pair in self._filled if pair[0] is not copy]
 
-    def before_run(self) -> None:
-        """Copy the step's buffers."""
-        for twin, tensor in self._filled:
-            twin.copy_(tensor)
-
-    def after_run(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs [...] on the NPU: most of them are never read."""
-        return tuple(outputs)
+    def fill(self) -> None:
+        """Copy a step's buffers to the NPU; without torch-rbln the runtime reads them itself."""
+        for copy, tensor in self._filled:
+            copy.copy_(tensor)

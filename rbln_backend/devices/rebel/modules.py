@@ -49,7 +49,7 @@ def module_of(
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     used: dict[str, int] = {}
-    bound = zip(program.placeholders(), program.bindings, tensors, strict=True)
+    bound = zip(program.graph.find_nodes(op="placeholder"), program.bindings, tensors, strict=True)
     for node, binding, tensor in bound:
         source = source_of(binding, tensor)
         name = re.sub(r"[^a-zA-Z0-9]+", "_", source.name)

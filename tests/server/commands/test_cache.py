@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rbln_backend.graphs.artifacts import ArtifactStore, graph_store
 from rbln_backend.graphs.bundles import collect, write_bundle
-from rbln_backend.graphs.cache_key import CacheKey, sources_digest
+from rbln_backend.graphs.cache import ArtifactStore, CacheKey, graph_store, sources_digest
 from rbln_backend.graphs.kernel_files import LIBRARY, RECORD, kernel_store, make_record, publish
 from rbln_backend.graphs.program import write_document
 from server.commands.cli import main

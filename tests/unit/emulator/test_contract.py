@@ -177,14 +177,11 @@ def test_one_process_can_change_the_bodies(kernels: KernelSet, tmp_path: Path) -
     native = run.prefill(0, 9)
     try:
         plain = load_kernels(tmp_path, "aten")
-        assert (plain.name, plain.isa, plain.library, plain.packs_linear) == (
-            *("aten", "aten", None),
-            False,
-        )
+        assert (plain.name, plain.isa, plain.library) == ("aten", "aten", None)
         torch.testing.assert_close(run.prefill(0, 9), native, rtol=0.02, atol=0.01)
         assert load_kernels(tmp_path, "aten") == plain
     finally:
         again = load_kernels(tmp_path, "native")
     assert again is kernels
-    assert again.packs_linear
+    assert again.name == "native"
     assert torch.equal(run.prefill(0, 9), native)

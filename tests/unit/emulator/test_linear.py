@@ -29,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from rbln_backend.devices.emulated.build import _FLAGS, _SOURCE_DIR, LEVELS, Target
 from rbln_backend.devices.emulated.kernel_set import set_threads
-from rbln_backend.devices.emulated.layers import RblnLMHead, install_layers, install_lm_head
+from rbln_backend.devices.emulated.layers import RblnLMHead, install_layers
 from rbln_backend.devices.emulated.memory import choose_memory
 from rbln_backend.devices.emulated.packing import (
     can_pack,
@@ -171,7 +171,7 @@ BYTES = 2 << 25
 
 @pytest.fixture
 def mapped(native_kernels: Path) -> Iterator[None]:
-    install_lm_head()
+    install_layers()
     choose_memory(mapped=True, huge_pages=False)
     yield
     choose_memory(mapped=False, huge_pages=False)

@@ -1,4 +1,8 @@
-"""`ArtifactStore`: compiled graphs on disk, shared by processes and verified by every load.
+"""The graph cache: keys that identify artifacts, and `ArtifactStore`, which keeps them on disk.
+
+A key is named JSON fields and their digest. The digest depends on the fields' names and values
+only, never on insertion order, process or machine; a key cannot change once made
+(tests/unit/test_bundle.py).
 
 An entry is a directory with plain files and a `manifest.json` with the key's fields, each file's
 size and SHA-256, and a checksum of the manifest. The manifest is canonical JSON, so that a change
@@ -21,6 +25,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -29,11 +34,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from rbln_backend.errors import ArtifactError, CorruptArtifactError
-from rbln_backend.graphs.cache_key import DIGEST_CHARS, CacheKey, canonical_json
 from rbln_backend.host.files import (
     acquire,
     check_trusted,
@@ -42,6 +48,133 @@ from rbln_backend.host.files import (
     remove_if_unlocked,
     sync_directory,
 )
+
+logger = logging.getLogger(__name__)
+
+JsonValue: TypeAlias = (
+    "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+)
+"""JSON values; of sequences, only strings, lists and tuples."""
+
+DIGEST_CHARS = 32
+"""Length of a digest: 128 bits of a SHA-256 in hexadecimal."""
+
+
+class CacheKey:
+    """Fields that identify an artifact; equal fields give equal keys.
+
+    Tuples count as lists. Raises `TypeError` for a value that JSON cannot hold, naming where.
+    """
+
+    __slots__ = ("_digest", "_fields")
+
+    def __init__(self, fields: Mapping[str, JsonValue]) -> None:
+        canonical = canonical_json(fields)
+        # Decoding the bytes makes a copy that callers cannot change.
+        self._fields: Mapping[str, JsonValue] = MappingProxyType(json.loads(canonical))
+        self._digest = hashlib.sha256(canonical).hexdigest()[:DIGEST_CHARS]
+
+    @property
+    def digest(self) -> str:
+        """The first 32 hexadecimal characters of the SHA-256 of the canonical JSON."""
+        return self._digest
+
+    @property
+    def fields(self) -> Mapping[str, JsonValue]:
+        """The fields as JSON values, read-only."""
+        return self._fields
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CacheKey) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __repr__(self) -> str:
+        return f"CacheKey({self._digest})"
+
+
+def canonical_json(obj: JsonValue) -> bytes:
+    """Return the canonical form of a JSON value: sorted keys, no spaces, ASCII, finite numbers.
+
+    Raises `TypeError` for other values, with the path to them.
+    """
+    _check_json(obj, "$")
+    # After the check only mappings other than dicts are left to convert.
+    plain = json.dumps(obj, sort_keys=True, separators=(",", ":"), allow_nan=False, default=dict)
+    return plain.encode("ascii")
+
+
+def diff(a: CacheKey, b: CacheKey) -> list[str]:
+    """Return one line per field of b that differs from a's; empty when equal."""
+    left, right = _flatten(a.fields, ""), _flatten(b.fields, "")
+    lines = []
+    for name in sorted({*left, *right}):
+        if name not in left:
+            lines.append(f"{name}: added, {right[name]}")
+        elif name not in right:
+            lines.append(f"{name}: removed, was {left[name]}")
+        elif left[name] != right[name]:
+            lines.append(f"{name}: {left[name]} -> {right[name]}")
+    return lines
+
+
+def _check_json(value: object, path: str) -> None:
+    if value is None or isinstance(value, bool | int | str):
+        return
+    if isinstance(value, float):
+        # NaN and the infinities have no JSON spelling and would break equality.
+        if not math.isfinite(value):
+            raise TypeError(f"{path} is {value!r}, which JSON cannot hold")
+        return
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise TypeError(f"{path} has the key {name!r}, must be a string")
+            _check_json(item, f"{path}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_json(item, f"{path}[{index}]")
+    else:
+        raise TypeError(f"{path} is a {type(value).__name__}, which JSON cannot hold")
+
+
+def _flatten(value: JsonValue, path: str) -> dict[str, str]:
+    """Map dotted paths to the JSON text of the leaves; lists without mappings are leaves."""
+    leaves: dict[str, str] = {}
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            leaves |= _flatten(item, f"{path}.{name}" if path else name)
+        return leaves
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            leaves |= _flatten(item, f"{path}[{index}]")
+        return leaves
+    return {path: canonical_json(value).decode()} if path else {}
+
+
+_GRAPH_SOURCES = (
+    *("collectives.py", "core.py", "devices", "layers", "lora", "models"),
+    *("graphs/call_list.py", "graphs/capture.py", "graphs/operators.py", "graphs/program.py"),
+    *("graphs/tensors.py", "worker/draft_model.py", "worker/graph_functions.py"),
+    "worker/inputs.py",
+)
+
+
+@cache
+def sources_digest() -> str:
+    """Return the SHA-256 of the sources, part of every graph's key against old programs."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for entry in _GRAPH_SOURCES:
+        path = root / entry
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        for file in files:
+            if file.suffix in (".py", ".cpp", ".h"):
+                digest.update(file.relative_to(root).as_posix().encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -53,6 +186,11 @@ BINARIES = "binaries.bin"
 CheckGraph = Callable[[CacheKey, Mapping[str, bytes]], object]
 """Raises `CorruptArtifactError` for intact files that do not match their key."""
 
+QUARANTINE_KEPT = 8
+"""Damaged entries kept for analysis; `prune` removes older ones."""
+
+_DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -79,14 +217,6 @@ def check_file_name(name: str) -> None:
         raise ArtifactError(f"Invalid artifact file name {name!r}")
 
 
-def write_entry(directory: Path, key: CacheKey, files: Mapping[str, bytes]) -> None:
-    """Write an entry's files into an empty directory and fsync them; raises `OSError`."""
-    for name, data in files.items():
-        write_file(directory / name, data)
-    write_file(directory / MANIFEST, encode_manifest(key, files, created=time.time()))
-    sync_directory(directory)
-
-
 def read_manifest(directory: Path) -> Manifest:
     """Read only an entry's manifest; raises like `read_entry`."""
     descriptor = _open_entry(directory)
@@ -107,10 +237,9 @@ def read_entry(directory: Path, key: CacheKey) -> dict[str, bytes]:
         manifest = decode_manifest(_read_file(descriptor, MANIFEST))
         if manifest.key != key:
             raise CorruptArtifactError(f"{MANIFEST} belongs to another key")
-        return {
-            name: _read_verified(descriptor, name, record)
-            for name, record in manifest.files.items()
-        }
+        files = {name: _read_file(descriptor, name) for name in manifest.files}
+        check_manifest_files(manifest, files)
+        return files
     except CorruptArtifactError:
         if not _is_entry(descriptor, directory):
             # Evicted during the read; the name may now belong to another writer's intact entry.
@@ -161,19 +290,16 @@ def decode_manifest(raw: bytes) -> Manifest:
     if body.get("format") != FORMAT:
         raise CorruptArtifactError(f"{MANIFEST} has format {body.get('format')}, not {FORMAT}")
     try:
-        files = {name: _decode_record(name, record) for name, record in body["files"].items()}
+        files = {}
+        for name, record in body["files"].items():
+            # Names must not lead outside the directory.
+            check_file_name(name)
+            files[name] = FileRecord(int(record["size"]), str(record["sha256"]))
         return Manifest(CacheKey(body["key"]), files, float(body["created"]))
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CorruptArtifactError(f"{MANIFEST} lacks or garbles a field: {error}") from None
-
-
-def _decode_record(name: str, record: Mapping[str, Any]) -> FileRecord:
-    # Names must not lead outside the directory.
-    try:
-        check_file_name(name)
     except ArtifactError as error:
         raise CorruptArtifactError(f"{MANIFEST}: {error}") from None
-    return FileRecord(int(record["size"]), str(record["sha256"]))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CorruptArtifactError(f"{MANIFEST} lacks or garbles a field: {error}") from None
 
 
 def _open_entry(directory: Path) -> int:
@@ -191,20 +317,11 @@ def check_manifest_files(manifest: Manifest, files: Mapping[str, bytes]) -> None
     if files.keys() != manifest.files.keys():
         raise CorruptArtifactError(f"its files are {sorted(files)}, not {sorted(manifest.files)}")
     for name, data in files.items():
-        _check(name, data, manifest.files[name])
-
-
-def _read_verified(directory: int, name: str, record: FileRecord) -> bytes:
-    data = _read_file(directory, name)
-    _check(name, data, record)
-    return data
-
-
-def _check(name: str, data: bytes, record: FileRecord) -> None:
-    if len(data) != record.size:
-        raise CorruptArtifactError(f"{name} has {len(data)} bytes, not {record.size}")
-    if hashlib.sha256(data).hexdigest() != record.sha256:
-        raise CorruptArtifactError(f"{name} does not match its SHA-256")
+        record = manifest.files[name]
+        if len(data) != record.size:
+            raise CorruptArtifactError(f"{name} has {len(data)} bytes, not {record.size}")
+        if hashlib.sha256(data).hexdigest() != record.sha256:
+            raise CorruptArtifactError(f"{name} does not match its SHA-256")
 
 
 def _read_file(directory: int, name: str) -> bytes:
@@ -242,15 +359,6 @@ def write_file(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-logger = logging.getLogger(__name__)
-
-QUARANTINE_KEPT = 8
-"""Damaged entries kept for analysis; `prune` removes older ones."""
-
-_DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARS}}}")
-_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def graph_store(cache_root: Path) -> Path:
@@ -403,7 +511,7 @@ class ArtifactStore:
 
     def evict(self, digest: str) -> bool:
         """Remove an entry; False if it is not there or cannot be removed."""
-        path = self._entry_path(digest)
+        path = _path_in(self.root, digest)
         size = directory_bytes(path)
         if self._read_only or not self._discard(path):
             return False
@@ -436,7 +544,11 @@ class ArtifactStore:
         found = []
         for path in entry_paths(self.root):
             with contextlib.suppress(OSError, CorruptArtifactError):
-                found.append(_describe(path))
+                manifest = read_manifest(path)
+                sizes = {name: record.size for name, record in manifest.files.items()}
+                size, last_used = directory_bytes(path), _modified(path / MANIFEST)
+                entry = Entry(manifest.key, path, sizes, size, manifest.created, last_used)
+                found.append(entry)
         return sorted(found, key=lambda entry: (entry.last_used, entry.key.digest))
 
     def size_bytes(self) -> int:
@@ -452,7 +564,7 @@ class ArtifactStore:
         excess = sum(size for _, size in sized) - self._max_bytes
         if excess <= 0:
             return
-        for path, size in sorted(sized, key=lambda pair: (_last_used(pair[0]), pair[0])):
+        for path, size in sorted(sized, key=lambda pair: (_modified(pair[0] / MANIFEST), pair[0])):
             if excess <= 0:
                 break
             if self._discard(path):
@@ -470,23 +582,24 @@ class ArtifactStore:
             detail = "removed by another process while it was read"
             self._on_event(StoreEvent("miss", path.name, detail=detail))
 
-    def _entry_path(self, digest: str) -> Path:
-        return _path_in(self.root, digest)
-
     def _find(self, digest: str) -> Path:
         """Return the path of an entry: in the root if present, else in a bundle."""
         places = [_path_in(root, digest) for root in (self.root, *self._bundles)]
         return next((path for path in places if path.is_dir()), places[0])
 
     def _write(self, key: CacheKey, files: Mapping[str, bytes]) -> None:
-        target = self._entry_path(key.digest)
+        target = _path_in(self.root, key.digest)
         if target.is_dir():
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         parent = self.root / "tmp"
         parent.mkdir(exist_ok=True)
         with claimed_folder(parent, "", "*", mode=0o777) as temporary:
-            write_entry(temporary, key, files)
+            for name, data in files.items():
+                write_file(temporary / name, data)
+            manifest = encode_manifest(key, files, created=time.time())
+            write_file(temporary / MANIFEST, manifest)
+            sync_directory(temporary)
             try:
                 temporary.rename(target)
             except OSError as error:
@@ -555,25 +668,9 @@ def entry_paths(root: Path) -> list[Path]:
         return []
 
 
-def _describe(path: Path) -> Entry:
-    manifest = read_manifest(path)
-    return Entry(
-        key=manifest.key,
-        path=path,
-        files={name: record.size for name, record in manifest.files.items()},
-        size_bytes=directory_bytes(path),
-        created=manifest.created,
-        last_used=_last_used(path),
-    )
-
-
 def _modified(path: Path) -> float:
+    """Return when a file was written, a manifest also when it was last loaded; 0.0 without one."""
     try:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _last_used(path: Path) -> float:
-    """Return the time of the last store or load; 0.0 without a manifest."""
-    return _modified(path / MANIFEST)
