@@ -131,14 +131,6 @@ class CompiledGraph(Protocol):
         ...
 
 
-class SamplingGraph(CompiledGraph, Protocol):
-    """A graph that reads an output of another one in the memory of the device."""
-
-    def run_over(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Run with ``tensor`` [...], which the device has, as the input ``name``."""
-        ...
-
-
 class KvMemory(Protocol):
     """Where a device keeps the KV caches of a rank; besides graphs, nothing else touches them."""
 

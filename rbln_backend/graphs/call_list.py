@@ -69,12 +69,8 @@ def _step(
     function: _Function, target: int, arguments: Sequence[int], released: tuple[int, ...]
 ) -> _Step:
     first, second, third = (*arguments, 0, 0, 0)[:3]
-    gather = itemgetter(*arguments) if len(arguments) > 1 else _nothing
+    gather = itemgetter(*arguments) if len(arguments) > 1 else lambda _: ()
     return function, target, len(arguments), first, second, third, gather, released
-
-
-def _nothing(_: object) -> tuple[()]:
-    return ()
 
 
 class _Call(NamedTuple):
@@ -117,7 +113,9 @@ class _Calls:
             return self._count - 1
         if isinstance(argument, slice):
             return self._call(slice, (argument.start, argument.stop, argument.step))
-        return self._call(_make_tuple if isinstance(argument, tuple) else _make_list, argument)
+        if isinstance(argument, tuple):
+            return self._call(lambda *items: items, argument)
+        return self._call(lambda *items: list(items), argument)
 
     def _new(self) -> int:
         self._count += 1
@@ -191,14 +189,6 @@ def _call_with_names(function: _Function, names: tuple[str, ...], *values: Any) 
     """Call ``function`` with the last values as keyword arguments of ``names``."""
     count = len(values) - len(names)
     return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
-
-
-def _make_tuple(*items: Any) -> tuple[Any, ...]:
-    return items
-
-
-def _make_list(*items: Any) -> list[Any]:
-    return list(items)
 
 
 def _contains_node(value: Any) -> bool:

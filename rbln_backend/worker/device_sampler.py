@@ -16,7 +16,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from rbln_backend.core import GraphSpec, Phase, StepOutputs
-from rbln_backend.devices.port import CompiledGraph, SamplingGraph
+from rbln_backend.devices.port import CompiledGraph
+from rbln_backend.devices.rebel.compiler import RebelGraph
 from rbln_backend.graphs.operators import check_ops
 from rbln_backend.vllm_compat.surface import MinPLogitsProcessor, SamplingMetadata
 from rbln_backend.worker.graph_factory import GraphFactory, GraphListener, GraphRequest
@@ -33,7 +34,7 @@ def sampler_specs(specs: Sequence[GraphSpec]) -> list[GraphSpec]:
 
 
 class _LoadedGraph(NamedTuple):
-    graph: SamplingGraph
+    graph: RebelGraph
     inputs: Mapping[str, Tensor]
     """The buffers in host memory: temperature and top_p float32, top_k int32, each [rows]."""
 
@@ -104,7 +105,7 @@ def _load(
     buffers = {_LOGITS: torch.zeros(logits.shape, dtype=logits.dtype), **inputs}
     sampling_graph = factory.build_other(GraphRequest(spec, buffers, None), _draw, _NAMES)
     sampling_graph.run()
-    return _LoadedGraph(cast("SamplingGraph", sampling_graph), inputs)
+    return _LoadedGraph(cast("RebelGraph", sampling_graph), inputs)
 
 
 def _fill(

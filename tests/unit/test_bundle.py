@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rbln_backend.errors import BundleError, CorruptArtifactError
+from rbln_backend.graphs import cache
 from rbln_backend.graphs.bundles import (
     Contents,
     audit,
@@ -487,3 +488,9 @@ def test_an_unusable_entry_of_a_bundle_is_reported_and_stays(
     store.quarantine(KEY.digest, "node 3 is wrong")
     assert [(event.kind, event.detail) for event in events] == [("corrupt", "node 3 is wrong")]
     assert store.load(KEY) == FOREIGN
+
+
+def test_graphs_depend_on_sources_that_exist() -> None:
+    """A folder that was renamed would no longer change the keys of graphs."""
+    root = Path(cache.__file__).parents[1]
+    assert [name for name in cache._GRAPH_SOURCES if not (root / name).exists()] == []

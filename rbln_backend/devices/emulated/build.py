@@ -44,6 +44,8 @@ from rbln_backend.graphs.kernel_files import (
 )
 from rbln_backend.host.files import make_trusted_folder
 
+logger = logging.getLogger(__name__)
+
 _AVX2 = frozenset("avx2 fma f16c bmi1 bmi2 movbe abm".split())
 _AVX512 = _AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 # Zen 4 and Sapphire Rapids, and what came after them. Cooper Lake, without VBMI, runs as "avx512".
@@ -112,8 +114,6 @@ def cpu_name() -> str:
     named = (line.partition(":")[2].strip() for line in cpu_lines() if line.startswith("model"))
     return next(named, platform.machine())
 
-
-logger = logging.getLogger(__name__)
 
 _SOURCE_DIR = Path(__file__).parent / "kernels"
 # Sources in this folder of it see torch's headers.

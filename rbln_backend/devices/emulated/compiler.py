@@ -202,7 +202,6 @@ class EmulatedGraph:
         """All steps are calls of the kernels."""
 
     def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:
-        """As ``CompiledGraph.run``: outputs [...] of the program; kernels skip padding."""
         spec, set_useful = self.spec, self._set_useful_rows
         if useful is None or set_useful is None:
             return self._run(self._steps)
@@ -308,7 +307,6 @@ class EmulatedCompiler:
         check_shapes(program, inputs)
 
     def load(self, program: Program, spec: GraphSpec, tensors: Sequence[Tensor]) -> CompiledGraph:
-        """As ``Compiler.load``: one tensor [...] per placeholder."""
         graph, inputs = fold_constants(program, tensors)
         use_channels(graph, self._channels)
         return EmulatedGraph(spec, graph, inputs, self._record)

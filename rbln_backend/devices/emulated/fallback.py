@@ -1,9 +1,9 @@
 """PyTorch bodies of every kernel op, for hosts where the C++ library cannot be built or loaded.
 
-They compute the same values to rounding, but ATen's own kernels decide the summation order, so
-results may depend on the batch size. ``linear`` unpacks its weight at every call: a compiler that
-knows it runs on these bodies leaves linears alone instead of packing them. ``moe`` takes plain
-matrices here, too.
+``ops`` has their shapes. They compute the same values to rounding, but ATen's own kernels decide
+the summation order, so results may depend on the batch size. ``linear`` unpacks its weight at every
+call: a compiler that knows it runs on these bodies leaves linears alone instead of packing them.
+``moe`` takes plain matrices here, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def moe_route(
     expert_map: Tensor | None = None,
     tokens_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logits [T, E] to weights float32 and ids int32, both [T, top_k]."""
     scores = logits.float()
     if renormalize:
         best, ids = scores.topk(top_k, dim=-1)
@@ -68,7 +67,6 @@ def add_lora_(
     rank: int,
     out_features: list[int],
 ) -> None:
-    """Add the low-rank part of x [T, K] to y [T, sum of out_features]."""
     of_row = slots.repeat_interleave(x.shape[0] // slots.numel())
     for slot in set(slots.tolist()) - {-1}:
         rows = (of_row == slot).nonzero().flatten()
@@ -139,7 +137,6 @@ def moe(
 
 
 def moe_masked(x: Tensor, weights: Tensor, counts: Tensor, *experts: Any) -> Tensor:
-    """As ``moe``, with weights float32 [T, E]: experts of weight 0 are not chosen."""
     return moe(x, weights, _chosen_ids(weights, counts), *experts)
 
 
@@ -161,7 +158,6 @@ def quantized_moe(
     activation: str,
     *adapters: Any,
 ) -> Tensor:
-    """As ``moe``, x [T, H] to [T, H], over dequantized matrices of the chosen experts."""
     first = (w13, w13_scales, w13_zeros, 2 * intermediate_size, w13_format)
     second = (w2, w2_scales, w2_zeros, x.shape[-1], w2_format)
     chosen = ids[ids >= 0].unique()
@@ -183,7 +179,6 @@ def quantized_moe(
 
 
 def quantized_moe_masked(x: Tensor, weights: Tensor, counts: Tensor, *experts: Any) -> Tensor:
-    """As ``moe_masked``, x [T, H] to [T, H], over quantized experts."""
     return quantized_moe(x, weights, _chosen_ids(weights, counts), *experts)
 
 
@@ -207,22 +202,18 @@ _MAGIC = 12582912.0
 
 
 def pack_linear_weight(weight: Tensor) -> Tensor:
-    """weight [N, K] to packed panels of its dtype."""
     return pack_reference(weight)
 
 
 def pack_linear_weight_(weight: Tensor) -> None:
-    """Pack weight [N, K] in place."""
     weight.copy_(pack_reference(weight).view(weight.shape))
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    """x [..., K] times packed [N, K] plus bias [N] to [..., N] of x's dtype."""
     return functional.linear(x, unpack(packed, out_features, x.shape[-1]), bias).contiguous()
 
 
 def linear_heads(x: Tensor, packed: Tensor, out_features: int) -> Tensor:
-    """x [T, H, K] times packed [H, N, K] to [T, H, N]."""
     heads = [linear(x[:, h], packed[h], None, out_features) for h in range(x.shape[1])]
     return torch.stack(heads, dim=1)
 
@@ -236,7 +227,6 @@ def quantized_linear(
     out_features: int,
     format: str,
 ) -> Tensor:
-    """x [..., K] times a quantized [N, K] plus bias [N] to [..., N] of x's dtype."""
     weight = dequantize(words, scales, zeros, out_features, format)
     bias = None if bias is None else bias.float()
     return functional.linear(x.float(), weight, bias).to(x.dtype).contiguous()
@@ -248,21 +238,18 @@ def _normalise(total: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) ->
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., K] and weight [K] to [..., K] of x's dtype."""
     return _normalise(x.float(), weight, eps, x.dtype)
 
 
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """x and residual [..., K], weight [K]: returns the norm of the sum and the sum, [..., K]."""
     total = (x.float() + residual.float()).contiguous()
     new_residual = total.to(x.dtype, copy=True)
     return _normalise(total, weight, eps, x.dtype), new_residual
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """x [..., K], weight and bias [K] to [..., K] of x's dtype."""
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps).contiguous()
 
 
@@ -278,7 +265,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(x: Tensor, function: str, gated: bool) -> Tensor:
-    """x [..., I], or [..., 2 * I] if gated, to [..., I] of its dtype."""
     apply = ACTIVATIONS[function]
     if not gated:
         return apply(x.float()).to(x.dtype).contiguous()
@@ -289,7 +275,6 @@ def activate(x: Tensor, function: str, gated: bool) -> Tensor:
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, head_size: int, is_neox: bool
 ) -> tuple[Tensor, Tensor]:
-    """positions int64 [T], q and k [T, columns], cache [P, rotated] to rotated q and k."""
     cos, sin = cos_sin_cache[positions.flatten().long()].float().chunk(2, dim=-1)
     tables = cos.unsqueeze(1), sin.unsqueeze(1)
     return _rotate(q, *tables, head_size, is_neox), _rotate(k, *tables, head_size, is_neox)
@@ -309,7 +294,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox: bool) 
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """logits [n, V] to the index of each row's maximum, int32 [n, 1]."""
     return logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(-1, keepdim=True).int()
 
 
@@ -387,7 +371,6 @@ def penalize_(
     frequency: Tensor,
     repetition: Tensor,
 ) -> None:
-    """Apply penalties to logits [n, V] in place."""
     rows, width = logits.shape
     is_seen = torch.zeros(rows, width + 1, dtype=torch.bool)
     is_seen.scatter_(1, prompts.where((prompts >= 0) & (prompts < width), width), True)
@@ -409,7 +392,6 @@ def penalize_(
 def top_logprobs(
     logits: Tensor, tokens: Tensor, count: int, is_normalized: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return IDs and values [n, 1 + count] of each row's token and likeliest ones, and its rank."""
     scores = logits.float()
     order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     ids = torch.cat((tokens[:, None].long(), order), dim=-1)
@@ -448,7 +430,6 @@ def self_attention(
     batch: int,
     query_counts: Tensor | None = None,
 ) -> Tensor:
-    """q, k, v [T, columns] to [T, Hkv * group * D]; see ``ops``."""
     kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[5]
     width = kv_heads * head_size
     new_q = _normed_heads(q[:, q_column : q_column + group * width], q_norm, head_size, eps)

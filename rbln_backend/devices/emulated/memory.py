@@ -153,17 +153,14 @@ class HostKvMemory:
         return cache
 
     def copy_heads(self, caches: Sequence[Tensor], copies: Sequence[HeadCopy]) -> None:
-        """As ``KvMemory``: caches [num_blocks, 2, Hkv, 1, block_size, D]."""
         for cache in caches:
             for source, target, _, tokens in copies:
                 cache[target, ..., :tokens, :] = cache[source, ..., :tokens, :]
 
     def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
-        """As ``KvMemory``: cache [num_blocks, ...], page [2, Hkv, 1, tokens, D]."""
         page.copy_(cache[block, :, :, :, slot : slot + page.shape[3]])
 
     def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
-        """As ``KvMemory``: cache [num_blocks, ...], page [2, Hkv, 1, tokens, D]."""
         cache[block, :, :, :, slot : slot + page.shape[3]].copy_(page)
 
     def shared_blocks(self, cache: Tensor) -> Tensor:
@@ -171,13 +168,11 @@ class HostKvMemory:
         return cache
 
     def restore_window(self, cache: Tensor, log: Tensor, move: WindowRestore) -> None:
-        """As ``KvMemory``: cache [num_blocks, 2, Hkv, 1, window, D], log [num_pages, ...]."""
         held = min(move.num_tokens, cache.shape[4])
         # [2, Hkv, 1, pages, page_tokens, D] -> [2, Hkv, 1, tokens, D]
         tokens = log[list(move.pages)].movedim(0, 3).flatten(3, 4)
         cache[move.block, :, :, :, :held] = tokens[:, :, :, -held:]
 
     def store_window(self, cache: Tensor, log: Tensor, move: WindowStore) -> None:
-        """As ``KvMemory``: cache [num_blocks, 2, Hkv, 1, window, D], log [num_pages, ...]."""
         end = move.slot + log.shape[4]
         log[move.page] = cache[move.block, :, :, :, move.slot : end]

@@ -77,14 +77,13 @@ class RebelGraph:
         weakref.finalize(self, _forget, held, runtime).atexit = False
 
     def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """As ``CompiledGraph.run``; outputs [...], of padding as well."""
         # Callers need not be in inference mode, in which a step's tensors are made.
         with torch.inference_mode():
             self._bound.fill()
             return tuple(self._runtime(*self._bound.arguments))
 
     def run_over(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
-        """As ``SamplingGraph``: ``tensor`` [...] is an output of another graph, on the NPU."""
+        """Run with ``tensor`` [...], an output of another graph on the NPU, as input ``name``."""
         self._bound.put(name, tensor)
         return self.run()
 

@@ -89,18 +89,15 @@ class TensorKvMemory(_NpuKvMemory):
             raise self._failure(error) from error
 
     def copy_heads(self, caches: Sequence[Tensor], copies: Sequence[HeadCopy]) -> None:
-        """As ``KvMemory``: caches [num_blocks, 2, Hkv, 1, block_size, D]."""
         pairs = [(cache, copy) for cache in caches for copy in copies]
         sources = [cache[c.src_block_id][..., : c.num_tokens, :] for cache, c in pairs]
         targets = [cache[c.dst_block_id][..., : c.num_tokens, :] for cache, c in pairs]
         torch._foreach_copy_(targets, sources)
 
     def read_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
-        """As ``KvMemory``: cache and page [...], in contiguous pieces."""
         _copy_pieces(page, _tokens(cache, block, slot, page))
 
     def write_tokens(self, cache: Tensor, block: int, slot: int, page: Tensor) -> None:
-        """As ``KvMemory``: cache and page [...], in contiguous pieces."""
         _copy_pieces(_tokens(cache, block, slot, page), page)
 
     def shared_blocks(self, cache: Tensor) -> Tensor:
