@@ -64,7 +64,7 @@ def test_answers_are_transformers(jobs: list[Job], ran: Ran) -> None:
     assert len(ran.calls("waited")) > len(ran.calls("launch")) / 2 > 0
 
 
-@pytest.mark.parametrize("reads", ["early", "late"])
+@pytest.mark.parametrize("reads", ["early", pytest.param("late", marks=pytest.mark.wide)])
 def test_outputs_that_are_read_at_another_time_are_garbage(
     job: Job, folder: Path, ran: Ran, reads: str
 ) -> None:

@@ -121,6 +121,7 @@ def test_cold_answers_are_transformers(jobs: list[Job], cold: Ran) -> None:
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.wide
 def test_a_dropped_copy_is_seen(jobs: list[Job], folder: Path, cold: Ran) -> None:
     """The negative control of the test above: without the copy the answer after it is wrong."""
     broken = run(jobs[:1], folder, **{"break": ["kv_copy"]})
@@ -251,6 +252,7 @@ def test_answers_are_transformers(checkpoints: CheckpointCache, tmp_path: Path) 
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.wide
 def test_fp8_weights_answer_as_their_float32_copy(tmp_path: Path) -> None:
     """In blocks, as DeepSeek publishes them; the projection that is absorbed is expanded."""
     recipe = Recipe(format="fp8", block=(64, 64))
@@ -263,6 +265,7 @@ def test_fp8_weights_answer_as_their_float32_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.wide
 def test_drafts_lose_no_token(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     """The second time, the first answers are the drafts, and fewer steps give them."""
     path, prompts = checkpoints("deepseek_v3", **SIZES), [ONE_CHUNK, TWO_BLOCKS]

@@ -101,6 +101,7 @@ def with_swapped_scales(path: Path) -> Path:
 
 
 @pytest.mark.engine
+@pytest.mark.wide
 def test_modelopt_fp8_answers_as_its_float32_copy(tmp_path: Path) -> None:
     """Of all layers, and of those that a checkpoint of mixed precision lists."""
     sizes = {"max_position_embeddings": 4096}
@@ -297,6 +298,7 @@ def test_tokens_are_those_of_rounded_keys_and_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.wide
 def test_e5m2_answers_as_rounded_so(tmp_path: Path) -> None:
     """Cold and over a bundle; wrong where the bytes are read as e4m3. The weights are float32:
     vLLM refuses this cache for FP8 checkpoints.

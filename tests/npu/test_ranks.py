@@ -18,7 +18,7 @@ from rbln_backend.devices.rebel.embedding import RblnEmbedding
 from rbln_backend.host.resources import core_budget
 from tests.checkpoints import CheckpointCache
 from tests.engine.script import run_script
-from tests.fitted_drafts import FITTED, RANDOM
+from tests.fitted_drafts import FITTED
 from tests.mtp_checkpoints import MtpMaker
 from tests.npu.engines import (
     ONE_CHUNK,
@@ -30,10 +30,8 @@ from tests.npu.engines import (
     Job,
     run,
 )
-from tests.npu.test_draft_models import with_model
-from tests.npu.test_drafts import BATCHES, CONTEXT, LENGTH
+from tests.npu.test_drafts import CONTEXT, drafted_by_layer, drafted_by_model, served
 from tests.npu.test_engines import config_of
-from tests.npu.test_mtp import jobs_of
 from tests.sdk_double.launch import FOLDER, double_environment
 from tests.server.real_server import RealServer
 from tests.vendor.environment import torch_rbln_variables
@@ -137,46 +135,21 @@ def test_ranks_with_device_tensors_join_groups_of_the_device(
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(900)
 @pytest.mark.wide
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    ("method", "ranks"),
-    [*((method, "tensor") for method in FITTED), *((method, "pipeline") for method in FITTED)],
-)
-def test_two_ranks_with_a_draft_model(
+@pytest.mark.parametrize("method", [*FITTED, "mtp"])
+@pytest.mark.parametrize("ranks", ["tensor", "pipeline"])
+def test_two_ranks_with_drafts(
     checkpoints: CheckpointCache, tmp_path: Path, method: str, ranks: str
 ) -> None:
     """Right drafts save steps; random ones give the same answers in more."""
-    served = checkpoints("llama", max_position_embeddings=CONTEXT)
-    options = {"max_model_len": CONTEXT, f"{ranks}_parallel_size": 2}
-    job = Job(served, options, BATCHES, LENGTH, checks_all_drafts=True)
-    expected = job.expected()
-    texts = [prompt + answer for prompt, answer in zip(BATCHES[0], expected[0], strict=True)]
-    right = FITTED[method](tmp_path / "right", served, texts, last=LENGTH + (method != "medusa"))
-    wrong = RANDOM[method](tmp_path / "wrong", served)
-    fitted, random = (
-        run([with_model(job, method, own)], tmp_path, devices=4) for own in (right, wrong)
-    )
-    assert fitted.answers == random.answers == [expected]
-    assert len(fitted.calls("run")) < 0.8 * len(random.calls("run"))
-    assert all(call["hit"] for call in random.calls("compile"))
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(900)
-@pytest.mark.wide
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("ranks", ["tensor", "pipeline"])
-def test_two_ranks_with_an_mtp_layer(
-    checkpoints: CheckpointCache, tmp_path: Path, ranks: str
-) -> None:
-    maker = MtpMaker("glm4_moe", checkpoints, max_position_embeddings=CONTEXT)
-    jobs = jobs_of(maker, tmp_path, {f"{ranks}_parallel_size": 2}, devices=4)
-    assert jobs.cold.answers == [jobs.fitted.expected()]
-    wrong = run([jobs.wrong], tmp_path / "npu", devices=4)
-    assert wrong.answers == jobs.cold.answers
-    assert len(jobs.cold.calls("run")) < 0.8 * len(wrong.calls("run"))
+    options = {f"{ranks}_parallel_size": 2}
+    if method == "mtp":
+        maker = MtpMaker("glm4_moe", checkpoints, max_position_embeddings=CONTEXT)
+        jobs = drafted_by_layer(maker, tmp_path, options, devices=4)
+    else:
+        jobs = drafted_by_model(served(checkpoints, **options), method, tmp_path, devices=4)
+    jobs.assert_steps_saved(devices=4)
 
 
 # ------------------------------------------------------------------------------------------ service

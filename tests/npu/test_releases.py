@@ -17,7 +17,7 @@ from tests.checkpoints import CheckpointCache
 from tests.fitted_drafts import RANDOM
 from tests.multimodal_checkpoints import make_multimodal_checkpoint
 from tests.npu.engines import ONE_CHUNK, THREE_CHUNKS, TWO_BLOCKS, Job, run
-from tests.npu.test_draft_models import with_model
+from tests.npu.test_drafts import with_model
 from tests.npu.test_lora import Loras
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 from tests.sdk_double.launch import install_metadata
@@ -68,7 +68,13 @@ def test_experts_in_nvfp4_have_no_limits(tmp_path: Path) -> None:
     assert ran.answers == [job.expected()]
 
 
-@pytest.mark.parametrize("kind", ["seeds and drafts", "drafts of a model", "adapters"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "seeds and drafts",
+        *(pytest.param(kind, marks=pytest.mark.wide) for kind in ("drafts of a model", "adapters")),
+    ],
+)
 def test_rows_go_longest_first_whatever_they_hold(
     checkpoints: CheckpointCache, tmp_path: Path, kind: str
 ) -> None:
