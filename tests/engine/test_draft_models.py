@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 
 from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.worker.check import survey_store
+from rbln_backend.worker.precompile import compile_model
+from server.commands.cli import main
 from tests.checkpoint_tokenizer import VOCAB_SIZE
-from tests.draft_checkpoints import random_medusa
+from tests.checkpoints import CheckpointCache
+from tests.draft_checkpoints import fitted_medusa, random_eagle, random_medusa
 from tests.eagle3_checkpoints import NARROW, Eagle3Reference
 from tests.eagle_reference import EagleReference
-from tests.engine.conftest import Engine, Engines
+from tests.engine.conftest import DEFAULTS, Engine, Engines
 from tests.engine.support import MOST, AnyLength, Seldom, make_prompts
 from tests.engine.test_speculation import (
     FEW,
@@ -30,9 +39,17 @@ from tests.engine.test_speculation import (
     seeded,
 )
 from tests.fitted_drafts import FITTED, RANDOM
+from tests.kernel_cache import share_kernels
+from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 
 pytestmark = pytest.mark.engine
 
+FEWER = {
+    "prefill_chunk_buckets": [64],
+    "decode_batch_bucket_strategy": "manual",
+    "decode_batch_bucket_manual_buckets": [4],
+    "verify_lengths": [MOST + 1],
+}
 PROMPTS = make_prompts([1, 17, 63, 130, 5, 200], seed=31)
 GREEDY = [greedy(max_tokens=n) for n in (40, 33, 7, 40, 1, 40)]
 
@@ -294,3 +311,163 @@ def test_a_checkpoint_with_fewer_heads_is_refused(engines: Engines, tmp_path: Pa
         UnsupportedModelError, match=r"num_speculative_tokens 3: .*(blocks|lm_heads)\.2"
     ):
         start(engines, heads)
+
+
+# ------------------------------------------------------------------------------ draft models served
+# Draft models of quantised models and of models with windows, and their graphs in a bundle.
+
+
+SERVED_PROMPTS = make_prompts([17, 63, 130, 5], seed=61)
+PARAMS = [greedy(max_tokens=40), seeded(2, max_tokens=40), greedy(max_tokens=40), greedy()]
+RECIPES: dict[str, tuple[Recipe, dict[str, Any]]] = {
+    "fp8": (
+        Recipe(format="fp8", block=(128, 128)),
+        {"hidden_size": 192, "num_key_value_heads": 4},
+    ),
+    "w4a16": (Recipe(bits=4, group_size=64, head_bits=8), {}),
+}
+
+
+def served_model(name: str, checkpoints: CheckpointCache, folder: Path) -> tuple[Path, Path]:
+    """Return a checkpoint, and one of the same values that transformers reads."""
+    if name == "windows":
+        plain = checkpoints("gemma3_text")
+        return plain, plain
+    recipe, fields = RECIPES[name]
+    made = make_quantized_checkpoint("llama", folder / "checkpoint", recipe, **fields)
+    return made, made / "plain"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fp8", "windows", pytest.param("w4a16", marks=pytest.mark.wide)],
+)
+def test_heads_of_a_model_change_no_token(
+    engines: Engines, checkpoints: CheckpointCache, tmp_path: Path, name: str
+) -> None:
+    checkpoint, readable = served_model(name, checkpoints, tmp_path)
+    plain = engines.fresh(checkpoint=checkpoint)
+    answers = results(plain, SERVED_PROMPTS, PARAMS)
+    texts = [
+        prompt + list(answer[0]) for prompt, answer in zip(SERVED_PROMPTS, answers, strict=True)
+    ]
+    heads = fitted_medusa(tmp_path / "heads", readable, texts, last=41)
+    own = engines.fresh(
+        checkpoint=checkpoint,
+        speculative_config=speculation_of("medusa", heads),
+        disable_log_stats=False,
+    )
+    drafted = Drafted(plain, own)
+    drafted.check(AnyLength(MOST + 1))
+    # Twice, with prefix hits.
+    for _ in range(2):
+        drafted.run(SERVED_PROMPTS, PARAMS)
+    assert drafted.share() > 0.5
+
+
+def test_a_bundle_carries_the_graphs_of_a_draft_model(
+    engines: Engines, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layer = random_eagle(tmp_path / "layer", engines.checkpoints("llama"))
+    options: dict[str, Any] = {
+        "speculative_config": speculation_of("eagle", layer),
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 32,
+    }
+    first = engines.fresh("llama", rbln={"cache_root": str(tmp_path / "one")}, **options)
+    made = first.total("rbln_compile_seconds_count", result="compiled")
+    bundle, root = str(tmp_path / "bundle.tar"), str(tmp_path / "two")
+    assert (
+        main(["cache", "export", bundle, "--cache-root", str(tmp_path / "one"), "--no-kernels"])
+        == 0
+    )
+    assert main(["cache", "import", bundle, "--cache-root", root]) == 0
+    assert f"{made:.0f} graphs imported into {root}" in capfd.readouterr().out
+    second = engines.fresh("llama", rbln={"cache_root": root}, **options)
+    assert second.total("rbln_compile_seconds_count", result="compiled") == 0
+    # A layer's chunks and steps, and its single tokens.
+    for kind, count in (("draft", 4), ("draft_prefill", 2)):
+        loaded = second.total("rbln_compile_seconds_count", result="loaded", kind=kind)
+        assert loaded == count
+    assert results(second, SERVED_PROMPTS[:2], PARAMS[:2]) == results(
+        first, SERVED_PROMPTS[:2], PARAMS[:2]
+    )
+
+
+# --------------------------------------------------------------------------------- draft embeddings
+# Layers of EAGLE with an embedding of their own, and with the served model's.
+
+
+def with_embedding(layer: Path, folder: Path, table: Tensor, *, archive: bool = False) -> Path:
+    """Write a copy of ``layer`` with the embedding ``table`` [V, H], in a file of torch or not."""
+    shutil.copytree(layer, folder)
+    weights = load_file(layer / "model.safetensors") | {"embed_tokens.weight": table}
+    save_file(weights, folder / "model.safetensors")
+    if archive:
+        torch.save(weights, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    return folder
+
+
+def weight_bytes(engine: Engine) -> int:
+    described = json.loads((engine.run_dir / "describe-0.json").read_text())
+    return int(described["model"]["weight_bytes"])
+
+
+def embedding_of(served: Path) -> Tensor:
+    return load_file(served / "model.safetensors")["model.embed_tokens.weight"]
+
+
+def assert_right(engines: Engines, engine: Engine, method: str, own: Path) -> None:
+    """Assert that the engine drafts as the layer in ``own`` does in plain PyTorch."""
+    drafted = Drafted(engines("llama"), engine, method)
+    drafted.check(AnyLength())
+    seen = record_drafts(drafted)
+    drafted.own.generate(make_prompts([70, 9], seed=47), greedy(max_tokens=12))
+    reference = REFERENCES[method](engines.checkpoints("llama"), own)
+    assert len(seen) > 10
+    for text, drafts in seen[:8]:
+        assert drafts == reference.drafts(text, MOST)
+
+
+@pytest.mark.parametrize("method", ["eagle", pytest.param("eagle3", marks=pytest.mark.wide)])
+def test_only_layers_that_share_the_embedding_share_graphs(
+    engines: Engines, tmp_path: Path, method: str
+) -> None:
+    served = engines.checkpoints("llama")
+    table, layer = embedding_of(served), RANDOM[method](tmp_path / "layer", served)
+    others = torch.randn(table.shape, generator=torch.Generator().manual_seed(8))
+    own = with_embedding(layer, tmp_path / "own", others)
+    same = with_embedding(layer, tmp_path / "same", table.clone())
+    root = tmp_path / "cache"
+    share_kernels(root)
+    first, second, third = (
+        start(engines, folder, method, rbln=FEWER | {"cache_root": str(root)})
+        for folder in (layer, own, same)
+    )
+    assert_right(engines, second, method, own)
+    assert second.total("rbln_compile_seconds_count", result="compiled") > 0
+    assert_right(engines, third, method, layer)
+    assert third.total("rbln_compile_seconds_count", result="compiled") == 0
+    assert weight_bytes(third) == weight_bytes(first) < weight_bytes(second)
+
+
+def test_compile_and_check_read_the_checkpoint(engines: Engines, tmp_path: Path) -> None:
+    """They load no weights; the layer is in a file of torch, as EAGLE's are often published."""
+    served = engines.checkpoints("llama")
+    layer, table = RANDOM["eagle"](tmp_path / "layer", served), embedding_of(served)
+    own = with_embedding(layer, tmp_path / "own", table.flip(0).contiguous())
+    stored = with_embedding(layer, tmp_path / "stored", table.flip(0).contiguous(), archive=True)
+    root = tmp_path / "cache"
+    share_kernels(root)
+    config = EngineArgs(
+        str(served),
+        speculative_config=speculation_of("eagle", stored),
+        additional_config={"rbln": FEWER | {"cache_root": str(root), "num_threads": 1}},
+        **DEFAULTS,
+    ).create_engine_config()
+    compile_model(config, [])
+    assert {graph.state for graph in survey_store(config, str(root)).graphs} == {"stored"}
+    engine = start(engines, stored, "eagle", rbln=FEWER | {"cache_root": str(root)})
+    assert engine.total("rbln_compile_seconds_count", result="compiled") == 0
+    assert_right(engines, engine, "eagle", own)

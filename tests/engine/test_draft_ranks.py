@@ -12,10 +12,9 @@ from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.script import run_script
 from tests.engine.support import MOST
+from tests.engine.test_draft_families import BLOCKS, CHANNELS, MTP, SIZES, TENSORS
 from tests.engine.test_draft_models import GREEDY, PROMPTS, REFERENCES, speculation_of
-from tests.engine.test_mtp import MTP
-from tests.engine.test_mtp_quantized import BLOCKS, CHANNELS, SIZES, TENSORS
-from tests.engine.test_speculation import FEW, results
+from tests.engine.test_speculation import FEW, NGRAM, results
 from tests.fitted_drafts import FITTED
 from tests.graph_cache import graph_cache
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
@@ -125,3 +124,57 @@ def test_each_of_two_engines_has_a_draft_model(engines: Engines, tmp_path: Path)
     drafted = Engine(None, run_dir, plain.checkpoint)
     checked = drafted.total("rbln_draft_tokens_total")
     assert drafted.total("rbln_draft_accepted_tokens_total") > 0.3 * checked > 0
+
+
+# ------------------------------------------------------------------------------------- draft stages
+# Drafts of engines with pipeline stages change no token of one rank.
+
+
+# Each stage has steps of up to 4 requests.
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "max_num_seqs": 8}
+
+
+OFTEN_IN_STAGES = ("eagle3", "llama")
+FAMILIES = ("minimax_m2", "mistral_full", "qwen2", "qwen3", "qwen3_moe", "gpt_oss")
+SELDOM = [("medusa", "llama"), ("eagle", "llama"), *(("eagle3", arch) for arch in FAMILIES)]
+
+
+@pytest.mark.parametrize(
+    ("method", "arch"),
+    [OFTEN_IN_STAGES, *(pytest.param(*case, marks=pytest.mark.wide) for case in SELDOM)],
+)
+def test_two_stages(engines: Engines, tmp_path: Path, method: str, arch: str) -> None:
+    plain = engines(arch)
+    own = FITTED[method](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    served, speculation = plain.checkpoint, speculation_of(method, own)
+    assert_same_tokens(served, served, speculation, tmp_path, STAGES, least_share=0.6)
+
+
+@pytest.mark.wide
+def test_two_stages_of_two_ranks(engines: Engines, tmp_path: Path) -> None:
+    """Each rank of the last stage gets its part of the embedding from the first stage."""
+    plain = engines("llama")
+    own = FITTED["eagle3"](tmp_path / "own", plain.checkpoint, texts_of(plain), last=41)
+    served, speculation = plain.checkpoint, speculation_of("eagle3", own)
+    ranks = STAGES | TENSOR
+    assert_same_tokens(served, served, speculation, tmp_path, ranks, least_share=0.6)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", [name for name in MTP_LAYERS if name != "ernie4_5_moe"])
+def test_two_stages_with_mtp(engines: Engines, tmp_path: Path, family: str) -> None:
+    maker = MtpMaker(family, engines.checkpoints)
+    plain = engines(maker.family.served)
+    own = maker.fitted(tmp_path / "own", texts_of(plain), last=41)
+    assert_same_tokens(plain.checkpoint, own, MTP, tmp_path, STAGES, least_share=0.5)
+
+
+def test_stages_of_ernie_are_refused(engines: Engines, tmp_path: Path) -> None:
+    maker = MtpMaker("ernie4_5_moe", engines.checkpoints)
+    with pytest.raises(ValueError, match=r"method 'mtp' of ErnieMTPModel: speculative decoding of"):
+        engines.fresh(checkpoint=maker.random(tmp_path), speculative_config=MTP, **STAGES)
+
+
+def test_two_stages_without_a_draft_model(engines: Engines, tmp_path: Path) -> None:
+    served = engines("llama").checkpoint
+    assert_same_tokens(served, served, NGRAM, tmp_path, STAGES, least_share=0.4)
