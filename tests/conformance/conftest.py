@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -55,3 +56,11 @@ async def async_client(target: Target) -> AsyncIterator[openai.AsyncOpenAI]:
 def http(target: Target) -> Iterator[httpx.Client]:
     with target.http() as client:
         yield client
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each of these tests needs a server with an engine."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.engine)

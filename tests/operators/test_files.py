@@ -63,6 +63,7 @@ def test_promtool_is_content(arguments: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_each_alert_fires_and_is_silent_in_a_scenario() -> None:
     tests = yaml.safe_load(SCENARIOS.read_text(encoding="utf-8"))["tests"]
     names = {test["name"] for test in tests}

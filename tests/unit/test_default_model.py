@@ -214,6 +214,7 @@ def _weights(run: Run) -> dict[str, Any]:
     return run.model.state_dict()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_the_same_bits(
     finished: tuple[Run, Path], recipe_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -150,7 +150,8 @@ class Service:
         self.process.wait()
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.wide)])
+@pytest.mark.slow
 async def test_kills_lose_no_line_and_double_none(tmp_path: Path, kills: int) -> None:
     chooser = random.Random(28)
     service = Service(tmp_path)
