@@ -17,14 +17,18 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
 from rbln_backend.errors import CompileError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -397,3 +401,29 @@ def receive_from_first_stage(into: Tensor | None) -> None:
     dist.send(is_needed, dst=first, group=group.host_group)
     if into is not None:
         dist.recv(into, src=first, group=group.host_group)
+
+
+def init_process_groups(
+    config: VllmConfig, rank: int, init_method: str, local_rank: int, backend: str = "gloo"
+) -> None:
+    """Create vLLM's process groups; those of host tensors are gloo's with any ``backend``.
+
+    vLLM's own function is in a module that imports its GPU runner and Inductor.
+    """
+    from vllm.distributed.parallel_state import (
+        ensure_model_parallel_initialized,
+        init_distributed_environment,
+    )
+
+    parallel = config.parallel_config
+    seconds = parallel.distributed_timeout_seconds
+    timeout = timedelta(seconds=seconds) if seconds is not None else None
+    init_distributed_environment(
+        parallel.world_size, rank, init_method, local_rank, backend, timeout
+    )
+    ensure_model_parallel_initialized(
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        parallel.prefill_context_parallel_size,
+        parallel.decode_context_parallel_size,
+    )

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-    from rbln_backend.vllm_compat.surface import CachedRequestState, InputBatch
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 
 class Phase(Enum):

@@ -614,3 +614,8 @@ def largest_decode(config: VllmConfig) -> int:
     """Return the requests of the largest decode step."""
     stages = config.parallel_config.pipeline_parallel_size
     return config.scheduler_config.max_num_seqs // stages
+
+
+def configured(config: VllmConfig) -> RblnConfig:
+    """Return the settings of this backend."""
+    return settled(config).rbln

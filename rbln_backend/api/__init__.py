@@ -98,7 +98,7 @@ def decode_buckets(config: VllmConfig) -> tuple[int, ...]:
 
 def missing_token_ids(tokenizer: object, vocab_size: int) -> list[int]:
     """Return the ids below ``vocab_size`` without a token, ascending; none without a tokenizer."""
-    from rbln_backend.vllm_compat.vocabulary import missing_token_ids
+    from rbln_backend.models import missing_token_ids
 
     return missing_token_ids(tokenizer, vocab_size)
 

@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from rbln_backend.grammar.backend import tokens_without
 from rbln_backend.reports.metrics import MetricsBoard
-from rbln_backend.vllm_compat.surface import Request
 
 
 class StepMasks:

@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 import torch
+import vllm
+from vllm.config import VllmConfig
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.graphs.cache import sources_digest
-from rbln_backend.vllm_compat.surface import VLLM_VERSION, VllmConfig
 
 # Fields of a Hugging Face config that describe a model's origin, not its computation.
 _PROVENANCE = frozenset(("_name_or_path", "transformers_version", "dtype", "torch_dtype"))
@@ -37,7 +38,7 @@ def version_fields() -> dict[str, str]:
     """Return the fields that identify the software that made a graph."""
     return {
         "torch": torch.__version__,
-        "vllm": VLLM_VERSION,
+        "vllm": str(vllm.__version__),
         "backend_sources": sources_digest(),
     }
 

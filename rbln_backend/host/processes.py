@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import json
@@ -151,6 +152,7 @@ def _progress(process: subprocess.Popen[str]) -> Iterator[tuple[str, int, int]]:
             yield what, done, total
 
 
+_PR_SET_PDEATHSIG = 1
 _READER_GONE = (errno.EPIPE, errno.EIO)
 
 
@@ -203,3 +205,16 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="end-with-parent").start()
+
+
+def end_with_engine() -> None:
+    """Make the kernel kill this process when the engine process ends, for any reason.
+
+    vLLM's own watch lets a rank finish its current call, which may be a compile of minutes. The
+    signal is sent at the end of the thread that started this process, the main thread of an engine
+    process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        # The engine process has ended already.
+        os._exit(1)

@@ -7,6 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+from vllm.v1.kv_cache_interface import KVCacheSpecKind
+from vllm.v1.request import Request
+
 from rbln_backend.core import HeadCopy, WindowTransfers
 from rbln_backend.kv_cache.layout import page_span
 from rbln_backend.kv_cache.managers import (
@@ -16,19 +23,6 @@ from rbln_backend.kv_cache.managers import (
     WindowManager,
     report_stored,
     units_of,
-)
-from rbln_backend.vllm_compat.surface import (
-    AllBlocksCleared,
-    BlockHash,
-    BlockRemoved,
-    BlockStored,
-    KVCacheBlock,
-    KVCacheBlocks,
-    KVCacheCoordinator,
-    KVCacheEvent,
-    KVCacheManager,
-    KVCacheSpecKind,
-    Request,
 )
 
 Blocks = tuple[list[KVCacheBlock], ...]

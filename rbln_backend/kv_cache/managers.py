@@ -13,24 +13,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-
-from rbln_backend.core import HeadCopy, WindowRestore, WindowStore, WindowTransfers
-from rbln_backend.kv_cache.layout import page_span
-from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec, WindowSpec
-from rbln_backend.vllm_compat.surface import (
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
     BlockHash,
-    BlockPool,
-    BlockStored,
-    FullAttentionManager,
     KVCacheBlock,
-    KVCacheSpecRegistry,
-    Request,
-    SingleTypeKVCacheManager,
-    SlidingWindowManager,
     generate_block_hash_extra_keys,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
+from vllm.v1.core.single_type_kv_cache_manager import (
+    FullAttentionManager,
+    SingleTypeKVCacheManager,
+    SlidingWindowManager,
+)
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request
+
+from rbln_backend.core import HeadCopy, WindowRestore, WindowStore, WindowTransfers
+from rbln_backend.kv_cache.layout import page_span
+from rbln_backend.kv_cache.specs import AppendedWindowSpec, PagedSpec, WindowSpec
 
 
 class WindowLog:

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, KVCacheSpec
+
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import log_pages
 from rbln_backend.kv_cache.specs import (
@@ -23,11 +25,6 @@ from rbln_backend.kv_cache.specs import (
     window_spec,
 )
 from rbln_backend.limits import CHUNKED_ATTENTION, SPECULATION_WINDOWS, UNEQUAL_HEADS
-from rbln_backend.vllm_compat.surface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    KVCacheSpec,
-)
 
 # Tokens. Finding and copying smaller pages costs more than they save.
 SMALLEST_PAGE = 4

@@ -10,15 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.limits import (
-    ENCODER_DECODER,
-    MLA,
-    PREFIX_LM,
-    STATE_SPACE,
-    Feature,
-)
-from rbln_backend.vllm_compat.surface import (
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -29,7 +22,15 @@ from rbln_backend.vllm_compat.surface import (
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
-    VllmConfig,
+)
+
+from rbln_backend.errors import UnsupportedModelError
+from rbln_backend.limits import (
+    ENCODER_DECODER,
+    MLA,
+    PREFIX_LM,
+    STATE_SPACE,
+    Feature,
 )
 
 

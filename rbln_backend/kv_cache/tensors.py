@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from rbln_backend.core import HeadCopy, PageMove, WindowTransfers
 from rbln_backend.kv_cache.fp8 import log_scales, share_scales
 from rbln_backend.kv_cache.layout import kv_cache_shape
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, layer_specs, parts_of
-from rbln_backend.vllm_compat.surface import KVCacheConfig
 
 if TYPE_CHECKING:
     from rbln_backend.devices.port import KvMemory

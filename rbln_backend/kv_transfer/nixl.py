@@ -28,36 +28,35 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    CopyBlocksOp,
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NixlConnectorMetadata,
+    ReqMeta,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+    NixlPullConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.distributed.nixl_utils import NixlWrapper
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.request import Request, RequestStatus
 
 from rbln_backend.checkpoints.weights_digest import weights_digest
 from rbln_backend.devices.port import device_capabilities
 from rbln_backend.errors import ConfigError
 from rbln_backend.graphs.model_fields import model_fields
 from rbln_backend.kv_cache.specs import PagedSpec, layer_specs, parts_of
-from rbln_backend.vllm_compat.kv_connector import (
-    CopyBlocksOp,
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorRole,
-    NixlConnectorMetadata,
-    NixlPullConnector,
-    NixlPullConnectorScheduler,
-    NixlPullConnectorWorker,
-    NixlWrapper,
-    ReqMeta,
-    yield_req_data,
-)
-from rbln_backend.vllm_compat.surface import (
-    KVCacheConfig,
-    KVCacheSpec,
-    Request,
-    RequestStatus,
-    SchedulerOutput,
-    UniformTypeKVCacheSpecs,
-    VllmConfig,
-    configured,
-    init_logger,
-)
+from rbln_backend.settings import configured
 
 _PARTS = ("keys", "values")
 _LATENT_RANK = 3

@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 import torch
 from blake3 import blake3
 from torch import Tensor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from rbln_backend.errors import ConfigError, UntrustedFileError
 from rbln_backend.host.files import make_trusted_folder
 from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, parts_of
 from rbln_backend.reports.metrics import MetricsBoard
-from rbln_backend.vllm_compat.surface import KVCacheConfig
 
 
 def new_page(num_bytes: int) -> Tensor:

@@ -14,6 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
 
 from rbln_backend.checkpoints.weights_digest import weights_digest
 from rbln_backend.config import RblnConfig
@@ -37,15 +43,7 @@ from rbln_backend.kv_transfer.page_store import (
 )
 from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
 from rbln_backend.reports.metrics import MetricsBoard
-from rbln_backend.vllm_compat.surface import (
-    KVCacheConfig,
-    Request,
-    VllmConfig,
-    configured,
-    get_hash_fn_by_name,
-    init_logger,
-    resolve_none_hash_seed,
-)
+from rbln_backend.settings import configured
 
 
 @dataclass

@@ -8,23 +8,23 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rbln_backend.devices.port import Capabilities, device_capabilities
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.kv_cache.fp8 import FP8_DTYPES
 from rbln_backend.layers.attention_ops import AttentionOptions, EmulatedAttention, SdkAttention
 from rbln_backend.limits import ALIBI, ENCODER_DECODER, KV_DTYPE, KV_SHARING, SOFT_CAP
-from rbln_backend.vllm_compat.surface import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    AttentionType,
-    KVCacheLayout,
-    MultipleOf,
-    configured,
-    get_current_vllm_config,
-)
+from rbln_backend.settings import configured
 
 
 @dataclass

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 
 from rbln_backend.collectives import Group, register, unregister
-from rbln_backend.vllm_compat.surface import DeviceCommunicatorBase
 
 
 class RblnCommunicator(DeviceCommunicatorBase):

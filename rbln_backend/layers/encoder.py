@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from rbln_backend.layers.attention import EncoderMetadata, RblnAttentionBackend
 from rbln_backend.limits import ALIBI, SOFT_CAP
-from rbln_backend.vllm_compat.surface import AttentionImpl, AttentionType
 
 
 class EncoderAttentionBackend(RblnAttentionBackend):

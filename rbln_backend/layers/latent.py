@@ -13,9 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from rbln_backend.devices.emulated.kernel_set import packs_weights
 from rbln_backend.devices.emulated.packing import pack, packed_shape
@@ -24,15 +29,7 @@ from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.graphs.operators import check_ops, offered
 from rbln_backend.layers.attention import PagedMetadata, RblnAttentionBackend
 from rbln_backend.limits import KV_DTYPE, MLA, SPARSE_ATTENTION
-from rbln_backend.vllm_compat.surface import (
-    AttentionBackend,
-    AttentionLayerBase,
-    MLAAttentionSpec,
-    VllmConfig,
-    configured,
-    get_current_vllm_config,
-    get_forward_context,
-)
+from rbln_backend.settings import configured
 
 
 class AbsorbedProjection(QuantizeMethodBase):

@@ -14,6 +14,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 
 from rbln_backend.devices.port import Capabilities, device_capabilities
 from rbln_backend.graphs.operators import check_ops
@@ -21,15 +29,7 @@ from rbln_backend.layers.experts import Experts, GluExperts, hold_experts
 from rbln_backend.layers.routing import SCORINGS, Routing, local_ids, weights_by_expert
 from rbln_backend.limits import EXPERT_ACTIVATION, EXPERT_ROUTING, Feature
 from rbln_backend.reports.info import ExpertsInfo
-from rbln_backend.vllm_compat.surface import (
-    CustomOp,
-    MoERunner,
-    RoutedExperts,
-    UnquantizedFusedMoEMethod,
-    ZeroExpertRouter,
-    configured,
-    get_current_vllm_config,
-)
+from rbln_backend.settings import configured
 
 PathName = Literal["opt", "custom", "glu", "native"]
 """As operators know them; ``native`` is the loop of plain operators."""

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.kernels.linear import MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsScheme,
@@ -42,7 +43,7 @@ from rbln_backend.devices.rebel.environment import announce_quant_bits
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.layers.schemes import BLOCK_DEPTH, CHANNEL, Weights
 from rbln_backend.limits import QUANTIZATION_ON_NPU
-from rbln_backend.vllm_compat.surface import configured, get_current_vllm_config
+from rbln_backend.settings import configured
 
 # The columns of an integer weight that the SDK finds a scale for; larger groups repeat theirs.
 SDK_GROUP = 64

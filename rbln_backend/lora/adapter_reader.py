@@ -14,6 +14,10 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
+from vllm.lora.worker_manager import WorkerLoRAManager
 
 from rbln_backend.devices.port import Compiler
 from rbln_backend.errors import AdapterError
@@ -25,13 +29,6 @@ from rbln_backend.lora.adapter_files import (
     check_tensors,
 )
 from rbln_backend.lora.model_manager import RblnLoraModelManager
-from rbln_backend.vllm_compat.lora import (
-    LoRARequest,
-    WorkerLoRAManager,
-    is_base_embedding_weights,
-    parse_fine_tuned_lora_name,
-)
-from rbln_backend.vllm_compat.surface import VllmConfig
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

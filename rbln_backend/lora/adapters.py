@@ -7,6 +7,10 @@ from typing import Any
 
 import msgspec
 from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.utils.cache import LRUCache
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rbln_backend.devices.port import Compiler
 from rbln_backend.errors import AdapterError
@@ -15,8 +19,7 @@ from rbln_backend.lora.adapter_reader import AdapterReader, PackedAdapter, Stagi
 from rbln_backend.lora.layers import RblnPunicaWrapper
 from rbln_backend.lora.model_manager import RblnLoraModelManager
 from rbln_backend.lora.slots import INPUT_NAME, NO_ADAPTER, RowInput, SlotMask, SlotNumbers, Slots
-from rbln_backend.vllm_compat.lora import LoRARequest, LRUCache
-from rbln_backend.vllm_compat.surface import CachedRequestState, VllmConfig, configured
+from rbln_backend.settings import configured
 
 
 class Adapters:

@@ -15,17 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.utils import get_moe_expert_mapping
 
 from rbln_backend.errors import AdapterError
 from rbln_backend.lora.adapter_files import Shape, Target
 from rbln_backend.lora.layers import RblnPunicaWrapper
 from rbln_backend.lora.slots import SlotStack
-from rbln_backend.vllm_compat.lora import (
-    LoRALayerWeights,
-    LoRAModel,
-    MoERunner,
-    get_moe_expert_mapping,
-)
 
 Matrices = tuple[Tensor, Tensor] | None
 """A [r, inputs] and B [outputs, r]; None: the adapter leaves this alone."""

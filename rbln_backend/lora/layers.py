@@ -7,19 +7,21 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.punica_wrapper import PunicaWrapperBase
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from rbln_backend.lora.adapter_files import Target
 from rbln_backend.lora.slots import LayerImage, SlotStack
-from rbln_backend.vllm_compat.lora import (
-    BaseLinearLayerWithLoRA,
-    LinearBase,
-    LogitsProcessor,
-    LoRAModel,
-    MergedColumnParallelLinear,
-    PunicaWrapperBase,
-    QKVParallelLinear,
-    VocabParallelEmbedding,
-)
 
 
 class RblnPunicaWrapper(PunicaWrapperBase):
@@ -215,3 +217,16 @@ def install_logits_processor() -> None:
     """Register the class with vLLM; idempotent, once per process, before a model is made."""
     if RblnLogitsProcessor.__dict__.get("name") is None:
         LogitsProcessor.register_oot(name=LogitsProcessor.__name__)(RblnLogitsProcessor)
+
+
+def adaptable_modules(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers of attention and MLPs, without routers."""
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearBase):
+            continue
+        siblings = model.get_submodule(name.rpartition(".")[0]).children()
+        beside_experts = any(isinstance(sibling, MoERunner) for sibling in siblings)
+        if not (beside_experts and isinstance(module, ReplicatedLinear)):
+            found.append(name)
+    return found

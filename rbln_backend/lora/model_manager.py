@@ -7,6 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from vllm.config.lora import LoRAConfig
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora.utils import is_in_target_modules
 
 from rbln_backend.collectives import groups
 from rbln_backend.devices.port import Compiler
@@ -25,18 +31,10 @@ from rbln_backend.lora.layers import (
     AdaptedLinear,
     RblnLogitsProcessor,
     RblnPunicaWrapper,
+    adaptable_modules,
     lm_heads,
 )
 from rbln_backend.lora.slots import MatrixStack, SlotStack
-from rbln_backend.vllm_compat.lora import (
-    BaseLayerWithLoRA,
-    BaseLinearLayerWithLoRA,
-    LoRAConfig,
-    LoRAModel,
-    LoRAModelManager,
-    adaptable_modules,
-    is_in_target_modules,
-)
 
 
 def slot_bytes(

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 _CLASSES = "rbln_backend.models.text_models"
 _MTP_CLASSES = "rbln_backend.models.mtp_layers"
@@ -42,3 +46,27 @@ def register() -> None:
         ModelRegistry.register_model(architecture, f"{_CLASSES}:{name}")
     for architecture, name in _MTP_LAYERS.items():
         ModelRegistry.register_model(architecture, f"{_MTP_CLASSES}:{name}")
+
+
+def missing_token_ids(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Return the ids below ``vocab_size`` without a token, ascending.
+
+    Embeddings are padded, and some tokenizers have gaps. Empty without a tokenizer.
+    """
+    if tokenizer is None:
+        return []
+    known = set(tokenizer.get_vocab().values())
+    missing = [token for token in range(vocab_size) if token not in known]
+    fast: Any = getattr(tokenizer, "_tokenizer", None)
+    if hasattr(fast, "id_to_token"):
+        return [token for token in missing if fast.id_to_token(token) is None]
+    # In other tokenizers several ids may have one name, such as bytes that are no text.
+    last = max(*known, len(tokenizer) - 1)
+    return [token for token in missing if token > last]
+
+
+def missing_in(config: ModelConfig) -> list[int]:
+    """Return the ids of a model without a token, by its own tokenizer; see above."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return missing_token_ids(cached_tokenizer_from_config(config), config.get_vocab_size())

@@ -14,20 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText01RMSNormTP
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.common import rotate_gptj, rotate_neox
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import (
     Phi3LongRoPEScaledRotaryEmbedding,
 )
 
 from rbln_backend.limits import ROWS
-from rbln_backend.vllm_compat.surface import (
-    MoERunner,
-    RMSNorm,
-    RotaryEmbedding,
-    get_forward_context,
-)
 
 _TRANSFORMERS = "vllm.model_executor.models.transformers"
 # Attention that splits rows of compressed keys itself.

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request
+
 from rbln_backend.config import NO_TOKEN
 from rbln_backend.kv_cache.coordinator import RblnKvCacheManager
 from rbln_backend.scheduler.priorities import is_background
-from rbln_backend.vllm_compat.surface import (
-    CachedRequestData,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    LogprobsLists,
-    ModelRunnerOutput,
-    PauseState,
-    Request,
-    Scheduler,
-    SchedulerOutput,
-)
 
 BlockIds = tuple[list[int], ...]
 

@@ -6,6 +6,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 
+from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVEventBatch
+from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
 from rbln_backend.core import PageMoves
 from rbln_backend.kv_cache.coordinator import RblnKvCacheManager, RblnKvCoordinator
 from rbln_backend.kv_cache.plan import reuse_unit_of
@@ -19,19 +29,7 @@ from rbln_backend.kv_transfer.tiering import make_tiering
 from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
 from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.scheduler.steps import MovingSchedulerOutput
-from rbln_backend.vllm_compat.surface import (
-    BlockHash,
-    KVCacheConfig,
-    KVEventBatch,
-    Request,
-    Scheduler,
-    SchedulerOutput,
-    VllmConfig,
-    configured,
-    get_hash_fn_by_name,
-    get_request_block_hasher,
-    init_logger,
-)
+from rbln_backend.settings import configured
 
 logger = init_logger(__name__)
 

@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
 
+from vllm.v1.request import Request, RequestStatus
+
 from rbln_backend.buckets import BucketTable
 from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.scheduler.steps import AGING, can_decode, decode_share, needs_chunk
-from rbln_backend.vllm_compat.surface import Request, RequestStatus
 
 _CAN_BEGIN = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 

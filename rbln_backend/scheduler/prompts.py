@@ -16,6 +16,11 @@ from heapq import merge
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
 from rbln_backend.buckets import BucketTable, ChunkPlan
 from rbln_backend.kv_cache.coordinator import RblnKvCacheManager
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, publish_events
@@ -26,17 +31,12 @@ from rbln_backend.scheduler.priorities import (
     is_background,
 )
 from rbln_backend.scheduler.steps import is_prefill, needs_chunk
-from rbln_backend.vllm_compat.surface import (
-    Request,
-    Scheduler,
-    SchedulerOutput,
-    VllmConfig,
-    configured,
-)
+from rbln_backend.settings import configured
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
     from rbln_backend.kv_transfer.nixl import RemotePrompts
-    from rbln_backend.vllm_compat.kv_connector import KVConnectorBase_V1
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,16 +12,14 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request
+
 from rbln_backend.config import PROGRESS_ARGS, PROMPT_PROGRESS
 from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.scheduler.priorities import is_background
 from rbln_backend.scheduler.steps import needs_chunk
-from rbln_backend.vllm_compat.surface import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    Request,
-    SchedulerOutput,
-)
 
 _LIMITS = (256, 2048, 16384)
 _CLASSES = (*(f"to_{limit}" for limit in _LIMITS), "more")

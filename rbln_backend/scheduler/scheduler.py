@@ -8,6 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from vllm.config import VllmConfig
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
 from rbln_backend.buckets import NO_DRAFTS, VerifyTable
 from rbln_backend.config import NO_TOKEN, NO_TOKEN_LEFT, QUEUE_TIMEOUT
 from rbln_backend.grammar.backend import pin_backend
@@ -38,22 +47,7 @@ from rbln_backend.scheduler.steps import (
     forget_known_tokens,
     merge_reports,
 )
-from rbln_backend.vllm_compat.surface import (
-    AsyncScheduler,
-    BlockPool,
-    DraftTokenIds,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    GrammarOutput,
-    KVCacheConfig,
-    ModelRunnerOutput,
-    Request,
-    RequestStatus,
-    SchedulerOutput,
-    VllmConfig,
-    compiled_sizes,
-    configured,
-)
+from rbln_backend.settings import compiled_sizes, configured
 from rbln_backend.vllm_patches import apply_patches
 
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
+
 from rbln_backend.core import PageMoves, WindowTransfers
-from rbln_backend.vllm_compat.surface import (
-    CachedRequestData,
-    DraftTokenIds,
-    ModelRunnerOutput,
-    Request,
-    SchedulerOutput,
-)
 
 AGING = 8
 """Prompt tokens computed since a prompt's arrival, per own token, after which it is first."""

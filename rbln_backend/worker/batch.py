@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.sample.logits_processor import BatchUpdate
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from rbln_backend.config import NO_TOKEN
 from rbln_backend.core import Phase, StepBatch
 from rbln_backend.scheduler.steps import is_prefill
-from rbln_backend.vllm_compat.surface import (
-    BatchUpdate,
-    CachedRequestState,
-    InputBatch,
-    LogitBiasLogitsProcessor,
-    MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
-    NewRequestData,
-    SchedulerOutput,
-)
 
 
 class RequestBatches:

@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.sample.logits_processor import build_logitsprocs
 
 from rbln_backend.collectives import Peers, groups
 from rbln_backend.core import GraphSpec, Phase
@@ -21,17 +27,7 @@ from rbln_backend.layers.encoder import EncoderAttentionImpl
 from rbln_backend.layers.moe import TOKENS_MASK, moe_methods
 from rbln_backend.reports.metrics import BatchSizeLog, MetricsBoard
 from rbln_backend.reports.progress import ProgressWriter, RankPlace
-from rbln_backend.settings import largest_decode
-from rbln_backend.vllm_compat.surface import (
-    KVCacheConfig,
-    VllmConfig,
-    build_logitsprocs,
-    compiled_sizes,
-    configured,
-    get_pp_group,
-    init_logger,
-    set_forward_context,
-)
+from rbln_backend.settings import compiled_sizes, configured, largest_decode
 from rbln_backend.worker.batch import IsolatedInputBatch, RequestBatches
 from rbln_backend.worker.device_sampler import DeviceSampler
 from rbln_backend.worker.draft_runs import make_source

@@ -9,6 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import Phase
 from rbln_backend.devices.emulated.build import LEVELS, build_key, can_build, cpu_name
@@ -30,15 +36,6 @@ from rbln_backend.reports.info import (
     StoreReport,
 )
 from rbln_backend.speculation.text_drafts import draft_model_of
-from rbln_backend.vllm_compat.surface import (
-    KVCacheConfig,
-    KVCacheSpec,
-    VllmConfig,
-    get_kv_cache_configs,
-    get_supported_kv_cache_layouts,
-    register_all_kvcache_specs,
-    resolve_kv_cache_layout,
-)
 from rbln_backend.worker.graph_factory import binaries_key, cache_fields, graph_key
 from rbln_backend.worker.inputs import kv_groups
 from rbln_backend.worker.memory import memory_report

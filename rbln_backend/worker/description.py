@@ -6,6 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from torch import nn
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.devices.emulated.kernel_set import KernelSet
@@ -28,12 +31,7 @@ from rbln_backend.reports.info import (
     ServedModelInfo,
 )
 from rbln_backend.reports.metrics import MetricsBoard
-from rbln_backend.vllm_compat.surface import (
-    KVCacheConfig,
-    VllmConfig,
-    compiled_sizes,
-    init_logger,
-)
+from rbln_backend.settings import compiled_sizes
 from rbln_backend.worker.draft_model import draft_model
 from rbln_backend.worker.metrics import PHASE_SECONDS
 from rbln_backend.worker.preflight import quantized_summary, weight_bytes

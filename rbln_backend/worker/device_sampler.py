@@ -14,12 +14,13 @@ from typing import NamedTuple, cast
 import torch
 from packaging.version import Version
 from torch import Tensor
+from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
 
 from rbln_backend.core import GraphSpec, Phase, StepOutputs
 from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.devices.rebel.compiler import RebelGraph
 from rbln_backend.graphs.operators import check_ops
-from rbln_backend.vllm_compat.surface import MinPLogitsProcessor, SamplingMetadata
 from rbln_backend.worker.graph_factory import GraphFactory, GraphListener, GraphRequest
 
 _LOGITS = "logits"

@@ -17,18 +17,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.models.interfaces import EagleModelMixin
+from vllm.sequence import IntermediateTensors
 
 from rbln_backend.buckets import DRAFT_LAYERS, EAGLE, EAGLE3
 from rbln_backend.collectives import receive_from_first_stage, send_to_last_stage
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.speculation.text_drafts import draft_model_of
-from rbln_backend.vllm_compat.surface import (
-    EagleModelMixin,
-    IntermediateTensors,
-    ModelConfig,
-    VllmConfig,
-    get_pp_group,
-)
 
 GraphFunction = Callable[..., Any]
 

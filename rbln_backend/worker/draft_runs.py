@@ -9,16 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rbln_backend.buckets import DraftSizes, room_of
 from rbln_backend.core import GraphSpec, Phase
+from rbln_backend.settings import compiled_sizes, configured
 from rbln_backend.speculation.text_drafts import draft_model_of
-from rbln_backend.vllm_compat.surface import (
-    CachedRequestState,
-    VllmConfig,
-    compiled_sizes,
-    configured,
-)
 from rbln_backend.worker.draft_model import draft_model, reads_layers
 from rbln_backend.worker.drafting import DraftHeads, DraftSource, EndedStep
 from rbln_backend.worker.graph_factory import GraphRequest

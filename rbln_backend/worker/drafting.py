@@ -10,6 +10,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rbln_backend.buckets import BucketTable, VerifyTable
 from rbln_backend.collectives import FirstRank
@@ -22,13 +27,6 @@ from rbln_backend.speculation.drafter import (
     PredictionFirst,
 )
 from rbln_backend.speculation.text_drafts import make_drafter
-from rbln_backend.vllm_compat.surface import (
-    CachedRequestState,
-    DraftTokenIds,
-    SamplingParams,
-    SchedulerOutput,
-    VllmConfig,
-)
 from rbln_backend.worker.batch import RequestBatches
 from rbln_backend.worker.graph_factory import GraphRequest
 from rbln_backend.worker.graph_set import GraphDispatch

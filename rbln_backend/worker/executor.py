@@ -10,11 +10,9 @@ from vllm.v1.executor.uniproc_executor import AsyncOutputFuture, UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 
 if TYPE_CHECKING:
-    from rbln_backend.vllm_compat.surface import (
-        GrammarOutput,
-        ModelRunnerOutput,
-        SchedulerOutput,
-    )
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+
     from rbln_backend.worker.worker import RblnWorker
 
 

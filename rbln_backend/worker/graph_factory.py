@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec
@@ -35,9 +37,8 @@ from rbln_backend.graphs.tensors import ADAPTERS, KV, TensorTable
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.layers.attention import RblnAttentionMetadata
 from rbln_backend.layers.encoder import EncoderAttentionImpl
+from rbln_backend.models import missing_in
 from rbln_backend.speculation.text_drafts import draft_model_of
-from rbln_backend.vllm_compat.surface import VllmConfig, init_logger
-from rbln_backend.vllm_compat.vocabulary import missing_in
 from rbln_backend.worker.draft_model import has_own_embedding
 from rbln_backend.worker.graph_functions import WHOLE, GraphFunction, ModelPart, graph_function
 from rbln_backend.worker.inputs import KvGroup

@@ -12,19 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.sequence import IntermediateTensors
 
 from rbln_backend.core import Phase
 from rbln_backend.devices.port import Capabilities
 from rbln_backend.graphs.operators import check_ops
+from rbln_backend.models import missing_in
+from rbln_backend.settings import compiled_sizes, configured
 from rbln_backend.speculation.text_drafts import draft_model_of
-from rbln_backend.vllm_compat.surface import (
-    IntermediateTensors,
-    ModelConfig,
-    VllmConfig,
-    compiled_sizes,
-    configured,
-)
-from rbln_backend.vllm_compat.vocabulary import missing_in
 from rbln_backend.worker.draft_model import carried_states, draft_function, in_rows, read_hidden
 
 GraphFunction = Callable[..., Any]

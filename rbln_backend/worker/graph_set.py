@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rbln_backend.buckets import (
     NO_DRAFTS,
@@ -21,7 +22,6 @@ from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.errors import UncompiledShapeError
 from rbln_backend.lora.slots import INPUT_NAME
-from rbln_backend.vllm_compat.surface import CachedRequestState
 from rbln_backend.worker.inputs import StepInputs
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rbln_backend.core import GraphSpec, StepBatch
 from rbln_backend.kv_cache.layout import num_partitions
@@ -26,7 +28,6 @@ from rbln_backend.layers.attention import (
 )
 from rbln_backend.layers.moe import TOKENS_MASK
 from rbln_backend.lora.slots import INPUT_NAME, RowInput
-from rbln_backend.vllm_compat.surface import CachedRequestState, KVCacheConfig
 
 if TYPE_CHECKING:
     from rbln_backend.lora.adapters import Adapters

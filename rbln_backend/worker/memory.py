@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import psutil
 from torch import nn
+from vllm.config import VllmConfig
 
 from rbln_backend.devices.emulated.packing import can_pack, fits_in_place, packed_shape
 from rbln_backend.devices.rebel.limits import LARGEST_NUM_BLOCKS, Npu, RankMemory
@@ -25,7 +26,7 @@ from rbln_backend.kv_cache.layout import (
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, window_bytes
 from rbln_backend.kv_cache.specs import LayerSpec, WindowSpec, window_in
 from rbln_backend.reports.info import MemoryReport
-from rbln_backend.vllm_compat.surface import VllmConfig, configured
+from rbln_backend.settings import configured
 from rbln_backend.worker.preflight import Preflight, planned_graphs, sampler_graphs, weight_bytes
 
 _MIB = 1 << 20

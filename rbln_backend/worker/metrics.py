@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm.config import ModelConfig, VllmConfig
+from vllm.logger import init_logger
+
 from rbln_backend.buckets import BucketTable, room_of
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.devices.port import Compiler
 from rbln_backend.graphs.cache import ArtifactStore, CacheKey, StoreEvent, graph_store
 from rbln_backend.reports.metrics import BatchSizeLog, CounterHandle, MetricsBoard, StepCells
+from rbln_backend.settings import configured
 from rbln_backend.usage import Usage, UsageFile, about_engine
-from rbln_backend.vllm_compat.surface import ModelConfig, VllmConfig, configured, init_logger
 from rbln_backend.worker.graph_factory import cache_fields
 from rbln_backend.worker.inputs import KvGroup
 

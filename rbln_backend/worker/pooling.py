@@ -13,25 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.pooler import DispatchPooler, Pooler
+from vllm.model_executor.layers.pooler.seqwise import LastPool, SequencePooler
+from vllm.pooling_params import PoolingParams
+from vllm.tasks import PoolingTask
+from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
+from vllm.v1.pool.metadata import PoolingMetadata
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rbln_backend.core import StepBatch
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.vllm_compat.surface import (
-    EMPTY_MODEL_RUNNER_OUTPUT,
-    CachedRequestState,
-    DispatchPooler,
-    GrammarOutput,
-    LastPool,
-    LateInteractionRunner,
-    ModelRunnerOutput,
-    NewRequestData,
-    Pooler,
-    PoolingMetadata,
-    PoolingParams,
-    PoolingTask,
-    SchedulerOutput,
-    SequencePooler,
-)
 from rbln_backend.worker.runner import StepRunner
 
 # Tasks whose prompts vLLM computes from the first token on, past every prefix hit.

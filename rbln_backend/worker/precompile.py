@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.devices.emulated.build import NATIVE, build_variants, buildable_levels
@@ -14,14 +18,7 @@ from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.plan import paged_bytes_per_block
 from rbln_backend.reports.info import CompileReport
-from rbln_backend.vllm_compat.surface import (
-    BaseModelLoader,
-    CompilationTimes,
-    Executor,
-    ModelConfig,
-    VllmConfig,
-    configured,
-)
+from rbln_backend.settings import configured
 from rbln_backend.worker.build import FilledStore
 from rbln_backend.worker.check import check_length, kv_cache_configs
 from rbln_backend.worker.worker import RblnWorker

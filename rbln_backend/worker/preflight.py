@@ -14,8 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from rbln_backend.buckets import BucketTable, VerifyTable
+from rbln_backend.collectives import init_process_groups
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.devices.emulated.layers import install_layers
@@ -33,20 +40,7 @@ from rbln_backend.layers.schemes import summary
 from rbln_backend.limits import KV_TIERS, LORA_MODEL, QUANTIZATION
 from rbln_backend.models.token_axes import refuse_rows
 from rbln_backend.reports.info import CacheGroup
-from rbln_backend.vllm_compat.surface import (
-    AttentionLayerBase,
-    AttentionSpec,
-    KVCacheSpec,
-    VllmConfig,
-    compiled_sizes,
-    configured,
-    destroy_distributed_environment,
-    destroy_model_parallel,
-    init_process_groups,
-    initialize_model,
-    set_current_vllm_config,
-    set_default_torch_dtype,
-)
+from rbln_backend.settings import compiled_sizes, configured
 from rbln_backend.worker.device_sampler import sampler_specs
 from rbln_backend.worker.draft_model import add_draft_model, has_own_embedding
 from rbln_backend.worker.graph_set import plan, tables_of
@@ -134,7 +128,7 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
         )
     if config.lora_config is not None:
         # Imported here because vLLM's part takes long.
-        from rbln_backend.vllm_compat.lora import supports_lora
+        from vllm.model_executor.models import supports_lora
 
         # Latent attention splits a projection: adapters of that one would have no effect.
         if not supports_lora(skeleton.model) or config.model_config.use_mla:

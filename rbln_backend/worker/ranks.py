@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
 
 from rbln_backend.collectives import Group
 from rbln_backend.core import Phase, StepBatch, StepRound
 from rbln_backend.reports.progress import RankPlace
-from rbln_backend.vllm_compat.surface import VllmConfig, get_pp_group, settled
+from rbln_backend.settings import settled
 from rbln_backend.worker.draft_model import carried_states
 from rbln_backend.worker.graph_functions import INTERMEDIATE, WHOLE, ModelPart
 from rbln_backend.worker.inputs import StepInputs

@@ -16,6 +16,15 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
+    DraftTokenIds,
+    LogprobsLists,
+    LogprobsTensors,
+    ModelRunnerOutput,
+)
 
 from rbln_backend.core import (
     HeadCopy,
@@ -28,16 +37,6 @@ from rbln_backend.core import (
 from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.scheduler.steps import MovingSchedulerOutput, with_drafts
-from rbln_backend.vllm_compat.surface import (
-    EMPTY_MODEL_RUNNER_OUTPUT,
-    AsyncModelRunnerOutput,
-    DraftTokenIds,
-    GrammarOutput,
-    LogprobsLists,
-    LogprobsTensors,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
 from rbln_backend.worker.batch import RequestBatches
 from rbln_backend.worker.device_sampler import DeviceSampler
 from rbln_backend.worker.drafting import Drafting

@@ -14,24 +14,21 @@ import numpy.typing as npt
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from rbln_backend.config import NO_TOKEN
 from rbln_backend.core import StepOutputs
 from rbln_backend.devices.emulated.kernel_set import Recording, native_library, start_recording
 from rbln_backend.reports.metrics import MetricsBoard
-from rbln_backend.vllm_compat.surface import (
-    CachedRequestState,
-    GrammarOutput,
-    InputBatch,
-    LogitBiasLogitsProcessor,
-    LogprobsTensors,
-    MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
-    Sampler,
-    SamplerOutput,
-    SamplingMetadata,
-    SchedulerOutput,
-)
 
 
 class RowSampler(Sampler):

@@ -7,22 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-
-from rbln_backend.vllm_compat.kv_connector import (
-    KVConnectorBase_V1,
-    KVConnectorFactory,
-    KVConnectorOutput,
-    KVConnectorRole,
-)
-from rbln_backend.vllm_compat.surface import (
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
     AsyncModelRunnerOutput,
-    GrammarOutput,
-    KVCacheConfig,
+    KVConnectorOutput,
     ModelRunnerOutput,
-    SchedulerOutput,
-    VllmConfig,
 )
+
 from rbln_backend.worker.runner import RblnModelRunner
 
 if TYPE_CHECKING:

@@ -16,13 +16,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplerOutput
 
 from rbln_backend.core import StepBatch, StepOutputs
-from rbln_backend.vllm_compat.surface import (
-    LogprobsLists,
-    LogprobsTensors,
-    SamplerOutput,
-)
 from rbln_backend.worker.batch import RequestBatches
 from rbln_backend.worker.sampling import GreedySampler, RowSampler, with_generators
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from rbln_backend.errors import CheckpointError
-from rbln_backend.vllm_compat.surface import DefaultModelLoader, ModelConfig, VllmConfig
 from rbln_backend.worker.draft_model import PART
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,20 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from vllm import envs
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from rbln_backend.collectives import groups
+from rbln_backend.collectives import groups, init_process_groups
 from rbln_backend.config import RANKS_EXECUTOR, RblnConfig
 from rbln_backend.devices.emulated.compiler import builds_kernels, make_emulated_compiler
 from rbln_backend.devices.emulated.kernel_set import set_threads
@@ -26,7 +38,7 @@ from rbln_backend.devices.rebel.embedding import install_embedding
 from rbln_backend.devices.rebel.environment import RankDevices, announce_rank, announce_threads
 from rbln_backend.devices.rebel.limits import check_num_blocks
 from rbln_backend.errors import AdapterError, ConfigError
-from rbln_backend.host.processes import end_with_parent, outlive_readers
+from rbln_backend.host.processes import end_with_engine, end_with_parent, outlive_readers
 from rbln_backend.host.resources import core_budget
 from rbln_backend.kv_cache.plan import paged_bytes_per_block, plan_specs, window_bytes
 from rbln_backend.kv_cache.specs import LayerSpec
@@ -38,29 +50,7 @@ from rbln_backend.models.token_axes import keep_axes
 from rbln_backend.reports.info import DescriptionWriter, RuntimeInfo
 from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.reports.progress import ProgressWriter
-from rbln_backend.vllm_compat.surface import (
-    AsyncModelRunnerOutput,
-    BaseModelLoader,
-    CompilationTimes,
-    DefaultModelLoader,
-    DraftTokenIds,
-    GrammarOutput,
-    KVCacheConfig,
-    KVCacheSpec,
-    ModelRunnerOutput,
-    SchedulerOutput,
-    VllmConfig,
-    WorkerBase,
-    configured,
-    get_model_loader,
-    get_pp_group,
-    get_tp_group,
-    init_logger,
-    init_process_groups,
-    set_current_vllm_config,
-    set_random_seed,
-)
-from rbln_backend.vllm_compat.worker_process import end_with_engine
+from rbln_backend.settings import configured
 from rbln_backend.vllm_patches import apply_patches, share_logging
 from rbln_backend.worker.build import EngineBuild, Runner
 from rbln_backend.worker.description import SelfDescription
@@ -130,7 +120,9 @@ class RblnWorker(WorkerBase):
         # A spawned process has run no code of ours before.
         outlive_readers()
         end_with_parent()
-        if vllm_config.parallel_config.distributed_executor_backend == RANKS_EXECUTOR:
+        is_ranks = vllm_config.parallel_config.distributed_executor_backend == RANKS_EXECUTOR
+        # A user's program may create an engine in any thread: there only vLLM's watch is used.
+        if is_ranks and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
             end_with_engine()
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker)
         self._rbln = configured(vllm_config)

@@ -11,7 +11,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.vllm_compat.surface import configured
+from rbln_backend.settings import configured
 from tests.checkpoint_families import MIXTURES
 from tests.engine.conftest import Engine, Engines
 from tests.engine.support import GREEDY, NUM_TOKENS, assert_equals_reference, make_prompts

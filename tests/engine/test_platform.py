@@ -15,7 +15,7 @@ from vllm.model_executor.models import registry
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.platform import RblnPlatform
 from rbln_backend.refusals import refuse_unsupported
-from rbln_backend.vllm_compat.surface import configured
+from rbln_backend.settings import configured
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import write_medusa
 from tests.engine.conftest import DEFAULTS, Engines

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
 from rbln_backend.parity.probe_worker import ProbeWorker
-from rbln_backend.vllm_compat.surface import KVCacheConfig
 from rbln_backend.worker.preflight import attention_layers
 
 BROKEN_LAYER = "model.layers.1"

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.request import Request
 
 from rbln_backend.core import Phase
 from rbln_backend.scheduler.scheduler import RblnScheduler
-from rbln_backend.vllm_compat.surface import Request
 from rbln_backend.worker.runner import StepRunner
 
 FAULTY = 78

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from vllm.v1.core.sched.output import SchedulerOutput
+
 from rbln_backend.scheduler.scheduler import RblnScheduler
-from rbln_backend.vllm_compat.surface import SchedulerOutput
 
 FORGOTTEN = 77
 

@@ -17,6 +17,7 @@ from typing import Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from rbln_backend.buckets import BucketTable, VerifyTable
@@ -29,7 +30,6 @@ from rbln_backend.graphs.program import write_document
 from rbln_backend.graphs.tensors import TensorTable
 from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.reports.progress import ProgressWriter
-from rbln_backend.vllm_compat.surface import AsyncModelRunnerOutput, ModelRunnerOutput
 from rbln_backend.worker.executor import DirectExecutor
 from rbln_backend.worker.graph_factory import (
     GraphFactory,

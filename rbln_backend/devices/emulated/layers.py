@@ -15,26 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-from rbln_backend.devices.emulated.memory import zeros_on_demand
-from rbln_backend.vllm_compat.surface import (
-    CustomOp,
-    DeepseekScalingRotaryEmbedding,
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.activation import (
     FastGELU,
     GeluAndMul,
-    GemmaRMSNorm,
-    LinearScalingRotaryEmbedding,
-    Llama3RotaryEmbedding,
     NewGELU,
     QuickGELU,
     ReLUSquaredActivation,
-    RMSNorm,
-    RotaryEmbedding,
     SiluAndMul,
-    YaRNScalingRotaryEmbedding,
-    get_current_vllm_config,
 )
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
+    DeepseekScalingRotaryEmbedding,
+)
+from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
+    LinearScalingRotaryEmbedding,
+)
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from rbln_backend.devices.emulated.memory import zeros_on_demand
 
 
 class RblnLMHead(ParallelLMHead):

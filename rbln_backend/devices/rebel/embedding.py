@@ -8,15 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from rbln_backend.devices.port import device_capabilities
-from rbln_backend.vllm_compat.surface import (
-    ModelConfig,
-    VllmConfig,
-    configured,
-    get_current_vllm_config,
-)
+from rbln_backend.settings import configured
 
 
 class RblnEmbedding(VocabParallelEmbedding):
