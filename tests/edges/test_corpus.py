@@ -15,7 +15,8 @@ from tests.edges.loop_probe import LoopProbe, own_bytes
 from tests.pooling_checkpoints import sentence_transformer
 from tests.server.real_server import RealServer, descendants
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+# Seconds and bytes are compared: these need a quiet machine.
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.wide]
 
 HELD_S = 0.1
 """Seconds that the loop may be held on a quiet machine; a case that is over it is tried again."""
@@ -57,7 +58,6 @@ def test_nothing_found_so_far_holds_the_loop(start: Start) -> None:
     _attack(start(False), some)
 
 
-@pytest.mark.wide
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("pooling", [False, True], ids=["generating", "pooling"])
 def test_no_field_of_any_route_holds_the_loop(start: Start, pooling: bool) -> None:

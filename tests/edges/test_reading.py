@@ -630,7 +630,7 @@ def fuzz_reader() -> Iterator[BodyReader]:
 
 
 def attack(reader: BodyReader, form: str, number: int) -> Spent:
-    """Read so many random bodies of a form."""
+    """Read so many random bodies of a form; many are measured, which needs a quiet machine."""
     endpoint, spent = endpoint_of(form), Spent()
 
     @settings(
@@ -655,14 +655,15 @@ def attack(reader: BodyReader, form: str, number: int) -> Spent:
             assert len(error.body()) < 4096
         seconds = time.thread_time() - started
         spent.note(seconds, raw)
-        assert seconds < (MAX_SMALL_CPU_S if is_small(raw) else MAX_CPU_S), raw[:200]
+        limit = MAX_SMALL_CPU_S if is_small(raw) else MAX_CPU_S
+        assert number == FEW or seconds < limit, raw[:200]
 
     # What is imported or built for the first request of a form is no request's.
     reader.read(endpoint, json.dumps({"model": "m", **BODIES[form]}).encode())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     one()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    assert grown < MAX_GROWTH_BYTES
+    assert number == FEW or grown < MAX_GROWTH_BYTES
     return spent
 
 

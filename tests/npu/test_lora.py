@@ -269,7 +269,9 @@ def test_the_routes_of_a_server(checkpoints: CheckpointCache, tmp_path: Path) ->
     flags += ["--num-gpu-blocks-override", "16", "--max-loras", "2", "--max-lora-rank", "32"]
     environment = torch_rbln_variables() | {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     flags += ["--lora-root", str(tmp_path), "--allow-unguarded-changes"]
-    with RealServer(loras.checkpoint, tmp_path, *flags, environment=environment) as server:
+    with RealServer(
+        loras.checkpoint, tmp_path, *flags, environment=environment, own_imports=True
+    ) as server:
         server.until_ready()
         post, get = server.client.post, server.client.get
 

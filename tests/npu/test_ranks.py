@@ -172,7 +172,9 @@ def test_compiles_of_the_sdk_are_reported_and_none_follows(
     checkpoint = checkpoints("llama", max_position_embeddings=4096)
     # A device of 140 GiB would take as much of this host's memory.
     flags = (*FLAGS, "--num-gpu-blocks-override", "16")
-    with RealServer(checkpoint, tmp_path, *flags, environment=environment) as server:
+    with RealServer(
+        checkpoint, tmp_path, *flags, environment=environment, own_imports=True
+    ) as server:
         seen = []
         while server.client.get("/readyz").status_code != 200:
             seen.append(server.client.get("/startupz").json())

@@ -39,7 +39,10 @@ class RealServer:
         environment: Mapping[str, str] | None = None,
         own_imports: bool = False,
     ) -> None:
-        """``output`` is where it writes to, by default its log; ``environment`` adds variables."""
+        """``output`` is where it writes to, by default its log; ``environment`` adds variables.
+
+        What is read at imports needs ``own_imports``.
+        """
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
         kept |= {
             "VLLM_CACHE_ROOT": str(graph_cache()),
@@ -49,7 +52,7 @@ class RealServer:
         self.log = tmp_path / "server.log"
         command = ["serve", str(checkpoint), *FLAGS, "--host", "127.0.0.1", "--port", "0"]
         command += ["--run-root", str(tmp_path), *flags]
-        warm = None if own_imports or environment else warm_process()
+        warm = None if own_imports else warm_process()
         self.started = time.monotonic()
         with (output or self.log).open("wb") as log:
             self.process: subprocess.Popen[bytes] | ForkedProcess

@@ -433,12 +433,12 @@ def test_a_model_of_the_catalogue_must_be_fetched(
 
 
 def test_a_gguf_file_is_refused_by_each_command_with_the_one_that_converts_it(
-    tmp_path: Path,
+    warm_cli: WarmProcess, tmp_path: Path
 ) -> None:
     file = tmp_path / "model.gguf"
     file.touch()
     for command in ("check", "compile", "serve"):
-        done = rbln_serve(command, str(file), **OFFLINE)
+        done = warm_cli.run(command, str(file), environ={**os.environ, **OFFLINE})
         assert done.returncode == 2
         assert f"`rbln-serve fetch {file} OUT`" in done.stderr
 

@@ -544,7 +544,9 @@ def test_a_model_of_a_hub_is_served(checkpoints: CheckpointCache, tmp_path: Path
             "HF_HUB_CACHE": str(tmp_path / "hub"),
             "HF_HUB_OFFLINE": "0",
         }
-        with RealServer(Path("org/tiny"), tmp_path, environment=environment) as server:
+        with RealServer(
+            Path("org/tiny"), tmp_path, environment=environment, own_imports=True
+        ) as server:
             server.until_ready()
             body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
             answer = server.client.post("/v1/completions", json=body).json()

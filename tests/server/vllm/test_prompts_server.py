@@ -265,10 +265,9 @@ def test_a_template_that_loops_costs_its_own_request_alone(
     with ThreadPoolExecutor(4) as threads:
         loops = threads.submit(chat, templated, "loop")
         time.sleep(0.5)
-        began = time.monotonic()
         plain = post(templated, "/v1/completions", prompt="a", max_tokens=1)
         assert plain.status_code == 200
-        assert time.monotonic() - began < 2
+        assert not loops.done()
         assert chat(templated, "hi").status_code == 200
         answer = loops.result()
     assert answer.status_code == 400

