@@ -252,11 +252,10 @@ def invalid_value(path: str, must: str, given: object) -> InvalidValueError:
     return InvalidValueError(f"'{path}' must {must}, got {describe(given)}.", param=path)
 
 
-REJECTIONS = (
-    *("in_flight", "queued_tokens", "queued_requests", "grammars", "reading", "engine"),
-    *("queue_timeout", "background", "conversations"),
-    *("key_in_flight", "key_requests", "key_tokens"),
-)
+REJECTIONS = """
+    in_flight queued_tokens queued_requests grammars reading engine queue_timeout background
+    conversations key_in_flight key_requests key_tokens
+""".split()
 """Limits that reject work: admission permits, vLLM's two queue limits, the queues of grammars and
 of large bodies, an unnamed limit of vLLM, time in queue, background responses, limits of a key."""
 

@@ -188,12 +188,10 @@ Every flag of `vllm serve` for the engine, chat templates, tools and LoRA is acc
 the same meaning; --help=all lists them, --help=max-num-seqs explains one.
 """
 # Settings that vLLM has under the same name, which its --config file may contain.
-_SHARED_WITH_VLLM = (
-    *("host", "port", "root_path", "api_key", "headless"),
-    *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
-    "enable_ssl_refresh",
-    *("allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
-)
+_SHARED_WITH_VLLM = """
+    host port root_path api_key headless ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs
+    ssl_ciphers enable_ssl_refresh allowed_origins allowed_methods allowed_headers allow_credentials
+""".split()
 
 
 _BY_THEIR_NAME = {

@@ -75,19 +75,14 @@ class VllmEngine:
     def __init__(
         self, engine: EngineClient, frontend: VllmFrontend, hang: HangWatch, idle: IdleWatch
     ) -> None:
+        self.frontend = frontend
         self._engine = engine
-        self._frontend = frontend
         self._others = watch_others(engine)
         self._hang_watch, self._idle_watch = hang, idle
         self._hang: str | None = None
         self._processes = engine_processes()
         # After the engine's processes are listed; referenced, so that the task is not collected.
         self._warming = asyncio.ensure_future(frontend.warm_up())
-
-    @property
-    def frontend(self) -> VllmFrontend:
-        """The front end that answers requests."""
-        return self._frontend
 
     def failure(self) -> str | None:
         """Return why the engine has failed, None while it runs; kills an engine that hangs."""
@@ -285,32 +280,21 @@ _REQUEST_ID = "self-test"
 
 async def self_test(engine: AsyncLLM, tasks: tuple[SupportedTask, ...]) -> None:
     """Generate one token or one pooled vector. Raises `LaunchError` or `TimeoutError`."""
-    work = _generate(engine) if "generate" in tasks else _pool(engine, tasks)
-    if not await asyncio.wait_for(work, _TIMEOUT_S):
+    from vllm import PoolingParams, SamplingParams
+    from vllm.inputs import tokens_input
+
+    prompt, size = tokens_input([1]), 0
+    async with asyncio.timeout(_TIMEOUT_S):
+        if "generate" in tasks:
+            params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+            async for answer in engine.generate(prompt, params, _REQUEST_ID):
+                size = len(answer.outputs[0].token_ids)
+        else:
+            pooling = PoolingParams(task=engine.model_config.get_pooling_task(tasks))
+            async for result in engine.encode(prompt, pooling, _REQUEST_ID):
+                size = int(result.outputs.data.numel())
+    if not size:
         raise LaunchError("the self-test got no result")
-
-
-async def _generate(engine: AsyncLLM) -> bool:
-    from vllm import SamplingParams
-    from vllm.inputs import tokens_input
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-    async for output in engine.generate(tokens_input([1]), params, _REQUEST_ID):
-        if output.finished:
-            return len(output.outputs[0].token_ids) == 1
-    return False
-
-
-async def _pool(engine: AsyncLLM, tasks: tuple[SupportedTask, ...]) -> bool:
-    from vllm import PoolingParams
-    from vllm.inputs import tokens_input
-
-    task = engine.model_config.get_pooling_task(tasks)
-    params = PoolingParams(task=task)
-    async for output in engine.encode(tokens_input([1]), params, _REQUEST_ID):
-        if output.finished:
-            return int(output.outputs.data.numel()) > 0
-    return False
 
 
 class StartParts:
@@ -329,13 +313,8 @@ class StartParts:
 
     def line(self, inside: Mapping[str, Mapping[str, float]]) -> str:
         """Return all parts as one line; `inside` has seconds of what is inside some of them."""
-        return ", ".join(
-            f"{part} {seconds:.2f} s{_details(inside.get(part, {}))}"
-            for part, seconds in self._seconds.items()
-        )
-
-
-def _details(inside: Mapping[str, float]) -> str:
-    if not inside:
-        return ""
-    return f" ({', '.join(f'{part} {seconds:.2f}' for part, seconds in inside.items())})"
+        texts = []
+        for part, seconds in self._seconds.items():
+            parts = ", ".join(f"{name} {s:.2f}" for name, s in inside.get(part, {}).items())
+            texts.append(f"{part} {seconds:.2f} s{f' ({parts})' if parts else ''}")
+        return ", ".join(texts)

@@ -13,7 +13,10 @@ from typing import Any
 
 
 class FieldKind(enum.Enum):
-    """Content of a field: selects its size limit in `sizes` and its check in `limits`."""
+    """Content of a field: selects its size limit in `sizes` and its check in `values`.
+
+    From NAME on, a field is one value or one object of options.
+    """
 
     MESSAGES = enum.auto()
     CONVERSATION = enum.auto()
@@ -52,11 +55,6 @@ class FieldKind(enum.Enum):
     TRUNCATION = enum.auto()
     DIMENSIONS = enum.auto()
     ENCODING = enum.auto()
-
-    @property
-    def is_plain(self) -> bool:
-        """True for one value or one object of options."""
-        return self.value >= FieldKind.NAME.value
 
 
 class FieldAction(enum.Enum):

@@ -114,8 +114,11 @@ def check_sizes(endpoint: Endpoint, body: JsonObject, limits: RequestLimits) -> 
     may_be_cut = body.get("truncate_prompt_tokens") is not None
     for name, value in body.items():
         if isinstance(value, list | dict | str):
-            kind = kind_of_field(endpoint, name)
-            size = sizes[_counted_as(endpoint, kind, value)]
+            kind = counted = kind_of_field(endpoint, name)
+            if endpoint.pools and kind in _TEXTS and isinstance(value, list) and value:
+                # Pooling models take conversations or lists of them.
+                counted = FieldKind.MESSAGES if is_message(value[0]) else FieldKind.PROMPTS
+            size = sizes[counted]
             nested = value
             if kind is FieldKind.PROMPTS and isinstance(value, list):
                 most = limits.text_chars if may_be_cut else limits.max_model_len
@@ -123,16 +126,13 @@ def check_sizes(endpoint: Endpoint, body: JsonObject, limits: RequestLimits) -> 
                     _check_length(name, value, most)
                     continue
                 nested = _check_token_lists(name, value, most)
-            if not isinstance(value, str):
-                _check_number(name, len(value), size)
+            if not isinstance(value, str) and len(value) > size.items:
+                raise InvalidValueError(
+                    f"'{name}' must have at most {size.items} items on this server, got "
+                    f"{len(value)}.",
+                    param=name,
+                )
             _check_nested(name, nested, kind, size)
-
-
-def _counted_as(endpoint: Endpoint, kind: FieldKind, value: object) -> FieldKind:
-    """Return the kind whose limits apply: pooling models take conversations or lists of them."""
-    if not endpoint.pools or kind not in _TEXTS or not isinstance(value, list) or not value:
-        return kind
-    return FieldKind.MESSAGES if is_message(value[0]) else FieldKind.PROMPTS
 
 
 def _check_token_lists(name: str, prompts: list[object], most: int) -> list[object]:
@@ -155,14 +155,6 @@ def _check_length(path: str, tokens: list[object], most: int) -> None:
         raise ContextLengthError(
             f"'{path}' has {len(tokens)} token ids; at most {most} fit into this model's context.",
             param=path,
-        )
-
-
-def _check_number(name: str, number: int, size: Size) -> None:
-    if number > size.items:
-        raise InvalidValueError(
-            f"'{name}' must have at most {size.items} items on this server, got {number}.",
-            param=name,
         )
 
 

@@ -184,10 +184,9 @@ _MESSAGES = (
     *refused(
         "messages[].content[].type",
         why="conversations consist of text, images, thinking and calls of the client's tools",
-        same=(
-            *("text", "image", "thinking", "redacted_thinking"),
-            *("tool_use", "tool_result", "tool_reference"),
-        ),
+        same="""
+            text image thinking redacted_thinking tool_use tool_result tool_reference
+        """.split(),
         stays=True,
     ),
     *refused("mcp_servers", why=_NO_TOOLS_HERE, same=([],)),
@@ -282,18 +281,16 @@ _TOOLS = (
     ),
     *refused("tools[].type", why=_HOSTED, same=("function", "custom", "namespace"), stays=True),
 )
-_SAMPLING = (
-    *("max_output_tokens", "temperature", "top_p", "top_k", "seed", "stop", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("structured_outputs", "skip_special_tokens", "include_stop_str_in_output", "watermarking"),
-    *("vllm_xargs", "speculative"),
-)
-_SHOWN = (
-    *("top_logprobs", "include", "include_reasoning", "enable_response_messages", "stream"),
-    *("stream_options", "metadata", "user", "safety_identifier", "store", "background"),
-    *("max_tool_calls", "moderation", "context_management", "client_metadata", "access_programs"),
-    "image",
-)
+_SAMPLING = """
+    max_output_tokens temperature top_p top_k seed stop ignore_eos presence_penalty
+    frequency_penalty repetition_penalty logit_bias structured_outputs skip_special_tokens
+    include_stop_str_in_output watermarking vllm_xargs speculative
+""".split()
+_SHOWN = """
+    top_logprobs include include_reasoning enable_response_messages stream stream_options metadata
+    user safety_identifier store background max_tool_calls moderation context_management
+    client_metadata access_programs image
+""".split()
 """Fields about the contents of an answer and its storage."""
 _NOT_PROMPT = "it does not change the prompt"
 _NO_OPTION = "a compaction has no such option"
@@ -457,7 +454,14 @@ def kind_of_field(endpoint: Endpoint, name: str) -> FieldKind:
 
 def plain_fields(endpoint: Endpoint, fields: JsonObject) -> JsonObject:
     """Return the fields of one value or one object of options: no prompts, messages or tools."""
-    return {name: value for name, value in fields.items() if kind_of_field(endpoint, name).is_plain}
+    others = _content_fields(endpoint)
+    return {name: value for name, value in fields.items() if name not in others}
+
+
+@cache
+def _content_fields(endpoint: Endpoint) -> frozenset[str]:
+    rows = fields_by_name(endpoint).items()
+    return frozenset(name for name, row in rows if row.kind.value < FieldKind.NAME.value)
 
 
 @cache

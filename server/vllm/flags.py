@@ -34,11 +34,10 @@ from server.vllm.flag_table import FULFILLED_FLAGS, REFUSED_FLAGS
 logger = logging.getLogger(__name__)
 
 _USAGE = "rbln-serve serve MODEL [options] [vLLM options]"
-_SHARED = (
-    *("api_key", "root_path", "enable_ssl_refresh", "ssl_keyfile", "ssl_certfile"),
-    *("ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers", "allow_credentials"),
-    *("allowed_origins", "allowed_methods", "allowed_headers"),
-)
+_SHARED = """
+    api_key root_path enable_ssl_refresh ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs
+    ssl_ciphers allow_credentials allowed_origins allowed_methods allowed_headers
+""".split()
 """Flags of vLLM that are settings of this server, whose parser removes those that it knows."""
 
 _UVICORN_LEVELS = {"trace": 5}
