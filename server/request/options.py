@@ -159,7 +159,7 @@ def check_priority(value: object, name: str, *, has_priorities: bool) -> None:
 
 # Progress of a stream's prompt, by llama.cpp's name.
 
-_PROGRESS = "return_progress"
+PROGRESS_FIELD = "return_progress"
 
 
 def pop_progress(endpoint: Endpoint, body: JsonObject) -> tuple[bool, list[str]]:
@@ -167,19 +167,20 @@ def pop_progress(endpoint: Endpoint, body: JsonObject) -> tuple[bool, list[str]]
 
     Only a stream can have progress. Raises `InvalidValueError`.
     """
-    if not obeys(endpoint, _PROGRESS):
+    if not obeys(endpoint, PROGRESS_FIELD):
         return False, []
-    value = body.pop(_PROGRESS, None)
+    value = body.pop(PROGRESS_FIELD, None)
     if value is not None and not isinstance(value, bool):
-        raise invalid_value(_PROGRESS, "be a boolean", value)
+        raise invalid_value(PROGRESS_FIELD, "be a boolean", value)
     streams = bool(body.get("stream"))
-    return bool(value) and streams, [_PROGRESS] if value and not streams else []
+    return bool(value) and streams, [PROGRESS_FIELD] if value and not streams else []
 
 
 # Drafts; none of their fields changes the answer.
 
 _SPECULATIVE = "speculative"
 _PREDICTION = "prediction"
+DRAFT_FIELDS = frozenset((_SPECULATIVE, _PREDICTION))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +252,8 @@ def _predicted_text(value: Any) -> str:
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that switch thinking: of Qwen and Granite, of DeepSeek."""
 _EFFORT = "reasoning_effort"
+THINKING_FIELDS = frozenset(("thinking", _EFFORT, "reasoning", "output_config"))
+"""Fields of thinking, and those in which an API has its effort."""
 _WANTED = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 """Anthropic's types of `thinking`."""
 
@@ -320,6 +323,7 @@ def _get(value: object, name: str) -> object:
 # among it. Here only variables that the template declares pass.
 
 _VARIABLES = "chat_template_kwargs"
+TEMPLATE_FIELDS = frozenset((_VARIABLES, "instruction", "documents"))
 _RENDERER_FIELDS = frozenset(
     ("tools", "chat_template", "add_generation_prompt", "continue_final_message", "messages")
 )

@@ -58,6 +58,11 @@ from server.observability.logging import bound_vllm_log, configure, request_id_v
 from server.request.body import drop_billing_line, normalize_conversation, parse_json_object
 from server.request.endpoints import answers_in, request_form
 from server.request.options import (
+    DRAFT_FIELDS,
+    PROGRESS_FIELD,
+    TEMPLATE_FIELDS,
+    THINKING_FIELDS,
+    DraftOptions,
     TemplateVariables,
     ThinkingSupport,
     filter_variables,
@@ -268,7 +273,9 @@ class BodyReader:
         # Fields that vLLM's models do not have leave the body.
         drop_billing_line(endpoint, body)
         tier = pop_tier(endpoint, body)
-        returns_progress, ignored = pop_progress(endpoint, body)
+        returns_progress, ignored = False, list[str]()
+        if PROGRESS_FIELD in body:
+            returns_progress, ignored = pop_progress(endpoint, body)
         # Custom tools and their calls become functions, and the conversation is checked with these.
         check_tools(endpoint, body)
         custom_tools = take_custom_tools(
@@ -279,17 +286,22 @@ class BodyReader:
         normalize_conversation(endpoint, body)
         # The documented fields: granted and ignored ones leave, refused ones are errors.
         ignored += apply_field_rules(endpoint, body)
-        template = body.get("chat_template")
-        own = declared_by(template) if rules.own_templates and isinstance(template, str) else None
-        ignored += filter_variables(endpoint, body, rules.variables, rules.unknown_fields, own)
+        template, own = body.get("chat_template"), None
+        if rules.own_templates and isinstance(template, str):
+            own = declared_by(template)
+        if TEMPLATE_FIELDS & body.keys():
+            ignored += filter_variables(endpoint, body, rules.variables, rules.unknown_fields, own)
         if compacts or endpoint is Endpoint.COMPACT:
             # After the rules, which are about what the client sent: a request for a summary.
             output = summarise(body, rules.limits.max_model_len)
             if endpoint is Endpoint.COMPACT:
                 extra_fields["output"] = output
         # After the variables, which a client may set itself: thinking becomes one of them.
-        ignored += normalize_thinking(endpoint, body, rules.thinking)
-        drafts, undrafted = pop_drafts(endpoint, body, speculates=rules.speculates)
+        if THINKING_FIELDS & body.keys():
+            ignored += normalize_thinking(endpoint, body, rules.thinking)
+        drafts, undrafted = DraftOptions(), list[str]()
+        if DRAFT_FIELDS & body.keys():
+            drafts, undrafted = pop_drafts(endpoint, body, speculates=rules.speculates)
         known, needed = model_field_names(model), required_field_names(model)
         if "top_n" in known and "top_k" in body:
             # Voyage's name in reranking.
