@@ -38,8 +38,7 @@ from server.errors import ServerError
 from server.observability.metrics import SERVER_METRICS
 from server.observability.traffic import Sample
 from server.request.endpoints import OPENINGS, ROUTES, Scope
-from server.request.fields import Field, FieldAction
-from server.request.tables import FIELDS, RENDERED_CHAT
+from server.request.tables import FIELDS, RENDERED_CHAT, Field, FieldAction
 from server.routes.server_info import SERVER_FIELDS
 from server.settings import ENV_PREFIX, ServerSettings
 from server.vllm import flag_table

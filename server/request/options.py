@@ -22,9 +22,8 @@ from server.errors import (
     describe,
     invalid_value,
 )
-from server.request.fields import ANTHROPIC_TIERS, OPENAI_TIERS
 from server.request.rules import UnknownPolicy, refuse_unknown, unknown_field
-from server.request.tables import effort_path, obeys
+from server.request.tables import ANTHROPIC_TIERS, OPENAI_TIERS, effort_path, obeys
 from server.wire import Endpoint, JsonObject
 
 # Service tiers: priority classes of the engine's scheduler, by OpenAI's and Anthropic's names.

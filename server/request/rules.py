@@ -27,8 +27,7 @@ from server.errors import (
     UnsupportedFieldError,
     describe,
 )
-from server.request.fields import Field, FieldAction
-from server.request.tables import FIELDS, fields_by_name
+from server.request.tables import FIELDS, Field, FieldAction, fields_by_name
 from server.wire import Endpoint, JsonObject
 
 logger = logging.getLogger(__name__)

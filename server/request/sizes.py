@@ -16,8 +16,7 @@ from typing import Any
 from server.errors import ContextLengthError, InvalidValueError, describe
 from server.request.body import MANY_DIGITS, MAX_DIGITS
 from server.request.endpoints import is_message
-from server.request.fields import FieldKind
-from server.request.tables import kind_of_field
+from server.request.tables import FieldKind, kind_of_field
 from server.tools import replace_halves
 from server.wire import Endpoint, JsonObject
 

@@ -22,10 +22,16 @@ from server.errors import (
     invalid_value,
 )
 from server.request.endpoints import is_message
-from server.request.fields import LOGPROBS_FIELDS, MAX_TOKENS_FIELDS, FieldKind
 from server.request.options import check_priority
 from server.request.sizes import RequestLimits
-from server.request.tables import fields_by_name, fields_of_kind, prompt_fields
+from server.request.tables import (
+    LOGPROBS_FIELDS,
+    MAX_TOKENS_FIELDS,
+    FieldKind,
+    fields_by_name,
+    fields_of_kind,
+    prompt_fields,
+)
 from server.wire import Endpoint, JsonObject
 
 _MAX_BIAS = 100

@@ -39,7 +39,7 @@ from server.errors import (
     describe,
     json_type,
 )
-from server.request.fields import MAX_TOKENS_FIELDS
+from server.request.tables import MAX_TOKENS_FIELDS
 from server.vllm.sampling import no_token_left
 from server.wire import JsonObject
 

@@ -30,11 +30,10 @@ from server.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
-from server.request.fields import FieldAction
 from server.request.options import Tier, check_priority_header, check_tier
 from server.request.rules import accepted_fields, apply_field_rules
 from server.request.sizes import RequestLimits
-from server.request.tables import FIELDS, extra_schemas, refused_fields
+from server.request.tables import FIELDS, FieldAction, extra_schemas, refused_fields
 from server.request.values import check_values
 from server.vllm.models import request_models
 from server.wire import Endpoint

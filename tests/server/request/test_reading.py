@@ -22,11 +22,10 @@ from server.lifecycle import Lifecycle
 from server.observability.metrics import ServerMetrics
 from server.request.body import drop_billing_line, parse_json_object
 from server.request.endpoints import INVOKED, forms_of, invoked_endpoint
-from server.request.fields import SHARED, FieldKind
 from server.request.record import record_of
 from server.request.rules import check_shape, model_field_names, shape_of, shapes_of
 from server.request.sizes import check_call_arguments
-from server.request.tables import fields_by_name, kind_of_field, prompt_fields
+from server.request.tables import SHARED, FieldKind, fields_by_name, kind_of_field, prompt_fields
 from server.vllm.models import request_models
 from server.wire import Endpoint
 from tests.edges.corpus import BODIES, endpoint_of, large_fields
@@ -332,7 +331,7 @@ CONTENT.append(FieldKind.TOKENS)
 @pytest.mark.engine
 def test_every_field_that_may_be_large_says_what_it_holds() -> None:
     for form, name in large_fields():
-        assert name in fields_by_name(endpoint_of(form)), "server/request/fields.py"
+        assert name in fields_by_name(endpoint_of(form)), "server/request/tables.py"
 
 
 @pytest.mark.engine
