@@ -37,7 +37,7 @@ from server.frontend import ParsedRequest, Profiler, WireSchemas
 from server.host.job_pool import JobPool, WorkerStartError, process_starter
 from server.host.tasks import in_thread
 from server.lora.registry import AdapterRegistry
-from server.observability.tracing import Tracing
+from server.observability.tracing import OPERATIONS, Tracing
 from server.request.endpoints import forms_of
 from server.request.options import check_priority_header, check_rank_header, check_tier
 from server.request.record import RequestRecord, record_of
@@ -110,11 +110,7 @@ async def build_frontend(
         keep_special_tokens(engine.renderer.tokenizer)
     await init_app_state(engine, state, args, tasks)
     state.adapters = await open_adapters(engine, state.openai_serving_models, static, settings)
-    tracing = None
-    if args.otlp_traces_endpoint is not None:
-        from server.observability.tracing import Tracing
-
-        tracing = Tracing()
+    tracing = None if args.otlp_traces_endpoint is None else Tracing()
     keep_alive_s = float(args.sse_keep_alive_interval)
     return VllmFrontend(engine, state, tasks, settings, keep_alive_s, tracing, tools)
 
@@ -236,8 +232,11 @@ class VllmFrontend:
         record.compacts = parsed.compacts
         if parsed.ignored:
             record.answer_headers[IGNORED_HEADER] = ", ".join(parsed.ignored)
-        describe_request(record, endpoint, parsed.fields)
-        name_model(record, endpoint, await self._find_model(parsed.fields, record))
+        if record.span is not None:
+            describe_request(record.span, endpoint, fields)
+        name = await self._find_model(fields, record)
+        if record.span is not None:
+            name_model(record.span, endpoint, name)
         check_priority_header(request.headers, has_priorities=self._limits.has_priorities)
         check_tier(parsed.fields, request.headers, record.tier)
         check_rank_header(request.headers, self._num_ranks)
@@ -262,8 +261,10 @@ class VllmFrontend:
             raise self._translated(error, context, record) from error
         if isinstance(answer, bytes):
             return answer
-        extended = extended_frames(endpoint, answer, extra_fields, record)
-        return self._frames(described_frames(record, endpoint, extended), context, record)
+        frames = extended_frames(endpoint, answer, extra_fields, record)
+        if record.span is not None and endpoint in OPERATIONS:
+            frames = described_frames(record, endpoint, frames)
+        return self._frames(frames, context, record)
 
     async def _answer(
         self,
@@ -275,7 +276,8 @@ class VllmFrontend:
     ) -> bytes | AsyncGenerator[Any, None]:
         assert handler.serve is not None
         result = await handler.serve(model, request)
-        describe_answer(record, result)
+        if record.span is not None:
+            describe_answer(record.span, result)
         if isinstance(result, ErrorResponse):
             error = result.error
             raise RefusedError(error.message, error.code, error.param)

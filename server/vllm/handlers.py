@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 from pydantic_core import to_json
@@ -42,6 +42,9 @@ from server.vllm.responses import Responses, compacted_json, response_frames, re
 from server.vllm.sampling import add_prediction_counts
 from server.vllm.serving import Chats, Completions, custom_call_frames, with_custom_calls
 from server.wire import Endpoint, JsonObject
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 _ANTHROPIC = "anthropic_serving_messages"
 _RESPONSES = "openai_serving_responses"
@@ -186,24 +189,21 @@ async def _marked(
             yield begin + frame[len(_DATA) :] if frame.startswith(_DATA) else frame
 
 
-def describe_request(record: RequestRecord, endpoint: Endpoint, fields: JsonObject) -> None:
-    if record.span is not None and endpoint in OPERATIONS:
+def describe_request(span: Span, endpoint: Endpoint, fields: JsonObject) -> None:
+    if endpoint in OPERATIONS:
         # The path of /invocations does not say the operation.
         of_operation = operation_attributes(OPERATIONS[endpoint])
-        record.span.set_attributes(of_operation | request_attributes(fields))
+        span.set_attributes(of_operation | request_attributes(fields))
 
 
-def name_model(record: RequestRecord, endpoint: Endpoint, model: str) -> None:
+def name_model(span: Span, endpoint: Endpoint, model: str) -> None:
     """Name a request's span after its operation and the served model or adapter that answers."""
-    operation = OPERATIONS.get(endpoint)
-    if record.span is not None and operation is not None:
-        record.span.update_name(f"{operation} {model}")
-        record.span.set_attribute(RESPONSE_MODEL, model)
+    if endpoint in OPERATIONS:
+        span.update_name(f"{OPERATIONS[endpoint]} {model}")
+        span.set_attribute(RESPONSE_MODEL, model)
 
 
-def describe_answer(record: RequestRecord, answer: object) -> None:
-    if record.span is None:
-        return
+def describe_answer(span: Span, answer: object) -> None:
     reasons: list[Any]
     if isinstance(answer, Response):
         # It is JSON already.
@@ -219,23 +219,15 @@ def describe_answer(record: RequestRecord, answer: object) -> None:
             details = getattr(answer, "incomplete_details", None)
             reasons = [getattr(details, "reason", None) or getattr(answer, "status", None)]
     if isinstance(identity, str):
-        record.span.set_attribute(RESPONSE_ID, identity)
+        span.set_attribute(RESPONSE_ID, identity)
     if reasons := [reason for reason in reasons if isinstance(reason, str)]:
-        record.span.set_attribute(FINISH_REASONS, reasons)
+        span.set_attribute(FINISH_REASONS, reasons)
 
 
-def described_frames(
+async def described_frames(
     record: RequestRecord, endpoint: Endpoint, frames: AsyncGenerator[str, None]
 ) -> AsyncGenerator[str, None]:
-    """Return the frames of a stream; their id and finish reasons are set on the request's span."""
-    if record.span is None or endpoint not in OPERATIONS:
-        return frames
-    return _described(record, endpoint, frames)
-
-
-async def _described(
-    record: RequestRecord, endpoint: Endpoint, frames: AsyncGenerator[str, None]
-) -> AsyncGenerator[str, None]:
+    """Yield the frames of a stream; their id and finish reasons are set on the request's span."""
     pattern = _RESPONSE_END if endpoint is Endpoint.RESPONSES else _REASON
     if endpoint.anthropic:
         pattern = _ANTHROPIC_REASON
