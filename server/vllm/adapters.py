@@ -150,14 +150,14 @@ async def open_adapters(
                 f"--lora-modules {module.name}: is_3d_lora_weight is not taken: the file's shapes "
                 "tell whether its experts are stacked; drop it"
             )
-        base = module.base_model_name
-        if base is not None and base not in adapters.limits.reserved_names:
+        named = module.base_model_name
+        if named is not None and named not in adapters.limits.reserved_names:
             raise LaunchError(
-                f"--lora-modules {module.name}: base_model_name is {base!r}, and the served model "
+                f"--lora-modules {module.name}: base_model_name is {named!r}, and the served model "
                 f"is {' or '.join(map(repr, sorted(adapters.limits.reserved_names)))}"
             )
         try:
-            await adapters.load_static(module.name, module.path, base)
+            await adapters.load_static(module.name, module.path, named)
         except ServerError as error:
             raise LaunchError(f"--lora-modules {module.name}: {error.message}") from error
     await adapters.restore()

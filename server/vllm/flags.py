@@ -66,12 +66,12 @@ def parse_arguments(
         raise LaunchError("the command line is wrong, as said above", exit_code=2) from error
     except (TypeError, ValueError) as error:
         raise LaunchError(str(error), exit_code=2) from error
-    given = {
+    paths = {
         "MODEL": args.model,
         "--tokenizer": args.tokenizer,
         "--hf-config-path": args.hf_config_path,
     }
-    for flag, name in given.items():
+    for flag, name in paths.items():
         problem = None if name is None else path_problem(name)
         if problem is not None:
             raise LaunchError(f"{flag}: {problem}", exit_code=2)
