@@ -5,7 +5,6 @@ An engine of a tiny checkpoint starts in 0.4 s with its graphs in the store and 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from contextlib import suppress
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from rbln_backend.graphs.cache import sources_digest
 from tests.kernel_cache import share_kernels
 
 _ROOTS = Path.home() / ".cache" / "rbln-serve" / "test-graphs"
@@ -23,12 +23,8 @@ _KEPT = 8
 
 @cache
 def graph_cache() -> Path:
-    """Return the cache root of the present sources of the backend, with the shared kernels.
-
-    A graph's key hashes the sources that define graphs. The root's name hashes all of them, so
-    that after any change of the backend its graphs are captured again.
-    """
-    root = _ROOTS / _backend_digest()
+    """Return the cache root of the present sources of graphs, with the shared kernels."""
+    root = _ROOTS / sources_digest()[:16]
     share_kernels(root)
     os.utime(root)
     for old in sorted(_ROOTS.iterdir(), key=_last_use, reverse=True)[_KEPT:]:
@@ -41,16 +37,6 @@ def _last_use(root: Path) -> float:
     with suppress(FileNotFoundError):
         return root.stat().st_mtime
     return 0.0
-
-
-def _backend_digest() -> str:
-    package = Path(__file__).parents[1] / "rbln_backend"
-    digest = hashlib.sha256()
-    for source in sorted(package.rglob("*")):
-        if source.suffix in (".py", ".cpp", ".h"):
-            digest.update(source.relative_to(package).as_posix().encode())
-            digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def trace_once() -> None:

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from vllm.sampling_params import StructuredOutputsParams
 
 from rbln_backend.errors import UnsupportedModelError
-from tests.draft_checkpoints import fitted_eagle
-from tests.eagle3_checkpoints import NARROW, fitted_eagle3, random_eagle3
+from tests.draft_checkpoints import NARROW, fitted_eagle, fitted_eagle3, random_eagle3
 from tests.engine.conftest import Engine, Engines
 from tests.engine.support import MOST, AnyLength, make_prompts
 from tests.engine.test_draft_models import FEWER, GREEDY, PROMPTS, Drafted, record_drafts, start

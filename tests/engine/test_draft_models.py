@@ -23,9 +23,16 @@ from rbln_backend.worker.precompile import compile_model
 from server.commands.cli import main
 from tests.checkpoint_tokenizer import VOCAB_SIZE
 from tests.checkpoints import CheckpointCache
-from tests.draft_checkpoints import fitted_medusa, random_eagle, random_medusa
-from tests.eagle3_checkpoints import NARROW, Eagle3Reference
-from tests.eagle_reference import EagleReference
+from tests.draft_checkpoints import (
+    FITTED,
+    NARROW,
+    RANDOM,
+    Eagle3Reference,
+    EagleReference,
+    fitted_medusa,
+    random_eagle,
+    random_medusa,
+)
 from tests.engine.conftest import DEFAULTS, Engine, Engines
 from tests.engine.support import MOST, AnyLength, Seldom, make_prompts
 from tests.engine.test_speculation import (
@@ -38,7 +45,6 @@ from tests.engine.test_speculation import (
     results,
     seeded,
 )
-from tests.fitted_drafts import FITTED, RANDOM
 from tests.kernel_cache import share_kernels
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.draft_checkpoints import FITTED
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.script import run_script
@@ -15,7 +16,6 @@ from tests.engine.support import MOST
 from tests.engine.test_draft_families import BLOCKS, CHANNELS, MTP, SIZES, TENSORS
 from tests.engine.test_draft_models import GREEDY, PROMPTS, REFERENCES, speculation_of
 from tests.engine.test_speculation import FEW, NGRAM, results
-from tests.fitted_drafts import FITTED
 from tests.graph_cache import graph_cache
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
 from tests.quantized_checkpoints import Recipe

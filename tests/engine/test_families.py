@@ -21,7 +21,7 @@ from rbln_backend.graphs.cache import PROGRAM
 from tests.adapters import make_adapter, merge
 from tests.checkpoint_families import OTHERS, REQUIRED
 from tests.checkpoints import make_checkpoint
-from tests.eagle3_checkpoints import fitted_eagle3
+from tests.draft_checkpoints import fitted_eagle3
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import NUM_TOKENS, assert_as_one_rank, run_ranks
 from tests.engine.support import GREEDY, assert_equals_reference, make_prompts, poison_padding

@@ -18,7 +18,7 @@ from tests.adapters import ATTENTION, EVERY_LINEAR, HEAD, MLP, make_adapter, mer
 from tests.engine.conftest import Engine, Engines
 from tests.engine.support import make_prompts
 from tests.engine.test_pooling import EMBED, assert_close
-from tests.pooling_reference import pooled
+from tests.pooling_checkpoints import pooled
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine

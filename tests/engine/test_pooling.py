@@ -16,8 +16,15 @@ from vllm.model_executor.models.bert import TOKEN_TYPE_SHIFT
 
 from tests.engine.conftest import Engine, Engines
 from tests.engine.support import make_prompts
-from tests.pooling_checkpoints import bare_model, classifier, encoder, sentence_transformer
-from tests.pooling_reference import class_logits, hidden_states, pooled
+from tests.pooling_checkpoints import (
+    bare_model,
+    class_logits,
+    classifier,
+    encoder,
+    hidden_states,
+    pooled,
+    sentence_transformer,
+)
 
 pytestmark = pytest.mark.engine
 

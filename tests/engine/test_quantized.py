@@ -18,8 +18,7 @@ from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.support import make_prompts
-from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
-from tests.quantized_tensors import CHANNEL
+from tests.quantized_checkpoints import CHANNEL, Recipe, make_quantized_checkpoint
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine

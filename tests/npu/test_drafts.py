@@ -16,10 +16,10 @@ from rbln_backend.graphs.bundles import collect, write_folder
 from rbln_backend.settings import compiled_sizes
 from server.commands.cache import GraphChecks
 from tests.checkpoints import CheckpointCache
+from tests.draft_checkpoints import FITTED, RANDOM
 from tests.e5m2_cache import answers_over_e5m2_cache
 from tests.engine.support import make_prompts
 from tests.engine.test_quantized import with_scales
-from tests.fitted_drafts import FITTED, RANDOM
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
 from tests.npu.engines import Job, Ran, run
 from tests.npu.test_engines import IN_BLOCKS, SIZES, YARN_OVER_LONG

@@ -32,8 +32,7 @@ from tests.npu.engines import (
     run,
     run_lives,
 )
-from tests.pooling_checkpoints import classifier, encoder
-from tests.pooling_reference import class_logits, hidden_states, pooled
+from tests.pooling_checkpoints import class_logits, classifier, encoder, hidden_states, pooled
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 from tests.reference import reference_generate
 from tests.sdk_double.launch import double_environment, read_log

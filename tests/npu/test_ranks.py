@@ -17,8 +17,8 @@ from vllm.model_executor.layers import vocab_parallel_embedding as layers
 from rbln_backend.devices.rebel.embedding import RblnEmbedding
 from rbln_backend.host.resources import core_budget
 from tests.checkpoints import CheckpointCache
+from tests.draft_checkpoints import FITTED
 from tests.engine.script import run_script
-from tests.fitted_drafts import FITTED
 from tests.mtp_checkpoints import MtpMaker
 from tests.npu.engines import (
     ONE_CHUNK,

@@ -14,7 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from rbln_backend.errors import ConfigError, UnsupportedModelError
 from rbln_backend.worker.worker import RblnWorker
 from tests.checkpoints import CheckpointCache
-from tests.fitted_drafts import RANDOM
+from tests.draft_checkpoints import RANDOM
 from tests.multimodal_checkpoints import make_multimodal_checkpoint
 from tests.npu.engines import ONE_CHUNK, THREE_CHUNKS, TWO_BLOCKS, Job, run
 from tests.npu.test_drafts import with_model

@@ -28,8 +28,7 @@ from rbln_backend.layers.schemes import (
     summary,
 )
 from tests.kernel_cache import share_kernels
-from tests.quantized_checkpoints import Recipe, quantization_config
-from tests.quantized_tensors import floats, integers
+from tests.quantized_checkpoints import Recipe, floats, integers, quantization_config
 
 KNOWN = [
     Recipe(format=written, bits=bits, group_size=group)  # type: ignore[arg-type]

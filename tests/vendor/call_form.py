@@ -128,7 +128,8 @@ def write(names: Iterable[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             answered = run_vendor(RUNS[name], Path(folder))
             forms[name] = call_form(answered.log_path)
-    KEPT.write_text(json.dumps(dict(sorted(forms.items())), indent=1) + "\n")
+    lines = (f" {json.dumps(name)}: {json.dumps(forms[name])}" for name in sorted(forms))
+    KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import CheckpointCache
+from tests.draft_checkpoints import FITTED
 from tests.e4m3_inputs import answers_over_e4m3_inputs
 from tests.e5m2_cache import answers_over_e5m2_cache
-from tests.fitted_drafts import FITTED
 from tests.mtp_checkpoints import MtpMaker
 from tests.npu.engines import SCRIPT
 from tests.npu.test_engines import YARN_OVER_LONG

@@ -20,8 +20,14 @@ from torch.nn.functional import normalize
 
 from tests.adapters import make_adapter, merge
 from tests.checkpoints import CheckpointCache
-from tests.pooling_checkpoints import classifier, encoder, sentence_transformer
-from tests.pooling_reference import class_logits, hidden_states, pooled
+from tests.pooling_checkpoints import (
+    class_logits,
+    classifier,
+    encoder,
+    hidden_states,
+    pooled,
+    sentence_transformer,
+)
 from tests.server.real_server import RealServer
 
 pytestmark = pytest.mark.engine

@@ -23,9 +23,7 @@ from server.structured_outputs.grammars import Grammar, SchemaRules, choice_gram
 from server.structured_outputs.normaliser import normalised
 from server.structured_outputs.patterns import PatternError, prefix_of, translated, without
 from server.structured_outputs.trial import do_job, job_bytes
-from tests.schema_corpus import BAD, GOOD
-from tests.schema_generator import SchemaGenerator
-from tests.schema_instances import InstanceGenerator
+from tests.schema_corpus import BAD, GOOD, InstanceGenerator, SchemaGenerator
 from tests.server.structured_outputs.walks import (
     accepts,
     documents,
