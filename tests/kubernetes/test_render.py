@@ -36,8 +36,8 @@ from tests.kubernetes.value_sets import (
     POD_MONITOR,
     VALUE_SETS,
 )
+from tests.operators.dashboards import names_of
 from tests.operators.prometheus_process import FOLDER
-from tests.operators.promql_names import names_of
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)

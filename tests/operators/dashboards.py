@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.architecture.source_tree import ROOT
@@ -19,3 +22,53 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 def variables() -> list[dict[str, Any]]:
     """Return the variables of all dashboards."""
     return [variable for one in DASHBOARDS for variable in one["templating"]["list"]]
+
+
+# ------------------------------------------------------------------------------------- promql names
+# Which metrics and labels a PromQL expression names. No evaluation: Prometheus does that.
+
+
+_TOKEN = re.compile(
+    r"""\s+ | (?P<string>"(?:[^"\\]|\\.)*") | (?P<range>\[[^\]]*\])
+    | (?P<name>[A-Za-z_:][\w:]*) | (?P<number>\d[\w.]*) | (?P<sign>[!=]~|[!=<>]=|.)""",
+    re.VERBOSE,
+)
+_GROUPING = {"by", "without", "on", "ignoring", "group_left", "group_right"}
+# An aggregation's name stands before these or a parenthesis, a metric's never does.
+_AGGREGATED = {"by", "without"}
+_WORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan"}
+
+
+@dataclass(frozen=True)
+class Names:
+    """What an expression names: labels matched on by metric, and labels it groups or joins by."""
+
+    metrics: dict[str, set[str]] = field(default_factory=dict)
+    grouped: set[str] = field(default_factory=set)
+
+
+def names_of(expr: str) -> Names:
+    """Return the names of a valid expression without Grafana's variables."""
+    tokens = [(m.lastgroup or "", m.group()) for m in _TOKEN.finditer(expr) if m.group().strip()]
+    found = Names()
+    stream = iter(enumerate(tokens))
+    for place, (kind, text) in stream:
+        following = tokens[place + 1][1] if place + 1 < len(tokens) else ""
+        if kind != "name" or text.lower() in _WORDS:
+            continue
+        if text in _GROUPING:
+            if following == "(":
+                found.grouped.update(_names_up_to(")", stream))
+        elif following != "(" and following not in _AGGREGATED:
+            matched = found.metrics.setdefault(text, set())
+            if following == "{":
+                matched.update(_names_up_to("}", stream))
+    return found
+
+
+def _names_up_to(end: str, stream: Iterator[tuple[int, tuple[str, str]]]) -> Iterator[str]:
+    for _, (kind, text) in stream:
+        if text == end:
+            return
+        if kind == "name":
+            yield text

@@ -28,10 +28,9 @@ from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
 from tests.debian_tools import debian_tool
 from tests.kernel_cache import share_kernels
-from tests.operators.dashboards import DASHBOARDS, panels, variables
+from tests.operators.dashboards import DASHBOARDS, names_of, panels, variables
 from tests.operators.forgetful_plan import plugin_folder
 from tests.operators.prometheus_process import RULE_FILES, Prometheus, read_rules
-from tests.operators.promql_names import names_of
 from tests.operators.scene import Scene, bound, running_scene
 from tests.operators.vendor_exporter import VENDOR_LABELS, VENDOR_METRICS
 from tests.server.real_server import RealServer

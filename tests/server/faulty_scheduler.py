@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from rbln_backend.core import Phase
@@ -43,3 +44,17 @@ def _break_decode_steps() -> None:
         return outputs
 
     StepRunner._run = faulty_run  # type: ignore[method-assign]
+
+
+# ------------------------------------------------------------------------------- stalling scheduler
+# A scheduler with a defect: it forgets to run requests whose prompt begins with a token.
+
+
+FORGOTTEN = 77
+
+
+class StallingScheduler(RblnScheduler):
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        waiting = [r for r in self._waiting() if r.all_token_ids[0] == FORGOTTEN]
+        with self._held_back(waiting):
+            return super().schedule(throttle_prefills)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import os
 import signal
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +22,26 @@ import pytest
 from pydantic_core import to_json
 from starlette.requests import Request
 
+from rbln_backend.lora.adapter_files import Target
 from server import bounds
 from server.admission import Capacity
-from server.errors import ContextLengthError, InternalError, OverloadedError
+from server.errors import ContextLengthError, InternalError, ModelNotFoundError, OverloadedError
 from server.frontend import LaunchError, ParsedRequest, WireSchemas
 from server.host.job_pool import JobCounts
-from server.lora.registry import AdapterRegistry
+from server.lora.folder import ServedModel
+from server.lora.registry import AdapterRegistry, EngineAdapter, RegistryLimits, StateFile
 from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in
 from server.request.options import pop_progress, pop_tier
-from server.request.record import record_of
+from server.request.record import record_of, record_var
 from server.service import serve
 from server.settings import ServerSettings
 from server.storage.response_table import StorageOptions, take_storage_options
 from server.structured_outputs.gate import GrammarGate
 from server.tools import ToolSupport
 from server.wire import Endpoint, JsonObject, PromptProgress
-from tests.server.scripted_responses import events_of, response_of
+from tests.server.adapter_folders import TARGETS
 
 SHOWN = ToolSupport("template", "hermes", "it names them")
 
@@ -322,3 +328,183 @@ async def said(caplog: pytest.LogCaptureFixture, words: str) -> None:
     async with asyncio.timeout(10):
         while words not in caplog.text:
             await asyncio.sleep(0.02)
+
+
+# -------------------------------------------------------------------------------- scripted adapters
+# A scripted engine behind the registry of adapters, and a front end whose requests lease them.
+
+
+@dataclass
+class ScriptedPort:
+    """An engine with a few slots; it fails the call that `broken` names, and counts what it did."""
+
+    max_loras: int = 2
+    read: asyncio.Event = field(default_factory=asyncio.Event)
+    unreadable: str = ""
+    broken: str = ""
+    in_slots: dict[int, int] = field(default_factory=dict)
+    paths: dict[int, str] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.read.set()
+
+    async def targets(self) -> Mapping[str, Target]:
+        return TARGETS
+
+    async def stage(self, adapter: EngineAdapter) -> None:
+        await self._called("stage")
+        self.paths[adapter.id] = adapter.path
+
+    async def staged(self, adapter_id: int) -> tuple[str, str]:
+        await asyncio.sleep(0)
+        if self.unreadable:
+            return "failed", self.unreadable
+        return ("ready" if self.read.is_set() else "reading"), ""
+
+    async def add(self, adapter: EngineAdapter) -> None:
+        await self._called("add")
+        free = set(range(self.max_loras)) - set(self.in_slots.values())
+        self.in_slots[adapter.id] = min(free)
+
+    async def remove(self, adapter_id: int) -> None:
+        await self._called("remove")
+        self.in_slots.pop(adapter_id, None)
+        self.paths.pop(adapter_id, None)
+
+    async def slots(self) -> Mapping[int, int]:
+        return self.in_slots
+
+    async def _called(self, name: str) -> None:
+        self.calls.append(name)
+        await asyncio.sleep(0)
+        if self.broken == name:
+            raise InternalError(f"{name} does not work")
+
+
+@dataclass
+class AdapterFrontend(ScriptedFrontend):
+    """Leases the adapter that a body names as its model, as the real front end does."""
+
+    async def models(self) -> list[JsonObject]:
+        ready = self.adapters.ready() if self.adapters is not None else ()
+        cards = ({"id": adapter.name, "root": adapter.path} for adapter in ready)
+        return [*await super().models(), *cards]
+
+    async def handle(
+        self, endpoint: Endpoint, parsed: ParsedRequest, extra_fields: JsonObject, request: Request
+    ) -> bytes | AsyncGenerator[str, None]:
+        body = parsed.fields
+        if body["model"] != "tiny":
+            assert self.adapters is not None
+            adapter = self.adapters.lease(body["model"])
+            if adapter is None:
+                raise ModelNotFoundError("no such model", param="model")
+            record_of(request.scope).on_end.append(partial(self.adapters.release, adapter))
+        return await super().handle(endpoint, parsed, extra_fields, request)
+
+
+def registry(
+    port: ScriptedPort, root: Path | None, state_file: Path | None = None
+) -> AdapterRegistry:
+    base = ServedModel.of(["tiny"], TARGETS, max_rank=8)
+    limits = RegistryLimits(frozenset({"tiny"}), port.max_loras, root)
+    file = None if state_file is None else StateFile(state_file)
+    return AdapterRegistry(port, base, limits, file)
+
+
+def launcher(adapters: AdapterRegistry | None) -> ScriptedLauncher:
+    made = ScriptedLauncher(engine=ScriptedEngine(AdapterFrontend(adapters=adapters)))
+    made.launched.set()
+    return made
+
+
+# ------------------------------------------------------------------------------------ scripted chat
+# A front end whose chats stream what a script has for the last message.
+
+
+Script = Sequence[JsonObject | float | str]
+"""Deltas of a chat's answer, seconds to pause, and "break" for an error."""
+
+
+@dataclass
+class ChatFrontend(ScriptedFrontend):
+    """Streams scripts by the text of the last message; keeps the bodies that it got."""
+
+    scripts: Mapping[str, Script] = field(default_factory=dict)
+    bodies: list[JsonObject] = field(default_factory=list)
+
+    async def handle(
+        self, endpoint: Endpoint, parsed: ParsedRequest, extra_fields: JsonObject, request: Request
+    ) -> bytes | AsyncGenerator[str, None]:
+        if endpoint is not Endpoint.CHAT:
+            return await super().handle(endpoint, parsed, extra_fields, request)
+        self.bodies.append(parsed.fields)
+        return self._chat(self.scripts[parsed.fields["messages"][-1]["content"]])
+
+    async def _chat(self, script: Script) -> AsyncGenerator[str, None]:
+        tokens, reason = 0, "stop"
+        for piece in script:
+            if isinstance(piece, float):
+                await asyncio.sleep(piece)
+                continue
+            if isinstance(piece, str):
+                raise InternalError("broken")
+            tokens += 1
+            reason = "tool_calls" if "tool_calls" in piece else reason
+            yield _frame({"choices": [{"index": 0, "delta": piece, "finish_reason": None}]})
+        yield _frame({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+        yield _frame({"choices": [], "usage": {"completion_tokens": tokens}})
+        yield "data: [DONE]\n\n"
+
+
+def _frame(event: JsonObject) -> str:
+    return f"data: {json.dumps(event)}\n\n"
+
+
+# ------------------------------------------------------------------------------- scripted responses
+# Answers of the Responses API as vLLM forms them, without an engine.
+
+
+_numbers = itertools.count()
+
+
+def response_of(body: dict[str, Any], extra_fields: dict[str, Any]) -> dict[str, Any]:
+    """An answer that says how many items the request had."""
+    given = body["input"]
+    text = f"{len(given) if isinstance(given, list) else 1} items"
+    record = record_var.get()
+    internal = None if record is None else record.internal
+    name = None if internal is None else internal.response_id
+    name = name or f"resp_{time.time_ns()}{next(_numbers)}"
+    part = {"type": "output_text", "text": text, "annotations": []}
+    message = {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "completed",
+        "model": "scripted",
+        "output": [{"id": f"msg_{name}", **message}],
+        **extra_fields,
+    }
+
+
+def events_of(response: dict[str, Any]) -> list[str]:
+    """The frames of its stream."""
+    begun = {**response, "status": "in_progress", "output": []}
+    events: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": begun}),
+        ("response.in_progress", {"response": begun}),
+        *(
+            ("response.output_text.delta", {"delta": letter})
+            for letter in response["output"][0]["content"][0]["text"]
+        ),
+        ("response.completed", {"response": response}),
+    ]
+    return [
+        f"event: {kind}\ndata: "
+        + to_json({"type": kind, "sequence_number": number, **fields}).decode()
+        + "\n\n"
+        for number, (kind, fields) in enumerate(events)
+    ]

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from tests.checkpoints import CheckpointCache
+from tests.server.faulty_scheduler import FORGOTTEN
 from tests.server.real_server import RealServer, descendants
-from tests.server.stalling_scheduler import FORGOTTEN
 
 pytestmark = pytest.mark.engine
 
@@ -193,7 +193,7 @@ def test_an_engine_that_runs_no_step_for_a_request_is_killed(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
     """It answers calls, and other requests run: that is no hang of the process."""
-    stalls = ("--scheduler-cls", "tests.server.stalling_scheduler.StallingScheduler")
+    stalls = ("--scheduler-cls", "tests.server.faulty_scheduler.StallingScheduler")
     model = checkpoints("llama", dtype="float32")
     with RealServer(model, tmp_path, "--step-timeout-s", "4", *stalls) as server:
         server.until_ready()

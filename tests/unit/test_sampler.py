@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -12,23 +13,23 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
-from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor, MinTokensLogitsProcessor
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
-from vllm.v1.worker.gpu_input_batch import InputBatch
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from rbln_backend.config import NO_TOKEN
 from rbln_backend.core import StepOutputs
 from rbln_backend.devices.emulated.kernel_set import load_kernels
 from rbln_backend.worker.inputs import DecodeRows, LongestFirst
-from rbln_backend.worker.sampling import (
-    GreedySampler,
-    KernelPicks,
-    KernelSampler,
-    RowSampler,
-)
+from rbln_backend.worker.sampling import GreedySampler, KernelPicks, KernelSampler, RowSampler
 from tests.kernel_cache import share_kernels
-from tests.unit.sampling_batches import sampling_batch
 
 VOCABULARY, ROWS = 30, 256
 
@@ -389,3 +390,49 @@ def test_every_graph_is_recorded_and_a_released_one_is_forgotten() -> None:
     released = ref(graph)
     del graph, graphs
     assert released() is None
+
+
+# --------------------------------------------------------------------------------- sampling batches
+# vLLM's own batch of requests, which makes the metadata that samplers get.
+
+
+def sampling_batch(
+    requests: Sequence[SamplingParams],
+    processor: LogitsProcessor,
+    *,
+    vocabulary: int,
+    rows: int,
+    tokens: Sequence[int],
+) -> InputBatch:
+    """Return a batch of at most `rows` requests that have generated `tokens`.
+
+    Logits pass the bias of each request and `processor`.
+    """
+    device = torch.device("cpu")
+    batch = InputBatch(
+        max_num_reqs=rows,
+        max_model_len=32,
+        max_num_batched_tokens=32,
+        device=device,
+        vocab_size=vocabulary,
+        block_sizes=[16],
+        kernel_block_sizes=[16],
+        max_num_blocks_per_req=[2],
+        logitsprocs=LogitsProcessors([LogitBiasLogitsProcessor(None, device, False), processor]),
+    )
+    for number, params in enumerate(requests):
+        seeded = None if params.seed is None else torch.Generator().manual_seed(params.seed)
+        batch.add_request(
+            CachedRequestState(
+                req_id=str(number),
+                prompt_token_ids=[1, 2, 3],
+                mm_features=[],
+                sampling_params=params,
+                generator=seeded,
+                block_ids=([number + 1],),
+                num_computed_tokens=2,
+                output_token_ids=list(tokens),
+            )
+        )
+    batch.refresh_metadata()
+    return batch

@@ -11,8 +11,7 @@ import httpx
 from server.errors import ServerError
 from server.lora.registry import State
 from tests.server.adapter_folders import write_adapter
-from tests.server.scripted import Running, running
-from tests.server.scripted_adapters import ScriptedPort, launcher, registry
+from tests.server.scripted import Running, ScriptedPort, launcher, registry, running
 
 CHAT = "/v1/chat/completions"
 LOAD = "/v1/load_lora_adapter"

@@ -44,7 +44,7 @@ from tests.checkpoints import CheckpointCache
 from tests.server.adapter_folders import write_adapter
 from tests.server.observability.kv_subscriber import KvSubscriber
 from tests.server.real_server import RealServer
-from tests.server.scripted_adapters import ScriptedPort, registry
+from tests.server.scripted import ScriptedPort, registry
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
 

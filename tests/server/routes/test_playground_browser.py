@@ -20,8 +20,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from tests.debian_tools import debian_tool
 from tests.server.routes.console_page import PHONE, errors_logged, give_key, part, text, until
-from tests.server.scripted import ScriptedEngine, ScriptedLauncher, running
-from tests.server.scripted_chat import ChatFrontend, Script
+from tests.server.scripted import ChatFrontend, Script, ScriptedEngine, ScriptedLauncher, running
 
 pytestmark = pytest.mark.slow
 

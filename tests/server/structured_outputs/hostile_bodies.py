@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from tests.server.real_server import RealServer
 
 HOSTILE_VALUES: tuple[Any, ...] = (
     *(None, True, 0, -1, 1e308, "", "x" * 300, "\ud83d", "\x00", [], {}, [[]], [None], {"a": None}),
@@ -52,3 +59,46 @@ def hostile_body(pick: random.Random) -> dict[str, Any]:
     )  # fmt: skip
     messages = [{"role": "user", "content": "hi"}]
     return {"model": "tiny", "messages": messages, "max_tokens": 2} | pick.choice(fields)
+
+
+# ---------------------------------------------------------------------------------------- lag probe
+# Probe of the event loop: how long a request that needs nothing else takes, over and over.
+
+
+_PROBE = """
+import http.client, sys, time
+host = sys.argv[1]
+while True:
+    connection = http.client.HTTPConnection(host, timeout=60)
+    started = time.perf_counter()
+    connection.request("GET", "/livez")
+    connection.getresponse().read()
+    print(time.perf_counter() - started, flush=True)
+    connection.close()
+    time.sleep(0.01)
+"""
+
+
+@contextmanager
+def lag_of(server: RealServer, tmp_path: Path) -> Iterator[list[float]]:
+    """Yield a list that has the seconds of each request when the block ends.
+
+    The probe is another process, because this one is busy.
+    """
+    seconds: list[float] = []
+    output = tmp_path / "probe"
+    host = server.url.removeprefix("http://")
+    with output.open("wb") as file:
+        probe = subprocess.Popen([sys.executable, "-c", _PROBE, host], stdout=file)
+    try:
+        yield seconds
+    finally:
+        probe.kill()
+        probe.wait(10)
+        seconds += [float(line) for line in output.read_text().splitlines()]
+
+
+def lag_summary(seconds: list[float]) -> str:
+    """Return a line for a wide run's output; machines differ too much to assert it."""
+    ranked = sorted(seconds)
+    return f"lag ms: median {ranked[len(ranked) // 2] * 1000:.1f}, max {ranked[-1] * 1000:.0f}"

@@ -23,8 +23,7 @@ from jsonschema import Draft202012Validator
 from tests.checkpoints import CheckpointCache
 from tests.schema_corpus import BAD, GOOD, SchemaGenerator
 from tests.server.real_server import RealServer
-from tests.server.structured_outputs.hostile_bodies import hostile_body
-from tests.server.structured_outputs.lag_probe import lag_of, lag_summary
+from tests.server.structured_outputs.hostile_bodies import hostile_body, lag_of, lag_summary
 
 pytestmark = pytest.mark.engine
 
