@@ -38,24 +38,24 @@ class Capabilities:
 
     device: Device
     """For reports and error texts only."""
-    runs_on_host: bool
+    runs_on_host: bool = False
     """Graphs run in this process, with kernels and layers of our own, in host memory."""
-    general_attention: bool
+    general_attention: bool = False
     """Ops of our own, with soft caps, ALiBi, caches that layers share, e4m3 caches of windows, and
     every head size, also of latent attention; otherwise the SDK's, which have none of these."""
-    packed_weights: bool
+    packed_weights: bool = False
     """Kernels for quantized words as they are; otherwise int8 weights of symmetric formats."""
-    picks_tokens: bool
+    picks_tokens: bool = False
     """Graphs can end in an op that picks the token of the largest logit."""
-    fused_experts: bool
+    fused_experts: bool = False
     """One SDK op computes a layer of experts."""
-    adapters: bool
+    adapters: bool = False
     """Graphs with LoRA slots, whose tensors can be written between two runs."""
-    joint_prompts: bool
+    joint_prompts: bool = False
     """A prefill chunk may hold tokens of several prompts."""
-    window_logs: bool
+    window_logs: bool = False
     """Sliding-window caches keep a prefix log, and their ops take total token counts."""
-    copies_caches: bool
+    copies_caches: bool = False
     """Blocks of KV caches can be copied to host memory and back."""
     keeps_axes: bool = False
     """Layers take hidden states with axes of batch and sequence, not rows of tokens."""
@@ -79,8 +79,6 @@ EMULATED = Capabilities(
     runs_on_host=True,
     general_attention=True,
     packed_weights=True,
-    picks_tokens=False,
-    fused_experts=False,
     adapters=True,
     joint_prompts=True,
     window_logs=True,
@@ -95,14 +93,9 @@ def npu_capabilities(npu: Npu, *, copies_caches: bool = False) -> Capabilities:
     """
     return Capabilities(
         device="rebel",
-        runs_on_host=False,
-        general_attention=False,
-        packed_weights=False,
         picks_tokens=True,
         fused_experts=True,
         adapters=copies_caches,
-        joint_prompts=False,
-        window_logs=False,
         copies_caches=copies_caches,
         stores_binaries=True,
         keeps_axes=True,

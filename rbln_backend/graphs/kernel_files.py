@@ -68,7 +68,15 @@ def libraries(store: Path) -> list[KernelFiles]:
         paths = sorted(path for path in store.iterdir() if KEY.fullmatch(path.name))
     except OSError:
         return []
-    return [_describe(path) for path in paths if path.is_dir()]
+    found = []
+    for path in (path for path in paths if path.is_dir()):
+        try:
+            target = target_of((path / RECORD).read_bytes())
+            last_used = (path / RECORD).stat().st_mtime
+        except OSError:
+            target, last_used = "", 0.0
+        found.append(KernelFiles(path, target, directory_bytes(path), last_used))
+    return found
 
 
 def is_intact(entry: Path) -> bool:
@@ -184,12 +192,3 @@ def _decode(record: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _describe(path: Path) -> KernelFiles:
-    try:
-        target = target_of((path / RECORD).read_bytes())
-        last_used = (path / RECORD).stat().st_mtime
-    except OSError:
-        target, last_used = "", 0.0
-    return KernelFiles(path, target, directory_bytes(path), last_used)

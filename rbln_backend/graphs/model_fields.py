@@ -21,12 +21,17 @@ def model_fields(config: VllmConfig, rbln: RblnConfig) -> dict[str, Any]:
     model = config.model_config
     # Label maps have integer keys and some fields hold dtypes; JSON has neither.
     hf_config = json.loads(json.dumps(model.hf_config.to_dict(), default=str))
+    quantization = None
+    if config.quant_config is not None:
+        # Its settings by layer are not always part of the model's own configuration.
+        described = json.loads(json.dumps(vars(config.quant_config), default=str))
+        quantization = {"method": model.quantization, **described}
     return {
         "model": without_provenance(hf_config),
         # vLLM's class: some models can run in their own one or in a generic one.
         "architecture": model.architecture,
         "dtype": str(model.dtype),
-        "quantization": _quantization_fields(config),
+        "quantization": quantization,
         "kv_dtype": config.cache_config.cache_dtype,
         "max_model_len": model.max_model_len,
         "rbln": rbln.graph_fields(),
@@ -50,12 +55,3 @@ def without_provenance(config: Any) -> Any:
     if isinstance(config, list):
         return [without_provenance(item) for item in config]
     return config
-
-
-def _quantization_fields(config: VllmConfig) -> dict[str, Any] | None:
-    """Return the quantisation format and its settings by layer."""
-    if config.quant_config is None:
-        return None
-    # These are not always part of the model's own configuration.
-    described = json.loads(json.dumps(vars(config.quant_config), default=str))
-    return {"method": config.model_config.quantization, **described}

@@ -25,7 +25,7 @@ from rbln_backend.buckets import BucketTable, VerifyTable
 from rbln_backend.collectives import init_process_groups
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase
-from rbln_backend.devices.emulated.layers import install_layers
+from rbln_backend.devices.layers import install_layers
 from rbln_backend.devices.port import Capabilities, device_capabilities
 from rbln_backend.devices.rebel.limits import check_windows
 from rbln_backend.errors import RblnError, UnsupportedModelError

@@ -30,11 +30,10 @@ from rbln_backend.collectives import groups, init_process_groups
 from rbln_backend.config import RANKS_EXECUTOR, RblnConfig
 from rbln_backend.devices.emulated.compiler import builds_kernels, make_emulated_compiler
 from rbln_backend.devices.emulated.kernel_set import set_threads
-from rbln_backend.devices.emulated.layers import install_layers
 from rbln_backend.devices.emulated.memory import choose_memory, keep_freed_memory
+from rbln_backend.devices.layers import install_embedding, install_layers
 from rbln_backend.devices.port import Compiler, device_capabilities, installed_sdk
 from rbln_backend.devices.rebel.compiler import make_rebel_compiler, uses_npu_collectives
-from rbln_backend.devices.rebel.embedding import install_embedding
 from rbln_backend.devices.rebel.environment import RankDevices, announce_rank, announce_threads
 from rbln_backend.devices.rebel.limits import check_num_blocks
 from rbln_backend.errors import AdapterError, ConfigError

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers import vocab_parallel_embedding as layers
 
-from rbln_backend.devices.rebel.embedding import RblnEmbedding
+from rbln_backend.devices.layers import RblnEmbedding
 from rbln_backend.host.resources import core_budget
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import FITTED

@@ -192,15 +192,7 @@ def build_library(directory: Path, target: Target, report: BuildReport = no_op) 
         raise CompileError("no C++ compiler: g++ is not on PATH")
     began = time.monotonic()
     # Pipes: a compiler that is killed leaves its temporary files.
-    command = [
-        compiler,
-        "-pipe",
-        "-c",
-        *_FLAGS,
-        *target.flags,
-        "-iquote",
-        str(_SOURCE_DIR),
-    ]
+    command = [compiler, "-pipe", "-c", *_FLAGS, *target.flags, "-iquote", str(_SOURCE_DIR)]
     with TemporaryDirectory(dir=directory) as scratch, _compilers() as group:
         units = _units(Path(scratch))
         objects = [f"{scratch}/{number}.o" for number in range(len(units))]
@@ -213,7 +205,10 @@ def build_library(directory: Path, target: Target, report: BuildReport = no_op) 
             for number, unit in enumerate(as_completed(compiled), 1):
                 unit.result()
                 report(number, len(commands))
-        _run(_link_command(compiler, objects, directory / LIBRARY), group=group)
+        folder = _torch_folder() / "lib"
+        link = [compiler, "-shared", "-o", str(directory / LIBRARY), *objects, f"-L{folder}"]
+        link += ["-ltorch_cpu", "-lc10", "-pthread", "-Wl,--no-undefined"]
+        _run(link, group=group)
     library = (directory / LIBRARY).read_bytes()
     (directory / RECORD).write_bytes(make_record(library, target.name))
     return time.monotonic() - began
@@ -246,14 +241,6 @@ def _torch_folder() -> Path:
     if spec is None or spec.origin is None:
         raise CompileError("the kernel build failed: torch is not installed")
     return Path(spec.origin).parent
-
-
-def _link_command(compiler: str, objects: list[str], target: Path) -> list[str]:
-    folder = _torch_folder() / "lib"
-    return [
-        *(compiler, "-shared", "-o", str(target), *objects, f"-L{folder}"),
-        *("-ltorch_cpu", "-lc10", "-pthread", "-Wl,--no-undefined"),
-    ]
 
 
 @contextmanager

@@ -316,9 +316,21 @@ def sample(
     if min_p is not None:
         units[weights < min_p[:, None]] = 0
     if top_k is not None:
-        _keep_top_k(scores, units, top_k)
+        # Scores below the k-th largest.
+        width = scores.shape[1]
+        has_limit = (top_k > 0) & (top_k < width)
+        kth = torch.where(has_limit, width - top_k, 0).long()[:, None]
+        least = scores.sort(-1).values.gather(1, kth)
+        units[has_limit[:, None] & (scores < least)] = 0
     if top_p is not None:
-        _keep_top_p(scores, units, top_p)
+        # Units that add up to at most 1 - top_p, from the smallest score on. Zero units come first:
+        # a row's last in order is then one that may be drawn.
+        order = torch.where(units > 0, scores, -torch.inf).sort(stable=True).indices
+        ends = units.gather(1, order).cumsum(-1)
+        total = ends[:, -1:]
+        limit = ((1.0 - top_p)[:, None].double() * total.double()).long().minimum(total - 1)
+        drops = torch.zeros_like(units, dtype=torch.bool).scatter_(1, order, ends <= limit)
+        units[drops & (top_p < 1.0)[:, None]] = 0
     ends = units.cumsum(-1)
     # Python's integers: the products have more than 64 bits.
     places = [
@@ -340,26 +352,6 @@ def _weights(scores: Tensor, largest: Tensor) -> Tensor:
         p = p * r + coefficient
     power = (n + (_MAGIC + 127.0)).view(torch.int32) << 23
     return p * power.view(torch.float32)
-
-
-def _keep_top_k(scores: Tensor, units: Tensor, top_k: Tensor) -> None:
-    """Clear the units of scores below the k-th largest."""
-    width = scores.shape[1]
-    has_limit = (top_k > 0) & (top_k < width)
-    place = torch.where(has_limit, width - top_k, 0).long()[:, None]
-    least = scores.sort(-1).values.gather(1, place)
-    units[has_limit[:, None] & (scores < least)] = 0
-
-
-def _keep_top_p(scores: Tensor, units: Tensor, top_p: Tensor) -> None:
-    """Clear the units that add up to at most 1 - top_p, from the smallest score on."""
-    # Zero units first: a row's last in order is then one that may be drawn.
-    order = torch.where(units > 0, scores, -torch.inf).sort(stable=True).indices
-    ends = units.gather(1, order).cumsum(-1)
-    total = ends[:, -1:]
-    limit = ((1.0 - top_p)[:, None].double() * total.double()).long().minimum(total - 1)
-    drops = torch.zeros_like(units, dtype=torch.bool).scatter_(1, order, ends <= limit)
-    units[drops & (top_p < 1.0)[:, None]] = 0
 
 
 def penalize_(

@@ -31,9 +31,14 @@ def flash_causal_attention(
     starts = seq_idx.flatten().tolist()
     for number, b, rows in _requests(q, query_counts):
         new = _stored(k[b, :, 0, rows], k_scale), _stored(v[b, :, 0, rows], v_scale)
-        _write_pages(
-            kv_cache, _table_of(block_tables, q, query_counts, number), starts[number], *new
-        )
+        table, start = _table_of(block_tables, q, query_counts, number), starts[number]
+        block_size = kv_cache.shape[4]
+        end = min(start + new[0].shape[1], table.numel() * block_size)
+        positions = torch.arange(start, end)
+        blocks, slots = table[positions // block_size], positions % block_size
+        for part, x in enumerate(new):
+            tokens = x[:, : positions.numel()].transpose(0, 1)
+            kv_cache[:, part][blocks, :, 0, slots, : x.shape[-1]] = tokens
     options = (sinks, logits_soft_cap, alibi_slopes, k_scale, v_scale)
     bounds = (attention_chunk, attention_window, query_counts)
     required = (q, kv_cache, scale, seq_idx, block_tables)
@@ -178,15 +183,6 @@ def _stored(rows: Tensor, scale: Tensor | None) -> Tensor:
 def _seen(rows: Tensor, scale: Tensor | None) -> Tensor:
     """Return the cached keys and values as tokens read them."""
     return rows if scale is None else rows.float() * scale
-
-
-def _write_pages(kv_cache: Tensor, table: Tensor, start: int, k: Tensor, v: Tensor) -> None:
-    block_size = kv_cache.shape[4]
-    positions = torch.arange(start, min(start + k.shape[1], table.numel() * block_size))
-    blocks, slots = table[positions // block_size], positions % block_size
-    for index, new in enumerate((k, v)):
-        rows = new[:, : positions.numel()].transpose(0, 1)
-        kv_cache[:, index][blocks, :, 0, slots, : new.shape[-1]] = rows
 
 
 def sliding_window_prefill(

@@ -401,11 +401,15 @@ def compute_last_rows_apart(graph: fx.Graph) -> None:
     behind its last attention is left as it is.
     """
     nodes = list(graph.nodes)
-    output, gather = nodes[-1], _gather_of_output(nodes[-1])
-    attention = [number for number, node in enumerate(nodes) if "attention" in op_name(node)]
-    if gather is None or not attention:
+    output, results = nodes[-1], nodes[-1].args[0]
+    if not isinstance(results, tuple) or len(results) < 2 or not isinstance(results[1], fx.Node):
         return
-    behind = nodes[attention[-1] + 1 : -1]
+    # The call that gathers rows of the hidden states [L, H] that the graph returns.
+    gathers = [user for user in results[1].users if is_method(user, "index_select")]
+    attention = [number for number, node in enumerate(nodes) if "attention" in op_name(node)]
+    if len(gathers) != 1 or gathers[0].args[1] != 0 or not attention:
+        return
+    gather, behind = gathers[0], nodes[attention[-1] + 1 : -1]
     if any(_writes(node) for node in behind):
         return
     dim, rows = gather.args[1:]
@@ -436,7 +440,7 @@ def compute_last_rows_apart(graph: fx.Graph) -> None:
     graph.erase_node(gather)
     # What nothing but hidden states needs moves to the end, in its order.
     needed = set[fx.Node]()
-    waiting = [result for number, result in enumerate(output.args[0]) if number != 1]
+    waiting = [result for number, result in enumerate(results) if number != 1]
     while waiting:
         node = waiting.pop()
         if isinstance(node, fx.Node) and node not in needed:
@@ -445,15 +449,6 @@ def compute_last_rows_apart(graph: fx.Graph) -> None:
     for node in behind:
         if node is not gather and node not in needed:
             output.prepend(node)
-
-
-def _gather_of_output(output: fx.Node) -> fx.Node | None:
-    """Return the call that gathers rows of the hidden states [L, H] that the graph returns."""
-    results = output.args[0]
-    if not isinstance(results, tuple) or len(results) < 2 or not isinstance(results[1], fx.Node):
-        return None
-    users = [user for user in results[1].users if is_method(user, "index_select")]
-    return users[0] if len(users) == 1 and users[0].args[1] == 0 else None
 
 
 def _writes(node: fx.Node) -> bool:

@@ -89,7 +89,7 @@ def quantized_linear(
 ) -> Tensor:
     """As ``linear``, x [..., K] to [..., N], over a weight of 4 or 8 bits.
 
-    ``quantized_packing`` describes the layout of its parts.
+    ``packing`` describes the layout of its parts.
     """
     return x.new_empty(*x.shape[:-1], out_features)
 

@@ -139,7 +139,8 @@ def dequantize(
     if zeros is not None:
         symmetric = 1 << (BITS[written] - 1)
         by_group = by_group + (symmetric - zeros.float()).transpose(1, 2).unsqueeze(-1)
-    factors = _powers(scales) if written == "e2m1" else scales.float()
+    is_power = written == "e2m1"
+    factors = (scales.view(torch.float8_e8m0fnu) if is_power else scales).float()
     scaled = by_group * factors.transpose(1, 2).unsqueeze(-1)
     return scaled.view(panels * PANEL, -1)[:out_features]
 
@@ -153,7 +154,3 @@ def _values(numbers: Tensor, written: str) -> Tensor:
     if written == "e2m1":
         return torch.tensor((*_E2M1, *(-value for value in _E2M1)))[numbers]
     return (numbers - (1 << (BITS[written] - 1))).float()
-
-
-def _powers(exponents: Tensor) -> Tensor:
-    return exponents.view(torch.float8_e8m0fnu).float()

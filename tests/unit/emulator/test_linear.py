@@ -29,7 +29,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from rbln_backend.devices.emulated.build import _FLAGS, _SOURCE_DIR, LEVELS, Target
 from rbln_backend.devices.emulated.kernel_set import set_threads
-from rbln_backend.devices.emulated.layers import RblnLMHead, install_layers
 from rbln_backend.devices.emulated.memory import choose_memory
 from rbln_backend.devices.emulated.packing import (
     can_pack,
@@ -38,6 +37,7 @@ from rbln_backend.devices.emulated.packing import (
     pack_reference,
     unpack,
 )
+from rbln_backend.devices.layers import RblnLMHead, install_layers
 from tests.unit.emulator.cases import DTYPES, assert_near, for_thread_counts
 from tests.unit.emulator.test_memory import resident_bytes
 

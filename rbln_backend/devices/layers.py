@@ -1,10 +1,15 @@
-"""vLLM layers whose forward calls the emulator's kernels when traced, and LM heads without memory.
+"""vLLM layers that a device replaces by its own.
 
-vLLM replaces a layer class by one registered under its name; the replacements differ from the
-originals in ``forward_native`` only, so weights, loading and configuration stay upstream's. The
-head of a model whose embedding is the head takes no memory: vLLM makes such a head with a table of
-its own and ties it afterwards, which drops the table. Our allocator has the system lend the pages
-of what it gives out; those of this table would stay unused.
+vLLM replaces a layer class by one registered under its name. Those of the emulated device differ
+from the originals in ``forward_native`` only, which calls the kernels when traced, so weights,
+loading and configuration stay upstream's. The head of a model whose embedding is the head takes no
+memory: vLLM makes such a head with a table of its own and ties it afterwards, which drops the
+table. Our allocator has the system lend the pages of what it gives out; those of this table would
+stay unused.
+
+On an NPU each tensor-parallel rank has the whole table of token embeddings, so a graph needs
+neither a mask of tokens nor a collective to look them up, as in vllm-rbln 0.12
+(``model_executor/layers/vocab_parallel_embedding.py``). LM heads stay shared out among ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from vllm.config import get_current_vllm_config
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import (
     FastGELU,
@@ -35,9 +40,14 @@ from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import (
 )
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from rbln_backend.devices.emulated.memory import zeros_on_demand
+from rbln_backend.devices.port import device_capabilities
+from rbln_backend.settings import configured
 
 
 class RblnLMHead(ParallelLMHead):
@@ -189,3 +199,27 @@ def install_layers() -> None:
             CustomOp.register_oot(name=name)(layer)
     if RblnLMHead.__dict__.get("name") is None:
         ParallelLMHead.register_oot(name=ParallelLMHead.__name__)(RblnLMHead)
+
+
+class RblnEmbedding(VocabParallelEmbedding):
+    """vLLM's layer, whole on an NPU unless it is the LM head as well."""
+
+    def __init__(self, *args: Any, disable_tp: bool = False, **options: Any) -> None:
+        config = get_current_vllm_config()
+        on_npu = not device_capabilities(configured(config)).runs_on_host
+        is_whole = disable_tp or (on_npu and not _is_head(config))
+        super().__init__(*args, disable_tp=is_whole, **options)
+
+
+def _is_head(config: VllmConfig) -> bool:
+    """Of the served model too: a draft model reads its embedding."""
+    models: list[ModelConfig | None] = [config.model_config]
+    if config.speculative_config is not None:
+        models.append(config.speculative_config.target_model_config)
+    return any(getattr(x.hf_text_config, "tie_word_embeddings", False) for x in models if x)
+
+
+def install_embedding() -> None:
+    """Register the layer with vLLM; idempotent, once per process."""
+    if RblnEmbedding.__dict__.get("name") is None:
+        VocabParallelEmbedding.register_oot(name=VocabParallelEmbedding.__name__)(RblnEmbedding)
