@@ -91,7 +91,7 @@ def main(venv: Path, work: Path, *, every: bool) -> None:
     """Serve once or by each level; raises SystemExit."""
     if every:
         serve_each_level(venv, work)
-    elif "emulator/prebuilt" not in str(serve(venv, work)["library"]):
+    elif "emulated/prebuilt" not in str(serve(venv, work)["library"]):
         raise SystemExit("try_wheel.py: these are not the wheel's kernels")
 
 
