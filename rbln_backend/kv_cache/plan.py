@@ -6,8 +6,14 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from vllm.v1.kv_cache_interface import AttentionSpec, ChunkedLocalAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+)
 
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import log_pages
@@ -16,13 +22,9 @@ from rbln_backend.kv_cache.specs import (
     LayerSpec,
     PagedSpec,
     WindowSpec,
-    WindowStorage,
-    appended_window_spec,
     bytes_per_token,
     check_supported,
-    paged_spec,
     window_of,
-    window_spec,
 )
 from rbln_backend.limits import CHUNKED_ATTENTION, SPECULATION_WINDOWS, UNEQUAL_HEADS
 
@@ -85,16 +87,32 @@ def plan_specs(
             "sliding-window layers keep one block per request, which needs vLLM's hybrid KV cache "
             "manager: drop --disable-hybrid-kv-cache-manager"
         )
-    storage = _window_storage(dense, windows, _fit_unit(windows, limits))
+    fitted = _fit_unit(windows, limits)
+    pages = _pages_by_window(dense, windows, fitted)
+    # A group of windows has a pool of its own beside paged layers.
+    own_blocks = limits.max_num_seqs + 1 if None in windows.values() else 0
     planned: dict[str, LayerSpec] = {}
     for name, spec in dense.items():
         window = windows[name]
+        common: dict[str, Any] = {
+            "block_size": limits.block_size,
+            "num_kv_heads": spec.num_kv_heads,
+            "head_size": spec.head_size,
+            "dtype": spec.dtype,
+        }
         if window is None:
-            planned[name] = paged_spec(spec, limits.block_size)
+            is_latent = isinstance(spec, MLAAttentionSpec)
+            planned[name] = PagedSpec(**common, head_size_v=0 if is_latent else spec.head_size)
         elif limits.appends_windows:
-            planned[name] = appended_window_spec(spec, window, limits.block_size)
+            planned[name] = AppendedWindowSpec(**common, sliding_window=window)
         else:
-            planned[name] = window_spec(spec, window, limits.block_size, storage[window])
+            planned[name] = WindowSpec(
+                **common,
+                window=window,
+                own_blocks=own_blocks,
+                log_pages=pages[window],
+                page_tokens=fitted.unit,
+            )
     return planned
 
 
@@ -124,30 +142,24 @@ def _fit_unit(windows: Mapping[str, int | None], limits: KvLimits) -> KvLimits:
     return replace(limits, unit=fitting)
 
 
-def _window_storage(
+def _pages_by_window(
     layers: Mapping[str, AttentionSpec], windows: Mapping[str, int | None], limits: KvLimits
-) -> dict[int, WindowStorage]:
-    """Return blocks and log pages by window size."""
+) -> dict[int, int]:
+    """Return the pages of the prefix log by window size; see ``WindowSpec``."""
     token_bytes: dict[int, int] = defaultdict(int)
     for name, window in windows.items():
         if window is not None:
             token_bytes[window] += bytes_per_token(layers[name])
-    any_paged = None in windows.values()
-    share = limits.log_bytes // max(1, len(token_bytes))
     return {
-        window: WindowStorage(
-            own_blocks=limits.max_num_seqs + 1 if any_paged else 0,
-            log_pages=log_pages(
-                window=window,
-                unit=limits.unit,
-                max_model_len=limits.max_model_len,
-                max_num_seqs=limits.max_num_seqs,
-                chunk_tokens=limits.chunk_tokens,
-                max_bytes=share,
-                token_bytes=all_layers,
-                wanted_tokens=limits.log_tokens,
-            ),
-            page_tokens=limits.unit,
+        window: log_pages(
+            window=window,
+            unit=limits.unit,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            chunk_tokens=limits.chunk_tokens,
+            max_bytes=limits.log_bytes // len(token_bytes),
+            token_bytes=all_layers,
+            wanted_tokens=limits.log_tokens,
         )
         for window, all_layers in token_bytes.items()
     }

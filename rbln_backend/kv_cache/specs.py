@@ -113,62 +113,15 @@ def bytes_per_token(spec: AttentionSpec) -> int:
     return 2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class WindowStorage:
-    """Numbers of blocks and pages of a window group; see ``WindowSpec``."""
-
-    own_blocks: int
-    log_pages: int
-    page_tokens: int
-
-
 def window_of(spec: KVCacheSpec, max_model_len: int) -> int | None:
     """Return the window of vLLM's spec, None where the layer attends to the whole context."""
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     return window if window is not None and window < max_model_len else None
 
 
-def paged_spec(spec: AttentionSpec, block_size: int) -> PagedSpec:
-    """Return our spec of a layer that keeps its whole context."""
-    return PagedSpec(
-        block_size=block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        head_size_v=0 if isinstance(spec, MLAAttentionSpec) else spec.head_size,
-        dtype=spec.dtype,
-    )
-
-
 def parts_of(spec: LayerSpec) -> int:
     """Return 2 for a layer that caches keys and values, 1 where keys contain the values."""
     return 2 if spec.head_size_v else 1
-
-
-def appended_window_spec(spec: AttentionSpec, window: int, block_size: int) -> AppendedWindowSpec:
-    """Return our spec of a layer that keeps the last ``window`` tokens in pages."""
-    return AppendedWindowSpec(
-        block_size=block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        sliding_window=window,
-    )
-
-
-def window_spec(
-    spec: AttentionSpec, window: int, block_size: int, storage: WindowStorage
-) -> WindowSpec:
-    """Return our spec of a layer that keeps the last ``window`` tokens in one block."""
-    return WindowSpec(
-        block_size=block_size,
-        num_kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        dtype=spec.dtype,
-        window=window,
-        own_blocks=storage.own_blocks,
-        log_pages=storage.log_pages,
-        page_tokens=storage.page_tokens,
-    )
 
 
 _KINDS_WITHOUT_OP: Mapping[type[KVCacheSpec], Feature] = {

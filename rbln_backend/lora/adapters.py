@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rbln_backend.devices.port import Compiler
 from rbln_backend.errors import AdapterError
-from rbln_backend.lora.adapter_files import Target, adapter_digests
+from rbln_backend.lora.adapter_files import adapter_digests
 from rbln_backend.lora.adapter_reader import AdapterReader, PackedAdapter, Staging, State
 from rbln_backend.lora.layers import RblnPunicaWrapper
 from rbln_backend.lora.model_manager import RblnLoraModelManager
@@ -43,6 +43,8 @@ class Adapters:
         self._reader = AdapterReader(vllm_config, compiler)
         self._reader.hashes_files = configured(vllm_config).has_kv_tiers
         self._reader.create_lora_manager(model, vllm_config)
+        self.layers: RblnLoraModelManager = self._reader.layers
+        """The layers with their slots."""
         self._staging = Staging(self._reader)
         lora = self._reader.lora_config
         self._slots = Slots(lora.max_loras)
@@ -58,24 +60,6 @@ class Adapters:
         self._digests = adapter_digests(vllm_config.instance_id)
         self._in_use: Callable[[], Collection[int]] = tuple
         self._on_change = on_change
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slots."""
-        return self.layers.num_bytes
-
-    @property
-    def layers(self) -> RblnLoraModelManager:
-        """The layers with their slots."""
-        return self._reader.layers
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Return the weights that graphs read, by name; shapes as in ``SlotStack``."""
-        return self.layers.tensors()
-
-    def targets(self) -> dict[str, Target]:
-        """Return the adaptable layers by module name."""
-        return self.layers.targets
 
     def read_by(self, inputs: Mapping[str, Tensor]) -> None:
         """Make the next captured graph read its slots from its ``inputs``; see ``RowInput``."""

@@ -87,14 +87,18 @@ class ExpertLayer:
         self._inner = self.sizes.inner * parallel.tp_size
         self._begin = self.sizes.inner * parallel.tp_rank
         self._total: int = layer.global_num_experts
-        self._local = _local_numbers(layer.expert_map, self._total)
-        parent = name.rpartition(".")[0]
+        self._local: Sequence[int] = range(self._total)
+        """The experts of this rank in their order here."""
+        if layer.expert_map is not None:
+            here = [(local, n) for n, local in enumerate(layer.expert_map.tolist()) if local >= 0]
+            self._local = [number for _, number in sorted(here)]
+        parent, _, last = name.rpartition(".")
+        block, _, own = parent.rpartition(".")
         # Interleaved experts have never been linear layers of their own.
         known = {} if self.sizes.interleaved else names
         self._names = {f"{parent}.{suffix}": matrix for suffix, matrix in known.items()}
-        self._stacks = [
-            stack for module in _module_names(name) for stack in (f"{module}.base_layer", module)
-        ]
+        modules = [name, f"{block}.{_RENAMED[own]}.{last}"] if own in _RENAMED else [name]
+        self._stacks = [stack for module in modules for stack in (f"{module}.base_layer", module)]
 
     def targets(self) -> dict[str, Target]:
         """Return the module names that adapters may use, for the experts of all ranks."""
@@ -193,23 +197,8 @@ def expert_names(model: nn.Module) -> dict[str, Matrix]:
     return {name.rstrip("."): (number, matrix) for _, name, number, matrix in mapping}
 
 
-def _module_names(name: str) -> list[str]:
-    """Return the names of the layer's module in adapters."""
-    block, _, last = name.rpartition(".")
-    parent, _, own = block.rpartition(".")
-    return [name] + ([f"{parent}.{_RENAMED[own]}.{last}"] if own in _RENAMED else [])
-
-
 def _pair(weights: LoRALayerWeights | None) -> Matrices:
     return None if weights is None else (weights.lora_a, weights.lora_b)
-
-
-def _local_numbers(expert_map: Tensor | None, total: int) -> Sequence[int]:
-    """The experts of this rank in their order here."""
-    if expert_map is None:
-        return range(total)
-    here = [(local, number) for number, local in enumerate(expert_map.tolist()) if local >= 0]
-    return [number for _, number in sorted(here)]
 
 
 class _Stacks(NamedTuple):

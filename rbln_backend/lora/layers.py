@@ -60,7 +60,6 @@ class Adapted(Protocol):
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the tensors that graphs read, by name in the layer; shapes as in ``SlotStack``."""
-        ...
 
     def image(self, adapter: LoRAModel) -> Any:
         """Return this rank's part of an adapter for ``write``; None if it has none.
@@ -68,11 +67,9 @@ class Adapted(Protocol):
         Calls no kernel, so that another thread may do it while graphs run. Raises ``AdapterError``
         for a part that does not fit together.
         """
-        ...
 
     def write(self, slot: int, image: Any) -> None:
         """Put an image, or nothing for None, into ``slot``."""
-        ...
 
 
 class OfOneStack:

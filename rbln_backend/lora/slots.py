@@ -92,11 +92,9 @@ class RowInput(Protocol):
 
     def allocate(self, rows: int) -> Tensor:
         """Return the input of ``rows`` rows without adapters."""
-        ...
 
     def fill(self, tensor: Tensor, slots: Sequence[int]) -> None:
         """Fill an input with the slots of its first rows; the others have none."""
-        ...
 
 
 class SlotNumbers:

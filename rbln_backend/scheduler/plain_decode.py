@@ -14,7 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from rbln_backend.config import NO_TOKEN
@@ -61,9 +61,17 @@ class PlainDecode:
         self._names = [request.request_id for request in running]
         self._counts = dict.fromkeys(self._names, 1)
         self._updates = _only_tokens(running)
-        self._stops = {token for request in running for token in _stop_tokens(request)}
-        self._stops.add(NO_TOKEN)
-        self._left = min(map(self._room_of, running)) - 1
+        self._stops = {NO_TOKEN}
+        left = []
+        for request in running:
+            params = request.sampling_params
+            assert params is not None
+            self._stops.update(params.stop_token_ids or ())
+            if params.eos_token_id is not None:
+                self._stops.add(params.eos_token_id)
+            longest = request.num_prompt_tokens + request.max_tokens
+            left.append(min(longest, self._scheduler.max_model_len) - request.num_tokens)
+        self._left = min(left) - 1
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the output of the next step if it is plain, else None, with nothing changed."""
@@ -129,7 +137,11 @@ class PlainDecode:
                 return None
         outputs = self._append(running, tokens)
         if result.logprobs is not None:
-            self._add_logprobs(outputs, result, result.logprobs)
+            for output_, request in zip(outputs, running, strict=True):
+                params = request.sampling_params
+                if params is not None and params.num_logprobs is not None:
+                    row = rows[output_.request_id]
+                    output_.new_logprobs = result.logprobs.slice_request(row, 1)
         stats = scheduler.make_stats()
         return {running[0].client_index: EngineCoreOutputs(outputs=outputs, scheduler_stats=stats)}
 
@@ -189,21 +201,6 @@ class PlainDecode:
             made.append(EngineCoreOutput(request_id=request.request_id, new_token_ids=own))
         return made
 
-    def _add_logprobs(
-        self, made: Sequence[EngineCoreOutput], result: ModelRunnerOutput, logprobs: LogprobsLists
-    ) -> None:
-        """Add its row of ``logprobs`` to each output whose request has the parameter."""
-        for output, request in zip(made, self._requests, strict=True):
-            params = request.sampling_params
-            if params is not None and params.num_logprobs is not None:
-                row = result.req_id_to_index[output.request_id]
-                output.new_logprobs = logprobs.slice_request(row, 1)
-
-    def _room_of(self, request: Request) -> int:
-        """Return the tokens that ``request`` can still get before it reaches a limit."""
-        own = request.num_prompt_tokens + request.max_tokens
-        return min(own, self._scheduler.max_model_len) - request.num_tokens
-
 
 def _is_allowed(scheduler: Scheduler) -> bool:
     """Return whether steps of an engine with this configuration can be plain."""
@@ -246,10 +243,3 @@ def _only_tokens(running: Sequence[Request]) -> bool:
         or (request.sampling_params and request.sampling_params.repetition_detection is not None)
         for request in running
     )
-
-
-def _stop_tokens(request: Request) -> Sequence[int]:
-    params = request.sampling_params
-    assert params is not None
-    stops = list(params.stop_token_ids or ())
-    return stops if params.eos_token_id is None else [*stops, params.eos_token_id]

@@ -150,10 +150,15 @@ class Background:
         if prompts:
             return False
         self._steps_beside = self._steps_beside + 1 if beside else 0
-        if beside and (
-            self._steps_beside <= STEPS_PER_CHUNK or not any(map(_is_worth_a_chunk, unread))
-        ):
-            return False
+        if beside:
+            if self._steps_beside <= STEPS_PER_CHUNK:
+                return False
+            for request in unread:
+                left = request.num_tokens - request.num_computed_tokens
+                if left >= LEAST_LEFT or not can_decode_prefill(request):
+                    break
+            else:
+                return False
         self._steps_beside = 0
         return True
 
@@ -166,7 +171,13 @@ class Background:
             else:
                 (unread if needs_chunk(request) else back).append(request)
         beside = bool(rows.decoding)
-        spare_capacity = self._padding(len(rows.decoding)) if beside else len(back)
+        spare_capacity = len(back)
+        if beside:
+            # The padding rows of steps over all pipeline stages.
+            spare_capacity = 0
+            if self._buckets is not None:
+                share = decode_share(len(rows.decoding), self._max_num_seqs, self._stages)
+                spare_capacity = self._buckets.find(share) * self._stages - len(rows.decoding)
         run, parked = back[:spare_capacity], back[spare_capacity:]
         if any(map(can_decode, rows.decoding)):
             free = spare_capacity - len(run)
@@ -186,18 +197,6 @@ class Background:
     def preempted(self) -> None:
         """Count a request that lost its KV blocks or its slot to the foreground."""
         self._preempted.inc()
-
-    def _padding(self, num_decoding: int) -> int:
-        """Return the padding rows of the steps of ``num_decoding``, over all pipeline stages."""
-        if self._buckets is None:
-            return 0
-        share = decode_share(num_decoding, self._max_num_seqs, self._stages)
-        return self._buckets.find(share) * self._stages - num_decoding
-
-
-def _is_worth_a_chunk(request: Request) -> bool:
-    left = request.num_tokens - request.num_computed_tokens
-    return left >= LEAST_LEFT or not can_decode_prefill(request)
 
 
 Key = tuple[int, bool, int, int]

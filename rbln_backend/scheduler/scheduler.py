@@ -120,15 +120,15 @@ def drafts_to_check(
     if not isinstance(output, DraftedOutput) or output.drafts is None:
         return None
     pairs = zip(output.drafts.req_ids, output.drafts.draft_token_ids, strict=True)
-    decoding = {name: own for name, own in pairs if _is_ready(requests.get(name))}
+    decoding: dict[str, list[int]] = {}
+    for name, drafts in pairs:
+        request = requests.get(name)
+        # It may have ended or lost its blocks since the step began.
+        if request is None or request.status != RequestStatus.RUNNING:
+            continue
+        if request.num_computed_tokens + 1 == request.num_tokens:
+            decoding[name] = drafts
     return DraftTokenIds(list(decoding), list(decoding.values()))
-
-
-def _is_ready(request: Request | None) -> bool:
-    """Return False for a request that has ended or lost its blocks since the step began."""
-    if request is None or request.status != RequestStatus.RUNNING:
-        return False
-    return request.num_computed_tokens + 1 == request.num_tokens
 
 
 class DraftCapacity:
@@ -229,7 +229,9 @@ class RblnScheduler(PromptScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         reuse, requests = self._reuse, None
         if self._expiry.due:
-            self._end_late_requests()
+            late = [i for i in self._expiry.take_due() if never_scheduled(self.requests.get(i))]
+            if late:
+                self._expired += self.finish_requests(late, RequestStatus.FINISHED_ERROR)
         if reuse.tiers is not None:
             # Blocks for the tokens of running requests stay free.
             reuse.tiers.place_pages(reuse.coordinator.most_blocks(len(self.running), ()))
@@ -300,12 +302,6 @@ class RblnScheduler(PromptScheduler):
             request.status, stopped = RequestStatus.FINISHED_ERROR, True
             request.stop_reason = NO_TOKEN_LEFT
         return tokens, stopped
-
-    def _end_late_requests(self) -> None:
-        """End requests that waited too long."""
-        late = [i for i in self._expiry.take_due() if never_scheduled(self.requests.get(i))]
-        if late:
-            self._expired += self.finish_requests(late, RequestStatus.FINISHED_ERROR)
 
     def _schedule_step(self, throttle_prefills: bool) -> SchedulerOutput:
         if not self._background.is_there(self.requests):
@@ -489,15 +485,14 @@ class RblnScheduler(PromptScheduler):
         The prefix hit of a waiting request is not known yet: its first chunk is planned without.
         A background prompt beside a foreground one of ``others`` gets few chunks, so it is not cut.
         """
-        request = prefilling[0] if prefilling else self._next_waiting()
+        request = prefilling[0] if prefilling else None
+        if request is None:
+            queue = self._select_waiting_queue_for_scheduling()
+            request = None if queue is None else queue.peek_request()
         if self._chunks is None or request is None or comes_seldom(request, others):
             return None
         left = self._most_of_a_prompt(request.num_tokens - request.num_computed_tokens)
         return self._chunks.next_chunk(left)
-
-    def _next_waiting(self) -> Request | None:
-        queue = self._select_waiting_queue_for_scheduling()
-        return None if queue is None else queue.peek_request()
 
 
 class RblnAsyncScheduler(RblnScheduler, AsyncScheduler):

@@ -66,19 +66,15 @@ class Drafter(Protocol):
 
     def begin(self, request: DraftedRequest) -> None:
         """Add a request whose prompt has been computed."""
-        ...
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
         """Append sampled tokens, drafted or not."""
-        ...
 
     def propose(self, request_id: str, limit: int) -> list[int]:
         """Return at most ``limit`` tokens that may come next; none without a match."""
-        ...
 
     def end(self, request_id: str, finished: bool) -> None:
         """Remove a request; not ``finished``: it was aborted, and its answer is incomplete."""
-        ...
 
 
 _NEAR = 64
@@ -161,19 +157,16 @@ class PredictionFirst:
         self._predictions: dict[str, Prediction] = {}
 
     def begin(self, request: DraftedRequest) -> None:
-        """See ``Drafter``."""
         self._other.begin(request)
         if request.prediction:
             self._predictions[request.request_id] = Prediction(request.prediction)
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """See ``Drafter``."""
         self._other.extend(request_id, tokens)
         if request_id in self._predictions:
             self._predictions[request_id].extend(tokens)
 
     def propose(self, request_id: str, limit: int) -> list[int]:
-        """See ``Drafter``."""
         return self.predicted(request_id, limit) or self._other.propose(request_id, limit)
 
     def predicted(self, request_id: str, limit: int) -> list[int]:
@@ -182,7 +175,6 @@ class PredictionFirst:
         return [] if prediction is None else prediction.propose(limit)
 
     def end(self, request_id: str, finished: bool) -> None:
-        """See ``Drafter``."""
         self._other.end(request_id, finished)
         self._predictions.pop(request_id, None)
 

@@ -17,7 +17,7 @@ from rbln_backend.limits import (
 from rbln_backend.speculation.text_drafts import draft_model_of
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+    from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 
 _PLAIN_OPTIONS = {
     "draft_sample_method": "greedy",
@@ -77,7 +77,15 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> 
     speculation, model = config.speculative_config, config.model_config
     assert speculation is not None
     method = f"method {speculation.method!r}"
-    _check_ranks(speculation, config.parallel_config)
+    # Where it is not given, vLLM sets it to the served model's.
+    own, ranks = (
+        speculation.draft_tensor_parallel_size,
+        config.parallel_config.tensor_parallel_size,
+    )
+    if own != ranks:
+        raise DRAFT_MODEL_OPTION.refusal(
+            f"draft_tensor_parallel_size {own} with tensor_parallel_size {ranks}"
+        )
     if config.lora_config is not None:
         raise DRAFT_MODEL.refusal(f"{method} with enable_lora true")
     if rbln.has_kv_tiers:
@@ -89,16 +97,6 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> 
     if speculation.method == MTP:
         _check_mtp(config, on_npu=on_npu)
     _check_options(speculation, model.quantization if speculation.method == MTP else None)
-
-
-def _check_ranks(speculation: SpeculativeConfig, parallel: ParallelConfig) -> None:
-    """Raise for another number of ranks than the served model's."""
-    # Where it is not given, vLLM sets it to the served model's.
-    own, ranks = speculation.draft_tensor_parallel_size, parallel.tensor_parallel_size
-    if own != ranks:
-        raise DRAFT_MODEL_OPTION.refusal(
-            f"draft_tensor_parallel_size {own} with tensor_parallel_size {ranks}"
-        )
 
 
 def settle_draft_model(config: VllmConfig) -> str | None:
@@ -156,20 +154,16 @@ def _check_mtp(config: VllmConfig, *, on_npu: bool) -> None:
 
 def _check_format(served: ModelConfig, feature: Feature, formats: Sequence[str] = ()) -> None:
     """Raise for quantised weights other than of ``formats``."""
-    written = _format_of(served)
-    if written is not None and written not in formats:
-        raise feature.refusal(f"served model {served.architecture} with quantization {written!r}")
-
-
-def _format_of(model: ModelConfig) -> str | None:
-    """Return vLLM's name of the quantisation, with the form that the checkpoint names."""
-    method = model.quantization
-    if method is None:
-        return None
-    own = getattr(model.hf_config, "quantization_config", None) or {}
+    if served.quantization is None:
+        return
+    # vLLM's name of the quantisation, with the form that the checkpoint names.
+    own, written = getattr(served.hf_config, "quantization_config", None) or {}, served.quantization
     if own.get("weight_block_size"):
-        return f"{method} in blocks"
-    return f"{method} {own['format']}" if "format" in own else str(method)
+        written = f"{written} in blocks"
+    elif "format" in own:
+        written = f"{written} {own['format']}"
+    if written not in formats:
+        raise feature.refusal(f"served model {served.architecture} with quantization {written!r}")
 
 
 def _cache_of(model: ModelConfig) -> str:

@@ -234,20 +234,17 @@ class NgramDrafter:
         self._tails: dict[str, list[int]] = {}
 
     def begin(self, request: DraftedRequest) -> None:
-        """See ``Drafter``."""
         text = TextIndex(self._limits.smallest, MAX_TEXT_TOKENS)
         self._texts[request.request_id] = text
         self._tails[request.request_id] = []
         self.extend(request.request_id, request.prompt)
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """See ``Drafter``."""
         most = self._limits.largest
         self._texts[request_id].extend(tokens)
         self._tails[request_id] = [*self._tails[request_id], *tokens[-most:]][-most:]
 
     def propose(self, request_id: str, limit: int) -> list[int]:
-        """See ``Drafter``."""
         text, tail = self._texts[request_id], self._tails[request_id]
         longest, best = 0, None
         for position in text.positions(text.key, _NGRAM_CANDIDATES):
@@ -259,7 +256,6 @@ class NgramDrafter:
         return [] if best is None else text.continuation(best, limit)
 
     def end(self, request_id: str, finished: bool) -> None:  # noqa: ARG002 (nothing outlives it)
-        """See ``Drafter``."""
         del self._texts[request_id], self._tails[request_id]
 
 
@@ -366,18 +362,15 @@ class SuffixDrafter:
         self._requests: dict[str, _RequestText] = {}
 
     def begin(self, request: DraftedRequest) -> None:
-        """See ``Drafter``."""
         owner = Owner(request.adapter, request.key)
         self._requests[request.request_id] = _RequestText(
             owner, request.prompt, self._limits.max_tree_depth
         )
 
     def extend(self, request_id: str, tokens: Sequence[int]) -> None:
-        """See ``Drafter``."""
         self._requests[request_id].extend(tokens)
 
     def propose(self, request_id: str, limit: int) -> list[int]:
-        """See ``Drafter``."""
         request = self._requests[request_id]
         past = self._answers.of(request.owner)
         request.search([request.own] if past is None else [request.own, past])
@@ -391,7 +384,6 @@ class SuffixDrafter:
         return _majority(drafts, limits, most)
 
     def end(self, request_id: str, finished: bool) -> None:
-        """See ``Drafter``."""
         request = self._requests.pop(request_id)
         if finished:
             self._answers.add(request.owner, request.answer)

@@ -136,7 +136,23 @@ class SelfDescription:
 
     def is_ready(self) -> None:
         """Describe graphs, store, phases and memory after the warm-up; nothing is written later."""
-        self._writer.write("cache", _cache_info(self._rbln, self._board))
+        rbln, board = self._rbln, self._board
+        requests = {
+            result: int(board.value("rbln_compile_cache_requests_total", result=result))
+            for result in ("hit", "miss", "corrupt")
+        }
+        cache = CacheInfo(
+            root=str(Path(rbln.cache_root) / "rbln" / "graphs"),
+            enabled=not rbln.disable_compile_cache,
+            read_only=rbln.cache_read_only,
+            max_bytes=rbln.cache_max_bytes,
+            hits=requests["hit"],
+            misses=requests["miss"],
+            corrupt=requests["corrupt"],
+            entries=int(board.value("rbln_compile_cache_entries")),
+            bytes=int(board.value("rbln_compile_cache_size_bytes")),
+        )
+        self._writer.write("cache", cache)
         self._writer.write("phases", _phase_seconds(self._board))
         if self._runtime is not None:
             on_huge_pages = huge_page_bytes()
@@ -188,25 +204,6 @@ def _kv_info(config: KVCacheConfig, num_bytes: int) -> KvInfo:
             )
         )
     return KvInfo(bytes=num_bytes, groups=groups)
-
-
-def _cache_info(rbln: RblnConfig, board: MetricsBoard) -> CacheInfo:
-    """Return the artifact store's settings and the counts of the start-up."""
-
-    def count(result: str) -> int:
-        return int(board.value("rbln_compile_cache_requests_total", result=result))
-
-    return CacheInfo(
-        root=str(Path(rbln.cache_root) / "rbln" / "graphs"),
-        enabled=not rbln.disable_compile_cache,
-        read_only=rbln.cache_read_only,
-        max_bytes=rbln.cache_max_bytes,
-        hits=count("hit"),
-        misses=count("miss"),
-        corrupt=count("corrupt"),
-        entries=int(board.value("rbln_compile_cache_entries")),
-        bytes=int(board.value("rbln_compile_cache_size_bytes")),
-    )
 
 
 def _phase_seconds(board: MetricsBoard) -> dict[str, float]:

@@ -282,15 +282,12 @@ class DraftSource(Protocol):
 
     def __call__(self, step: EndedStep, rows: Sequence[int]) -> list[list[int]]:
         """Return the drafts of ``rows`` of a step."""
-        ...
 
     def follow(self, step: EndedStep) -> None:
         """Take a step after which nothing is drafted."""
-        ...
 
     def forget(self, request_id: str) -> None:
         """Drop a request that has finished or lost its blocks."""
-        ...
 
 
 class DraftHeads:

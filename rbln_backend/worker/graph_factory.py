@@ -464,7 +464,7 @@ def named_tensors(
     for name, cache in kv_caches.tensors.items():
         table.add(f"{KV}{name}", cache)
     if adapters is not None:
-        for name, stack in adapters.tensors().items():
+        for name, stack in adapters.layers.tensors().items():
             table.add(f"{ADAPTERS}{name}", stack)
     return table
 

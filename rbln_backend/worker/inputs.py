@@ -46,15 +46,12 @@ class GroupInputs(Protocol):
 
         ``block_rows`` [n, ...] are their blocks.
         """
-        ...
 
     def advance(self, positions: Sequence[int]) -> None:
         """Fill the next token, at ``positions`` [n], of each request of the latest decode step."""
-        ...
 
     def put_blocks(self, row: int, blocks: IntArray) -> None:
         """Replace the blocks [...] of one row."""
-        ...
 
 
 @dataclass(frozen=True)

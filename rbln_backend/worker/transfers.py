@@ -74,7 +74,6 @@ class TransferRunner:
         return None if result is None else self._with_ended(result)
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | None:
-        """As ``RblnModelRunner.sample_tokens``."""
         result = self._runner.sample_tokens(grammar)
         assert not isinstance(result, AsyncModelRunnerOutput), (
             "refused with asynchronous scheduling"

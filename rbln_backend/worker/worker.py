@@ -203,8 +203,8 @@ class RblnWorker(WorkerBase):
         adapters = Adapters(model, self.vllm_config, self._compiler, on_change=slots_used.set)
         slots_used.set(0)
         self._board.gauge("rbln_lora_slots").set(self.vllm_config.lora_config.max_loras)
-        self._board.gauge("rbln_device_memory_bytes", kind="lora").set(adapters.num_bytes)
-        self._description.has_adapters(adapters.num_bytes)
+        self._board.gauge("rbln_device_memory_bytes", kind="lora").set(adapters.layers.num_bytes)
+        self._description.has_adapters(adapters.layers.num_bytes)
         return adapters
 
     def get_model(self) -> nn.Module:
@@ -229,7 +229,7 @@ class RblnWorker(WorkerBase):
         assert self._compiler is not None
         npu = self._compiler.capabilities.npu
         if npu is not None and self.cache_config.kv_cache_memory_bytes is None:
-            slots = 0 if self._adapters is None else self._adapters.num_bytes
+            slots = 0 if self._adapters is None else self._adapters.layers.num_bytes
             model, config = self.get_model(), self.vllm_config
             budget = npu_budget_bytes(npu, config, model, specs, slots) - for_windows
         else:
@@ -388,7 +388,7 @@ class RblnWorker(WorkerBase):
 
     def lora_targets(self) -> dict[str, Target]:
         """Return the modules that an adapter can change, by name."""
-        return self._loaded_adapters().targets()
+        return self._loaded_adapters().layers.targets
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter that came with a request until ``remove_lora``."""
