@@ -52,7 +52,6 @@ class WindowLog:
 
     @property
     def num_used(self) -> int:
-        """Pages that hold a prefix."""
         return len(self._pages)
 
     def longest(self, hashes: Sequence[bytes], max_tokens: int) -> int:
@@ -108,7 +107,6 @@ class WindowLog:
         return self._pages[block_hash] if added is None else added
 
     def clear(self) -> None:
-        """Remove every prefix."""
         self._free.extend(self._pages.values())
         self._pages.clear()
 
@@ -323,7 +321,6 @@ class WindowManager(SingleTypeKVCacheManager):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that requests can own."""
         return int(self._blocks.num_gpu_blocks) - 1
 
     @property
@@ -414,7 +411,6 @@ class WindowManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         cls, *_: Any, **__: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Raise ``NotImplementedError``: finding a window needs the log of an instance."""
         raise NotImplementedError("RblnKvCoordinator looks window groups up in their logs")
 
     def remove_skipped_blocks(self, *_: Any, **__: Any) -> None:

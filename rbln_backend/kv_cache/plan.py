@@ -57,7 +57,6 @@ class KvLimits:
 
     @property
     def stores_windows(self) -> bool:
-        """Window layers store their window alone."""
         return self.appends_windows or not self.checks_drafts
 
 
@@ -166,7 +165,6 @@ def _pages_by_window(
 
 
 def window_bytes(specs: Iterable[KVCacheSpec], max_num_seqs: int) -> int:
-    """Return the bytes of all window blocks and prefix logs."""
     return sum(
         bytes_per_token(spec)
         * ((max_num_seqs + 1) * spec.window + spec.log_pages * spec.page_tokens)

@@ -46,7 +46,6 @@ class Target(NamedTuple):
 
     @classmethod
     def linear(cls, inputs: int, outputs: int) -> Target:
-        """Return the target of one matrix of [outputs, inputs]."""
         return cls((Shape(inputs, outputs),))
 
     @classmethod
@@ -271,7 +270,6 @@ def check_modules(
 
 
 def _kind(module: str) -> str:
-    """Return a module's path without the number of its layer."""
     return ".".join(part for part in module.split(".") if not part.isdecimal())
 
 

@@ -59,7 +59,6 @@ class AdapterReader(WorkerLoRAManager):
 
     @property
     def layers(self) -> RblnLoraModelManager:
-        """The wrapped layers."""
         return self._adapter_manager
 
     def read(self, request: LoRARequest) -> PackedAdapter:
@@ -157,7 +156,6 @@ class Staging:
         return self._reader.read(request) if future is None else future.result()
 
     def drop(self, lora_int_id: int) -> bool:
-        """Discard a staged adapter; return whether there was one."""
         future = self._futures.pop(lora_int_id, None)
         if future is not None:
             future.cancel()

@@ -116,7 +116,6 @@ class Adapters:
         return True
 
     def slots(self) -> dict[int, int]:
-        """Slots by adapter."""
         return self._slots.as_dict()
 
     def slots_of(self, ids: Sequence[int], requests: Mapping[int, LoRARequest]) -> list[int]:
@@ -144,7 +143,6 @@ class Adapters:
         return self.slots_of([adapter.lora_int_id], {adapter.lora_int_id: adapter})[0]
 
     def close(self) -> None:
-        """Stop reading."""
         self._staging.close()
 
     def _put(self, request: LoRARequest, *, passing: bool) -> None:

@@ -55,7 +55,6 @@ class ExpertSizes:
 
     @classmethod
     def of(cls, runner: MoERunner) -> ExpertSizes:
-        """Those of a layer, loaded or not."""
         layer: Any = runner.routed_experts
         return cls(
             count=layer.local_num_experts,
@@ -66,7 +65,6 @@ class ExpertSizes:
 
     @property
     def first(self) -> tuple[int, ...]:
-        """Outputs of gate and up, by slice."""
         return (2 * self.inner,) if self.interleaved else (self.inner, self.inner)
 
     def elements(self, rank: int) -> int:

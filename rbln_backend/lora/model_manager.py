@@ -81,7 +81,6 @@ class RblnLoraModelManager(LoRAModelManager):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots of all layers."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -119,7 +118,6 @@ class RblnLoraModelManager(LoRAModelManager):
         return {name: image for name, image in images.items() if image is not None}
 
     def write(self, slot: int, images: dict[str, Any]) -> None:
-        """Put an adapter into ``slot`` of every layer."""
         for name, layer in self.layers.items():
             layer.write(slot, images.get(name))
 
@@ -180,7 +178,6 @@ class RblnLoraModelManager(LoRAModelManager):
         return wrapper
 
     def _allocate(self, *, inputs: int, outputs: Sequence[int]) -> SlotStack:
-        """Return empty slots of a layer."""
         config, compiler = self.lora_config, self._compiler
         sizes: dict[str, Any] = {
             "slots": config.max_loras,

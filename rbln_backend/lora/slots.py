@@ -43,7 +43,6 @@ class Slots:
         return self._slot_of[lora_int_id]
 
     def as_dict(self) -> dict[int, int]:
-        """Slots by adapter."""
         return dict(self._slot_of)
 
     def reserve(self, lora_int_id: int, in_use: Collection[int], *, passing: bool) -> int:
@@ -58,11 +57,9 @@ class Slots:
         return slot
 
     def keep(self, lora_int_id: int) -> None:
-        """Keep an adapter until it is removed."""
         self._passing.pop(lora_int_id, None)
 
     def touch(self, lora_int_id: int) -> None:
-        """Note that an adapter is used."""
         if lora_int_id in self._passing:
             del self._passing[lora_int_id]
             self._passing[lora_int_id] = None

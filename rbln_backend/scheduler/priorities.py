@@ -43,7 +43,6 @@ def behind_priority(waiting: Iterable[Request]) -> list[Request]:
 
 
 def is_priority(request: Request) -> bool:
-    """Return whether ``request`` is admitted before all others."""
     return request.priority <= FIRST_PRIORITY
 
 
@@ -55,7 +54,6 @@ LEAST_LEFT = 32
 
 
 def is_background(request: Request) -> bool:
-    """Return whether ``request`` uses only spare capacity."""
     return request.priority >= BACKGROUND_PRIORITY
 
 
@@ -91,7 +89,6 @@ class Rows:
 
     @property
     def visible(self) -> list[Request]:
-        """The requests of the step."""
         return self.decoding + self.decode_prefill if self.decode_prefill else self.decoding
 
     def without(self, names: Set[str]) -> Rows:
@@ -128,7 +125,6 @@ class Background:
         self._preempted = board.counter("rbln_background_preemptions_total")
 
     def add(self, request: Request) -> None:
-        """Register a new request."""
         if is_background(request):
             self._ids.add(request.request_id)
 
@@ -191,7 +187,6 @@ class Background:
         return rows
 
     def began(self) -> None:
-        """Count a waiting request that took a padding row."""
         self._rows["prompt"].inc()
 
     def preempted(self) -> None:
@@ -241,7 +236,6 @@ class PrefillOrder:
         self._young: list[tuple[int, int, Request]] = []
 
     def add(self, request: Request) -> None:
-        """Add a waiting request: a new one, or one that was preempted."""
         if is_background(request):
             return
         left = request.num_tokens - self._hit(request)
@@ -253,7 +247,6 @@ class PrefillOrder:
         self._queue(request, arrival, left)
 
     def ended(self, request_id: str) -> None:
-        """Drop a request that ended."""
         self._arrivals.pop(request_id, None)
         if not self._arrivals:
             # What is left in the heaps belongs to requests that ended.

@@ -69,7 +69,6 @@ class StepBounds(NamedTuple):
 
 
 def adapter_of(request: Request) -> int | None:
-    """Return the id of a request's adapter, None without one."""
     return request.lora_request.lora_int_id if request.lora_request else None
 
 

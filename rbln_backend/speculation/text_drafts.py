@@ -57,7 +57,6 @@ class TextIndex:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in memory."""
         return len(self._tokens)
 
     @property

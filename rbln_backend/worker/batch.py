@@ -107,7 +107,6 @@ class RequestBatches:
         return ids.union(*(batch.lora_id_to_lora_request for batch in both))
 
     def record(self, batch: StepBatch, token_ids: Sequence[Sequence[int]]) -> None:
-        """Append the tokens sampled for each request to the requests of the step."""
         if [NO_TOKEN] in token_ids:
             # Its request ends, but a step that is planned already reads it.
             token_ids = [[max(token, 0) for token in sampled] for sampled in token_ids]
@@ -320,7 +319,6 @@ class PlainRows:
             processor.update_state(None)
 
     def record(self, token_ids: Sequence[Sequence[int]]) -> None:
-        """Append the token of each row."""
         self.tokens = token_ids
         self._recorded += 1
         for text, tokens in zip(self._texts, token_ids, strict=True):

@@ -200,7 +200,6 @@ class EngineBuild:
 
     @property
     def usage_file(self) -> Path | None:
-        """The file with the counts of step sizes."""
         return None if self._usage is None else self._usage.path
 
     def close(self) -> None:

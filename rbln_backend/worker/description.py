@@ -67,7 +67,6 @@ class SelfDescription:
         self._writer.write("buckets", _buckets_info(self._config, None))
 
     def has_device(self, compiler: Compiler) -> None:
-        """Describe an NPU."""
         npu = compiler.fingerprint().get("npu")
         info = DeviceInfo(
             name=compiler.name,
@@ -80,7 +79,6 @@ class SelfDescription:
         self._writer.write("device", info)
 
     def has_kernels(self, compiler: Compiler, kernels: KernelSet, runtime: RuntimeInfo) -> None:
-        """Describe the emulated device."""
         self._runtime = runtime
         info = DeviceInfo(
             name=compiler.name,
@@ -119,15 +117,12 @@ class SelfDescription:
         self._writer.write("lora", info)
 
     def has_experts(self, experts: ExpertsInfo) -> None:
-        """Describe the computation of mixtures of experts."""
         self._writer.write("experts", experts)
 
     def records_usage(self, file: Path) -> None:
-        """Describe the file with the counts of step sizes."""
         self._writer.write("buckets", _buckets_info(self._config, str(file)))
 
     def has_kv_caches(self, kv_cache_config: KVCacheConfig) -> None:
-        """Describe the allocated KV cache."""
         num_bytes = self._board.value("rbln_device_memory_bytes", kind="kv")
         self._writer.write("kv", _kv_info(kv_cache_config, int(num_bytes)))
         transfer = self._config.kv_transfer_config
@@ -177,7 +172,6 @@ def _model_info(
 
 
 def _buckets_info(config: VllmConfig, usage_file: str | None) -> BucketsInfo:
-    """The compiled sizes."""
     sizes = compiled_sizes(config)
     return BucketsInfo(
         decode=list(sizes.decode or ()), prefill=list(sizes.chunks), usage_file=usage_file
@@ -207,6 +201,5 @@ def _kv_info(config: KVCacheConfig, num_bytes: int) -> KvInfo:
 
 
 def _phase_seconds(board: MetricsBoard) -> dict[str, float]:
-    """Return the seconds of the completed start-up phases."""
     seconds_by_phase = {phase: board.value(PHASE_SECONDS, phase=phase) for phase in _PHASES}
     return {phase: round(seconds, 3) for phase, seconds in seconds_by_phase.items() if seconds}

@@ -156,7 +156,6 @@ class Drafting:
         )
 
     def _running(self) -> list[_Decoding]:
-        """Return the decoding requests that go on."""
         begun = [self._begun[name] for name in self._decoding]
         return [request for request in begun if not self._has_ended(request.state)]
 

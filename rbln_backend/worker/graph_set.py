@@ -86,7 +86,6 @@ class GraphSet:
 
 
 def tables_of(sizes: EngineBuckets) -> dict[Phase, BucketTable]:
-    """Return sizes by phase."""
     if sizes.decode is None:
         return {Phase.POOLING: sizes.chunks}
     return {Phase.PREFILL: sizes.chunks, Phase.DECODE: sizes.decode}

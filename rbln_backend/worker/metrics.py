@@ -169,7 +169,6 @@ class UsageRecorder:
 
     @property
     def path(self) -> Path:
-        """Path of the file."""
         return self._file.path
 
     def note(self, phase: str, size: int, bucket: int, seconds: float) -> None:

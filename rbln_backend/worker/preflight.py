@@ -165,7 +165,6 @@ def generates(config: VllmConfig) -> bool:
 
 
 def bucket_tables(config: VllmConfig) -> dict[Phase, BucketTable]:
-    """Return the compiled sizes of an engine by phase."""
     return tables_of(compiled_sizes(config))
 
 
@@ -301,7 +300,6 @@ class Skeleton:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters in the configured dtypes."""
         return weight_bytes(self.model)
 
     @property
@@ -327,7 +325,6 @@ class Skeleton:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all parameters of ``model``."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
@@ -383,7 +380,6 @@ _CONFIGS = "rbln_backend.layers.quantization"
 
 
 def register_quantization(config: VllmConfig) -> None:
-    """Register our kernels with vLLM's layers of a quantised model."""
     if config.model_config.quantization is not None:
         from rbln_backend.layers.quantization import register
 
@@ -400,7 +396,6 @@ def quantized_summary(model: nn.Module) -> str | None:
 
 
 def install_latent_layers(config: VllmConfig) -> None:
-    """Install our layers of a model with latent attention."""
     if config.model_config.use_mla:
         from rbln_backend.layers.latent import install
 

@@ -113,7 +113,6 @@ class WarmUp(GraphListener):
 
     @property
     def results(self) -> dict[str, Result]:
-        """ "compiled" or "loaded" for each graph obtained so far."""
         return {str(spec): result for spec, result in self._results.items()}
 
     def run_all(self, graphs: Sequence[CompiledGraph]) -> None:
@@ -133,7 +132,6 @@ class WarmUp(GraphListener):
                 warm.add(graph.spec.phase)
 
     def graph_started(self, spec: GraphSpec) -> None:
-        """Report that the capture or load of a graph begins."""
         self._progress.graph_started(str(spec))
 
     def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
