@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -87,15 +87,6 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Runner = RblnModelRunner | PoolingRunner | RelayRunner
-
-
-class FilledStore(NamedTuple):
-    """The result of a precompilation."""
-
-    results: Mapping[str, Result]
-    """"compiled" or "loaded" by graph."""
-    missing: Sequence[str]
-    """Graphs that could not be stored, and ``binaries`` if those could not."""
 
 
 class EngineBuild:
@@ -235,8 +226,12 @@ class EngineBuild:
             graph = self._factory.build_other(self._request(spec), *function(spec.phase))
             self._graphs.exchange(wrap(StepGraph(spec, inputs, graph)))
 
-    def fill_store(self, progress: ProgressWriter) -> FilledStore:
-        """Compile the graphs that the store lacks and run none; weights need no values."""
+    def fill_store(self, progress: ProgressWriter) -> tuple[dict[str, Result], list[str]]:
+        """Compile the graphs that the store lacks and run none; weights need no values.
+
+        Returns "compiled" or "loaded" by graph, and the graphs that could not be stored, with
+        ``binaries`` if those could not.
+        """
         requests = self._requests()
         warm_up = WarmUp(progress, self._board)
         make = warm_up.compile_all if self._factory.compiles_when_loading else warm_up.obtain_all
@@ -245,7 +240,7 @@ class EngineBuild:
         missing = [str(spec) for spec in specs if not self._factory.is_stored(spec)]
         if not self._factory.has_binaries(specs):
             missing.append("binaries")
-        return FilledStore(warm_up.results, missing)
+        return warm_up.results, missing
 
     def _requests(self) -> list[GraphRequest]:
         return [self._request(spec) for spec in (*self._graphs.inputs, *self._others)]

@@ -163,7 +163,13 @@ def _keys_of_rank(preflight: Preflight, rank: int) -> dict[str, CacheKey]:
         length = config.model_config.max_model_len
         groups = kv_groups(kv_config, length, sharing)
     fields = cache_fields(config, rbln, groups)
-    fingerprint = _expected_fingerprint(rbln)
+    # Of the compiler that an engine would make, found without loading kernels.
+    if not device_capabilities(rbln).runs_on_host:
+        fingerprint = make_rebel_compiler(rbln, None).fingerprint()
+    else:
+        stores = kernel_stores(rbln.cache_root, rbln.cache_bundles)
+        native = rbln.kernels != "aten" and (find_built(stores) is not None or can_build())
+        fingerprint = EmulatedCompiler("native" if native else "aten").fingerprint()
     keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in preflight.graphs}
     if preflight.capabilities.stores_binaries:
         keys["binaries"] = binaries_key(fields, fingerprint, preflight.graphs)
@@ -208,23 +214,21 @@ def differences(
     """Return the differences of the nearest stored entries to missing graphs: stored -> needed."""
     graphs_by_difference: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, key in missing.items():
-        lines = _nearest(key, entries)
+        alike = [
+            entry.key
+            for entry in entries
+            if all(entry.key.fields.get(x) == key.fields.get(x) for x in ("phase", "architecture"))
+        ]
+        different = [diff(stored, key) for stored in alike if stored != key]
+        nearest = min(different, key=lambda lines: (len(lines), lines), default=[])
+        lines = tuple(
+            _OPAQUE.get(line.partition(":")[0])
+            or (line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}...")
+            for line in nearest
+        )
         if lines:
             graphs_by_difference[lines].append(name)
     return tuple(Difference(tuple(graphs), lines) for lines, graphs in graphs_by_difference.items())
-
-
-def _nearest(key: CacheKey, entries: Sequence[Entry]) -> tuple[str, ...]:
-    """Return the shortest difference of ``key`` to an entry of its phase and architecture."""
-    same = ("phase", "architecture")
-    alike = [e for e in entries if all(e.key.fields.get(f) == key.fields.get(f) for f in same)]
-    different = [diff(entry.key, key) for entry in alike if entry.key != key]
-    nearest = min(different, key=lambda lines: (len(lines), lines), default=[])
-    return tuple(
-        _OPAQUE.get(line.partition(":")[0])
-        or (line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 3]}...")
-        for line in nearest
-    )
 
 
 def _states(rbln: RblnConfig, keys: Mapping[str, CacheKey]) -> dict[str, GraphState]:
@@ -274,12 +278,3 @@ def check_length(config: VllmConfig) -> None:
             "--max-model-len auto takes what fits into the memory of the host that serves; name a "
             "length, so that graphs made here are the ones needed there"
         )
-
-
-def _expected_fingerprint(config: RblnConfig) -> Mapping[str, str | int | bool | None]:
-    """The fingerprint of the compiler that an engine would make, found without loading kernels."""
-    if not device_capabilities(config).runs_on_host:
-        return make_rebel_compiler(config, None).fingerprint()
-    stores = kernel_stores(config.cache_root, config.cache_bundles)
-    native = config.kernels != "aten" and (find_built(stores) is not None or can_build())
-    return EmulatedCompiler("native" if native else "aten").fingerprint()

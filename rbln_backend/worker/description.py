@@ -123,8 +123,24 @@ class SelfDescription:
         self._writer.write("buckets", _buckets_info(self._config, str(file)))
 
     def has_kv_caches(self, kv_cache_config: KVCacheConfig) -> None:
-        num_bytes = self._board.value("rbln_device_memory_bytes", kind="kv")
-        self._writer.write("kv", _kv_info(kv_cache_config, int(num_bytes)))
+        groups = []
+        for group in kv_cache_config.kv_cache_groups:
+            specs = layer_specs(group.kv_cache_spec, group.layer_names)
+            spec = next(iter(specs.values()))
+            window = spec if isinstance(spec, WindowSpec) else None
+            groups.append(
+                KvGroupInfo(
+                    kind="paged" if window_in(spec) is None else "window",
+                    layers=len(specs),
+                    block_size=spec.block_size if window is None else window.window,
+                    blocks=(window.own_blocks if window else 0) or kv_cache_config.num_blocks,
+                    dtype=str(spec.dtype).removeprefix("torch."),
+                    log_pages=window.log_pages if window else 0,
+                    log_page_tokens=window.page_tokens if window else 0,
+                )
+            )
+        num_bytes = int(self._board.value("rbln_device_memory_bytes", kind="kv"))
+        self._writer.write("kv", KvInfo(bytes=num_bytes, groups=groups))
         transfer = self._config.kv_transfer_config
         if transfer is not None:
             self._writer.write("kv_transfer", transfer_info(transfer))
@@ -176,28 +192,6 @@ def _buckets_info(config: VllmConfig, usage_file: str | None) -> BucketsInfo:
     return BucketsInfo(
         decode=list(sizes.decode or ()), prefill=list(sizes.chunks), usage_file=usage_file
     )
-
-
-def _kv_info(config: KVCacheConfig, num_bytes: int) -> KvInfo:
-    """Return the KV cache groups, which take ``num_bytes`` in all."""
-    groups = []
-    for group in config.kv_cache_groups:
-        specs = layer_specs(group.kv_cache_spec, group.layer_names)
-        spec = next(iter(specs.values()))
-        windowed = window_in(spec) is not None
-        groups.append(
-            KvGroupInfo(
-                kind="window" if windowed else "paged",
-                layers=len(specs),
-                block_size=spec.window if isinstance(spec, WindowSpec) else spec.block_size,
-                blocks=(spec.own_blocks if isinstance(spec, WindowSpec) else 0)
-                or config.num_blocks,
-                dtype=str(spec.dtype).removeprefix("torch."),
-                log_pages=spec.log_pages if isinstance(spec, WindowSpec) else 0,
-                log_page_tokens=spec.page_tokens if isinstance(spec, WindowSpec) else 0,
-            )
-        )
-    return KvInfo(bytes=num_bytes, groups=groups)
 
 
 def _phase_seconds(board: MetricsBoard) -> dict[str, float]:

@@ -209,7 +209,12 @@ class Drafting:
         return left
 
     def _has_ended(self, state: CachedRequestState) -> bool:
-        return self._tokens_left(state) < 1 or _has_stopped(state)
+        if self._tokens_left(state) < 1:
+            return True
+        # Or its latest token is a stop token that may end it.
+        params, tokens = _sampling(state), state.output_token_ids
+        may_end = len(tokens) >= max(params.min_tokens, 1)
+        return may_end and tokens[-1] in params.all_stop_token_ids
 
     def _begin(self, state: CachedRequestState) -> _Decoding:
         settings = DraftSettings.of(_sampling(state).extra_args)
@@ -233,13 +238,6 @@ class Drafting:
 def _sampling(state: CachedRequestState) -> SamplingParams:
     assert state.sampling_params is not None, "models that pool do not draft"
     return state.sampling_params
-
-
-def _has_stopped(state: CachedRequestState) -> bool:
-    """Return True if the latest token is a stop token that may end the request."""
-    params, tokens = _sampling(state), state.output_token_ids
-    may_end = len(tokens) >= max(params.min_tokens, 1)
-    return may_end and tokens[-1] in params.all_stop_token_ids
 
 
 HIDDEN = 1

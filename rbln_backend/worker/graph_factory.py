@@ -343,7 +343,10 @@ def capture_in_children(
     A graph is left out if its capture fails, if its child dies, or if its child neither sends
     anything nor computes for ``timeout_s`` seconds; nothing is raised.
     """
-    queue = _filled_queue(len(specs))
+    # Each child takes the next number out of a pipe when it is idle, until its end of file.
+    queue, numbers = os.pipe()
+    os.write(numbers, b"".join(_INDEX.pack(index) for index in range(len(specs))))
+    os.close(numbers)
     children: dict[Connection, int] = {}
     try:
         for _ in range(min(workers, len(specs))):
@@ -356,17 +359,6 @@ def capture_in_children(
         for reader, pid in children.items():
             reader.close()
             _end(pid)
-
-
-def _filled_queue(count: int) -> int:
-    """Return the reading end of a pipe with the numbers below ``count`` and then end of file.
-
-    Each child takes the next number when it is idle.
-    """
-    reader, writer = os.pipe()
-    os.write(writer, b"".join(_INDEX.pack(index) for index in range(count)))
-    os.close(writer)
-    return reader
 
 
 def _fork(work: Callable[[], None]) -> int:
@@ -471,7 +463,20 @@ def named_tensors(
 
 def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]) -> dict[str, Any]:
     """Return the fields besides device, phase and bucket that change a graph; weights do not."""
-    parallel = config.parallel_config
+    parallel, lora, adapters = config.parallel_config, config.lora_config, None
+    if lora is not None:
+        targets = None if lora.target_modules is None else sorted(lora.target_modules)
+        adapters = {"slots": lora.max_loras, "rank": lora.max_lora_rank, "targets": targets}
+    # The draft model and the number of its drafts.
+    drafts: dict[str, Any] = {}
+    speculation = draft_model_of(config)
+    if speculation is not None:
+        draft = speculation.draft_model_config
+        described = json.loads(json.dumps(draft.hf_config.to_dict(), default=str))
+        fields = {"class": draft.architecture, "drafts": speculation.num_speculative_tokens}
+        if has_own_embedding(config):
+            fields["embedding"] = "own"
+        drafts = {"draft": {**without_provenance(described), **fields}}
     return {
         **model_fields(config, rbln),
         "kv_groups": [dataclasses.asdict(group) for group in groups],
@@ -484,28 +489,7 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
             # Ranks may hold different numbers of experts.
             "data_rank": parallel.data_parallel_rank if parallel.enable_expert_parallel else 0,
         },
-        "lora": _adapter_fields(config),
+        "lora": adapters,
         "masks_tokens": bool(missing_in(config.model_config)),
-        **_draft_fields(config),
+        **drafts,
     }
-
-
-def _adapter_fields(config: VllmConfig) -> dict[str, Any] | None:
-    lora = config.lora_config
-    if lora is None:
-        return None
-    targets = None if lora.target_modules is None else sorted(lora.target_modules)
-    return {"slots": lora.max_loras, "rank": lora.max_lora_rank, "targets": targets}
-
-
-def _draft_fields(config: VllmConfig) -> dict[str, Any]:
-    """Return the fields of the draft model and the number of its drafts; none without one."""
-    speculation = draft_model_of(config)
-    if speculation is None:
-        return {}
-    draft = speculation.draft_model_config
-    described = json.loads(json.dumps(draft.hf_config.to_dict(), default=str))
-    fields = {"class": draft.architecture, "drafts": speculation.num_speculative_tokens}
-    if has_own_embedding(config):
-        fields["embedding"] = "own"
-    return {"draft": {**without_provenance(described), **fields}}

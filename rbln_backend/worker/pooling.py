@@ -17,13 +17,12 @@ from vllm.model_executor.layers.pooler import DispatchPooler, Pooler
 from vllm.model_executor.layers.pooler.seqwise import LastPool, SequencePooler
 from vllm.pooling_params import PoolingParams
 from vllm.tasks import PoolingTask
-from vllm.v1.core.sched.output import GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.pool.metadata import PoolingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from rbln_backend.core import StepBatch
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.worker.runner import StepRunner
 
@@ -45,23 +44,32 @@ class HostPooler:
         self._rows: dict[str, list[Tensor]] = {}
         # For scores of late-interaction models: stores a query's rows until its documents arrive.
         self._late_interaction = LateInteractionRunner()
-        if reuses_prefixes:
-            _refuse_prefix_reuse(self._pooler)
+        tasks = self._pooler.get_supported_tasks() - _NEVER_CACHED if reuses_prefixes else ()
+        for task in sorted(tasks):
+            if not _reads_last_row(self._pooler, task):
+                raise UnsupportedModelError(
+                    f"prefix caching with the pooler of task {task!r}, which reads the whole "
+                    "prompt: start with --no-enable-prefix-caching"
+                )
 
     def add(self, request: CachedRequestState, hidden: Tensor, *, is_last: bool) -> None:
         """Store the rows of one chunk: ``hidden`` [n, H], a view of a graph's output.
 
         ``is_last``: the chunk ends the prompt, so ``pool`` follows before the next run.
         """
+        params = _params(request)
+        assert params.task is not None, "vLLM's front end settles the task of each request"
         rows = self._rows.get(request.req_id)
         if rows is None:
-            rows = self._start(request)
+            self._pooler.get_pooling_updates(params.task).apply(params)
+            self._late_interaction.register_request(request.req_id, params)
+            rows = self._rows[request.req_id] = []
         if request.num_computed_tokens == 0:
             # The first chunk, or a preempted request that starts over.
             rows.clear()
         if is_last:
             rows.append(hidden)
-        elif not _reads_last_row(self._pooler, _task(_params(request))):
+        elif not _reads_last_row(self._pooler, params.task):
             # The next run may overwrite the graph's output.
             rows.append(hidden.clone())
 
@@ -88,12 +96,6 @@ class HostPooler:
             self._rows.pop(request_id, None)
         self._late_interaction.on_requests_finished(request_ids)
 
-    def _start(self, request: CachedRequestState) -> list[Tensor]:
-        params = _params(request)
-        self._pooler.get_pooling_updates(_task(params)).apply(params)
-        self._late_interaction.register_request(request.req_id, params)
-        return self._rows.setdefault(request.req_id, [])
-
 
 def _pooler_of(model: nn.Module) -> Pooler:
     pooler = model.pooler
@@ -106,24 +108,10 @@ def _params(request: CachedRequestState) -> PoolingParams:
     return request.pooling_params
 
 
-def _task(params: PoolingParams) -> PoolingTask:
-    assert params.task is not None, "vLLM's front end settles the task of each request"
-    return params.task
-
-
 def _reads_last_row(pooler: Pooler, task: PoolingTask) -> bool:
     if isinstance(pooler, DispatchPooler):
         pooler = pooler.poolers_by_task[task]
     return isinstance(pooler, SequencePooler) and isinstance(pooler.pooling, LastPool)
-
-
-def _refuse_prefix_reuse(pooler: Pooler) -> None:
-    for task in sorted(pooler.get_supported_tasks() - _NEVER_CACHED):
-        if not _reads_last_row(pooler, task):
-            raise UnsupportedModelError(
-                f"prefix caching with the pooler of task {task!r}, which reads the whole prompt: "
-                "start with --no-enable-prefix-caching"
-            )
 
 
 # Token types of BERT and its relatives: type 1 marks the tokens of a pair's second text.
@@ -151,19 +139,13 @@ class TokenTypes:
     def apply(self, scheduled: SchedulerOutput) -> None:
         """Mark the prompts of new requests, in copies of the scheduler's lists."""
         for request in scheduled.scheduled_new_reqs:
-            first = _first_of_document(request)
-            prompt = request.prompt_token_ids
+            params, prompt = request.pooling_params, request.prompt_token_ids
+            if params is None or params.extra_kwargs is None:
+                continue
+            first: int | None = params.extra_kwargs.get(_FIELD)
             if self._reads_marks and first is not None and prompt is not None:
                 marked = [token | self._mark for token in prompt[first:]]
                 request.prompt_token_ids = prompt[:first] + marked
-
-
-def _first_of_document(request: NewRequestData) -> int | None:
-    params = request.pooling_params
-    if params is None or params.extra_kwargs is None:
-        return None
-    first: int | None = params.extra_kwargs.get(_FIELD)
-    return first
 
 
 class PoolingRunner(StepRunner):
@@ -189,15 +171,11 @@ class PoolingRunner(StepRunner):
         pooled: Tensor | None = None
         if batch.samples:
             pooled = self._pooler.pool(request, batch.input_batch.get_pooling_metadata())
-        return _output(batch, pooled)
+        return ModelRunnerOutput(
+            req_ids=list(batch.input_batch.req_ids),
+            req_id_to_index=dict(batch.input_batch.req_id_to_index),
+            pooler_output=[pooled],
+        )
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> None:
         """Return None: ``execute_model`` returns the whole result."""
-
-
-def _output(batch: StepBatch, pooled: Tensor | None) -> ModelRunnerOutput:
-    return ModelRunnerOutput(
-        req_ids=list(batch.input_batch.req_ids),
-        req_id_to_index=dict(batch.input_batch.req_id_to_index),
-        pooler_output=[pooled],
-    )

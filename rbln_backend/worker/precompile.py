@@ -19,8 +19,8 @@ from rbln_backend.kv_cache.layout import num_partitions
 from rbln_backend.kv_cache.plan import paged_bytes_per_block
 from rbln_backend.reports.info import CompileReport
 from rbln_backend.settings import configured
-from rbln_backend.worker.build import FilledStore
 from rbln_backend.worker.check import check_length, kv_cache_configs
+from rbln_backend.worker.graph_factory import Result
 from rbln_backend.worker.worker import RblnWorker
 
 _WORKER = "rbln_backend.worker.precompile.CompileWorker"
@@ -45,8 +45,7 @@ def compile_model(config: VllmConfig, targets: Sequence[str]) -> CompileReport:
         filled = executor.collective_rpc("filled_store")
     finally:
         executor.shutdown()
-    ranks = [(dict(results), list(missing)) for results, missing in filled]
-    return CompileReport.of_ranks(rbln.cache_root, ranks, kernels)
+    return CompileReport.of_ranks(rbln.cache_root, filled, kernels)
 
 
 def _check(config: VllmConfig, rbln: RblnConfig) -> None:
@@ -96,7 +95,7 @@ class NoWeightsLoader(BaseModelLoader):
 class CompileWorker(RblnWorker):
     """An ``RblnWorker`` up to the compiled graphs, with the smallest KV cache that vLLM accepts."""
 
-    _filled: FilledStore | None = None
+    _filled: tuple[dict[str, Result], list[str]] | None = None
 
     def _loader(self) -> BaseModelLoader:
         assert self._compiler is not None
@@ -125,7 +124,7 @@ class CompileWorker(RblnWorker):
             self._filled = self._build.fill_store(self._progress)
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
-    def filled_store(self) -> FilledStore:
+    def filled_store(self) -> tuple[dict[str, Result], list[str]]:
         """Return the result of ``compile_or_warm_up_model``."""
         assert self._filled is not None
         return self._filled

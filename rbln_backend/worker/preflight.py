@@ -85,7 +85,12 @@ def prepare(config: VllmConfig) -> Preflight:
     register_quantization(config)
     install_expert_layers()
     install_latent_layers(config)
-    whole = _of_one_rank(config)
+    # The same engine with one rank: process groups would wait for others.
+    whole = copy.copy(config)
+    whole.parallel_config = parallel = copy.copy(config.parallel_config)
+    parallel.tensor_parallel_size = parallel.pipeline_parallel_size = 1
+    parallel.data_parallel_size = parallel.world_size = 1
+    parallel.data_parallel_rank = 0
     with _process_groups(whole):
         skeleton = Skeleton(whole)
         specs = check_layers(skeleton, whole, rbln)
@@ -93,16 +98,6 @@ def prepare(config: VllmConfig) -> Preflight:
             lacking = missing_in_files(skeleton.model, whole)
     tables, verify = bucket_tables(config), compiled_sizes(config).verify
     return Preflight(config, rbln, capabilities, tables, verify, skeleton, specs, lacking)
-
-
-def _of_one_rank(config: VllmConfig) -> VllmConfig:
-    """Return the same engine with one rank: process groups would wait for others."""
-    alone = copy.copy(config)
-    alone.parallel_config = parallel = copy.copy(config.parallel_config)
-    parallel.tensor_parallel_size = parallel.pipeline_parallel_size = 1
-    parallel.data_parallel_size = parallel.world_size = 1
-    parallel.data_parallel_rank = 0
-    return alone
 
 
 @contextmanager

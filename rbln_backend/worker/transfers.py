@@ -32,20 +32,14 @@ class TransferRunner:
     and go on beside it, and what has ended is reported with the result of the step.
     """
 
-    def __init__(self, runner: RblnModelRunner, connector: KVConnectorBase_V1) -> None:
-        self._runner = runner
-        self.connector = connector
-        self._ended: KVConnectorOutput | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         runner: RblnModelRunner,
         config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         blocks: SharedBlocks,
-    ) -> TransferRunner:
-        """Return a runner whose blocks other servers can read."""
+    ) -> None:
+        """``blocks``: what other servers can read."""
         connector = KVConnectorFactory.create_connector(
             config, KVConnectorRole.WORKER, kv_cache_config
         )
@@ -53,7 +47,9 @@ class TransferRunner:
         connector.register_kv_caches(dict(blocks.tensors))
         if blocks.are_copies:
             connector.set_host_xfer_buffer_ops(blocks.copy)
-        return cls(runner, connector)
+        self._runner = runner
+        self.connector = connector
+        self._ended: KVConnectorOutput | None = None
 
     def run_idle(self) -> None:
         self._runner.run_idle()
@@ -69,7 +65,14 @@ class TransferRunner:
         connector.start_load_kv(None)  # type: ignore[arg-type]
         result = self._runner.execute_model(scheduled)
         connector.wait_for_save()
-        self._ended = self._take_ended(scheduled)
+        results = connector.get_transfer_results(scheduled.finished_req_ids)
+        self._ended = KVConnectorOutput(
+            finished_sending=results.finished_sending or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
+        )
         connector.clear_connector_metadata()
         return None if result is None else self._with_ended(result)
 
@@ -82,17 +85,6 @@ class TransferRunner:
 
     def close(self) -> None:
         self.connector.shutdown()
-
-    def _take_ended(self, scheduled: SchedulerOutput) -> KVConnectorOutput:
-        connector = self.connector
-        results = connector.get_transfer_results(scheduled.finished_req_ids)
-        return KVConnectorOutput(
-            finished_sending=results.finished_sending or None,
-            finished_recving=results.finished_recving or None,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=connector.get_block_ids_with_load_errors(),
-            kv_connector_stats=connector.get_kv_connector_stats(),
-        )
 
     def _with_ended(self, result: ModelRunnerOutput) -> ModelRunnerOutput:
         """Return ``result`` with the transfers that have ended, which are reported once."""

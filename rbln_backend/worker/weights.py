@@ -167,19 +167,20 @@ class WrittenElements(TorchDispatchMode):
 
     def missing(self) -> list[str]:
         """Return the names of the parameters that were not written as a whole."""
-        return [
-            name
-            for name, parameter in self._model.named_parameters()
-            if self._count(parameter) < parameter.numel() and not self._is_optional(name)
-        ]
-
-    def _is_optional(self, name: str) -> bool:
-        """Return True for what layers create whether or not their model has it."""
-        if name.endswith(_OF_CACHES):
-            return True
-        owner, _, parameter = name.rpartition(".")
-        config = getattr(self._model.get_submodule(owner), "moe_config", None)
-        return parameter in ("w13_bias", "w2_bias") and config is not None and not config.has_bias
+        missing = []
+        for name, parameter in self._model.named_parameters():
+            regions = self._written.get(parameter.untyped_storage()._cdata)
+            # A loader that sets another tensor has its values.
+            if regions is None or sum(regions.values()) >= parameter.numel():
+                continue
+            # Layers create these whether or not their model has them.
+            owner, _, kind = name.rpartition(".")
+            config = getattr(self._model.get_submodule(owner), "moe_config", None)
+            lacks_bias = config is not None and not config.has_bias
+            if name.endswith(_OF_CACHES) or (lacks_bias and kind in ("w13_bias", "w2_bias")):
+                continue
+            missing.append(name)
+        return missing
 
     def _note(self, value: Any) -> None:
         for tensor in pytree.tree_leaves(value):
@@ -187,11 +188,6 @@ class WrittenElements(TorchDispatchMode):
             if regions is not None:
                 region = tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride())
                 regions[region] = tensor.numel()
-
-    def _count(self, parameter: nn.Parameter) -> int:
-        regions = self._written.get(parameter.untyped_storage()._cdata)
-        # A loader that sets another tensor has its values.
-        return parameter.numel() if regions is None else sum(regions.values())
 
 
 def _in_files(model: nn.Module, parameter: str, names: Collection[str]) -> list[str]:

@@ -416,7 +416,7 @@ class RblnWorker(WorkerBase):
         assert isinstance(runner, RblnModelRunner), "checked by check_nixl"
         caches = build.kv_caches
         blocks = SharedBlocks(caches.memory, caches.tensors)
-        self._transfer = TransferRunner.of(runner, self.vllm_config, build.kv_cache_config, blocks)
+        self._transfer = TransferRunner(runner, self.vllm_config, build.kv_cache_config, blocks)
         return self._transfer
 
     def _make_compiler(self) -> Compiler:
