@@ -34,7 +34,6 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from rbln_backend.errors import ConfigError, UntrustedFileError
 from rbln_backend.host.files import make_trusted_folder
 from rbln_backend.kv_cache.specs import WindowSpec, any_layer_spec, layer_specs, parts_of
-from rbln_backend.reports.metrics import MetricsBoard
 
 
 def new_page(num_bytes: int) -> Tensor:
@@ -139,57 +138,6 @@ class PageKeys:
 
 READS = ("memory", "folder", "miss", "damaged")
 WRITES = ("memory", "folder", "failed")
-
-
-class TierCounts:
-    """Pages read and written by result; of any thread."""
-
-    def __init__(self) -> None:
-        self._reads: Counter[str] = Counter()
-        self._writes: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def add_read(self, result: str) -> None:
-        with self._lock:
-            self._reads[result] += 1
-
-    def add_write(self, result: str) -> None:
-        with self._lock:
-            self._writes[result] += 1
-
-    def take(self) -> tuple[Counter[str], Counter[str]]:
-        """Return the reads and writes since the last call."""
-        with self._lock:
-            taken = self._reads, self._writes
-            self._reads, self._writes = Counter(), Counter()
-            return taken
-
-
-class TierMetrics:
-    """Copies counts to the metrics board, from one thread."""
-
-    def __init__(self, board: MetricsBoard, counts: TierCounts) -> None:
-        self._counts = counts
-        self._reads = {x: board.counter("rbln_kv_tier_reads_total", result=x) for x in READS}
-        self._writes = {x: board.counter("rbln_kv_tier_writes_total", result=x) for x in WRITES}
-        self._tokens = board.counter("rbln_kv_tier_tokens_total")
-        self._memory = board.gauge("rbln_kv_tier_bytes", tier="memory")
-        self._folder = board.gauge("rbln_kv_tier_bytes", tier="folder")
-
-    def placed(self, num_tokens: int) -> None:
-        """Count tokens whose pages came back to the KV cache."""
-        self._tokens.inc(num_tokens)
-
-    def update(self, memory_bytes: int, folder_bytes: int) -> None:
-        reads, writes = self._counts.take()
-        for result, count in reads.items():
-            self._reads[result].inc(count)
-        for result, count in writes.items():
-            self._writes[result].inc(count)
-        # Most steps change neither, and setting a gauge costs microseconds.
-        for gauge, held in ((self._memory, memory_bytes), (self._folder, folder_bytes)):
-            if held != gauge.value:
-                gauge.set(held)
 
 
 class MemoryTier:
@@ -437,24 +385,40 @@ class PrefixRead:
 class PageStore:
     """Pages by key in memory, in a folder, or in both."""
 
-    def __init__(
-        self, memory: MemoryTier | None, folder: FolderTier | None, counts: TierCounts
-    ) -> None:
-        self._memory, self._folder, self._counts = memory, folder, counts
+    def __init__(self, memory: MemoryTier | None, folder: FolderTier | None) -> None:
+        self._memory, self._folder = memory, folder
         self._reader = ThreadPoolExecutor(1, "kv-tier-read")
         self._writer = ThreadPoolExecutor(1, "kv-tier-write")
         self._waiting = 0
         self._is_failing = False
         self._known: set[bytes] = set()
         """Pages in the folder, and those that wait to be written."""
+        self._reads: Counter[str] = Counter()
+        self._writes: Counter[str] = Counter()
         self._lock = threading.Lock()
-        if folder is not None:
-            self._writer.submit(self._list_known, folder)
 
-    def _list_known(self, folder: FolderTier) -> None:
-        keys = set(folder.known())
+        def list_known(folder: FolderTier) -> None:
+            keys = set(folder.known())
+            with self._lock:
+                self._known |= keys
+
+        if folder is not None:
+            self._writer.submit(list_known, folder)
+
+    def take_counts(self) -> tuple[Counter[str], Counter[str]]:
+        """Return the pages read and written since the last call, by one of READS and WRITES."""
         with self._lock:
-            self._known |= keys
+            taken = self._reads, self._writes
+            self._reads, self._writes = Counter(), Counter()
+            return taken
+
+    def _count_read(self, result: str) -> None:
+        with self._lock:
+            self._reads[result] += 1
+
+    def _count_write(self, result: str) -> None:
+        with self._lock:
+            self._writes[result] += 1
 
     @property
     def memory_bytes(self) -> int:
@@ -488,7 +452,16 @@ class PageStore:
 
     def clear(self) -> None:
         """Forget all pages of this origin, in order with the writes before."""
-        self._writer.submit(self._clear).result()
+
+        def forget_all() -> None:
+            if self._memory is not None:
+                self._memory.clear()
+            if self._folder is not None and not self._folder.is_read_only:
+                self._folder.clear()
+            with self._lock:
+                self._known.clear()
+
+        self._writer.submit(forget_all).result()
 
     def close(self) -> None:
         """Write what waits, and end the threads."""
@@ -531,7 +504,7 @@ class PageStore:
     def _fetch(self, key: bytes, num_bytes: int) -> Tensor | None:
         page = None if self._memory is None else self._memory.get(key)
         if page is not None:
-            self._counts.add_read("memory")
+            self._count_read("memory")
             return page
         if self._folder is None:
             self._missed(key, "miss")
@@ -541,13 +514,13 @@ class PageStore:
         if not found:
             self._missed(key, "miss" if found is None else "damaged")
             return None
-        self._counts.add_read("folder")
+        self._count_read("folder")
         if self._memory is not None:
             self._memory.put(key, page)
         return page
 
     def _missed(self, key: bytes, why: str) -> None:
-        self._counts.add_read(why)
+        self._count_read(why)
         with self._lock:
             self._known.discard(key)
 
@@ -556,7 +529,7 @@ class PageStore:
         try:
             if self._memory is not None:
                 self._memory.put(key, page)
-                self._counts.add_write("memory")
+                self._count_write("memory")
             if self._folder is not None and not self._folder.is_read_only:
                 is_in_folder = self._write_file(self._folder, key, page)
         finally:
@@ -570,21 +543,13 @@ class PageStore:
         try:
             evicted = folder.write(key, page.numpy().data)
         except OSError as error:
-            self._counts.add_write("failed")
+            self._count_write("failed")
             if not self._is_failing:
                 logger.warning("KV tiers: pages cannot be written, requests go on: %s", error)
             self._is_failing = True
             return False
         self._is_failing = False
-        self._counts.add_write("folder")
+        self._count_write("folder")
         with self._lock:
             self._known.difference_update(evicted)
         return True
-
-    def _clear(self) -> None:
-        if self._memory is not None:
-            self._memory.clear()
-        if self._folder is not None and not self._folder.is_read_only:
-            self._folder.clear()
-        with self._lock:
-            self._known.clear()

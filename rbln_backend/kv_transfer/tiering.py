@@ -29,6 +29,8 @@ from rbln_backend.devices.port import device_capabilities, installed_sdk
 from rbln_backend.graphs.model_fields import model_fields
 from rbln_backend.kv_cache.coordinator import RblnKvCacheManager, RblnKvCoordinator
 from rbln_backend.kv_transfer.page_store import (
+    READS,
+    WRITES,
     FolderTier,
     MemoryTier,
     PageKeys,
@@ -36,8 +38,6 @@ from rbln_backend.kv_transfer.page_store import (
     PageStore,
     PrefixRead,
     ReadPlan,
-    TierCounts,
-    TierMetrics,
     WindowPage,
     new_page,
 )
@@ -217,12 +217,17 @@ class KvTiering:
         keys: PageKeys,
         layout: PageLayout,
         manager: RblnKvCacheManager,
-        metrics: TierMetrics,
+        board: MetricsBoard,
         digests: Mapping[int, str],
     ) -> None:
         """``digests``: of the loaded adapters, by number."""
         self._store, self._keys, self._layout = store, keys, layout
-        self._manager, self._metrics = manager, metrics
+        self._manager = manager
+        self._reads = {x: board.counter("rbln_kv_tier_reads_total", result=x) for x in READS}
+        self._writes = {x: board.counter("rbln_kv_tier_writes_total", result=x) for x in WRITES}
+        self._tokens = board.counter("rbln_kv_tier_tokens_total")
+        self._memory_bytes = board.gauge("rbln_kv_tier_bytes", tier="memory")
+        self._folder_bytes = board.gauge("rbln_kv_tier_bytes", tier="folder")
         self._digests = digests
         self._placement = Placement(manager.ours, layout.tokens)
         self._windows = WindowPages(manager.ours, layout)
@@ -274,7 +279,7 @@ class KvTiering:
             moves = self._placement.add(reading.place, pages, spared)
             self._loads += moves
             room -= len(moves)
-            self._metrics.placed(len(moves) * self._layout.tokens)
+            self._tokens.inc(len(moves) * self._layout.tokens)
             is_cut = len(moves) < len(pages)
             if is_cut or reading.read.is_over:
                 windows = () if is_cut else reading.read.windows
@@ -297,7 +302,15 @@ class KvTiering:
         for key, page in self._computing:
             self._store.write(key, page)
         self._computing.clear()
-        self._metrics.update(self._store.memory_bytes, self._store.folder_bytes)
+        store = self._store
+        for counters, counts in zip((self._reads, self._writes), store.take_counts(), strict=True):
+            for result, count in counts.items():
+                counters[result].inc(count)
+        # Most steps change neither, and setting a gauge costs microseconds.
+        if store.memory_bytes != self._memory_bytes.value:
+            self._memory_bytes.set(store.memory_bytes)
+        if store.folder_bytes != self._folder_bytes.value:
+            self._folder_bytes.set(store.folder_bytes)
 
     def clear(self) -> None:
         """Remove every stored page of this model."""
@@ -419,7 +432,6 @@ def make_tiering(
     layout = PageLayout.of(kv_cache, manager.block_pool.hash_block_size, blocks)
     made_by = _made_by(config, rbln, kv_cache, layout)
     keys = PageKeys({**made_by, "unit": manager.block_pool.hash_block_size})
-    counts = TierCounts()
     memory = folder = None
     if rbln.kv_tier_memory_bytes:
         memory = MemoryTier(rbln.kv_tier_memory_bytes)
@@ -430,16 +442,15 @@ def make_tiering(
         "KV tiers: pages of %d tokens, %d bytes; memory %d bytes; folder %s",
         *(layout.tokens, layout.num_bytes, rbln.kv_tier_memory_bytes, rbln.kv_tier_folder),
     )
-    store = PageStore(memory, folder, counts)
-    metrics, digests = TierMetrics(board, counts), adapter_digests(config.instance_id)
-    return KvTiering(store, keys, layout, manager, metrics, digests)
+    digests = adapter_digests(config.instance_id)
+    return KvTiering(PageStore(memory, folder), keys, layout, manager, board, digests)
 
 
 def _made_by(
     config: VllmConfig, rbln: RblnConfig, kv_cache: KVCacheConfig, layout: PageLayout
 ) -> dict[str, Any]:
     """Return everything besides tokens that changes the bytes of a page."""
-    model, cache = config.model_config, config.cache_config
+    model, cache, device = config.model_config, config.cache_config, device_capabilities(rbln)
     started = time.perf_counter()
     weights = weights_digest(model.model, str(config.load_config.load_format), model.seed)
     logger.info("KV tiers: weights identified in %.2f s", time.perf_counter() - started)
@@ -447,7 +458,10 @@ def _made_by(
     return {
         "weights": weights,
         "options": model.override_generation_config,
-        "kernels": _kernels(rbln),
+        # The instruction set of the kernels, or the NPU and the version of its compiler.
+        "kernels": active_isa()
+        if device.runs_on_host
+        else f"{device.product}, SDK {getattr(installed_sdk(), '__version__', 'unknown')}",
         **model_fields(config, rbln),
         "layers": [
             [group.layer_names, repr(group.kv_cache_spec)] for group in kv_cache.kv_cache_groups
@@ -455,11 +469,3 @@ def _made_by(
         "page_tokens": layout.tokens,
         "hashes": [cache.prefix_caching_hash_algo, resolve_none_hash_seed(algorithm)],
     }
-
-
-def _kernels(rbln: RblnConfig) -> str:
-    """Return the instruction set of the kernels, or the NPU and the version of its compiler."""
-    device = device_capabilities(rbln)
-    if device.runs_on_host:
-        return active_isa()
-    return f"{device.product}, SDK {getattr(installed_sdk(), '__version__', 'unknown')}"

@@ -20,7 +20,6 @@ from rbln_backend.kv_transfer.page_store import (
     MemoryTier,
     PageKeys,
     PageStore,
-    TierCounts,
     new_page,
 )
 from rbln_backend.kv_transfer.tiering import make_tiering
@@ -368,7 +367,7 @@ def test_the_folder_stays_within_its_bytes(tmp_path: Path) -> None:
 
 
 def test_a_page_that_left_the_memory_is_stored_again() -> None:
-    store = PageStore(MemoryTier(1_500), None, TierCounts())
+    store = PageStore(MemoryTier(1_500), None)
     for key in (b"first", b"second"):
         store.write(key, new_page(1_000))
     store.close()
