@@ -67,7 +67,6 @@ def register(group: Group) -> None:
 
 
 def unregister(group: Group) -> None:
-    """Remove a destroyed group."""
     if _groups.get(group.name) is group:
         del _groups[group.name]
 

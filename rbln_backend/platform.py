@@ -18,6 +18,7 @@ from rbln_backend.buckets import (
     step_tokens_of,
 )
 from rbln_backend.config import RANKS_EXECUTOR, RblnConfig
+from rbln_backend.devices.port import device_capabilities
 from rbln_backend.devices.rebel.limits import check_release, settle_npu
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_transfer.options import take_tiers
@@ -56,9 +57,6 @@ DEFAULT_PREFILL_PROMPTS = 8
 GRAMMAR_BACKEND: Literal["xgrammar"] = "xgrammar"
 
 _NOT_ADAPTED = ("embed_tokens",)
-
-_WHOLE_ROWS: Literal["flashinfer_nvlink_two_sided"] = "flashinfer_nvlink_two_sided"
-"""The all-to-all backend with which vLLM gives every tensor-parallel rank all rows of a batch."""
 
 
 class RblnPlatform(Platform):
@@ -202,8 +200,6 @@ class RblnPlatform(Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        from rbln_backend.devices.port import device_capabilities
-
         rbln, others = _read_settings(vllm_config)
         _settle_pooling(vllm_config)
         _settle_tuning(vllm_config)
@@ -255,17 +251,11 @@ def _settle_parallel(parallel: ParallelConfig) -> None:
     elif parallel.distributed_executor_backend == "mp":
         parallel.distributed_executor_backend = RANKS_EXECUTOR
     parallel.disable_custom_all_reduce = True
-    _keep_rows_whole(parallel)
-
-
-def _keep_rows_whole(parallel: ParallelConfig) -> None:
-    """Give all rows to each tensor-parallel rank that shares experts with other engines.
-
-    vLLM would split the rows among the ranks: less to gather, but batch sizes that depend on the
-    number of ranks. The backend's name has no other effect here: our layers do the exchange.
-    """
     if parallel.use_sequence_parallel_moe:
-        parallel.all2all_backend = _WHOLE_ROWS
+        # Each tensor-parallel rank that shares experts with other engines is given all rows. vLLM
+        # would split them: less to gather, but batch sizes that depend on the number of ranks.
+        # The backend's name has no other effect here: our layers do the exchange.
+        parallel.all2all_backend = "flashinfer_nvlink_two_sided"
 
 
 def _settle_tuning(config: VllmConfig) -> None:
@@ -299,8 +289,6 @@ def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     lora, model = vllm_config.lora_config, model_config(vllm_config)
     if lora is None or model is None:
         return
-    from rbln_backend.devices.port import device_capabilities
-
     refuse_first(
         {
             LORA_TARGET: any(name in _NOT_ADAPTED for name in lora.target_modules or ()),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rbln_backend.buckets import MTP
 from rbln_backend.config import RANKS_EXECUTOR, RblnConfig
+from rbln_backend.devices.port import device_capabilities
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.fp8 import FP8_DTYPES
 from rbln_backend.kv_transfer.options import check_nixl, names_nixl
@@ -149,58 +150,38 @@ def _take_sizes(vllm_config: VllmConfig, sizes: list[Any]) -> None:
     }
 
 
-def is_parallel(parallel: ParallelConfig) -> bool:
-    """Return True for several ranks, and where the vendor's checks for several ranks apply."""
-    several = parallel.world_size > 1 or parallel.data_parallel_size > 1
-    return several or parallel.enable_expert_parallel
-
-
-def check_ranks(config: VllmConfig, *, profiler: bool) -> None:
+def _check_ranks(config: VllmConfig, *, profiler: bool) -> None:
     """Raise ``UnsupportedModelError``, ``ConfigError`` or ``RuntimeError`` if it cannot run.
 
     The text for ``profiler`` is the one that the vendor documents.
     """
     parallel = config.parallel_config
-    if is_parallel(parallel) and profiler:
+    several = parallel.world_size > 1 or parallel.data_parallel_size > 1
+    if (several or parallel.enable_expert_parallel) and profiler:
         raise RuntimeError(
             "RBLN_PROFILER is not supported when using vLLM model parallel (TP, DP, EP, or PP)."
         )
     lora = config.lora_config
-    refusals = {
-        OWN_LAUNCHER: parallel.distributed_executor_backend == "external_launcher",
-        HOSTS: _spans_hosts(parallel),
-        EXPERTS_APART: _lacks_engines(parallel) and config.model_config.is_moe,
-        MICRO_BATCHES: parallel.use_ubatching,
-        LORA_SHARDS: lora is not None and lora.fully_sharded_loras,
-        LORA_EXPERTS_APART: lora is not None
-        and parallel.data_parallel_size > 1
-        and "experts" in (lora.target_modules or ()),
-    }
-    for feature, is_present in refusals.items():
-        if is_present:
-            raise feature.refusal()
-    _check_stages(config)
-
-
-def _spans_hosts(parallel: ParallelConfig) -> bool:
-    """Return True if the engine would wait for processes that neither we nor `--headless` start."""
-    return (
-        parallel.nnodes > 1
-        or parallel.local_engines_only
-        or parallel.data_parallel_backend == "ray"
-        or (_lacks_engines(parallel) and parallel.data_parallel_size_local < 1)
-    )
-
-
-def _lacks_engines(parallel: ParallelConfig) -> bool:
-    """Return True for fewer local engines than data-parallel ranks, unless the user sets a rank."""
+    # Fewer local engines than data-parallel ranks, unless the user sets a rank.
     has_rank = parallel.data_parallel_rank_local is not None
-    return not has_rank and parallel.data_parallel_size_local < parallel.data_parallel_size
-
-
-def _check_stages(config: VllmConfig) -> None:
-    stages = config.parallel_config.pipeline_parallel_size
-    number = config.scheduler_config.max_num_seqs
+    lacks_engines = not has_rank and parallel.data_parallel_size_local < parallel.data_parallel_size
+    refuse_first(
+        {
+            OWN_LAUNCHER: parallel.distributed_executor_backend == "external_launcher",
+            # The engine would wait for processes that neither we nor `--headless` start.
+            HOSTS: parallel.nnodes > 1
+            or parallel.local_engines_only
+            or parallel.data_parallel_backend == "ray"
+            or (lacks_engines and parallel.data_parallel_size_local < 1),
+            EXPERTS_APART: lacks_engines and config.model_config.is_moe,
+            MICRO_BATCHES: parallel.use_ubatching,
+            LORA_SHARDS: lora is not None and lora.fully_sharded_loras,
+            LORA_EXPERTS_APART: lora is not None
+            and parallel.data_parallel_size > 1
+            and "experts" in (lora.target_modules or ()),
+        }
+    )
+    stages, number = parallel.pipeline_parallel_size, config.scheduler_config.max_num_seqs
     if number < stages:
         raise ConfigError(
             f"--max-num-seqs {number} is below --pipeline-parallel-size {stages}: every stage has "
@@ -221,10 +202,8 @@ def model_config(vllm_config: VllmConfig) -> ModelConfig | None:
 
 def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for the first unsupported setting of the whole configuration."""
-    from rbln_backend.devices.port import device_capabilities
-
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
-    check_ranks(vllm_config, profiler=rbln.profiler)
+    _check_ranks(vllm_config, profiler=rbln.profiler)
     refuse_first(
         {
             CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1
@@ -248,11 +227,18 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         _check_device_sampling(vllm_config, rbln)
     if model is not None:
         refuse_model(model)
-        _check_text_alone(model, rbln)
+        if model.architecture in TEXT_MODELS and not rbln.disable_mm:
+            raise MULTIMODAL.refusal(f"architecture {model.architecture!r}")
         _check_kv_dtype(vllm_config.cache_config, model, rbln)
         is_settled = isinstance(vllm_config.additional_config, Settled)
         if model.is_moe:
-            _check_expert_ranks(parallel, is_settled=is_settled)
+            exchange = parallel.all2all_backend
+            refuse_first(
+                {EXPERT_EXCHANGE: not is_settled and exchange != "allgather_reducescatter"}
+            )
+            ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+            if parallel.enable_expert_parallel and ranks == 1:
+                logger.warning("--enable-expert-parallel has no effect: one rank has all experts")
         if rbln.use_w8a8 and not is_settled and device_capabilities(rbln).packed_weights:
             logger.warning("use_w8a8 has no effect: the emulated device does not round inputs")
     # Last: vLLM switches it off itself for some unsupported models.
@@ -264,8 +250,6 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 def _check_device_ids(rbln: RblnConfig) -> None:
     """Raise where ranks have no NPU of their own, or several."""
-    from rbln_backend.devices.port import device_capabilities
-
     if device_capabilities(rbln).npu is None:
         raise ConfigError("--device-ids: the emulated device has no numbers; drop the flag")
     if rbln.num_devices_per_local_rank > 1:
@@ -277,8 +261,6 @@ def _check_device_ids(rbln: RblnConfig) -> None:
 
 def _check_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for KV tiers of an engine that cannot have any."""
-    from rbln_backend.devices.port import device_capabilities
-
     model, ranks = model_config(vllm_config), vllm_config.parallel_config.world_size
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if ranks > 1:
@@ -293,8 +275,6 @@ def _check_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for an unsupported combination with speculative decoding."""
-    from rbln_backend.devices.port import device_capabilities
-
     speculation, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     model = model_config(vllm_config)
     assert speculation is not None
@@ -330,8 +310,6 @@ def _check_draft_stages(speculation: SpeculativeConfig, parallel: ParallelConfig
 
 def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for an engine whose next step cannot be planned before the tokens of this one."""
-    from rbln_backend.devices.port import device_capabilities
-
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     present = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
@@ -349,8 +327,6 @@ def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
 
 def _check_device_sampling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for an engine whose tokens cannot be drawn on the device."""
-    from rbln_backend.devices.port import device_capabilities
-
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     device = device_capabilities(rbln)
     present = {
@@ -368,16 +344,8 @@ def _check_device_sampling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
             raise DEVICE_SAMPLING.refusal(f"sample_on_device with {setting}")
 
 
-def _check_text_alone(model: ModelConfig, rbln: RblnConfig) -> None:
-    """Raise for a multimodal checkpoint unless only its text is to be served."""
-    if model.architecture in TEXT_MODELS and not rbln.disable_mm:
-        raise MULTIMODAL.refusal(f"architecture {model.architecture!r}")
-
-
 def _check_kv_dtype(cache: CacheConfig, model: ModelConfig, rbln: RblnConfig) -> None:
     """Raise unless all KV caches have the model's dtype, or all have the same 8-bit floats."""
-    from rbln_backend.devices.port import device_capabilities
-
     if cache.kv_cache_dtype_skip_layers:
         raise KV_DTYPE.refusal("--kv-cache-dtype-skip-layers")
     cache_dtype = cache.cache_dtype
@@ -387,17 +355,6 @@ def _check_kv_dtype(cache: CacheConfig, model: ModelConfig, rbln: RblnConfig) ->
     has_ops = cache_dtype != "fp8_e5m2" or not device_capabilities(rbln).general_attention
     if cache_dtype not in FP8_DTYPES or not has_cache or not has_ops:
         raise KV_DTYPE.refusal(f"--kv-cache-dtype {cache_dtype}")
-
-
-def _check_expert_ranks(parallel: ParallelConfig, *, is_settled: bool) -> None:
-    """Raise for another exchange of experts' tokens, unless the configuration is settled."""
-    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
-    splits = parallel.enable_expert_parallel
-    refuse_first(
-        {EXPERT_EXCHANGE: not is_settled and parallel.all2all_backend != "allgather_reducescatter"}
-    )
-    if splits and ranks == 1:
-        logger.warning("--enable-expert-parallel has no effect: one rank has all experts")
 
 
 def refuse_model(model: ModelConfig) -> None:

@@ -93,12 +93,10 @@ class Variable:
 
     @property
     def kind(self) -> Any:
-        """Type of the value, with its rules."""
         return self.type if self.field is None else KINDS[self.field]
 
     @property
     def form(self) -> Form:
-        """Notation of the value."""
         return self.written or form_of(self.kind)
 
 

@@ -2,7 +2,8 @@
 
 The first column has the name's module, or the vLLM class through which our code reaches it; a test
 compares it with all assignments in our sources. Settings, messages from scheduler to workers and
-the runner's tables are meant to be written, and not listed.
+the runner's tables are meant to be written, and not listed. Each function checks at the start that
+what it replaces has the shape that it was written for, that of vLLM 0.30.
 
 | target | where | symptom without it | why it is safe | delete when |
 |---|---|---|---|---|
@@ -27,8 +28,10 @@ the runner's tables are meant to be written, and not listed.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rbln_backend.errors import ConfigError
@@ -39,106 +42,114 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
+def _require(fits: bool, name: str) -> None:
+    """Raise ``ConfigError`` unless a name of vLLM is what its replacement was written for."""
+    from rbln_backend.host.resources import SUPPORTED, vllm_build
+
+    if not fits:
+        raise ConfigError(
+            f"vLLM {vllm_build().version} has another {name} than the one that this backend "
+            f"replaces; install vLLM {SUPPORTED}"
+        )
+
+
+def _takes(function: Any, *parameters: str) -> bool:
+    return callable(function) and tuple(inspect.signature(function).parameters) == parameters
+
+
+@cache
 def inspect_models_here() -> None:
-    """Make vLLM inspect model classes in this process; idempotent."""
+    """Make vLLM inspect model classes in this process."""
     from vllm.model_executor.models import registry
 
-    registry._run_in_subprocess = _call
+    _require(_takes(registry._run_in_subprocess, "fn"), "registry._run_in_subprocess")
+
+    def call(fn: Callable[[], _T]) -> _T:
+        return fn()
+
+    registry._run_in_subprocess = call
 
 
+@cache
 def speculate_here() -> None:
-    """Make vLLM accept draft methods and sampling parameters that we support; idempotent."""
+    """Make vLLM accept draft methods and sampling parameters that we support."""
     from vllm.config import speculative
     from vllm.sampling_params import SamplingParams
 
-    SamplingParams._validate_spec_decode = _accept  # type: ignore[assignment, method-assign]
-    speculative.has_arctic_inference = _yes  # type: ignore[attr-defined]
+    check: Any = SamplingParams._validate_spec_decode
+    _require(_takes(check, "self", "speculative_config"), "SamplingParams._validate_spec_decode")
+    check = getattr(speculative, "has_arctic_inference", None)
+    _require(_takes(check), "speculative.has_arctic_inference")
+    SamplingParams._validate_spec_decode = lambda *_: None  # type: ignore[assignment, method-assign, misc]
+    speculative.has_arctic_inference = lambda: True  # type: ignore[attr-defined]
 
 
+@cache
 def schedule_in_order() -> None:
-    """Make vLLM leave asynchronous scheduling off unless the flag is given; idempotent."""
+    """Make vLLM leave asynchronous scheduling off unless the flag is given."""
     from vllm.config import VllmConfig
 
-    VllmConfig.__post_init__ = _without_default(VllmConfig.__post_init__)  # type: ignore[method-assign]
+    upstream: Any = VllmConfig.__post_init__
+    _require(_takes(upstream, "self"), "VllmConfig.__post_init__")
+
+    def in_order(config: VllmConfig) -> None:
+        if config.scheduler_config.async_scheduling is None:
+            config.scheduler_config.async_scheduling = False
+        upstream(config)
+
+    VllmConfig.__post_init__ = in_order  # type: ignore[method-assign]
 
 
+@cache
 def run_here() -> None:
-    """Make vLLM's choice of its V2 model runner have no effect; idempotent."""
-    from vllm.config import VllmConfig
-
-    VllmConfig.use_v2_model_runner = property(_no_v2_runner)  # type: ignore[method-assign, assignment]
-
-
-def _no_v2_runner(config: VllmConfig) -> bool:
-    """Return False; warn where the V2 runner is asked for."""
+    """Make vLLM's choice of its V2 model runner have no effect."""
     from vllm import envs
+    from vllm.config import VllmConfig
     from vllm.logger import init_logger
 
-    if config.watermark_config is not None:
-        raise ConfigError(
-            "--watermark-config: watermarks are drawn by vLLM's V2 model runner alone"
-        )
-    if envs.VLLM_USE_V2_MODEL_RUNNER:
-        init_logger(__name__).warning_once(
-            "VLLM_USE_V2_MODEL_RUNNER=1 is ignored: this backend has one model runner of its own"
-        )
-    return False
+    def no_v2_runner(config: VllmConfig) -> bool:
+        if config.watermark_config is not None:
+            raise ConfigError(
+                "--watermark-config: watermarks are drawn by vLLM's V2 model runner alone"
+            )
+        if envs.VLLM_USE_V2_MODEL_RUNNER:
+            init_logger(__name__).warning_once(
+                "VLLM_USE_V2_MODEL_RUNNER=1 is ignored: this backend has one model runner of its "
+                "own"
+            )
+        return False
+
+    upstream: Any = VllmConfig.use_v2_model_runner
+    _require(isinstance(upstream, property), "VllmConfig.use_v2_model_runner")
+    VllmConfig.use_v2_model_runner = property(no_v2_runner)  # type: ignore[method-assign, assignment]
 
 
+@cache
 def chunk_by_default(tokens: int) -> None:
-    """Make vLLM take steps of ``tokens`` unless a number is given; idempotent."""
+    """Make vLLM take steps of ``tokens`` unless a number is given."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    theirs: Any = EngineArgs.get_batch_defaults
-    if getattr(theirs, "has_own_chunk", False):
-        return
+    upstream: Any = EngineArgs.get_batch_defaults
+    _require(_takes(upstream, "world_size"), "EngineArgs.get_batch_defaults")
 
     def defaults(world_size: int) -> Any:
-        return dict.fromkeys((None, *UsageContext), tokens), theirs(world_size)[1]
+        return dict.fromkeys((None, *UsageContext), tokens), upstream(world_size)[1]
 
-    defaults.has_own_chunk = True  # type: ignore[attr-defined]
     EngineArgs.get_batch_defaults = staticmethod(defaults)  # type: ignore[method-assign]
 
 
-def _without_default(settle: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], None]:
-    if getattr(settle, "has_no_default", False):
-        return settle
-
-    def settle_in_order(config: VllmConfig) -> None:
-        if config.scheduler_config.async_scheduling is None:
-            config.scheduler_config.async_scheduling = False
-        settle(config)
-
-    settle_in_order.has_no_default = True  # type: ignore[attr-defined]
-    return settle_in_order
-
-
+@cache
 def apply_patches() -> None:
-    """Apply the ledger's patches of this process; idempotent."""
+    """Apply what processes of an engine need."""
     import torch
 
     run_here()
     if torch.accelerator.is_available():
         return
-    torch.accelerator.empty_cache = _nothing_to_empty
-    torch.accelerator.empty_host_cache = _nothing_to_empty
-
-
-def _nothing_to_empty() -> None:
-    """Do nothing: there is no cache."""
-
-
-def _accept(*_: object) -> None:
-    """Accept any request."""
-
-
-def _yes() -> bool:
-    return True
-
-
-def _call(fn: Callable[[], _T]) -> _T:
-    return fn()
+    # There is no cache to empty.
+    torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.empty_host_cache = lambda: None
 
 
 # Prefixes of vLLM 0.30's warnings about decisions of this platform, which users cannot change.
@@ -179,7 +190,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _like(handler: logging.Handler, level: int) -> logging.Handler:
     if not isinstance(handler, logging.StreamHandler):
         return handler
-    twin: logging.Handler = logging.StreamHandler(handler.stream)
-    twin.setFormatter(handler.formatter)
-    twin.setLevel(level)
-    return twin
+    copied: logging.Handler = logging.StreamHandler(handler.stream)
+    copied.setFormatter(handler.formatter)
+    copied.setLevel(level)
+    return copied

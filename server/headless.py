@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import psutil
 from starlette.requests import Request
 
-from rbln_backend.api.reports import ProgressReader
+from rbln_backend.api.names import ProgressReader
 from server.admission import Capacity
 from server.engine.config import launch_error
 from server.engine.launch import Launcher

@@ -17,7 +17,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from rbln_backend.api.reports import GraphProgress, ProgressSnapshot
+from rbln_backend.api.names import GraphProgress, ProgressSnapshot
 from server.errors import DrainingError, EngineFailedError, NotReadyError, ServerError
 
 _DEFAULT_RETRY_S = 5

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.api.reports import ProgressReader
+from rbln_backend.api.names import ProgressReader
 from server import bounds
 from server.admission import Admission
 from server.app import create_app

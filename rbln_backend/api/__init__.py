@@ -1,7 +1,7 @@
 """The server's interface to the backend, besides the engine that it runs.
 
-The functions of this module need vLLM, and import it when they are called. The submodules export
-names that need neither torch nor vLLM. The server imports nothing else of the backend but
+The functions of this module need vLLM, and import it when they are called. ``names`` exports what
+needs neither torch nor vLLM. The server imports nothing else of the backend but
 `buckets`, `usage`, `errors` and `host` (contract `server-door`).
 """
 

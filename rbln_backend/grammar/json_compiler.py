@@ -21,12 +21,10 @@ class BoundedCompiler(xgrammar.GrammarCompiler):
     """xgrammar's compiler with a bound on whitespace in JSON."""
 
     def compile_json_schema(self, schema: Any, **options: Any) -> xgrammar.CompiledGrammar:
-        """Compile a schema; see xgrammar."""
         bounded = {"max_whitespace_cnt": MAX_WHITESPACE, **options}
         return super().compile_json_schema(schema, **bounded)
 
     def compile_structural_tag(self, *tag: Any, **options: Any) -> xgrammar.CompiledGrammar:
-        """Compile a structural tag, in the older form of two parts or in one; see xgrammar."""
         if len(tag) == 1 and isinstance(tag[0], str):
             value = json.loads(tag[0])
             _bound(value)

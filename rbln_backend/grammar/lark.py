@@ -194,11 +194,9 @@ class LarkGrammar(StructuredOutputGrammar):
         return bool(self._matcher.consume_tokens(self._taken))
 
     def is_terminated(self) -> bool:
-        """Return True after a stop token."""
         return self._ended
 
     def reset(self) -> None:
-        """Go back to the beginning."""
         self._matcher.reset()
         self._taken.clear()
         self._restarted_at = None

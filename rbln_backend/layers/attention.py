@@ -229,7 +229,6 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """As upstream; called once, by vLLM's attention layer."""
-        del act_dtype
         if isinstance(self._attention, SdkAttention):
             self._attention.prepare_weights()
 

@@ -12,8 +12,6 @@ from rbln_backend.collectives import Group, register, unregister
 
 
 class RblnCommunicator(DeviceCommunicatorBase):
-    """Communicator of one group; vLLM makes it, see ``Platform.get_device_communicator_cls``."""
-
     def __init__(
         self,
         cpu_group: torch.distributed.ProcessGroup,

@@ -90,17 +90,14 @@ class PlainExperts:
         self.activation: str = layer.activation.value
 
     def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]."""
         mixed: Tensor = torch.ops.rbln_emulator.moe(x, weights, ids, *self._arguments())
         return mixed
 
     def weighted(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]."""
         mixed: Tensor = torch.ops.rbln_emulator.moe_masked(x, weights, counts, *self._arguments())
         return mixed
 
     def expert(self, x: Tensor, number: int) -> Tensor:
-        """As ``Experts``, x [T, H] to [T, H], in standard PyTorch operators."""
         up = WeightStack(self.w13, self.w13_bias, 2 * self.intermediate_size)
         down = WeightStack(self.w2, self.w2_bias, self.hidden_size)
         gate_up = self._linear(x, up, number)
@@ -113,7 +110,6 @@ class PlainExperts:
         return out
 
     def glu(self, x: Tensor, by_expert: Tensor, expert_map: Tensor | None) -> Tensor:
-        """As ``GluExperts``: x [T, H] to [T, H]."""
         inner = self.intermediate_size
         mixed: Tensor = torch.ops.rbln_custom_ops.custom_moe_glu(
             *(x, self.w13[:, :inner], self.w13[:, inner:], self.w2),

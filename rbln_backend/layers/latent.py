@@ -44,7 +44,6 @@ class AbsorbedProjection(QuantizeMethodBase):
         self.key_size, self.value_size = key_size, value_size
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """As the layer's own method."""
         self._method.create_weights(layer, *args, **kwargs)
 
     def apply(self, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -180,7 +179,6 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         config.compilation_config.static_forward_context[self.layer_name] = self
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """The backend of all other layers."""
         return RblnAttentionBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MLAAttentionSpec:

@@ -298,7 +298,6 @@ def _numbers_here(layer: RoutedExperts) -> Sequence[int]:
 
 
 def moe_methods(model: nn.Module) -> list[RblnMoEMethod]:
-    """The methods of all mixtures of ``model``, in its order."""
     layers = (module for module in model.modules() if isinstance(module, RoutedExperts))
     return [layer.quant_method for layer in layers if isinstance(layer.quant_method, RblnMoEMethod)]
 

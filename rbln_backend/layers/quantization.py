@@ -6,9 +6,9 @@ replaced but entries of the first. Names, files and weight loading stay upstream
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,23 @@ from rbln_backend.layers.sdk_experts import OneOpExperts, OneOpMoEMethod, RblnMo
 from rbln_backend.limits import QUANTIZATION, QUANTIZED_EMBEDDING, QUANTIZED_EXPERTS
 
 
+class _Narrowed:
+    """Put before vLLM's configurations: fields are checked, and activations may be float32."""
+
+    check: ClassVar[Callable[[dict[str, Any]], None]]
+    """Raises ``UnsupportedModelError`` naming the field that cannot be."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        upstream: Any = super()
+        return [torch.float32, *upstream.get_supported_act_dtypes()]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        cls.check(config)
+        upstream: Any = super()
+        return upstream.from_config(config)
+
+
 class RblnAwqLinearMethod(AutoAWQMarlinLinearMethod):
     """As upstream's for any kernel, without asking whether a GPU has Marlin."""
 
@@ -103,22 +120,12 @@ class RblnAwqLinearMethod(AutoAWQMarlinLinearMethod):
         self.kernel.process_weights_after_loading(layer)
 
 
-class RblnAwqConfig(AutoAWQConfig):
+class RblnAwqConfig(_Narrowed, AutoAWQConfig):
     """AWQ checkpoints."""
 
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Upstream's, and float32."""
-        return [torch.float32, *super().get_supported_act_dtypes()]
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> AutoAWQConfig:
-        """As upstream; raises ``UnsupportedModelError`` naming the field that cannot be."""
-        check_awq(config)
-        return super().from_config(config)
+    check = staticmethod(check_awq)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         is_head = isinstance(layer, ParallelLMHead) and self.lm_head_quantized
         is_linear = isinstance(layer, LinearBase) or is_head
         if not (is_linear or isinstance(layer, RoutedExperts)):
@@ -146,19 +153,10 @@ class RblnGptqLinearMethod(AutoGPTQLinearMethod):
         self.quant_type = quant_config.quant_type
 
 
-class RblnGptqConfig(AutoGPTQConfig):
+class RblnGptqConfig(_Narrowed, AutoGPTQConfig):
     """GPTQ checkpoints."""
 
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Upstream's, and float32."""
-        return [torch.float32, *super().get_supported_act_dtypes()]
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> AutoGPTQConfig:
-        """As upstream; raises ``UnsupportedModelError`` naming the field that cannot be."""
-        check_gptq(config)
-        return super().from_config(config)
+    check = staticmethod(check_gptq)
 
     def maybe_update_config(self, *args: Any, **kwargs: Any) -> None:
         """Learn from the files which layers are quantised: all, where there are none to read."""
@@ -166,7 +164,6 @@ class RblnGptqConfig(AutoGPTQConfig):
         self.modules_in_block_to_quantize = self.modules_in_block_to_quantize or [_EVERY_LAYER]
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         method: QuantizeMethodBase | None = get_linear_quant_method(
@@ -191,17 +188,12 @@ class RblnGptqMoEMethod(RblnQuantizedMoEMethod):
         super().__init__(moe, stored, stored)
 
 
-class RblnCompressedTensorsConfig(CompressedTensorsConfig):
+class RblnCompressedTensorsConfig(_Narrowed, CompressedTensorsConfig):
     """As upstream, with schemes of our own for weights of a byte each."""
 
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> CompressedTensorsConfig:
-        """As upstream; raises ``UnsupportedModelError`` naming the field that cannot be."""
-        check_compressed_tensors(config)
-        return super().from_config(config)
+    check = staticmethod(check_compressed_tensors)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
         is_embedding = isinstance(layer, VocabParallelEmbedding)
@@ -283,7 +275,7 @@ _MODELOPT = ByteWeights(
 )
 
 
-class RblnFp8Config(Fp8Config):
+class RblnFp8Config(_Narrowed, Fp8Config):
     """Weights of e4m3; activations are in the model's dtype."""
 
     def __init__(
@@ -293,19 +285,9 @@ class RblnFp8Config(Fp8Config):
         super().__init__(*args, **options)
         self._block = None if weight_block_size is None else tuple(weight_block_size)
 
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Upstream's, and float32."""
-        return [torch.float32, *super().get_supported_act_dtypes()]
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Fp8Config:
-        """As upstream; raises ``UnsupportedModelError`` naming the field that cannot be."""
-        check_fp8(config)
-        return super().from_config(config)
+    check = staticmethod(check_fp8)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         if not self.is_checkpoint_fp8_serialized:
             raise QUANTIZATION.refusal("quantization 'fp8' of a checkpoint that is not")
         if isinstance(layer, Attention):
@@ -340,46 +322,28 @@ class RblnFp8Config(Fp8Config):
         )
 
 
-class RblnModelOptConfig(ModelOptFp8Config):
+class RblnModelOptConfig(_Narrowed, ModelOptFp8Config):
     """Weights of e4m3 that ModelOpt wrote, with a scale for each stored layer."""
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Upstream's, and float32."""
-        return [torch.float32, *super().get_supported_act_dtypes()]
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        """As upstream; raises ``UnsupportedModelError`` naming the field that cannot be."""
-        check_modelopt(config)
-        return super().from_config(config)
+    check = staticmethod(check_modelopt)
 
     def has_blocked_weights(self) -> bool:
         """No: vLLM would switch on an operator of its own for blocks."""
         return False
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         if isinstance(layer, Attention):
             # Scales of a quantised KV cache are read, and mean nothing to one that is not.
             return super().get_quant_method(layer, prefix)
         return _method_of_modelopt(layer, prefix, is_skipped=self.is_layer_excluded(prefix))
 
 
-class RblnModelOptMixedConfig(ModelOptMixedPrecisionConfig):
+class RblnModelOptMixedConfig(_Narrowed, ModelOptMixedPrecisionConfig):
     """As ``RblnModelOptConfig``, of the layers that ``quantized_layers`` lists."""
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Upstream's, and float32."""
-        return [torch.float32, *super().get_supported_act_dtypes()]
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        """As upstream; raises ``UnsupportedModelError`` naming the field that cannot be."""
-        check_modelopt(config)
-        return super().from_config(config)
+    check = staticmethod(check_modelopt)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the method that multiplies by ``layer``'s weights; None for unquantized layers."""
         if isinstance(layer, Attention):
             return super().get_quant_method(layer, prefix)
         algorithm = self._resolve_quant_algo(prefix)
@@ -428,7 +392,6 @@ class Mxfp4Experts(OneOpExperts):
         self.count: int = self._parts[0].shape[0]
 
     def glu(self, x: Tensor, by_expert: Tensor, expert_map: Tensor | None) -> Tensor:
-        """As ``GluExperts``: x [T, H] to [T, H]."""
         alpha = torch.tensor(SWIGLU_ALPHA, dtype=torch.float32)
         limit = torch.tensor(SWIGLU_LIMIT, dtype=torch.float32)
         mixed: Tensor = torch.ops.rbln_custom_ops.custom_moe_glu_mxfp4(
@@ -502,7 +465,6 @@ def register() -> None:
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
-    """Return the formats of quantized layers in the model's order; experts count as one."""
     return [held for layer in model.modules() for held in _held_by(layer)]
 
 

@@ -78,7 +78,6 @@ class ExpertFormat(ABC):
 
     def scope_of(self, suffix: str) -> str:
         """Return the scope of the stored tensor ``suffix``: ``scope``, of all by default."""
-        del suffix
         return self.scope
 
     @property
@@ -110,8 +109,6 @@ class PackedRows(ExpertFormat):
     """compressed-tensors pack-quantized: words [N, K / fields], scales [N, groups]."""
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
-        del parts
         groups = self.groups(depth)
         made = {
             "weight_packed": torch.empty(columns, depth // self.fields, dtype=torch.int32),
@@ -124,7 +121,6 @@ class PackedRows(ExpertFormat):
         return made
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         words, scales = pack_words(stored["weight_packed"]), pack_scales(stored["weight_scale"])
         if self.quantized.symmetric:
             return Packed(words, scales)
@@ -139,8 +135,6 @@ class GptqColumns(ExpertFormat):
     is_transposed = True
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
-        del parts
         groups = self.groups(depth)
         return {
             "qweight": torch.empty(depth // self.fields, columns, dtype=torch.int32),
@@ -150,7 +144,6 @@ class GptqColumns(ExpertFormat):
         }
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         words, scales = stored["qweight"], stored["scales"]
         return Packed(pack_transposed_words(words), pack_transposed_words(scales))
 
@@ -161,8 +154,6 @@ class AwqColumns(ExpertFormat):
     is_transposed = True
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
-        del parts
         groups = self.groups(depth)
         return {
             "qweight": torch.empty(depth, columns // 8, dtype=torch.int32),
@@ -171,7 +162,6 @@ class AwqColumns(ExpertFormat):
         }
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         words = pack_transposed_words(words_along_inputs(stored["qweight"]))
         zeros = pack_transposed_words(zero_points(stored["qzeros"]))
         return Packed(words, pack_transposed_words(stored["scales"]), zeros)
@@ -192,17 +182,13 @@ class ByteRows(ExpertFormat):
 
     @property
     def scope(self) -> str:
-        """As ``ExpertFormat``."""
         return self.stored.scope
 
     @property
     def unit(self) -> int:
-        """As ``ExpertFormat``: whole blocks."""
         return lcm(*self.stored.block) if self.stored.scope == "block" else self.fields
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
-        del dtype
         rows, inputs = self.stored.block
         scales: dict[str, tuple[int, ...]] = {
             "tensor": (parts,) if parts > 1 else (),
@@ -217,7 +203,6 @@ class ByteRows(ExpertFormat):
         }
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         weight, scales = stored["weight"], stored[self.stored.scale_name]
         columns, depth = weight.shape
         parts = scales.numel() if self.stored.scope == "tensor" else 1
@@ -230,19 +215,15 @@ class Mxfp4Rows(ExpertFormat):
 
     @property
     def scope(self) -> str:
-        """As ``ExpertFormat``."""
         return "block"
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
-        del parts, dtype
         return {
             "weight": torch.empty(columns, depth // 2, dtype=torch.uint8),
             "weight_scale": torch.empty(columns, self.groups(depth), dtype=torch.uint8),
         }
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         words = pack_words(stored["weight"].view(torch.int32))
         return Packed(words, pack_scales(stored["weight_scale"]))
 
@@ -258,7 +239,6 @@ class Nvfp4Rows(ExpertFormat):
 
     @property
     def scope(self) -> str:
-        """As ``ExpertFormat``."""
         return "block"
 
     def scope_of(self, suffix: str) -> str:
@@ -266,8 +246,6 @@ class Nvfp4Rows(ExpertFormat):
         return "tensor" if suffix in self._OF_WHOLE else self.scope
 
     def tensors(self, columns: int, depth: int, parts: int, dtype: torch.dtype) -> Tensors:
-        """As ``ExpertFormat``: tensors of a [columns, depth] weight."""
-        del dtype
         whole = (parts,) if parts > 1 else ()
         return {
             "weight": torch.empty(columns, depth // 2, dtype=torch.uint8),
@@ -276,7 +254,6 @@ class Nvfp4Rows(ExpertFormat):
         }
 
     def pack(self, stored: Mapping[str, Tensor]) -> Packed:
-        """As ``ExpertFormat``: parts of one [N, K] matrix."""
         halves = torch.stack((stored["weight"] & 15, stored["weight"] >> 4), dim=-1)
         twice = _TWICE_E2M1[halves.flatten(-2).long()]
         seconds = stored["weight_scale_2"].reshape(-1, 1) / 2
@@ -302,7 +279,6 @@ class BlockExperts(PlainExperts):
         self._w13_scale, self._w2_scale = layer.w13_weight_scale, layer.w2_weight_scale
 
     def glu(self, x: Tensor, by_expert: Tensor, expert_map: Tensor | None) -> Tensor:
-        """As ``PlainExperts``: x [T, H] to [T, H]."""
         inner = self.intermediate_size
         rows, ops = inner // self._block[0], torch.ops.rbln_custom_ops
         weights = (
@@ -367,19 +343,16 @@ class QuantizedExperts:
         self.activation: str = layer.activation.value
 
     def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]."""
         ops = torch.ops.rbln_emulator
         mixed: Tensor = ops.quantized_moe(x, weights, ids, *self._arguments())
         return mixed
 
     def weighted(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]."""
         ops = torch.ops.rbln_emulator
         mixed: Tensor = ops.quantized_moe_masked(x, weights, counts, *self._arguments())
         return mixed
 
     def expert(self, x: Tensor, number: int) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]."""
         gate_up = self._w13.product(x, number, 2 * self.intermediate_size)
         if self.adapters is not None:
             self.adapters.add_first(gate_up, x, number)
@@ -478,12 +451,10 @@ class RblnQuantizedMoEMethod(RblnMoEMethod):
 
     def packing_bytes(self, layer: Any) -> int:
         """Return the bytes that packing adds to the stored tensors of ``layer``."""
-        del layer
         return 0
 
     def has_sdk_form(self, inner: int) -> bool:
         """Return True if the SDK's op takes experts of ``inner`` columns in the stored form."""
-        del inner
         first, second = self._formats.values()
         if not isinstance(first, ByteRows) or first != second:
             return False

@@ -124,7 +124,6 @@ class RblnWna16LinearKernel(MPLinearKernel):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """No GPU has to have anything."""
         return -1
 
     @classmethod
@@ -142,7 +141,6 @@ class RblnWna16LinearKernel(MPLinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Bring words and scales into the layout that they are read in, and drop the rest."""
         words, scales, zeros = self._get_weight_params(layer)
         # compressed-tensors has [N, K / fields] and [N, groups], GPTQ both transposed.
         has_rows = getattr(words, "packed_dim", 1) == 1
@@ -322,7 +320,6 @@ class RblnByteScheme(CompressedTensorsScheme):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """No GPU has to have anything."""
         return -1
 
     def create_weights(self, *args: Any, **given: Any) -> None:
@@ -341,7 +338,6 @@ class RblnByteScheme(CompressedTensorsScheme):
         weight_loader: Callable[..., Any],
         **_: Any,
     ) -> None:
-        del params_dtype
         stored, depth, columns = self._stored, input_size_per_partition, output_partition_sizes
         self._columns, self._depth = columns, depth
         self._check(layer, input_size, output_size)

@@ -26,15 +26,12 @@ class OneOpExperts:
     """Name of the format."""
 
     def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
         raise NotImplementedError(self._one_op)
 
     def weighted(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
         raise NotImplementedError(self._one_op)
 
     def expert(self, x: Tensor, number: int) -> Tensor:
-        """As ``Experts``: x [T, H] to [T, H]; not called, an NPU computes them by ``glu``."""
         raise NotImplementedError(self._one_op)
 
     @property
@@ -79,7 +76,6 @@ class Nvfp4Experts(OneOpExperts):
         self._activation: str = layer.activation.value
 
     def glu(self, x: Tensor, by_expert: Tensor, expert_map: Tensor | None) -> Tensor:
-        """As ``GluExperts``: x [T, H] to [T, H]."""
         both, both_scale, seconds = self._w13
         down, down_scale, down_second = self._w2
         inner = self._inner
@@ -138,7 +134,6 @@ class RblnModelOptNvfp4MoEMethod(OneOpMoEMethod):
 
         Limits of the activation came with SDK 0.12.1.
         """
-        del inner
         limits = {name: limit for name, limit in self._limits.items() if limit is not None}
         return not self.moe.has_bias and offered(self.sdk_op, **limits) == limits
 

@@ -25,7 +25,6 @@ class _ReadsCacheScales:
         self._cache_scales = None if quant_config is None else quant_config.get_cache_scale_mapper()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """As vLLM's."""
         mapped = weights if self._cache_scales is None else self._cache_scales.apply(weights)
         return super().load_weights(mapped)  # type: ignore[misc]
 

@@ -214,7 +214,9 @@ class Jobs:
 
     def generate(self, side: Side, forced: Sequence[Sequence[int]] | None = None) -> Job:
         """Return the job over all prompts, with ``forced`` tokens to follow."""
-        options = self._options
+        options, profile_dir = self._options, None
+        if options.profile:
+            profile_dir = str(Path("profile").absolute() / f"{side}_{Path(options.model).name}")
         return Job(
             side=side,
             model=self.model,
@@ -224,8 +226,8 @@ class Jobs:
             num_logprobs=self._num_logprobs,
             lora=options.lora,
             forced=None if forced is None else tuple(tuple(tokens) for tokens in forced),
-            num_hidden_layers=self._options.num_hidden_layers,
-            profile_dir=self._profile_dir(side),
+            num_hidden_layers=options.num_hidden_layers,
+            profile_dir=profile_dir,
         )
 
     def probe(self, side: Side, prompt: str, token_ids: Sequence[int], num_decoded: int) -> Job:
@@ -243,46 +245,37 @@ class Jobs:
             profile_dir=None,
         )
 
-    def _profile_dir(self, side: Side) -> str | None:
-        if not self._options.profile:
-            return None
-        name = Path(self._options.model).name
-        return str(Path("profile").absolute() / f"{side}_{name}")
-
     def _engine_args(self, side: Side, *, batch: int) -> dict[str, Any]:
-        args: dict[str, Any] = {"trust_remote_code": self._options.trust_remote_code}
+        options = self._options
+        args: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
         if side == "transformers":
             return args
         args |= {
             "max_num_seqs": batch,
-            "max_num_batched_tokens": self._options.max_batched,
+            "max_num_batched_tokens": options.max_batched,
             "max_model_len": self._max_model_len,
             "max_logprobs": -1,
             # A hit would make a forced run skip computation.
             "enable_prefix_caching": False,
             "disable_log_stats": True,
-            "dtype": self._options.dtype,
+            "dtype": options.dtype,
         }
-        if self._options.lora is not None:
+        if options.lora is not None:
             args |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": 64}
-        return args | (self._cpu_args() if side == "cpu" else self._rbln_args())
-
-    def _cpu_args(self) -> dict[str, Any]:
-        return {
-            "enforce_eager": True,
-            "async_scheduling": False,
-            "block_size": self._options.block_size_cpu,
-        }
-
-    def _rbln_args(self) -> dict[str, Any]:
-        options = self._options
-        return {
+        if side == "cpu":
+            return args | {
+                "enforce_eager": True,
+                "async_scheduling": False,
+                "block_size": options.block_size_cpu,
+            }
+        ranks = {
             "block_size": self._block_size_rbln,
             "tensor_parallel_size": options.tp,
             "pipeline_parallel_size": options.pp,
             "data_parallel_size": options.dp,
             "enable_expert_parallel": options.ep,
-        } | options.rbln_args
+        }
+        return args | ranks | options.rbln_args
 
 
 def _read_config(model: str) -> Mapping[str, Any]:

@@ -28,7 +28,11 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     They are the outermost list of modules with a usual name, else the longest list. Raises
     ``ConfigError`` for a model without one.
     """
-    lists = [(name, part) for name, part in model.named_modules() if _is_list(part)]
+    lists = [
+        (name, part)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) > 0
+    ]
     usual = [(name, part) for name, part in lists if name.rpartition(".")[2] in _USUAL_NAMES]
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of layers to compare")
@@ -37,10 +41,6 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     else:
         name, chosen = max(lists, key=lambda item: len(list(item[1].children())))
     return [(f"{name}.{index}", layer) for index, layer in chosen.named_children()]
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList) and len(module) > 0
 
 
 def state_of(output: Any) -> Tensor:
@@ -104,8 +104,11 @@ def write_first_layers(folder: Path, cut: Path, count: int) -> None:
     (cut / "config.json").write_text(json.dumps(_shortened(config, count)), encoding="utf-8")
     for path in files:
         with safe_open(path, framework="pt") as weights:
-            names = [name for name in weights.keys() if _is_in(name, count)]  # noqa: SIM118
-            kept = {name: weights.get_tensor(name) for name in names}
+            kept = {}
+            for name in weights.keys():  # noqa: SIM118
+                layer = _LAYER.match(name)
+                if layer is None or int(layer[1]) < count:
+                    kept[name] = weights.get_tensor(name)
         if kept:
             save_file(kept, cut / path.name, {"format": "pt"})
 
@@ -117,11 +120,6 @@ def _shortened(config: dict[str, Any], count: int) -> dict[str, Any]:
     if "layer_types" in config:
         shorter["layer_types"] = config["layer_types"][:count]
     return shorter
-
-
-def _is_in(name: str, count: int) -> bool:
-    layer = _LAYER.match(name)
-    return layer is None or int(layer[1]) < count
 
 
 @contextmanager

@@ -79,7 +79,6 @@ class Summary:
 
 
 def summarize(deltas: Sequence[PromptDelta]) -> Summary:
-    """Summarize the prompts of two sides."""
     positions = [position for delta in deltas for position in delta.positions]
     overlaps = [position.overlap for position in positions]
     total = sum(p.mean_delta * p.overlap for p in positions if p.overlap)
@@ -303,8 +302,6 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bisection:
-    """Result of a layer-by-layer comparison."""
-
     reference: Side
     prompt: int
     num_tokens: int
@@ -315,8 +312,6 @@ class Bisection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Content of the reports."""
-
     options: Options
     results: dict[Side, SideResult]
     pairs: tuple[Comparison, ...]

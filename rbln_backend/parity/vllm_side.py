@@ -7,13 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm import LLM, AsyncEngineArgs, SamplingParams
-from vllm.config import ModelConfig
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -52,29 +51,6 @@ class ForcedTokens(AdapterLogitsProcessor):
         return follow
 
 
-class Engine(Protocol):
-    """Interface of a runner's engine."""
-
-    model_config: ModelConfig
-    tokenizer: Any
-    num_at_once: int
-    """Requests that run at the same time, over all ranks."""
-
-    def generate(
-        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
-    ) -> list[RequestOutput]:
-        """Run all ``prompts`` to the end; outputs are in their order."""
-
-    def close(self) -> None:
-        """End the engine's processes."""
-
-
-def start_engine(job: Job) -> Engine:
-    """Load and compile an engine; raises vLLM's errors."""
-    ranks = int(job.engine_args.get("data_parallel_size", 1))
-    return OfflineEngine(job) if ranks == 1 else RankedEngine(job, ranks)
-
-
 class OfflineEngine:
     """vLLM's ``LLM``, whose first rank is in this process, so that its layers are accessible."""
 
@@ -83,6 +59,7 @@ class OfflineEngine:
         self.model_config = self.llm.model_config
         self.tokenizer: Any = self.llm.get_tokenizer()
         self.num_at_once = int(job.engine_args["max_num_seqs"])
+        """Requests that run at the same time, over all ranks."""
         self._lora = _adapter(job)
 
     def generate(
@@ -155,6 +132,9 @@ def _adapter(job: Job) -> LoRARequest | None:
     return None if job.lora is None else LoRARequest("parity", 1, job.lora)
 
 
+Engine: TypeAlias = OfflineEngine | RankedEngine
+
+
 def probe(engine: OfflineEngine, side: Side, token_ids: Sequence[int], num_decoded: int) -> Layers:
     """Return the states of every layer over ``token_ids``; the last ones run as decode steps."""
     split = len(token_ids) - num_decoded
@@ -167,19 +147,14 @@ def probe(engine: OfflineEngine, side: Side, token_ids: Sequence[int], num_decod
         detokenize=False,
         extra_args={FORCED_TOKENS: forced},
     )
-    states_of = _graph_states if side == "rbln" else _eager_states
-    names, states = states_of(engine, list(token_ids[:split]), params)
+    prompt = list(token_ids[:split])
+    if side == "rbln":
+        engine.llm.collective_rpc("start_probe")
+        engine.generate([prompt], [params])
+        names, states = engine.llm.collective_rpc("take_probe")[0]
+    else:
+        names, states = _eager_states(engine, prompt, params)
     return Layers(names=tuple(names), states=np.stack(states)[:, : len(token_ids)])
-
-
-def _graph_states(
-    engine: OfflineEngine, prompt: list[int], params: SamplingParams
-) -> tuple[list[str], list[FloatArray]]:
-    """Return the states of compiled graphs; see ``ProbeWorker``."""
-    engine.llm.collective_rpc("start_probe")
-    engine.generate([prompt], [params])
-    names, states = engine.llm.collective_rpc("take_probe")[0]
-    return names, states
 
 
 def _eager_states(
@@ -202,36 +177,30 @@ def _itself(model: Any) -> Any:
 def run(job: Job, report: Report) -> SideResult:
     """Generate freely, then follow the reference's tokens where the two differ."""
     report("engine", 0, 1)
-    with closing(start_engine(job)) as engine:
+    ranks = int(job.engine_args.get("data_parallel_size", 1))
+    engine: Engine = OfflineEngine(job) if ranks == 1 else RankedEngine(job, ranks)
+    with closing(engine):
         report("engine", 1, 1)
-        return _run(engine, job, report)
-
-
-def _run(engine: Engine, job: Job, report: Report) -> SideResult:
-    side = _VllmSide(engine, job)
-    side.warm_up()
-    with profiled(job):
-        started = time.perf_counter()
-        free = side.generate(dict.fromkeys(range(len(job.prompts))), report, "generate")
-        seconds = time.perf_counter() - started
-    answers = side.follow(free, report)
-    layers = None
-    if job.probe is not None:
-        assert isinstance(engine, OfflineEngine)
-        layers = probe(engine, job.side, *job.probe)
-    about = _about(engine)
-    return SideResult(answers=tuple(answers), seconds=seconds, layers=layers, about=about)
-
-
-def _about(engine: Engine) -> dict[str, Any]:
-    return {
-        "platform": type(current_platform).__name__,
-        "vllm": vllm_build().version,
-        "torch": torch.__version__,
-        "dtype": str(engine.model_config.dtype).removeprefix("torch."),
-        "max_model_len": engine.model_config.max_model_len,
-        "vocab_size": engine.model_config.get_vocab_size(),
-    }
+        side = _VllmSide(engine, job)
+        side.warm_up()
+        with profiled(job):
+            started = time.perf_counter()
+            free = side.generate(dict.fromkeys(range(len(job.prompts))), report, "generate")
+            seconds = time.perf_counter() - started
+        answers = side.follow(free, report)
+        layers = None
+        if job.probe is not None:
+            assert isinstance(engine, OfflineEngine)
+            layers = probe(engine, job.side, *job.probe)
+        about = {
+            "platform": type(current_platform).__name__,
+            "vllm": vllm_build().version,
+            "torch": torch.__version__,
+            "dtype": str(engine.model_config.dtype).removeprefix("torch."),
+            "max_model_len": engine.model_config.max_model_len,
+            "vocab_size": engine.model_config.get_vocab_size(),
+        }
+        return SideResult(answers=tuple(answers), seconds=seconds, layers=layers, about=about)
 
 
 class _VllmSide:

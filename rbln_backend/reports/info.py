@@ -255,7 +255,6 @@ class MemoryReport:
 
     @property
     def needed_bytes(self) -> int:
-        """Sum of all uses."""
         parts = (self.process_bytes, self.weight_bytes, self.packing_bytes, self.lora_bytes)
         return sum(parts) + self.workspace_bytes + self.kv_bytes
 
@@ -280,7 +279,6 @@ class MemoryReport:
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields as JSON values."""
         sums = {"kv_bytes": self.kv_bytes, "needed_bytes": self.needed_bytes}
         return {**dataclasses.asdict(self), **sums, "longest_requests": self.longest_requests}
 
@@ -371,7 +369,6 @@ class StoreReport:
         return not self.to_compile and self.kernels.state in ("stored", "not needed")
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields as JSON values."""
         return {"warm": self.is_warm, **dataclasses.asdict(self)}
 
     def lines(self) -> list[str]:
@@ -422,7 +419,6 @@ class CompileReport:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields as JSON values."""
         return dataclasses.asdict(self)
 
 
@@ -493,7 +489,6 @@ class ModelReport:
         return sum(group.num_layers for group in self.kv_groups)
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields as JSON values."""
         groups = [dataclasses.asdict(group) | {"kind": group.kind} for group in self.kv_groups]
         return {
             **dataclasses.asdict(self),

@@ -371,7 +371,6 @@ class GaugeHandle:
         self.value = 0.0
 
     def set(self, value: float) -> None:
-        """Replace the value."""
         with self._lock:
             if self._cell is None:
                 self._cell = self._sink.cell(self._key)
@@ -408,7 +407,6 @@ class HistogramHandle:
         self._sum = self.value = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one observation."""
         index = bisect_left(self._bounds, value)
         with self._lock:
             self.value += 1
@@ -438,7 +436,6 @@ class StepCells:
         self._steps, self._seconds, self._useful, self._padded = steps, seconds, useful, padded
 
     def add(self, useful: int, padded: int, seconds: float) -> None:
-        """Count a step."""
         counter = self._steps
         cells = counter._sink.cells
         counter.value = cells[counter._cell] = counter.value + 1.0
@@ -491,15 +488,12 @@ class MetricsBoard:
         return self if counts else MetricsBoard(None, 0)
 
     def counter(self, name: str, **labels: object) -> CounterHandle:
-        """Return the counter; `ValueError` for an undeclared name, kind or set of labels."""
         return self._handle(CounterHandle, name, labels)
 
     def gauge(self, name: str, **labels: object) -> GaugeHandle:
-        """Return the gauge; `ValueError` for an undeclared name, kind or set of labels."""
         return self._handle(GaugeHandle, name, labels)
 
     def histogram(self, name: str, **labels: object) -> HistogramHandle:
-        """Return the histogram; `ValueError` for an undeclared name, kind or set of labels."""
         return self._handle(HistogramHandle, name, labels)
 
     def value(self, name: str, **labels: object) -> float:

@@ -101,7 +101,6 @@ class ProgressWriter:
             self._print(f"{name}: {detail}" if detail else name)
 
     def step(self, detail: str, done: int, total: int) -> None:
-        """Report the progress within the phase; redraws a line on a tty."""
         text = f"{detail}: {done} of {total}"
         self._append({"event": "step", "detail": text, "share": done / total})
         if self._redraws:
@@ -113,7 +112,6 @@ class ProgressWriter:
         self._append({"event": "plan", "graphs": self._planned, "workers": workers})
 
     def graph_started(self, name: str) -> None:
-        """Report the start of work on a graph."""
         self._append({"event": "graph_started", "name": name})
         if self._redraws:
             self._draw(name)

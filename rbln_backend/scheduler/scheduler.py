@@ -19,8 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from rbln_backend.buckets import NO_DRAFTS, VerifyTable
 from rbln_backend.config import NO_TOKEN, NO_TOKEN_LEFT, QUEUE_TIMEOUT
-from rbln_backend.grammar.backend import pin_backend
-from rbln_backend.grammar.masks import StepMasks
+from rbln_backend.grammar.backend import StepMasks, pin_backend
 from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.scheduler.plain_decode import PlainDecode
 from rbln_backend.scheduler.prefix_reuse import PrefixReuse, settle_prefix_caching

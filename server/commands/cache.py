@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from rbln_backend import api
-from rbln_backend.api.reports import StoreReport
-from rbln_backend.api.settings import resolve
-from rbln_backend.api.store import (
+from rbln_backend.api.names import (
     MAX_BYTES,
     ArtifactStore,
     CacheKey,
     Contents,
     Entry,
     KernelFiles,
+    StoreReport,
     above_bound,
     audit,
     collect,
@@ -37,6 +36,7 @@ from rbln_backend.api.store import (
     of_other_versions,
     read_archive,
     read_tree,
+    resolve,
     unpack,
     unused_since,
     write_bundle,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from rbln_backend import api
-from rbln_backend.api.reports import ModelReport
+from rbln_backend.api.names import ModelReport
 from rbln_backend.errors import PlatformError
 from server.engine.config import engine_config, launch_error
 from server.engine.weight_files import WeightFiles, check_weight_files

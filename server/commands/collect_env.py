@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from rbln_backend import api
-from rbln_backend.api.settings import resolve
+from rbln_backend.api.names import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.host.resources import core_budget, host_memory
 from server import __version__

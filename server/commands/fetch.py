@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rbln_backend.api.models import CATALOGUE, convert, is_on_hub
-from rbln_backend.api.models import fetch as fetch_checkpoint
-from rbln_backend.api.settings import hub_settings, resolve
+from rbln_backend.api.names import CATALOGUE, convert, hub_settings, is_on_hub, resolve
+from rbln_backend.api.names import fetch as fetch_checkpoint
 from rbln_backend.errors import CheckpointError, ConfigError
 from server.commands.flags import CommandParser
 

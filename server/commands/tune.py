@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rbln_backend.api.settings import resolve
+from rbln_backend.api.names import resolve
 from rbln_backend.buckets import (
     DEFAULT_CHUNK_TOKENS,
     DEFAULT_MAX_NUM_SEQS,

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from rbln_backend import api
-from rbln_backend.api.models import MULTIMODAL
-from rbln_backend.api.settings import given_options, options_of_vllm
+from rbln_backend.api.names import MULTIMODAL, given_options, options_of_vllm
 from rbln_backend.errors import RblnError
 from rbln_backend.host.resources import vllm_build
 from server.engine.weight_files import check_model_folder, model_config_of

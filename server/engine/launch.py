@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rbln_backend import api
-from rbln_backend.api.reports import (
+from rbln_backend.api.names import (
     LastStart,
     ProgressReader,
     computed_rows,
     read_descriptions,
+    resolve,
 )
-from rbln_backend.api.settings import resolve
 from rbln_backend.errors import ConfigError
 from rbln_backend.host.resources import vllm_build
 from server import __version__

@@ -37,7 +37,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from rbln_backend.api.requests import PROMPT_PROGRESS, QUEUE_TIMEOUT
+from rbln_backend.api.names import PROMPT_PROGRESS, QUEUE_TIMEOUT
 from server.errors import QueueTimeoutError, ServerError
 from server.observability.tracing import (
     CACHE_READ_TOKENS,

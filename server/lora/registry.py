@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from rbln_backend.api.requests import Target
+from rbln_backend.api.names import Target
 from rbln_backend.host.files import replace_file, sync_directory
 from server.errors import (
     AdapterExistsError,

@@ -25,7 +25,7 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from rbln_backend.api.reports import MetricDecl
+from rbln_backend.api.names import MetricDecl
 from server.admission import Admission
 from server.errors import REJECTIONS
 from server.host.job_pool import GRAMMAR_RESULTS, READING_RESULTS, JobCounts

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from prometheus_client import REGISTRY, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from rbln_backend.api.reports import read_descriptions
+from rbln_backend.api.names import read_descriptions
 from rbln_backend.usage import UsageFile, advise
 from server.host.tasks import in_thread
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from rbln_backend.api.requests import BACKGROUND_PRIORITY, FIRST_PRIORITY
+from rbln_backend.api.names import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from server.errors import (
     InvalidValueError,
     PermissionDeniedError,

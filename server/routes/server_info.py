@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
-from rbln_backend.api.reports import SECTIONS, read_descriptions
+from rbln_backend.api.names import SECTIONS, read_descriptions
 from server import bounds
 from server.errors import InvalidValueError, describe
 from server.frontend import Frontend

@@ -21,7 +21,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from rbln_backend.api.requests import NO_TOKEN_LEFT, PROGRESS_ARGS
+from rbln_backend.api.names import NO_TOKEN_LEFT, PROGRESS_ARGS
 from server.errors import ContextLengthError, InternalError, ServerError
 from server.request.options import Tier
 from server.request.record import RequestRecord, record_var

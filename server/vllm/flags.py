@@ -17,14 +17,15 @@ from pathlib import Path
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from rbln_backend.api.models import (
+from rbln_backend.api.names import (
     CATALOGUE,
     checkpoint_of,
+    hub_settings,
     is_on_hub,
     local_or_fetched,
     path_problem,
+    resolve,
 )
-from rbln_backend.api.settings import hub_settings, resolve
 from rbln_backend.errors import CheckpointError, ConfigError
 from server.frontend import LaunchError
 from server.observability.logging import drop_request_lines

@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestState
 
-from rbln_backend.api.requests import EXTRA_ARGS, Prediction
+from rbln_backend.api.names import EXTRA_ARGS, Prediction
 from server.errors import InvalidValueError
 from server.request.record import RequestRecord, record_var
 

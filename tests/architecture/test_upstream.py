@@ -15,6 +15,7 @@ import pytest
 from deploy.upstream.listing import Found, breaks, read_list, refusals, write_list
 from deploy.upstream.uses import Uses, find_uses, signature
 from rbln_backend import vllm_patches as backend_patches
+from rbln_backend.errors import ConfigError
 from server.vllm import patches as server_patches
 from tests.architecture.source_tree import ROOT
 
@@ -213,3 +214,13 @@ def test_the_ledger_says_where_and_why() -> None:
         assert files or functions, row
         assert [name for name in files if not (ROOT / name).is_file()] == []
         assert [name for name in functions if not hasattr(backend_patches, name)] == []
+
+
+def test_another_vllm_is_refused_before_anything_of_it_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.model_executor.models import registry
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda function, timeout: function())
+    with pytest.raises(ConfigError, match=r"another registry\._run_in_subprocess than .* 0\.30"):
+        backend_patches.inspect_models_here.__wrapped__()

@@ -15,8 +15,8 @@ from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 
+from rbln_backend.grammar.backend import StepMasks
 from rbln_backend.grammar.json_compiler import tokens_without_controls
-from rbln_backend.grammar.masks import StepMasks
 from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.worker.sampling import GrammarMask
 
