@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
-import numpy.typing as npt
 from vllm.config import VllmConfig
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, StructuredOutputOptions
 
@@ -107,7 +106,14 @@ class GrammarTrial:
                     self._backend.make()
             before = heap_bytes()
             grammar = self._backend.compile_grammar(option, text, self._stop)
-            self._walk_in_time(grammar)
+            for walk in range(1, _WALKS + 1):
+                try:
+                    self._walk(grammar, _STEPS)
+                    break
+                except TimeoutError:
+                    if walk == _WALKS:
+                        raise
+                    grammar.reset()
             self._note_bytes(before)
             if isinstance(grammar, LarkGrammar):
                 self._walk_patterns(text)
@@ -152,16 +158,6 @@ class GrammarTrial:
             if len(self._walked) < _KNOWN_WALKS:
                 self._walked.add((steps, pattern))
 
-    def _walk_in_time(self, grammar: StructuredOutputGrammar) -> None:
-        for walk in range(1, _WALKS + 1):
-            try:
-                return self._walk(grammar, _STEPS)
-            except TimeoutError:
-                if walk == _WALKS:
-                    raise
-                grammar.reset()
-        return None
-
     def _walk(self, grammar: StructuredOutputGrammar, steps: int) -> None:
         """Follow a path of random tokens with a fixed seed."""
         choose = random.Random(0)
@@ -175,11 +171,14 @@ class GrammarTrial:
             grammar.fill_bitmask(self._mask, 0)
             mask_s = time.thread_time() - started
             if isinstance(grammar, LarkGrammar):
-                _check_work(grammar, step)
+                # llguidance counts the steps of its own.
+                if problem := grammar.problem():
+                    raise ValueError(f"the mask of token {step + 1} takes too much work: {problem}")
             else:
                 walked_s += mask_s
                 _check_time(step, mask_s, walked_s)
-            allowed = self._allowed()
+            bits = np.unpackbits(self._mask[0].numpy().view(np.uint8), bitorder="little")
+            allowed = np.flatnonzero(bits[: self._backend.vocab_size])
             if allowed.size == 0:
                 raise ValueError(
                     f"no token of the model's vocabulary can continue it after {step} tokens"
@@ -187,17 +186,6 @@ class GrammarTrial:
             token = int(allowed[choose.randrange(allowed.size)])
             if not grammar.accept_tokens("trial", [token]):
                 raise ValueError(f"it refuses a token that it allowed, after {step} tokens")
-
-    def _allowed(self) -> npt.NDArray[np.intp]:
-        """Return the ids of the allowed tokens, shape [allowed]."""
-        bits = np.unpackbits(self._mask[0].numpy().view(np.uint8), bitorder="little")
-        return np.flatnonzero(bits[: self._backend.vocab_size])
-
-
-def _check_work(grammar: LarkGrammar, step: int) -> None:
-    """Refuse a grammar whose mask took more of llguidance's steps than it may."""
-    if problem := grammar.problem():
-        raise ValueError(f"the mask of token {step + 1} takes too much work: {problem}")
 
 
 def _check_time(step: int, mask_s: float, walked_s: float) -> None:

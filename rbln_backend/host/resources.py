@@ -82,7 +82,9 @@ class CoreBudget:
 def core_budget(mask: Collection[int] | None = None, root: Path = Path("/")) -> CoreBudget:
     """The budget of this process; ``mask`` defaults to its affinity mask."""
     allowed = os.sched_getaffinity(0) if mask is None else mask
-    return CoreBudget(_one_per_core(allowed, root), _cpu_quota(root))
+    quotas = [_quota_in(folder) for folder in cgroup_folders("cpu", root)]
+    quota = min((quota for quota in quotas if quota is not None), default=None)
+    return CoreBudget(_one_per_core(allowed, root), quota)
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
@@ -112,12 +114,6 @@ def _one_per_core(allowed: Collection[int], root: Path) -> tuple[int, ...]:
         except (OSError, ValueError):
             continue
     return tuple(cores)
-
-
-def _cpu_quota(root: Path) -> float | None:
-    """The least of the quotas of this process's cgroups and of those around them."""
-    quotas = [_quota_in(folder) for folder in cgroup_folders("cpu", root)]
-    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _quota_in(folder: Path) -> float | None:

@@ -208,23 +208,20 @@ class RblnAttentionImpl(AttentionImpl[RblnAttentionMetadata]):
         if self._cache_dtype is not None and uses_custom_kernel:
             raise KV_DTYPE.refusal(f"--kv-cache-dtype {self.kv_cache_dtype}")
         if self._cache_dtype is not None and is_limited:
-            self._refuse_fp8()
+            # Another op than these layers' takes 8-bit floats.
+            flag = f"--kv-cache-dtype {self.kv_cache_dtype}"
+            block = get_current_vllm_config().cache_config.block_size
+            window = self._within_context(self.sliding_window)
+            if window is not None:
+                raise KV_DTYPE.refusal(f"{flag}, a window of {window}")
+            if self.sinks is None and block == self._context:
+                raise KV_DTYPE.refusal(
+                    f"{flag}, --block-size {block} for a context of {self._context} tokens"
+                )
         if is_limited and self.head_size not in SUPPORTED_HEAD_SIZES:
             raise UnsupportedModelError(
                 f"head size {self.head_size}: the attention kernels of {capabilities.product} have "
                 f"{', '.join(map(str, SUPPORTED_HEAD_SIZES))}"
-            )
-
-    def _refuse_fp8(self) -> None:
-        """Raise where an NPU's layer would use another op than the one that takes 8-bit floats."""
-        block = get_current_vllm_config().cache_config.block_size
-        window = self._within_context(self.sliding_window)
-        if window is not None:
-            raise KV_DTYPE.refusal(f"--kv-cache-dtype {self.kv_cache_dtype}, a window of {window}")
-        if self.sinks is None and block == self._context:
-            raise KV_DTYPE.refusal(
-                f"--kv-cache-dtype {self.kv_cache_dtype}, --block-size {block} for a context of "
-                f"{self._context} tokens"
             )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:

@@ -199,7 +199,13 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         on an NPU.
         """
         parts, heads = self._parts, self.num_heads
-        q, latent = self._down_projected(hidden_states)
+        # The queries of all heads and what is to be cached, before norm and rotation.
+        if self.q_lora_rank is None:
+            q, latent = parts.q_proj(hidden_states)[0], parts.kv_a_proj_with_mqa(hidden_states)[0]
+        else:
+            both = parts.fused_qkv_a_proj(hidden_states)[0]
+            q_c, latent = both.split([self.q_lora_rank, sum(self.kv_sizes)], dim=-1)
+            q = parts.q_b_proj(parts.q_a_layernorm(q_c))[0]
         kv_c, k_pe = latent.split(self.kv_sizes, dim=-1)
         q_nope, q_pe = q.view(*q.shape[:-1], heads, -1).split(self.q_sizes, dim=-1)
         if parts.rotary_emb is not None:
@@ -217,39 +223,25 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         output: Tensor = parts.o_proj(attended)[0]
         return output
 
-    def _down_projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries of all heads and what is to be cached, before norm and rotation."""
-        parts = self._parts
-        if self.q_lora_rank is None:
-            return parts.q_proj(hidden_states)[0], parts.kv_a_proj_with_mqa(hidden_states)[0]
-        both = parts.fused_qkv_a_proj(hidden_states)[0]
-        q_c, latent = both.split([self.q_lora_rank, sum(self.kv_sizes)], dim=-1)
-        return parts.q_b_proj(parts.q_a_layernorm(q_c))[0], latent
-
     def _attend(self, queries: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
         """queries [..., H, C + R], kv_c [..., C], k_pe [..., R] to [..., H, C]."""
         metadata: Any = get_forward_context().attn_metadata
         own = metadata[self.layer_name]
         assert isinstance(own, PagedMetadata)
+        mixed: Tensor
         if self._on_npu:
-            return self._attend_on_npu(own, queries, kv_c, k_pe)
-        mixed: Tensor = torch.ops.rbln_emulator.latent_attention(
+            name = _sdk_name(own.is_prefill)
+            mixed = getattr(torch.ops.rbln_custom_ops, name)(
+                *(queries.transpose(1, 2), kv_c, k_pe, self.kv_cache),
+                *(own.seq_idx, own.block_tables, self.impl.scale_tensor),
+                **self._later[name],
+            )
+            return mixed.transpose(1, 2)
+        mixed = torch.ops.rbln_emulator.latent_attention(
             *(queries, kv_c, k_pe, self.kv_cache, self.impl.scale_tensor),
             *(own.seq_idx, own.block_tables, own.batch_size, own.query_counts),
         )
         return mixed
-
-    def _attend_on_npu(
-        self, own: PagedMetadata, queries: Tensor, kv_c: Tensor, k_pe: Tensor
-    ) -> Tensor:
-        """As ``_attend``, [B, L, H, C + R] to [B, L, H, C], by the SDK's op."""
-        name = _sdk_name(own.is_prefill)
-        mixed: Tensor = getattr(torch.ops.rbln_custom_ops, name)(
-            *(queries.transpose(1, 2), kv_c, k_pe, self.kv_cache),
-            *(own.seq_idx, own.block_tables, self.impl.scale_tensor),
-            **self._later[name],
-        )
-        return mixed.transpose(1, 2)
 
 
 def _sdk_name(is_prefill: bool) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from rbln_backend.devices.port import Capabilities, device_capabilities
 from rbln_backend.graphs.operators import check_ops
 from rbln_backend.layers.experts import Experts, GluExperts, hold_experts
 from rbln_backend.layers.routing import SCORINGS, Routing, local_ids, weights_by_expert
-from rbln_backend.limits import EXPERT_ACTIVATION, EXPERT_ROUTING, Feature
+from rbln_backend.limits import EXPERT_ACTIVATION, EXPERT_ROUTING
 from rbln_backend.reports.info import ExpertsInfo
 from rbln_backend.settings import configured
 
@@ -92,14 +92,6 @@ class RoutedTokens:
         return x, weights_by_expert(weights, here, count)
 
 
-class ExpertPath(Protocol):
-    """One way; stateless."""
-
-    def __call__(self, tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
-        """[T, H]: this rank's experts' part of every row."""
-        ...
-
-
 def run_opt(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     """Tokens [T, H] to [T, H]: one op takes the router's logits, after routing it does not know."""
     x = tokens.x
@@ -137,7 +129,7 @@ def run_plain(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tenso
 
 
 def run_glu_op(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
-    """See ``ExpertPath``: tokens [T, H] to [T, H]; experts are halves of w13."""
+    """Tokens [T, H] to [T, H]: one op of the SDK; experts are halves of w13."""
     assert isinstance(experts, GluExperts)
     x, by_expert = routing.spread(tokens.x, tokens.logits, tokens.tokens_mask)
     mixed = experts.glu(x, by_expert, tokens.expert_map)
@@ -145,7 +137,7 @@ def run_glu_op(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tens
     return mixed if routing.scale == 1.0 else mixed * routing.scale
 
 
-PATHS: Mapping[PathName, ExpertPath] = {
+PATHS: Mapping[PathName, Callable[[RoutedTokens, Routing, Experts], Tensor]] = {
     "opt": run_opt,
     "custom": run_custom,
     "glu": run_glu_op,
@@ -160,7 +152,10 @@ class RblnMoERunner(MoERunner):
     def __init__(self, layer_name: str, *args: Any, **options: Any) -> None:
         super().__init__(layer_name, *args, **options)
         # What such routers do outside of a layer's experts is not in the method's hands.
-        if isinstance(self.router, ZeroExpertRouter) or _reads_token_ids(self.router):
+        # Those of DeepSeek-V4 read token ids: by a table, or by what stands for an image.
+        tables = ("_hash_indices_table", "bias_vl")
+        reads_ids = any(getattr(self.router, name, None) is not None for name in tables)
+        if isinstance(self.router, ZeroExpertRouter) or reads_ids:
             raise EXPERT_ROUTING.refusal(layer_name)
 
     def _select_forward(self) -> Callable[..., Any]:
@@ -229,9 +224,12 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
 
     def choose(self, layer: Any) -> None:
         """Choose the path; raises ``UnsupportedModelError`` where no path supports the layer."""
-        missing = _missing_feature(layer)
-        if missing is not None:
-            raise missing.refusal(layer.layer_name)
+        if layer.activation.value not in _ACTIVATIONS or layer.swiglu_limit is not None:
+            raise EXPERT_ACTIVATION.refusal(layer.layer_name)
+        several = layer.top_k > 1 or layer.use_grouped_topk
+        weighs_inputs = layer.apply_router_weight_on_input and several
+        if weighs_inputs or layer.scoring_func not in SCORINGS:
+            raise EXPERT_ROUTING.refusal(layer.layer_name)
         rbln = configured(get_current_vllm_config())
         self.capabilities = device_capabilities(rbln)
         self.choice = choose_path(
@@ -254,7 +252,10 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.routing = routing_of(layer)
         self.experts = experts
-        self.here = _numbers_here(layer)
+        self.here = range(layer.global_num_experts)
+        if layer.expert_map is not None:
+            local = enumerate(layer.expert_map.tolist())
+            self.here = [e for number, e in sorted((n, e) for e, n in local) if number >= 0]
 
     def apply_monolithic(
         self,
@@ -290,13 +291,6 @@ def routing_of(layer: RoutedExperts) -> Routing:
     )
 
 
-def _numbers_here(layer: RoutedExperts) -> Sequence[int]:
-    if layer.expert_map is None:
-        return range(layer.global_num_experts)
-    local = enumerate(layer.expert_map.tolist())
-    return [everywhere for number, everywhere in sorted((n, e) for e, n in local) if number >= 0]
-
-
 def moe_methods(model: nn.Module) -> list[RblnMoEMethod]:
     layers = (module for module in model.modules() if isinstance(module, RoutedExperts))
     return [layer.quant_method for layer in layers if isinstance(layer.quant_method, RblnMoEMethod)]
@@ -327,20 +321,3 @@ def install_expert_layers() -> None:
     ):
         if layer.__dict__.get("name") is None:
             CustomOp.register_oot(name=name)(layer)
-
-
-def _reads_token_ids(router: Any) -> bool:
-    """Routers of DeepSeek-V4: by a table of tokens, or by what stands for an image."""
-    tables = ("_hash_indices_table", "bias_vl")
-    return any(getattr(router, name, None) is not None for name in tables)
-
-
-def _missing_feature(layer: RoutedExperts) -> Feature | None:
-    """The first thing that this layer needs and no path has, or None."""
-    if layer.activation.value not in _ACTIVATIONS or layer.swiglu_limit is not None:
-        return EXPERT_ACTIVATION
-    several = layer.top_k > 1 or layer.use_grouped_topk
-    weighs_inputs = layer.apply_router_weight_on_input and several
-    if weighs_inputs or layer.scoring_func not in SCORINGS:
-        return EXPERT_ROUTING
-    return None

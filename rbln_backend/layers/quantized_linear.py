@@ -147,17 +147,27 @@ class RblnWna16LinearKernel(MPLinearKernel):
         by_row = scales.data if has_rows else scales.data.t()
         if self._keeps_words:
             packed = pack_words(words.data) if has_rows else pack_transposed_words(words.data)
-            self._replace(layer, packed, pack_scales(by_row))
+            kept = packed, pack_scales(by_row)
             if not self.weights.symmetric:
                 assert zeros is not None, "vLLM makes them for weights that are not symmetric"
-                points = _zero_points(zeros.data, self.weights)
-                layer.register_parameter("zeros", _parameter(points))
+                # uint8 [groups, N], or words int32 [N / fields, groups] of neighbours along N.
+                points = zeros.data
+                if points.dtype == torch.int32:
+                    by_group = unpack_numbers(points.t().contiguous(), self.weights.bits)
+                    points = by_group.to(torch.uint8)
+                panels = pack_transposed_words(points)
+                layer.register_parameter("zeros", nn.Parameter(panels, requires_grad=False))
         else:
             rows = words.data if has_rows else words.data.t().contiguous()
             announce_quant_bits(self.weights.bits)
-            self._replace(
-                layer, unpack_fields(rows, self.weights.bits), self._sdk_scales(by_row.contiguous())
-            )
+            by_row = by_row.contiguous()
+            if self.weights.group_size != CHANNEL:
+                # The SDK wants [N, K / 64, 1].
+                repeats = self.weights.group_size // SDK_GROUP
+                by_row = by_row.repeat_interleave(repeats, dim=1).unsqueeze(-1)
+            kept = unpack_fields(rows, self.weights.bits), by_row
+        for name, value in zip((self.w_q_name, self.w_s_name), kept, strict=True):
+            layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
         # Symmetric weights have no zero points, whatever a GPTQ checkpoint says in their place.
         for name in (self.w_zp_name, "weight_shape"):
             if name is not None and name in layer._parameters:
@@ -174,29 +184,6 @@ class RblnWna16LinearKernel(MPLinearKernel):
             x, words, scales, zeros, bias, columns, written
         )
         return out
-
-    def _replace(self, layer: nn.Module, words: Tensor, scales: Tensor) -> None:
-        for name, value in ((self.w_q_name, words), (self.w_s_name, scales)):
-            layer.register_parameter(name, _parameter(value))
-
-    def _sdk_scales(self, scales: Tensor) -> Tensor:
-        """[N, groups] as the SDK wants them: [N, K / 64, 1], or [N, 1] per channel."""
-        if self.weights.group_size == CHANNEL:
-            return scales
-        repeats = self.weights.group_size // SDK_GROUP
-        return scales.repeat_interleave(repeats, dim=1).unsqueeze(-1)
-
-
-def _parameter(value: Tensor) -> nn.Parameter:
-    return nn.Parameter(value, requires_grad=False)
-
-
-def _zero_points(zeros: Tensor, weights: Weights) -> Tensor:
-    """uint8 [groups, N], or words int32 [N / fields, groups] of neighbours along N, as panels."""
-    if zeros.dtype == torch.int32:
-        by_group = unpack_numbers(zeros.t().contiguous(), weights.bits)
-        return pack_transposed_words(by_group.to(torch.uint8))
-    return pack_transposed_words(zeros)
 
 
 def _weights_of(c: MPLinearLayerConfig) -> Weights:
@@ -322,12 +309,7 @@ class RblnByteScheme(CompressedTensorsScheme):
     def get_min_capability(cls) -> int:
         return -1
 
-    def create_weights(self, *args: Any, **given: Any) -> None:
-        """Parameters as vLLM's loader fills them; raises ``UnsupportedModelError``."""
-        # Upstream's scheme declares no names, and an override takes what it declares.
-        self._register(*args, **given)
-
-    def _register(
+    def create_weights(  # type: ignore[override]  # upstream's scheme declares no names
         self,
         layer: Any,
         input_size: int,
@@ -338,6 +320,7 @@ class RblnByteScheme(CompressedTensorsScheme):
         weight_loader: Callable[..., Any],
         **_: Any,
     ) -> None:
+        """Parameters as vLLM's loader fills them; raises ``UnsupportedModelError``."""
         stored, depth, columns = self._stored, input_size_per_partition, output_partition_sizes
         self._columns, self._depth = columns, depth
         self._check(layer, input_size, output_size)
@@ -371,7 +354,11 @@ class RblnByteScheme(CompressedTensorsScheme):
             scales = stored.pack_scales(loaded, self._columns, self._depth)
             words = stored.pack_words(layer.weight.data)
         else:
-            scales, words = self._unpacked_scales(loaded), layer.weight.data
+            # As the graph of an NPU holds them: of blocks, or of parts, one where all are equal.
+            scales, words = loaded, layer.weight.data
+            if stored.scope != "block":
+                scales = stored.scales_by_part(loaded, len(self._columns))
+                scales = scales[0].clone() if bool((scales == scales[0]).all()) else scales
         for name in (stored.scale_name, *stored.dropped):
             del layer._parameters[name]
         for name, value in (("weight", words), ("weight_scale", scales)):
@@ -380,34 +367,30 @@ class RblnByteScheme(CompressedTensorsScheme):
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., K] to [..., N] of its dtype."""
         if not self._keeps_words:
-            if self._stored.has_byte_inputs:
-                x = by_groups_of_bytes(x, self._stored.block[1])
-            return torch.nn.functional.linear(x, self._dequantized(layer, x.dtype), bias)
+            stored, words, scales = self._stored, layer.weight, layer.weight_scale
+            if stored.has_byte_inputs:
+                x = by_groups_of_bytes(x, stored.block[1])
+            if stored.scope == "block":
+                weight = dequantized_blocks(words, scales, stored.block, x.dtype)
+            else:
+                weight = dequantized_parts(words, scales, self._columns, x.dtype)
+            return torch.nn.functional.linear(x, weight, bias)
         out: Tensor = torch.ops.rbln_emulator.quantized_linear(
             *(x, layer.weight, layer.weight_scale, None, bias),
             *(sum(self._columns), self.weights.format),
         )
         return out
 
-    def _unpacked_scales(self, loaded: Tensor) -> Tensor:
-        """As the graph of an NPU holds them: of blocks, or of parts, one where all are equal."""
-        if self._stored.scope == "block":
-            return loaded
-        scales = self._stored.scales_by_part(loaded, len(self._columns))
-        return scales[0].clone() if bool((scales == scales[0]).all()) else scales
-
-    def _dequantized(self, layer: Any, dtype: torch.dtype) -> Tensor:
-        """Return the weight [N, K] of a graph for an NPU."""
-        if self._stored.scope == "block":
-            return dequantized_blocks(layer.weight, layer.weight_scale, self._stored.block, dtype)
-        return dequantized_parts(layer.weight, layer.weight_scale, self._columns, dtype)
-
     def _check(self, layer: Any, input_size: int, output_size: int) -> None:
-        obstacle = self._obstacle()
-        if obstacle is None and self._stored.scope == "block":
-            sizes = (input_size, output_size, self._depth, self._columns)
+        stored, depth, obstacle = self._stored, self._depth, None
+        if self._keeps_words:
+            obstacle = stored.obstacle(depth)
+        elif stored.scope == "block" and depth % stored.block[1]:
+            obstacle = f"{depth} inputs end within a block of {stored.block[1]}"
+        if obstacle is None and stored.scope == "block":
+            sizes = (input_size, output_size, depth, self._columns)
             try:
-                validate_fp8_block_shape(layer, *sizes, list(self._stored.block))
+                validate_fp8_block_shape(layer, *sizes, list(stored.block))
             except ValueError as error:
                 obstacle = str(error)
         if obstacle is not None:
@@ -415,13 +398,6 @@ class RblnByteScheme(CompressedTensorsScheme):
                 f"{self._name}: {obstacle}; use another --tensor-parallel-size, or serve a "
                 "bfloat16 copy of the checkpoint"
             )
-
-    def _obstacle(self) -> str | None:
-        if self._keeps_words:
-            return self._stored.obstacle(self._depth)
-        inputs = self._stored.block[1]
-        ends_within = self._stored.scope == "block" and self._depth % inputs
-        return f"{self._depth} inputs end within a block of {inputs}" if ends_within else None
 
     def _scales(self, weight_loader: Callable[..., Any]) -> BasevLLMParameter:
         """NaN, until a tensor fills it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rbln_backend.parity.jobs import Answer, FloatArray
+from rbln_backend.parity.jobs import FloatArray
 from rbln_backend.parity.run import Bisection, Comparison, Outcome, PromptDelta
 
 
@@ -113,8 +113,18 @@ class _TextReport:
                 yield f"    {side:<12} {_ends(values, count)}"
         yield f"  top {self._options.topk} of either side:"
         yield f"    rank   {pair.other:>12} logprob      {pair.base:>12} logprob"
-        yield from _rankings(answers[pair.other], reference, self._options.topk)
-        yield _worst(delta)
+        count, other = self._options.topk, answers[pair.other]
+        # Each side in its own order.
+        ranks = zip(other.ranking(count), reference.ranking(count), strict=False)
+        for rank, sides in enumerate(ranks, 1):
+            columns = "   ".join(f"{token:>12} {value:>12.6f}" for token, value in sides)
+            yield f"    {rank:>4}   {columns}"
+        at, worst = max(enumerate(delta.positions), key=lambda entry: entry[1].max_delta)
+        yield (
+            f"  all {len(delta.positions)} positions: the largest difference is "
+            f"{worst.max_delta:.6g}, at position {at} (mean {worst.mean_delta:.3g}, "
+            f"Pearson {worst.pearson:.6f})"
+        )
 
     def _pair(self, pair: Comparison) -> str:
         summary = pair.summary
@@ -162,19 +172,3 @@ def _ends(values: FloatArray, count: int) -> str:
     if len(shown) > 2 * count:
         shown[count:-count] = ["..."]
     return "[" + ", ".join(shown) + "]"
-
-
-def _rankings(other: Answer, base: Answer, count: int) -> Iterator[str]:
-    """Yield a line per rank, each side in its own order."""
-    for rank, sides in enumerate(zip(other.ranking(count), base.ranking(count), strict=False)):
-        columns = "   ".join(f"{token:>12} {value:>12.6f}" for token, value in sides)
-        yield f"    {rank + 1:>4}   {columns}"
-
-
-def _worst(delta: PromptDelta) -> str:
-    at, position = max(enumerate(delta.positions), key=lambda found: found[1].max_delta)
-    return (
-        f"  all {len(delta.positions)} positions: the largest difference is "
-        f"{position.max_delta:.6g}, at position {at} (mean {position.mean_delta:.3g}, "
-        f"Pearson {position.pearson:.6f})"
-    )

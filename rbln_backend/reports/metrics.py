@@ -16,9 +16,10 @@ import statistics
 import threading
 import time
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,6 +57,7 @@ class MetricDecl:
     across_ranks: str = "mostrecent"
 
 
+# Names, labels and buckets are an interface of dashboards.
 METRICS: tuple[MetricDecl, ...] = (
     MetricDecl(
         "rbln_compile_seconds",
@@ -453,8 +455,6 @@ class StepCells:
         histogram._sum = cells[histogram._sum_cell] = histogram._sum + seconds
 
 
-"""Every metric of the engine. Names, labels and buckets are an interface of dashboards."""
-
 AnyHandle = CounterHandle | GaugeHandle | HistogramHandle
 _Handle = TypeVar("_Handle", bound=AnyHandle)
 _KINDS: dict[type, str] = {
@@ -568,8 +568,10 @@ class DraftCounts:
     def __init__(self, board: MetricsBoard, sizes: Iterable[tuple[int, int]]) -> None:
         """``sizes`` are the compiled ones: requests, and tokens of each."""
         self._cells: dict[tuple[int, int], tuple[CounterHandle, ...]] = {
-            size: tuple(board.counter(name, bucket=_shown(size)) for name in _NAMES)
-            for size in sizes
+            (requests, tokens): tuple(
+                board.counter(name, bucket=f"{requests}x{tokens}") for name in _NAMES
+            )
+            for requests, tokens in sizes
         }
 
     def record(
@@ -585,22 +587,9 @@ class DraftCounts:
             cell.inc(amount)
 
 
-def _shown(size: tuple[int, int]) -> str:
-    requests, tokens = size
-    return f"{requests}x{tokens}"
-
-
 logger = logging.getLogger(__name__)
 
 _LATEST = 1000
-
-
-class _Size:
-    """Steps of one size, with the times of the latest ones."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.seconds: deque[float] = deque(maxlen=_LATEST)
 
 
 class BatchSizeLog:
@@ -608,15 +597,17 @@ class BatchSizeLog:
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._sizes: dict[tuple[str, int], _Size] = defaultdict(_Size)
+        self._steps: Counter[tuple[str, int]] = Counter()
+        self._seconds: dict[tuple[str, int], deque[float]] = defaultdict(
+            partial(deque, maxlen=_LATEST)
+        )
         self._logged_at = time.monotonic()
         self._has_news = False
 
     def note(self, phase: str, size: int, seconds: float) -> None:
         """Count a step of `size` requests (decode) or tokens (prefill)."""
-        found = self._sizes[phase, size]
-        found.steps += 1
-        found.seconds.append(seconds)
+        self._steps[phase, size] += 1
+        self._seconds[phase, size].append(seconds)
         self._has_news = True
         if time.monotonic() - self._logged_at >= self._interval_s:
             self.log()
@@ -636,8 +627,8 @@ class BatchSizeLog:
     def _stats(self, phase: str) -> list[tuple[int, int, float]]:
         """Return size, count and median milliseconds, most frequent first."""
         found = [
-            (size, one.steps, round(statistics.median(one.seconds) * 1000.0, 2))
-            for (of, size), one in self._sizes.items()
+            (size, steps, round(statistics.median(self._seconds[of, size]) * 1000.0, 2))
+            for (of, size), steps in self._steps.items()
             if of == phase
         ]
         return sorted(found, key=lambda stats: -stats[1])

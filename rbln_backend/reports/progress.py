@@ -88,7 +88,11 @@ class ProgressWriter:
         self._clock = clock
         self._planned_at = self._printed_at = clock()
         if run_dir is not None:
-            self._open(run_dir / f"progress-{rank}.jsonl")
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                self._file = (run_dir / f"progress-{rank}.jsonl").open("ab", buffering=0)
+            except OSError as error:
+                logger.warning("No start-up progress for other processes: %s", error)
 
     def phase(self, name: str, detail: str = "") -> None:
         """Enter a phase; `detail` describes it in a few words."""
@@ -124,7 +128,12 @@ class ProgressWriter:
         )
         done = self._results.total()
         if done >= len(self._planned):
-            self._show_graphs()
+            made = ", ".join(f"{count} {result}" for result, count in sorted(self._results.items()))
+            since = f"{made} in {self._clock() - self._planned_at:.1f} s"
+            if self._redraws:
+                self._draw(f"graphs: {since}", end="\n")
+            else:
+                self._print(f"compile: {done} graphs: {since}")
         elif self._redraws:
             self._draw(f"{name} {result} in {seconds:.2f} s")
         elif self._clock() - self._printed_at >= _LINE_PERIOD_S:
@@ -154,22 +163,6 @@ class ProgressWriter:
     def _reset_graphs(self, planned: Sequence[str]) -> None:
         self._planned, self._planned_at = list(planned), self._clock()
         self._results.clear()
-
-    def _show_graphs(self) -> None:
-        made = ", ".join(f"{count} {result}" for result, count in sorted(self._results.items()))
-        seconds = self._clock() - self._planned_at
-        total = self._results.total()
-        if self._redraws:
-            self._draw(f"graphs: {made} in {seconds:.1f} s", end="\n")
-        else:
-            self._print(f"compile: {total} graphs: {made} in {seconds:.1f} s")
-
-    def _open(self, path: Path) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            logger.warning("No start-up progress for other processes: %s", error)
 
     def _append(self, event: dict[str, object]) -> None:
         if self._file is None:
@@ -225,7 +218,14 @@ class _RankProgress:
         self.updated = float(event["time"])
         kind = event["event"]
         if kind == "phase":
-            self._enter(event["name"], event["detail"])
+            phase = event["name"]
+            if phase not in PHASES:
+                raise ValueError(f"Unknown phase {phase!r}")
+            if phase == "init":
+                self.graphs, self.failure = {}, None
+            if phase != self.phase or self.entered is None:
+                self.entered, self.share = self.updated, 0.0
+            self.phase, self.detail = phase, event["detail"]
         elif kind == "step":
             self.detail, self.share = event["detail"], float(event["share"])
         elif kind == "plan":
@@ -239,15 +239,6 @@ class _RankProgress:
             self.graphs[name] = GraphProgress(name, "done", event["result"], event["seconds"])
         elif kind == "failed":
             self.failure = str(event["reason"])
-
-    def _enter(self, phase: str, detail: str) -> None:
-        if phase not in PHASES:
-            raise ValueError(f"Unknown phase {phase!r}")
-        if phase == "init":
-            self.graphs, self.failure = {}, None
-        if phase != self.phase or self.entered is None:
-            self.entered, self.share = self.updated, 0.0
-        self.phase, self.detail = phase, detail
 
 
 class ProgressReader:
@@ -266,7 +257,11 @@ class ProgressReader:
         if not ranks:
             return ProgressSnapshot("init", 0, 0, [], None, "", None)
         slowest = min(ranks, key=lambda rank: PHASES.index(rank.phase))
-        graphs = _merge([rank.graphs for rank in ranks])
+        # Equal graphs of several ranks are one, in the order of the plans.
+        names = dict.fromkeys(name for rank in ranks for name in rank.graphs)
+        graphs = [
+            _merge([rank.graphs[name] for rank in ranks if name in rank.graphs]) for name in names
+        ]
         num_done = sum(graph.state == "done" for graph in graphs)
         times = [rank.updated for rank in ranks if rank.updated is not None]
         updated = max(times, default=None)
@@ -298,13 +293,7 @@ class ProgressReader:
                 logger.warning("Skipped a malformed progress line in %s", path)
 
 
-def _merge(ranks: Sequence[dict[str, GraphProgress]]) -> list[GraphProgress]:
-    """Combine equal graphs of several ranks, in the order of the plans."""
-    names = dict.fromkeys(name for graphs in ranks for name in graphs)
-    return [_merge_one([graphs[name] for graphs in ranks if name in graphs]) for name in names]
-
-
-def _merge_one(parts: list[GraphProgress]) -> GraphProgress:
+def _merge(parts: list[GraphProgress]) -> GraphProgress:
     states = {part.state for part in parts}
     name = parts[0].name
     if states != {"done"}:
