@@ -30,12 +30,10 @@ class FileWatch:
         self._paths = tuple(paths)
         self._seen = self._versions()
 
-    async def follow(
-        self, changed: Callable[[], Awaitable[None]], period_s: float = _PERIOD_S
-    ) -> None:
+    async def follow(self, changed: Callable[[], Awaitable[None]]) -> None:
         """Await `changed` whenever one of the files has changed; never returns."""
         while True:
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(_PERIOD_S)
             # A file system that hangs must not block the event loop.
             now = await in_thread(self._versions)
             if now != self._seen:

@@ -27,6 +27,7 @@ from server import bounds
 from server.admission import Capacity
 from server.errors import ContextLengthError, InternalError, ModelNotFoundError, OverloadedError
 from server.frontend import LaunchError, ParsedRequest, WireSchemas
+from server.host import files
 from server.host.job_pool import JobCounts
 from server.lora.folder import ServedModel
 from server.lora.registry import AdapterRegistry, EngineAdapter, RegistryLimits, StateFile
@@ -37,6 +38,7 @@ from server.request.options import pop_progress, pop_tier
 from server.request.record import record_of, record_var
 from server.service import serve
 from server.settings import ServerSettings
+from server.storage import services
 from server.storage.response_table import StorageOptions, take_storage_options
 from server.structured_outputs.gate import GrammarGate
 from server.tools import ToolSupport
@@ -299,6 +301,9 @@ async def running(
     port = listener.getsockname()[1]
     names = {"death_linger_s", *(name for name in settings if hasattr(bounds, name.upper()))}
     patch = pytest.MonkeyPatch()
+    # Nothing looks more often in production; here each look is waited for.
+    patch.setattr(files, "_PERIOD_S", 0.1)
+    patch.setattr(services, "_REFRESH_S", 0.2)
     for name in names:
         patch.setattr(bounds, name.upper(), settings.pop(name, 0.3))
     config = ServerSettings(**{"host": "127.0.0.1", **settings})

@@ -59,7 +59,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("tls", [False, pytest.param(True, marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
     "start",
     [
@@ -638,10 +638,11 @@ async def test_every_described_method_is_the_routers(tmp_path: Path) -> None:
 
 async def test_the_date_of_answers_goes_on(tmp_path: Path) -> None:
     async with running(tmp_path) as service:
-        dates = []
-        for _ in range(2):
-            answer = await service.client.get("/livez")
-            dates.append(parsedate_to_datetime(answer.headers["date"]))
-            assert abs(dates[-1].timestamp() - time.time()) < 10
-            await asyncio.sleep(2.1)
-        assert dates[1] > dates[0]
+        dates: set[str] = set()
+        async with asyncio.timeout(10):
+            while len(dates) < 2:
+                answer = await service.client.get("/livez")
+                dates.add(answer.headers["date"])
+                date = parsedate_to_datetime(answer.headers["date"])
+                assert abs(date.timestamp() - time.time()) < 10
+                await asyncio.sleep(0.1)

@@ -81,7 +81,7 @@ async def test_it_answers_while_the_engine_starts_with_what_is_known(tmp_path: P
 async def test_it_still_tells_of_a_dead_engine(tmp_path: Path) -> None:
     launcher = ScriptedLauncher(engine=ScriptedEngine(ScriptedFrontend()))
     launcher.launched.set()
-    async with running(tmp_path, launcher, death_linger_s=5) as service:
+    async with running(tmp_path, launcher, death_linger_s=2) as service:
         DescriptionWriter(tmp_path, 0).write("limits", LIMITS)
         launcher.engine.death = "it is gone"
         while (info := (await service.client.get(PATH)).json())["status"]["status"] != "dead":

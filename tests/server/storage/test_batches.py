@@ -90,14 +90,14 @@ async def test_a_refused_line_is_tried_after_growing_pauses(
     busy["body"]["after"] = after_s
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         batch = await create(service.client, [busy])
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(1.5)
         assert 1 <= len(service.frontend.ended) <= most
         await service.client.post(f"/v1/batches/{batch['id']}/cancel")
         assert (await until_ended(service.client, batch))["status"] == "cancelled"
         service.frontend.ended.clear()
         body = {"input": "x", "background": True, "do": "busy", "after": after_s}
         assert (await service.client.post("/v1/responses", json=body)).status_code == 200
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(1.5)
         assert 1 <= len(service.frontend.ended) <= most
 
 
