@@ -277,12 +277,6 @@ SOURCE = Path(__file__).parent / "interleaved_rows.cpp"
 WIDTHS = [level for level in LEVELS if level.name in ("avx512", "avx2", "portable")]
 
 
-@pytest.fixture
-def native_kernels() -> None:
-    """Nothing of the library is needed."""
-
-
-@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("level", WIDTHS, ids=lambda level: level.name)
 def test_every_word_is_in_its_place(level: Target, tmp_path: Path) -> None:
     if not level.runs_here():
