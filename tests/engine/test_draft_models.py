@@ -371,6 +371,7 @@ def test_heads_of_a_model_change_no_token(
     assert drafted.share() > 0.5
 
 
+@pytest.mark.wide
 def test_a_bundle_carries_the_graphs_of_a_draft_model(
     engines: Engines, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -175,6 +175,7 @@ def test_stages_of_ernie_are_refused(engines: Engines, tmp_path: Path) -> None:
         engines.fresh(checkpoint=maker.random(tmp_path), speculative_config=MTP, **STAGES)
 
 
+@pytest.mark.wide
 def test_two_stages_without_a_draft_model(engines: Engines, tmp_path: Path) -> None:
     served = engines("llama").checkpoint
     assert_same_tokens(served, served, NGRAM, tmp_path, STAGES, least_share=0.4)

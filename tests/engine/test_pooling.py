@@ -216,8 +216,8 @@ def encoders_encode(
 
 @pytest.mark.parametrize(
     "family",
-    # The next test has it.
-    [pytest.param(x, marks=pytest.mark.wide if x == "ModernBert" else ()) for x in FAMILIES],
+    # The next test has ModernBert.
+    [pytest.param(x, marks=() if x == "Bert" else pytest.mark.wide) for x in FAMILIES],
 )
 def test_the_first_token_pools(engines: Engines, tmp_path: Path, family: str) -> None:
     checkpoint = encoder(family, engines.checkpoints("llama"), tmp_path / family)
@@ -281,7 +281,8 @@ def test_an_encoder_cannot_generate(engines: Engines) -> None:
         engines.fresh("qwen3", hf_overrides={"is_causal": False})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_half_precision_encoder(engines: Engines, tmp_path: Path, dtype: str) -> None:
     checkpoint = encoder("Bert", engines.checkpoints("llama"), tmp_path / "half")
     engine = engines.fresh(checkpoint=checkpoint, dtype=dtype, enable_chunked_prefill=True)
