@@ -62,7 +62,8 @@ class Capabilities:
     appends_windows: bool = False
     """Sliding windows lie in pages; otherwise a window is one block whose content is shifted."""
     stores_binaries: bool = False
-    """Besides programs, the store holds what the device's compiler made of them."""
+    """Graphs are compiled by ``Compiler.load``, not by capture and ``lower``: besides programs, the
+    store holds what the device's compiler made of them."""
     longest_first: bool = False
     """Decode kernels skip the rows after the last one that reaches into a block."""
     npu: Npu | None = None
@@ -184,8 +185,6 @@ class Compiler(Protocol):
     hardware: str
     """User-facing name of the hardware: an instruction set or an NPU's name."""
     capabilities: Capabilities
-    compiles_when_loading: bool
-    """Most of the time of a graph goes into ``load``, not into capture and ``lower``."""
 
     @property
     def kv_memory(self) -> KvMemory: ...

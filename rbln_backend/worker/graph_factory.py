@@ -128,7 +128,7 @@ class GraphFactory:
         self._key_fields = dict(key_fields)
         self._forward_context = forward_context
         self.capture_workers = capture_workers
-        self.compiles_when_loading = compiler.compiles_when_loading
+        self.compiles_when_loading = compiler.capabilities.stores_binaries
 
     def key(self, spec: GraphSpec) -> CacheKey:
         return graph_key(self._key_fields, self._compiler.fingerprint(), spec)

@@ -110,7 +110,7 @@ class CompileWorker(RblnWorker):
         The binaries of an NPU's compiler do.
         """
         assert self._compiler is not None
-        if self._compiler.compiles_when_loading:
+        if self._compiler.capabilities.stores_binaries:
             return super().determine_available_memory()
         specs = list(self._layer_specs().values())
         blocks = num_partitions(self.model_config.max_model_len, self.cache_config.block_size)

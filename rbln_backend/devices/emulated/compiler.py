@@ -263,7 +263,6 @@ class EmulatedCompiler:
 
     name = "emulated"
     capabilities = EMULATED
-    compiles_when_loading = False
 
     def __init__(
         self,

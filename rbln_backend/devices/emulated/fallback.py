@@ -174,7 +174,7 @@ def quantized_moe(
     experts = (plain[0], biases[0], plain[1], biases[1])
     adapted = _Adapters(*adapters)
     stacks = [None if stack is None else stack[chosen] for stack in adapted[1:-1]]
-    rest = (intermediate_size, activation, adapted.slots, *stacks, adapted.rank)
+    rest: tuple[Any, ...] = (intermediate_size, activation, adapted.slots, *stacks, adapted.rank)
     return moe(x, weights, numbers[ids], *experts, *rest)
 
 

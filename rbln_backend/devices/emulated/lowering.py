@@ -276,9 +276,9 @@ def _fuse(graph: fx.Graph, node: fx.Node, given: Mapping[str, Any]) -> None:
     if values.shape[-1] != head_size:
         return
     q, k, rotation = _unrotated(q, k, head_size)
-    before = _before_norm(q, head_size), _before_norm(k, head_size)
-    if before[0] is not None and before[1] is not None and before[0].eps == before[1].eps:
-        q, k = before
+    plain_q, plain_k = _before_norm(q, head_size), _before_norm(k, head_size)
+    if plain_q is not None and plain_k is not None and plain_q.eps == plain_k.eps:
+        q, k = plain_q, plain_k
     q, k, v = (_unsplit(x) for x in (q, k, v))
     is_window = "cache_seq_len" in given
     with graph.inserting_before(node):

@@ -95,7 +95,6 @@ class RebelCompiler:
     """Hands captured graphs to ``rbln_backend`` as vllm-rbln 0.12 does."""
 
     name = "rebel"
-    compiles_when_loading = True
 
     def __init__(
         self,
