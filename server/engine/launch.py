@@ -33,12 +33,13 @@ from rbln_backend.host.resources import vllm_build
 from server import __version__
 from server.engine.config import engine_config, launch_error
 from server.engine.process import (
+    HangWatch,
+    IdleWatch,
     end_engine_processes,
     engine_first,
     engine_processes,
 )
 from server.engine.socket import EngineSocket, receive_directly, watch_others
-from server.engine.watch import HangWatch, IdleWatch
 from server.engine.weight_files import read_ahead, refuse_damaged_weights
 from server.frontend import LaunchError
 from server.host.tasks import in_daemon_thread, in_thread, without_garbage_collection

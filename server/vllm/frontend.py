@@ -47,8 +47,7 @@ from server.settings import ServerSettings
 from server.structured_outputs.gate import GrammarGate, make_gate
 from server.tools import NO_CALLS, ToolSupport
 from server.vllm import text_stream
-from server.vllm.adapters import lease, open_adapters
-from server.vllm.engine_client import EngineClient
+from server.vllm.engine_client import EngineClient, lease, open_adapters
 from server.vllm.errors import RefusedError, RequestContext, engine_failed, from_exception
 from server.vllm.handlers import (
     Handler,

@@ -130,7 +130,7 @@ def test_usage_errors_end_with_2_and_name_the_flag(args: list[str], words: str) 
 _HIDE = """
 import sys
 from pathlib import Path
-from server.commands.serving import hide_secrets
+from server.commands.cli import hide_secrets
 hide_secrets(sys.argv[2:])
 print(Path("/proc/self/cmdline").read_text(), Path("/proc/self/comm").read_text())
 """
@@ -195,7 +195,7 @@ def test_secrets_are_taken_off_the_process_title() -> None:
 def test_secrets_of_vllms_flags_and_of_shortened_ones_are_hidden(
     given: list[str], shown: list[str]
 ) -> None:
-    from server.commands.serving import hidden_secrets
+    from server.commands.cli import hidden_secrets
 
     assert hidden_secrets(given) == shown
 

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from server.engine.watch import HangWatch, IdleWatch
+from server.engine.process import HangWatch, IdleWatch
 from server.host.job_pool import (
     JobCrashedError,
     JobPool,

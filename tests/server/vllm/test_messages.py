@@ -362,7 +362,7 @@ def test_where_adapters_are_looked_up() -> None:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
-    # The lookups that `server.vllm.adapters.LeasedNames` answers; its other readers list names.
+    # The lookups that `server.vllm.engine_client.LeasedNames` answers; other readers list names.
     lookups = inspect.getsource(BaseServing._maybe_get_adapters)
     assert "self.models.lora_requests[request.model]" in lookups
     assert "self.lora_requests.values()" in inspect.getsource(

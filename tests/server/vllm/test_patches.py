@@ -271,7 +271,7 @@ def a_request() -> RequestRecord:
 
 
 async def opened(engine: Engine, models: Any, static: list[Any], **settings: Any) -> Any:
-    from server.vllm.adapters import open_adapters
+    from server.vllm.engine_client import open_adapters
 
     return await open_adapters(engine, models, static, ServerSettings(**settings))  # type: ignore[arg-type]
 
@@ -299,7 +299,7 @@ async def test_adapters_of_the_command_line_and_of_before_a_restart(tmp_path: Pa
 
 @pytest.mark.engine
 async def test_vllm_finds_what_the_request_has_a_lease_of(tmp_path: Path) -> None:
-    from server.vllm.adapters import lease
+    from server.vllm.engine_client import lease
 
     write_adapter(tmp_path / "a")
     models = served()
@@ -360,7 +360,7 @@ async def test_where_the_state_is_kept(tmp_path: Path, caplog: pytest.LogCapture
 async def test_faults_of_the_engine_are_translated() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    from server.vllm.adapters import EngineAdapters
+    from server.vllm.engine_client import EngineAdapters
 
     engine = Engine()
     port = EngineAdapters(engine)  # type: ignore[arg-type]
