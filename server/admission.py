@@ -146,13 +146,13 @@ class Admission:
         self._shares.add(owner, more)
 
     def _refusal(
-        self, weight: int, taken: int | None = None, of: str = "", kept: str = ""
+        self, weight: int, in_use: int | None = None, of: str = "", kept: str = ""
     ) -> OverloadedError:
         self._refused.add(weight, self._clock())
         more = "" if weight == 1 else f" and {weight} more are requested"
-        taken = self.in_flight if taken is None else taken
+        in_use = self.in_flight if in_use is None else in_use
         return OverloadedError(
-            f"The server is busy: {taken} answers{of} run or wait{more}, and at most "
+            f"The server is busy: {in_use} answers{of} run or wait{more}, and at most "
             f"{self.limit} may (--max-in-flight){kept}.",
             rejection="in_flight",
             retry_after_s=self.retry_after_s(),

@@ -247,9 +247,9 @@ class InternalError(ServerError, code="internal_error",
 # fmt: on
 
 
-def invalid_value(path: str, must: str, given: object) -> InvalidValueError:
+def invalid_value(path: str, must: str, value: object) -> InvalidValueError:
     """Return the error of a value; `must` begins with a verb, as in "be 1 to 4"."""
-    return InvalidValueError(f"'{path}' must {must}, got {describe(given)}.", param=path)
+    return InvalidValueError(f"'{path}' must {must}, got {describe(value)}.", param=path)
 
 
 REJECTIONS = """

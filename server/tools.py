@@ -116,16 +116,19 @@ def check_choice(endpoint: Endpoint, fields: JsonObject) -> None:
                 param=f"{path}.tools",
             )
         for index, tool in enumerate(tools):
-            place = f"{path}.tools[{index}]"
+            tool_path = f"{path}.tools[{index}]"
             if get_field(tool, "type") != "function":
                 raise InvalidValueError(
-                    f"'{place}.type' must be 'function' or 'custom', got "
+                    f"'{tool_path}.type' must be 'function' or 'custom', got "
                     f"{describe(get_field(tool, 'type'))}.",
-                    param=f"{place}.type",
+                    param=f"{tool_path}.type",
                 )
             if endpoint.chats:
-                tool, place = _require(tool, "function", f"{place}.function"), f"{place}.function"
-            _check_name(_require(tool, "name", f"{place}.name"), f"{place}.name", offered)
+                tool, tool_path = (
+                    _require(tool, "function", f"{tool_path}.function"),
+                    f"{tool_path}.function",
+                )
+            _check_name(_require(tool, "name", f"{tool_path}.name"), f"{tool_path}.name", offered)
     elif kind in _NAMING and _name_of(value) is not None:
         path = f"{FIELD}.function.name" if get_field(value, "function") else f"{FIELD}.name"
         _check_name(_name_of(value), path, offered)
@@ -157,10 +160,10 @@ def _name_of(tool: Any) -> str | None:
 
 
 def _require(value: Any, name: str, path: str) -> Any:
-    found = get_field(value, name)
-    if found is None:
+    field = get_field(value, name)
+    if field is None:
         raise MissingFieldError(f"The field '{path}' is missing.", param=path)
-    return found
+    return field
 
 
 def get_field(value: object, name: str) -> Any:
@@ -198,15 +201,15 @@ def check_tools(endpoint: Endpoint, body: JsonObject) -> None:
 
 def _paths(tools: Any, path: str) -> Iterator[tuple[str, str]]:
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
-        place = f"{path}[{index}]"
+        tool_path = f"{path}[{index}]"
         for holder, at in (
-            (tool, place),
-            *((get_field(tool, kind), f"{place}.{kind}") for kind in ("function", "custom")),
+            (tool, tool_path),
+            *((get_field(tool, kind), f"{tool_path}.{kind}") for kind in ("function", "custom")),
         ):
             name = get_field(holder, "name")
             if isinstance(name, str):
                 yield name, f"{at}.name"
-        yield from _paths(get_field(tool, "tools"), f"{place}.tools")
+        yield from _paths(get_field(tool, "tools"), f"{tool_path}.tools")
 
 
 PromptSource = Literal["template", "default", "none"]
@@ -262,9 +265,9 @@ def _call_in(fields: JsonObject) -> str | None:
             if turn.get("tool_calls"):
                 return f"{path}.tool_calls"
             blocks = turn.get("content")
-            for place, block in enumerate(blocks if isinstance(blocks, list) else ()):
+            for number, block in enumerate(blocks if isinstance(blocks, list) else ()):
                 if isinstance(block, dict) and block.get("type") in _CALLS:
-                    return f"{path}.content[{place}]"
+                    return f"{path}.content[{number}]"
     return None
 
 
@@ -326,4 +329,4 @@ def finish_reason(ending: Ending, arguments: Sequence[str], *, named: bool) -> s
 
 def replace_halves(text: str) -> str:
     """Return JSON in which each escape of half a surrogate pair is that of U+FFFD."""
-    return _SURROGATE.sub(lambda found: r"\ufffd" if found["lone"] else found[0], text)
+    return _SURROGATE.sub(lambda match: r"\ufffd" if match["lone"] else match[0], text)

@@ -191,20 +191,20 @@ class BatchJob:
 
     async def _write(self, batch: dict[str, Any]) -> None:
         """Write all answers in the order of the input lines."""
-        found: dict[str, bytes] = {}
+        answers: dict[str, bytes] = {}
         for name in (batch["output_file_id"], batch["error_file_id"]):
             if name is None:
                 continue
             async with self._client.stream("GET", f"/v1/files/{name}/content") as answer:
                 async for line in answer.aiter_lines():
-                    found[from_json(line)["custom_id"]] = line.encode()
-        await asyncio.to_thread(self._put, found)
+                    answers[from_json(line)["custom_id"]] = line.encode()
+        await asyncio.to_thread(self._put, answers)
 
-    def _put(self, found: dict[str, bytes]) -> None:
+    def _put(self, answers: dict[str, bytes]) -> None:
         with self._source.open("rb") as lines:
             texts = (line.removeprefix(BOM_UTF8) for line in lines if line.strip())
             names = [from_json(text)["custom_id"] for text in texts]
-        replace_file(self._target, b"".join(found[name] + b"\n" for name in names))
+        replace_file(self._target, b"".join(answers[name] + b"\n" for name in names))
 
 
 def require_sound(source: Path, max_bytes: int) -> None:
@@ -239,10 +239,10 @@ def _show_progress(batch: dict[str, Any], line: ProgressLine) -> None:
 
 
 def _json(answer: httpx.Response) -> dict[str, Any]:
-    found = dict(answer.json())
+    body = dict(answer.json())
     if answer.status_code >= httpx.codes.BAD_REQUEST:
-        raise JobError(found["error"]["message"])
-    return found
+        raise JobError(body["error"]["message"])
+    return body
 
 
 def _digest(path: Path) -> str:

@@ -261,8 +261,8 @@ def list_entries(args: Namespace) -> int:
     """Print graphs and libraries, least recently used first."""
     entries, kernels = _store(args.root).entries(), libraries(kernel_store(args.root))
     if args.json:
-        found = {"graphs": [_graph(e) for e in entries], "kernels": [_kernel(k) for k in kernels]}
-        sys.stdout.write(json.dumps({"cache_root": str(args.root), **found}, indent=2) + "\n")
+        content = {"graphs": [_graph(e) for e in entries], "kernels": [_kernel(k) for k in kernels]}
+        sys.stdout.write(json.dumps({"cache_root": str(args.root), **content}, indent=2) + "\n")
         return 0
     now = time.time()
     sys.stdout.write(_ROW.format("KEY", "GRAPH", "MODEL", "KB", "LAST USED"))
@@ -305,8 +305,8 @@ def verify(args: Namespace) -> int:
         if args.quarantine:
             shutil.rmtree(kernel.path, ignore_errors=True)
     if args.json:
-        found = {"ok": not damaged, "whole": whole, "damaged": damaged}
-        sys.stdout.write(json.dumps({**found, "of_other_versions": checks.skipped}) + "\n")
+        result = {"ok": not damaged, "whole": whole, "damaged": damaged}
+        sys.stdout.write(json.dumps({**result, "of_other_versions": checks.skipped}) + "\n")
         return 1 if damaged else 0
     for item in damaged:
         sys.stdout.write(f"damaged {item['kind']} {item['key']}: {item['reason']}\n")
@@ -337,8 +337,8 @@ def prune(args: Namespace) -> int:
             shutil.rmtree(kernel.path, ignore_errors=True)
             failed += kernel.path.exists()
     if args.json:
-        found = {"graphs": [_graph(e) for e in graphs], "kernels": [_kernel(k) for k in kernels]}
-        sys.stdout.write(json.dumps({"dry_run": args.dry_run, **found}, indent=2) + "\n")
+        content = {"graphs": [_graph(e) for e in graphs], "kernels": [_kernel(k) for k in kernels]}
+        sys.stdout.write(json.dumps({"dry_run": args.dry_run, **content}, indent=2) + "\n")
     else:
         verb = "would remove" if args.dry_run else "removed"
         for entry in graphs:

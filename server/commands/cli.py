@@ -67,9 +67,11 @@ def hide_secrets(argv: Sequence[str]) -> None:
 def hidden_secrets(argv: Sequence[str]) -> list[str]:
     """Return the command line with asterisks in place of secrets."""
     words = list(argv)
-    ours = {flag_of(name): field.annotation for name, field in ServerSettings.model_fields.items()}
-    secret = {_VLLM_SECRET} | {flag for flag, kind in ours.items() if "Secret" in str(kind)}
-    known = vllm_flags() | ours.keys()
+    kind_by_flag = {
+        flag_of(name): field.annotation for name, field in ServerSettings.model_fields.items()
+    }
+    secret = {_VLLM_SECRET} | {flag for flag, kind in kind_by_flag.items() if "Secret" in str(kind)}
+    known = vllm_flags() | kind_by_flag.keys()
     for index, word in enumerate(words):
         flag, equals, _ = word.partition("=")
         name = flag.replace("_", "-")
@@ -226,12 +228,12 @@ def _compile(argv: Sequence[str]) -> int:
     parser.add_argument("--isa", action="append", metavar="LEVEL", help=about)
     _add_json(parser)
     flags, rest = split(parser, argv)
-    as_json, given = bool(flags.pop("json", False)), flags.pop("isa", [])
+    as_json, levels = bool(flags.pop("json", False)), flags.pop("isa", [])
     settings = settings_of(parser, flags, rest)
     from server.commands.check import compile_ahead
 
-    assert isinstance(given, list)
-    targets = [name for names in given for name in names.split(",")]
+    assert isinstance(levels, list)
+    targets = [name for names in levels for name in names.split(",")]
     return compile_ahead(rest, settings, targets, as_json=as_json)
 
 

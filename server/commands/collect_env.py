@@ -69,7 +69,7 @@ def _sections() -> Sections:
             "libc": " ".join(platform.libc_ver()),
         },
         "hardware": dict(_hardware()),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: installed for name in _PACKAGES if (installed := _version(name))},
         "cache": dict(_cache()),
         "variables": reported_variables(),
     }

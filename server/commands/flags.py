@@ -226,8 +226,8 @@ def split(
 
     Exits with help for --help, and with code 2 for a flag that neither parser knows.
     """
-    ours, rest = parser.parse_known_args([_dashed(word) for word in argv])
-    flags = vars(ours)
+    namespace, rest = parser.parse_known_args([_dashed(word) for word in argv])
+    flags = vars(namespace)
     topic = flags.pop("help", None)
     if topic == "":
         parser.print_help()
@@ -276,8 +276,10 @@ def config_file(argv: Sequence[str]) -> dict[str, object]:
 
     content = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     named = {str(key).replace("-", "_"): value for key, value in content.items()}
-    ours = {name: named[name] for name in _SHARED_WITH_VLLM if name in named}
-    return ours | {own: named[name] for name, own in RENAMED_FLAGS.items() if name in named}
+    shared = {name: named[name] for name in _SHARED_WITH_VLLM if name in named}
+    return shared | {
+        setting: named[name] for name, setting in RENAMED_FLAGS.items() if name in named
+    }
 
 
 def _dashed(word: str) -> str:

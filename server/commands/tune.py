@@ -120,9 +120,9 @@ def tune(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{_PROG}: nothing is recorded{which}\n")
         return 1
     if args.json:
-        sys.stdout.write(json.dumps([found.report() for found in advice], indent=2) + "\n")
+        sys.stdout.write(json.dumps([one.report() for one in advice], indent=2) + "\n")
     else:
-        sys.stdout.writelines(f"{line}\n" for found in advice for line in found.lines())
+        sys.stdout.writelines(f"{line}\n" for one in advice for line in one.lines())
     return 0
 
 
@@ -164,11 +164,11 @@ def _records(args: argparse.Namespace) -> list[_Record]:
         return _read_records(args.cache_root, args.model)
     # Raises `BucketError` and `ConfigError` for invalid sizes.
     decode, prefill = args.decode_buckets, args.prefill_buckets
-    given: dict[str, Any] = {"prefill_chunk_buckets": list(prefill) if prefill else None}
+    options: dict[str, Any] = {"prefill_chunk_buckets": list(prefill) if prefill else None}
     if decode:
-        given["decode_batch_bucket_strategy"] = "manual"
-        given["decode_batch_bucket_manual_buckets"] = list(decode)
-    config = resolve({"rbln": given}, {}).config
+        options["decode_batch_bucket_strategy"] = "manual"
+        options["decode_batch_bucket_manual_buckets"] = list(decode)
+    config = resolve({"rbln": options}, {}).config
     rows = args.max_num_seqs or max(decode or (DEFAULT_MAX_NUM_SEQS,))
     chunk = args.max_num_batched_tokens or max(prefill or (DEFAULT_CHUNK_TOKENS,))
     tables = {
@@ -184,7 +184,7 @@ def _read_records(cache_root: Path | None, model: str | None) -> list[_Record]:
     An unreadable record is reported on standard error and skipped.
     """
     root = cache_root or Path(resolve(None).config.cache_root)
-    found = []
+    records = []
     paths = (root / _FOLDER).glob("*.json")
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
@@ -203,13 +203,13 @@ def _read_records(cache_root: Path | None, model: str | None) -> list[_Record]:
             # Drop sizes that only an earlier engine allowed; its step times remain valid.
             ran.steps_by_size = fitting(ran.steps_by_size, tables[phase])
         if usage.steps:
-            found.append(_Record(name, usage, tables))
-    return found
+            records.append(_Record(name, usage, tables))
+    return records
 
 
 def _advice(args: argparse.Namespace, record: _Record) -> _Advice:
     """Return the best buckets of at most as many graphs as given, else as now or the default."""
-    given = {"decode": args.decode_graphs, "prefill": args.prefill_graphs}
+    limits = {"decode": args.decode_graphs, "prefill": args.prefill_graphs}
     changes = {}
     for phase, table in record.tables.items():
         # Nothing is known of a phase that did not run: its buckets stay.
@@ -217,7 +217,7 @@ def _advice(args: argparse.Namespace, record: _Record) -> _Advice:
         ran = record.usage.phases[phase]
         if ran.steps:
             times = StepTimes(ran.mean_seconds(LEAST_STEPS))
-            limit = given[phase] or max(len(table), LIMITS[phase])
+            limit = limits[phase] or max(len(table), LIMITS[phase])
             changes[phase] = suggest(ran.steps_by_size, times, table, limit)
     timed = any(ran.seconds > 0 for ran in record.usage.phases.values())
     return _Advice(record.name, changes, timed)

@@ -45,18 +45,18 @@ def engine_config(
     from vllm.usage.usage_lib import UsageContext
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
-    ours: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if engine_args.language_model_only:
         # vLLM ignores the flag for models without multimodal inputs.
-        ours["disable_mm"] = True
+        options["disable_mm"] = True
     if run_dir is not None:
-        ours["run_dir"] = str(run_dir)
-        ours["max_queue_ms"] = math.ceil(settings.max_queue_s * 1000)
-    ours |= _prefill_options(engine_args.additional_config, settings)
-    if ours:
+        options["run_dir"] = str(run_dir)
+        options["max_queue_ms"] = math.ceil(settings.max_queue_s * 1000)
+    options |= _prefill_options(engine_args.additional_config, settings)
+    if options:
         engine_args.additional_config = {
             **options_of_vllm(engine_args.additional_config),
-            "rbln": {**given_options(engine_args.additional_config), **ours},
+            "rbln": {**given_options(engine_args.additional_config), **options},
         }
     transfer = engine_args.kv_transfer_config
     if transfer is not None and api.is_active():
@@ -89,16 +89,16 @@ def engine_config(
 
 def _prefill_options(additional: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any]:
     """Return the options of the order of prompts that are given as flags of the server."""
-    given = given_options(additional)
+    configured = given_options(additional)
     options: dict[str, Any] = {
         "prefill_policy": settings.prefill_policy,
         "max_num_partial_prefills": settings.max_num_partial_prefills,
     }
     options = {name: value for name, value in options.items() if value is not None}
     for name, value in options.items():
-        if given.get(name, value) != value:
+        if configured.get(name, value) != value:
             raise LaunchError(
-                f"--{name.replace('_', '-')} {value} and {name} {given[name]!r} in "
+                f"--{name.replace('_', '-')} {value} and {name} {configured[name]!r} in "
                 "--additional-config are the same setting; give one of them",
                 exit_code=2,
             )
@@ -108,15 +108,15 @@ def _prefill_options(additional: Mapping[str, Any], settings: ServerSettings) ->
 def _limit_backlog(config: VllmConfig, settings: ServerSettings) -> None:
     """Set vLLM's limit of prompt tokens that wait for prefill."""
     scheduler = config.scheduler_config
-    theirs, ours = scheduler.max_num_queued_tokens, settings.max_queued_tokens
-    if theirs is not None and ours not in (None, theirs):
+    of_vllm, limit = scheduler.max_num_queued_tokens, settings.max_queued_tokens
+    if of_vllm is not None and limit not in (None, of_vllm):
         raise LaunchError(
-            f"--max-num-queued-tokens {theirs} and --max-queued-tokens {ours} are the same limit; "
-            "give one of them",
+            f"--max-num-queued-tokens {of_vllm} and --max-queued-tokens {limit} are the same "
+            "limit; give one of them",
             exit_code=2,
         )
-    if theirs is None:
-        scheduler.max_num_queued_tokens = ours or _default_backlog(config)
+    if of_vllm is None:
+        scheduler.max_num_queued_tokens = limit or _default_backlog(config)
 
 
 def _default_backlog(config: VllmConfig) -> int | None:
@@ -200,19 +200,19 @@ def _reason(cause: Exception, model: str) -> str:
     text = str(cause)
     if isinstance(cause, RblnError):
         return text
-    if found := _UNKNOWN.search(text):
-        near = difflib.get_close_matches(found[1], re.findall(r"'(\w+)'", found[2]), n=1)
+    if match := _UNKNOWN.search(text):
+        near = difflib.get_close_matches(match[1], re.findall(r"'(\w+)'", match[2]), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "use a model that it has"
         return (
-            f"architecture {found[1]!r} of config.json is unknown to vLLM {vllm_build().version}; "
+            f"architecture {match[1]!r} of config.json is unknown to vLLM {vllm_build().version}; "
             f"{hint}"
         )
-    if found := _BROKEN.search(text):
-        return _broken_architecture(found[1], model)
-    if found := _UNKNOWN_TYPE.search(text):
+    if match := _BROKEN.search(text):
+        return _broken_architecture(match[1], model)
+    if match := _UNKNOWN_TYPE.search(text):
         version = importlib.metadata.version("transformers")
         return (
-            f"model_type {found[1]!r} of config.json is unknown to transformers {version}; "
+            f"model_type {match[1]!r} of config.json is unknown to transformers {version}; "
             "correct it, or use a model that this version knows"
         )
     if _REMOTE_CODE in text:

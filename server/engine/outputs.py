@@ -150,8 +150,10 @@ class QueueAwareOutputs(OutputProcessor):
             return [output]
         if isinstance(state, DirectState):
             state.parts_left = len(tokens) - 1
-        given = output.new_logprobs
-        *rows, last = (given and given.slice_request(index, 1) for index in range(len(tokens)))
+        logprobs = output.new_logprobs
+        *rows, last = (
+            logprobs and logprobs.slice_request(index, 1) for index in range(len(tokens))
+        )
         parts = [
             EngineCoreOutput(output.request_id, [token], new_logprobs=row)
             for token, row in zip(tokens, rows, strict=False)
@@ -162,9 +164,11 @@ class QueueAwareOutputs(OutputProcessor):
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
         """Abort as vLLM does, which counts no aborted request."""
         ids = list(request_ids)
-        own = ids if internal else [i for name in ids for i in self.external_req_ids.get(name, ())]
+        internal_ids = (
+            ids if internal else [i for name in ids for i in self.external_req_ids.get(name, ())]
+        )
         # The children of a request are aborted by a call of their own.
-        states = [self.request_states[name] for name in own if name in self.request_states]
+        states = [self.request_states[name] for name in internal_ids if name in self.request_states]
         aborted = super().abort_requests(ids, internal)
         for request_id in aborted:
             self._record_span(request_id, FinishReason.ABORT)
@@ -402,8 +406,8 @@ class _StreamBehindOpenCharacter:
             self._stream.step(tokenizer, token)
 
     def step(self, tokenizer: Tokenizer, token: int) -> str | None:
-        if self._unjoined is not None and (own := self._bytes_of(token)):
-            if not 0x80 <= own[0] < 0xC0:
+        if self._unjoined is not None and (token_bytes := self._bytes_of(token)):
+            if not 0x80 <= token_bytes[0] < 0xC0:
                 # It does not continue the open character, which is then no part of the answer.
                 self._stream, self._drop = self._unjoined, 0
             self._unjoined = None
@@ -425,11 +429,11 @@ def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
         return
     pieces = [token_bytes.of(token) for token in tail]
     size = _open_bytes(b"".join(pieces)[-_MOST_OPEN_BYTES:])
-    count, held = 0, b""
-    while len(held) < size:
+    count, last = 0, b""
+    while len(last) < size:
         count += 1
-        held = pieces[-count] + held
-    tokens, chars = count, len(held[: len(held) - size].decode(errors="replace"))
+        last = pieces[-count] + last
+    tokens, chars = count, len(last[: len(last) - size].decode(errors="replace"))
     open_tokens = tail[len(tail) - tokens :]
     stream = _StreamBehindOpenCharacter(tokenizer, open_tokens, chars, skip, token_bytes)
     use_decode_stream(detokenizer, stream)

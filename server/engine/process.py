@@ -64,12 +64,12 @@ def engine_first(config: VllmConfig, *, log_stats: bool) -> Iterator[None]:
     from vllm.v1.engine import async_llm
 
     # What the module has imported, to type checkers not its own.
-    theirs: Any = async_llm
-    make_renderer, client_type = theirs.renderer_from_config, theirs.EngineCoreClient
+    module: Any = async_llm
+    make_renderer, client_type = module.renderer_from_config, module.EngineCoreClient
     options = {
         "vllm_config": config,
-        "executor_class": theirs.Executor.get_class(config),
-        "log_stats": log_stats or bool(theirs.load_stat_logger_plugin_factories()),
+        "executor_class": module.Executor.get_class(config),
+        "log_stats": log_stats or bool(module.load_stat_logger_plugin_factories()),
         "client_addresses": None,
         "client_count": 1,
         "client_index": 0,

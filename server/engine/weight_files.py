@@ -107,38 +107,38 @@ def refuse_damaged_weights(model: str, load_format: str) -> None:
 
 def check_weight_files(model: str, dtype: str) -> WeightFiles:
     """Check MODEL if it is a folder; `dtype` is the engine's."""
-    found, folder = WeightFiles(), Path(model).expanduser()
+    result, folder = WeightFiles(), Path(model).expanduser()
     if not folder.is_dir():
-        return found
-    names = _names(folder, found)
-    if not names and not found.problems:
+        return result
+    names = _names(folder, result)
+    if not names and not result.problems:
         if not any(path for kind in ("*.bin", "*.pt") for path in folder.glob(kind)):
-            found.warnings.append(
+            result.warnings.append(
                 f"MODEL {model!r} has no weights: it can be compiled for, but not served"
             )
-        return found
+        return result
     counts: Counter[str] = Counter()
     owners: dict[str, str] = {}
     for name in names:
-        for tensor in _check_file(folder / name, counts, found):
+        for tensor in _check_file(folder / name, counts, result):
             other = owners.setdefault(tensor, name)
             if other != name:
-                found.problems.append(
+                result.problems.append(
                     f"{tensor} is in {other} and in {name}, of which one is not this checkpoint's; "
                     "remove that file"
                 )
-                return found
+                return result
     if counts:
-        found.dtype = _DTYPES.get(counts.most_common(1)[0][0])
-    if found.dtype is not None and found.dtype != dtype:
-        found.warnings.append(
-            f"the weights are stored as {found.dtype} and converted to {dtype} while loading; "
-            f"--dtype {found.dtype} avoids the conversion"
+        result.dtype = _DTYPES.get(counts.most_common(1)[0][0])
+    if result.dtype is not None and result.dtype != dtype:
+        result.warnings.append(
+            f"the weights are stored as {result.dtype} and converted to {dtype} while loading; "
+            f"--dtype {result.dtype} avoids the conversion"
         )
-    return found
+    return result
 
 
-def _names(folder: Path, found: WeightFiles) -> list[str]:
+def _names(folder: Path, result: WeightFiles) -> list[str]:
     """Return the files in the index, else all safetensors files of the folder."""
     index = folder / _INDEX
     if not index.is_file():
@@ -147,24 +147,24 @@ def _names(folder: Path, found: WeightFiles) -> list[str]:
         content = json.loads(index.read_text(encoding="utf-8"))
         names = sorted({str(name) for name in content["weight_map"].values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found.problems.append(f"{_INDEX} cannot be read: {error}; fetch it again")
+        result.problems.append(f"{_INDEX} cannot be read: {error}; fetch it again")
         return []
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         listed = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        found.problems.append(
+        result.problems.append(
             f"{_INDEX} names {len(names)} files, of which {len(missing)} are missing: {listed}; "
             "fetch them"
         )
     return [name for name in names if name not in missing]
 
 
-def _check_file(path: Path, counts: Counter[str], found: WeightFiles) -> list[str]:
+def _check_file(path: Path, counts: Counter[str], result: WeightFiles) -> list[str]:
     """Add the problems of a file; return the names of its tensors."""
     try:
         size, header_bytes, header = _read_header(path)
     except (OSError, ValueError, RecursionError) as error:
-        found.problems.append(f"{path.name} is damaged: {error}; fetch it again")
+        result.problems.append(f"{path.name} is damaged: {error}; fetch it again")
         return []
     names = [name for name in header if name != "__metadata__"]
     tensors = [header[name] for name in names]
@@ -172,16 +172,16 @@ def _check_file(path: Path, counts: Counter[str], found: WeightFiles) -> list[st
         end = max((int(entry["data_offsets"][1]) for entry in tensors), default=0)
         counts.update(str(entry["dtype"]) for entry in tensors)
     except (KeyError, TypeError, IndexError, ValueError):
-        found.problems.append(f"{path.name} is damaged: its header is malformed; fetch it again")
+        result.problems.append(f"{path.name} is damaged: its header is malformed; fetch it again")
         return []
     wanted = _LENGTH_BYTES + header_bytes + end
     if size != wanted:
-        found.problems.append(
+        result.problems.append(
             f"{path.name} has {size:,} bytes, its header says {wanted:,}; fetch it again"
         )
         return []
     if hole := _hole_of(path, size):
-        found.problems.append(
+        result.problems.append(
             f"{path.name} has no data from byte {hole:,} on, as a download leaves it that was cut "
             "off in space reserved before; fetch it again"
         )
@@ -191,7 +191,7 @@ def _check_file(path: Path, counts: Counter[str], found: WeightFiles) -> list[st
         with safe_open(path, framework="np"):
             pass
     except (OSError, SafetensorError) as error:
-        found.problems.append(f"{path.name} is damaged: {error}; fetch it again")
+        result.problems.append(f"{path.name} is damaged: {error}; fetch it again")
     return names
 
 

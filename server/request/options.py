@@ -354,7 +354,7 @@ def filter_variables(
     body: JsonObject,
     variables: TemplateVariables,
     policy: UnknownPolicy,
-    own: frozenset[str] | None = None,
+    of_request: frozenset[str] | None = None,
 ) -> list[str]:
     """Leave in `body` the variables that the template declares; return the paths of ignored ones.
 
@@ -364,8 +364,8 @@ def filter_variables(
     """
     declared = (
         (variables.score if endpoint.scores else variables.chat)
-        if own is None
-        else own - variables.arguments
+        if of_request is None
+        else of_request - variables.arguments
     )
     # A text of the prompt that the template would leave out.
     name = "instruction" if endpoint.scores else "documents"

@@ -237,7 +237,7 @@ class ObjectForm:
     def fits(self, value: Mapping[str, Any]) -> bool:
         """Return whether the tags of an object allow this form."""
         return all(
-            not isinstance(given := value.get(tag), str) or given in allowed
+            not isinstance(tag_value := value.get(tag), str) or tag_value in allowed
             for tag, allowed in self.tags.items()
         )
 

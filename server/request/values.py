@@ -113,10 +113,10 @@ def _check_answers(name: str, value: Any, request: _Request) -> None:
         raise invalid_value(name, f"be 1 to {most} on this server", value)
 
 
-def _check_extra_args(field: str, given: Any, request: _Request) -> None:
+def _check_extra_args(field: str, arguments: Any, request: _Request) -> None:
     """Raise `UnsupportedFieldError` for a key without effect, or one that the server sets."""
     allowed = request.limits.extra_args
-    for name, value in given.items() if isinstance(given, dict) else ():
+    for name, value in arguments.items() if isinstance(arguments, dict) else ():
         if name in _RESERVED_ARGS or (allowed is not None and name not in allowed):
             known = f"any key but {', '.join(sorted(_RESERVED_ARGS))}"
             if allowed is not None:
@@ -404,12 +404,12 @@ def _check_repetition(value: Any) -> None:
 # `kv_transfer_params`, which a router copies from one server's answer to another.
 
 
-def _check_transfer(field: str, given: Any, request: _Request) -> None:
+def _check_transfer(field: str, parameters: Any, request: _Request) -> None:
     """Raise the `RequestError` of the first key of `given` that the engine could fail on.
 
     vLLM's connector uses the values as they are: a wrong type would end the engine.
     """
-    if not given:
+    if not parameters:
         return
     if not request.limits.transfers_kv:
         raise UnsupportedFieldError(
@@ -417,11 +417,11 @@ def _check_transfer(field: str, given: Any, request: _Request) -> None:
             "(--kv-transfer-config).",
             param=field,
         )
-    if not isinstance(given, dict):
-        raise invalid_value(field, "be an object", given)
+    if not isinstance(parameters, dict):
+        raise invalid_value(field, "be an object", parameters)
     if (request.body.get("n") or 1) != 1 or request.body.get("use_beam_search"):
-        raise invalid_value(field, "come with n=1 and without beam search", given)
-    for name, value in given.items():
+        raise invalid_value(field, "come with n=1 and without beam search", parameters)
+    for name, value in parameters.items():
         if name not in _TRANSFER_KEYS:
             raise invalid_value(f"{field}.{name}", f"be one of {', '.join(_TRANSFER_KEYS)}", name)
         is_valid, must = _TRANSFER_KEYS[name]

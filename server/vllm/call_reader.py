@@ -267,10 +267,10 @@ class CallReader:
 
         A call that was cut is as long as it was generated; without arguments it is left out.
         """
-        found = self._take(final=True, cut=cut)
+        rest = self._take(final=True, cut=cut)
         if not self._calls:
-            found.text += self._uncalled or ""
-        return found
+            rest.text += self._uncalled or ""
+        return rest
 
     def _take(self, *, final: bool, cut: bool) -> Found:
         goes_on = True
@@ -281,31 +281,31 @@ class CallReader:
                 goes_on = self._seek(final and not cut)
             else:
                 goes_on = self._read_object(self._object, final, cut)
-        found, self._found = self._found, Found()
-        return found
+        read, self._found = self._found, Found()
+        return read
 
     def _seek(self, final: bool) -> bool:
         """Show the text before the next call; return whether there is one."""
-        found = self._form.begin.search(self._text, self._at, partial=not final)
-        self._show(len(self._text) if found is None else found.start())
-        if found is None or found.partial:
+        match = self._form.begin.search(self._text, self._at, partial=not final)
+        self._show(len(self._text) if match is None else match.start())
+        if match is None or match.partial:
             return False
-        groups = found.groupdict()
+        groups = match.groupdict()
         if groups.get("hidden"):
-            self._at = found.end()
+            self._at = match.end()
         else:
-            self._open(found.end() - 1, self._fixed_name or groups.get("name"))
+            self._open(match.end() - 1, self._fixed_name or groups.get("name"))
         return True
 
     def _follow(self, final: bool) -> bool:
         """Go on behind an object; return whether it is known what follows it."""
-        found = self._form.after.match(self._text, self._at, partial=not final)
-        if found is not None and found.partial:
+        match = self._form.after.match(self._text, self._at, partial=not final)
+        if match is not None and match.partial:
             return False
         self._is_behind = False
-        if found is not None:
-            opens = self._text.endswith("{", self._at, found.end())
-            self._show(found.end() - opens)
+        if match is not None:
+            opens = self._text.endswith("{", self._at, match.end())
+            self._show(match.end() - opens)
             if opens:
                 self._open(self._at, None)
         return True

@@ -255,8 +255,8 @@ class EngineClient(AsyncLLM):
         """Return the states of the request just added: one for each of its answers."""
         # Requests of other clients may have the same id, but none has the same collector.
         processor = self.output_processor
-        found = (processor.request_states.get(i) for i in processor.external_req_ids[request_id])
-        return [state for state in found if state is not None and state.queue is collector]
+        states = (processor.request_states.get(i) for i in processor.external_req_ids[request_id])
+        return [state for state in states if state is not None and state.queue is collector]
 
 
 def _used_tokens(states: list[RequestState]) -> tuple[int, int]:
@@ -404,12 +404,12 @@ async def open_adapters(
 def _state_file(settings: ServerSettings) -> StateFile | None:
     if settings.lora_root is None:
         return None
-    given = settings.lora_state_file
-    file = StateFile(given or settings.lora_root / STATE_FILE)
+    path = settings.lora_state_file
+    file = StateFile(path or settings.lora_root / STATE_FILE)
     if file.writable():
         return file
-    if given is not None:
-        raise LaunchError(f"--lora-state-file: {str(given)!r} cannot be written")
+    if path is not None:
+        raise LaunchError(f"--lora-state-file: {str(path)!r} cannot be written")
     logger.warning(
         "%s cannot be written: adapters that are loaded over HTTP are forgotten at a restart; "
         "--lora-state-file names another place",

@@ -107,22 +107,22 @@ def from_exception(error: Exception, context: RequestContext) -> ServerError:
     return _internal(error, context)
 
 
-def from_validation(error: ValidationError, body: object, place: str = "") -> RequestError:
+def from_validation(error: ValidationError, body: object, body_path: str = "") -> RequestError:
     """Return the client's error for the most specific of pydantic's errors about `body`.
 
     `place` is the path of `body` within the request, empty for the whole.
     """
     problem = _most_specific(error.errors(include_url=False, include_context=False))
     kind = str(problem["type"])
-    path = _body_path(problem["loc"], body, place, missing=kind == "missing")
+    path = _body_path(problem["loc"], body, body_path, missing=kind == "missing")
     if kind == "missing":
         return MissingFieldError(f"The field '{path}' is missing.", param=path)
     message = _WORDS.get(kind, str(problem["msg"]).removeprefix("Value error, "))
     value = problem.get("input")
     if _about_type(kind):
-        given = json_type(value)
+        json_kind = json_type(value)
         where = f"Invalid type for '{path}'" if path else "Invalid request"
-        shown = given if value is None else f"{given}: {describe(value)}"
+        shown = json_kind if value is None else f"{json_kind}: {describe(value)}"
         text = f"{where}: {message}, got {shown}."
         return InvalidTypeError(text, param=path or None)
     where = f"Invalid value for '{path}'" if path else "Invalid request"
@@ -269,19 +269,19 @@ def _most_specific(problems: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     errors, the deepest is selected; among equals, one about a value rather than its type.
     """
     problems = [one for one in problems if _ENGINES_OWN not in one["loc"]] or problems
-    places = [tuple(problem["loc"]) for problem in problems]
+    locs = [tuple(problem["loc"]) for problem in problems]
     wrong = [
         problem
-        for problem, place in zip(problems, places, strict=True)
-        if place and place[-1] in _BRANCH and not isinstance(problem["input"], str | dict)
+        for problem, loc in zip(problems, locs, strict=True)
+        if loc and loc[-1] in _BRANCH and not isinstance(problem["input"], str | dict)
     ]
     if wrong:
         return wrong[0]
-    unknown_branches = {place[:-1] for place in places if place and place[-1] in _BRANCH}
+    unknown_branches = {loc[:-1] for loc in locs if loc and loc[-1] in _BRANCH}
     fitting = [
         problem
-        for problem, place in zip(problems, places, strict=True)
-        if not any(place[:length] in unknown_branches for length in range(len(place) + 1))
+        for problem, loc in zip(problems, locs, strict=True)
+        if not any(loc[:length] in unknown_branches for length in range(len(loc) + 1))
     ]
     return max(
         fitting or problems,

@@ -80,8 +80,8 @@ def parse_arguments(
     _check_chat_template(args.chat_template)
     _check_adapter_flags(args, settings)
     for name, reason in REFUSED_FLAGS.items():
-        given = getattr(args, name, None)
-        if given != parser.get_default(name):
+        value = getattr(args, name, None)
+        if value != parser.get_default(name):
             flag = "--" + name.replace("_", "-")
             raise LaunchError(f"{flag} cannot be used: {reason}", exit_code=2)
     if args.api_server_count not in (None, 1):
@@ -105,16 +105,16 @@ def parse_arguments(
         )
     # Apply the flags that are no settings of this server, and log what they lead to.
     for name, effect in FULFILLED_FLAGS.items():
-        given = getattr(args, name)
-        if given == parser.get_default(name):
+        value = getattr(args, name)
+        if value == parser.get_default(name):
             continue
         logger.info("--%s: %s", name.replace("_", "-"), effect)
         if name == "disable_uvicorn_access_log":
             drop_request_lines(None)
         elif name == "disable_access_log_for_endpoints":
-            drop_request_lines([path.strip() for path in given.split(",")])
+            drop_request_lines([path.strip() for path in value.split(",")])
         elif name == "uvicorn_log_level":
-            logging.getLogger("uvicorn").setLevel(_UVICORN_LEVELS.get(given, given.upper()))
+            logging.getLogger("uvicorn").setLevel(_UVICORN_LEVELS.get(value, value.upper()))
     args.host, args.port = settings.host, settings.port
     return args
 
@@ -153,14 +153,14 @@ def _use_local_checkpoint(args: Namespace, *, may_fetch: bool) -> None:
     args.model = args.model_tag = str(folder)
 
 
-def _check_chat_template(given: str | None) -> None:
+def _check_chat_template(template: str | None) -> None:
     """Raise `LaunchError` for a template that would block when read, such as a pipe."""
     # Anything with a brace or a line break is a template itself.
-    if given is None or any(sign in given for sign in "{}\n"):
+    if template is None or any(sign in template for sign in "{}\n"):
         return
-    path = Path(given)
+    path = Path(template)
     if path.exists() and not path.is_file():
-        raise LaunchError(f"--chat-template: {given!r} is not a regular file", exit_code=2)
+        raise LaunchError(f"--chat-template: {template!r} is not a regular file", exit_code=2)
 
 
 def _check_adapter_flags(args: Namespace, settings: ServerSettings) -> None:

@@ -318,13 +318,13 @@ class VllmFrontend:
         if record.failure is not None:
             # vLLM's classes do not pass the cause on.
             return record.failure
-        ours = from_exception(error, replace(context, guided=record.guide is not None))
-        if isinstance(ours, ContextLengthError) and ours.param is None:
-            ours.param = context.prompt
-        if isinstance(ours, InternalError) and self._engine.errored:
+        translated = from_exception(error, replace(context, guided=record.guide is not None))
+        if isinstance(translated, ContextLengthError) and translated.param is None:
+            translated.param = context.prompt
+        if isinstance(translated, InternalError) and self._engine.errored:
             # vLLM reports a dead engine as an error of each request.
             return engine_failed()
-        return ours
+        return translated
 
 
 _CHARS_PER_BYTE = 4

@@ -114,8 +114,8 @@ _SUBCLASSES: Mapping[type, type] = {
 
 def adapted(serving: Any) -> Any:
     """Return a copy of one of vLLM's serving instances that is of our subclass, with our parser."""
-    ours = _SUBCLASSES.get(type(serving), type(serving))
-    return adapt_serving(serving, ours, object_call_parser)
+    subclass = _SUBCLASSES.get(type(serving), type(serving))
+    return adapt_serving(serving, subclass, object_call_parser)
 
 
 def _body(answer: BaseModel, extra_fields: JsonObject, _: RequestRecord) -> bytes:
@@ -154,15 +154,15 @@ class Handler:
 
 def handlers(state: State) -> dict[str, Handler]:
     """Return the handler of each form; a model offers the forms of its tasks only."""
-    found = {}
+    by_form = {}
     for form, model in request_models().items():
         name, method = _SERVED_BY[form]
         # A model has the serving classes of its tasks only.
         serving, serve = getattr(state, name, None), None
         if serving is not None:
             serve = getattr(adapted(serving), method)
-        found[form] = Handler(model, serve, _BODIES.get(form, _body))
-    return found
+        by_form[form] = Handler(model, serve, _BODIES.get(form, _body))
+    return by_form
 
 
 def extended_frames(
@@ -240,7 +240,7 @@ async def described_frames(
                 if not named and (identity := _ID.search(frame)) is not None:
                     named = True
                     span.set_attribute(RESPONSE_ID, identity[1])
-                if found := pattern.findall(frame):
-                    reasons += ["".join(groups) for groups in found]
+                if matches := pattern.findall(frame):
+                    reasons += ["".join(groups) for groups in matches]
                     span.set_attribute(FINISH_REASONS, reasons)
             yield frame

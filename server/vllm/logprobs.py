@@ -63,8 +63,8 @@ class TokenBytes:
 
 @lru_cache(maxsize=4)
 def token_bytes(tokenizer: TokenizerLike) -> TokenBytes:
-    own: Any = getattr(tokenizer, "_tokenizer", tokenizer)
-    return TokenBytes(own)
+    backend: Any = getattr(tokenizer, "_tokenizer", tokenizer)
+    return TokenBytes(backend)
 
 
 def text_starts(pieces: Iterable[bytes]) -> list[int]:
@@ -111,8 +111,8 @@ class TokenTexts:
             texts.update(zip(new, convert_ids_list_to_tokens(tokenizer, new), strict=True))
             for token in new:
                 if _REPLACEMENT in texts[token]:
-                    own = token_bytes(tokenizer).of(token)
-                    texts[token] = own.decode(errors="backslashreplace")
+                    token_text = token_bytes(tokenizer).of(token)
+                    texts[token] = token_text.decode(errors="backslashreplace")
         return [texts[token] for token in token_ids]
 
 
@@ -144,11 +144,11 @@ class AnswerLogprobs(LogprobsProcessor):
     @classmethod
     def of(cls, processor: LogprobsProcessor, detokenizer: Any) -> AnswerLogprobs:
         """Return a replacement of vLLM's processor, before its first logprobs."""
-        ours = cls(**{field.name: getattr(processor, field.name) for field in fields(processor)})
-        ours.detokenizer, ours.starts, ours.placed = detokenizer, [], 0
-        if ours.tokenizer is not None:
-            ours._note_starts()
-        return ours
+        adapted = cls(**{field.name: getattr(processor, field.name) for field in fields(processor)})
+        adapted.detokenizer, adapted.starts, adapted.placed = detokenizer, [], 0
+        if adapted.tokenizer is not None:
+            adapted._note_starts()
+        return adapted
 
     def _note_starts(self) -> None:
         detokenizer = self.detokenizer
@@ -157,10 +157,10 @@ class AnswerLogprobs(LogprobsProcessor):
         def decode_next(token: int) -> str:
             text = decode(token)
             start = len(detokenizer.output_text)
-            own = token_bytes(self.tokenizer).of(token).decode(errors="replace")
+            own_text = token_bytes(self.tokenizer).of(token).decode(errors="replace")
             # What comes before its own text is left of a character that it does not continue.
-            if own and text.endswith(own):
-                start += len(text) - len(own)
+            if own_text and text.endswith(own_text):
+                start += len(text) - len(own_text)
             self.starts.append(start)
             return text
 
@@ -185,8 +185,10 @@ class AnswerLogprobs(LogprobsProcessor):
         if index >= len(self.starts):
             return PlacedLogprob(*same, len(self.detokenizer.output_text), None)
         skips = self.detokenizer.skip_special_tokens
-        own = token_bytes(self.tokenizer).of(token, skip_special_tokens=skips)
-        return PlacedLogprob(*same, self.starts[index], None if is_last and not own else own)
+        text_bytes = token_bytes(self.tokenizer).of(token, skip_special_tokens=skips)
+        return PlacedLogprob(
+            *same, self.starts[index], None if is_last and not text_bytes else text_bytes
+        )
 
     def pop_prompt_logprobs(self) -> PromptLogprobs | None:
         """Return the prompt's logprobs, for every output of a stream.
@@ -279,8 +281,8 @@ def most_likely(logprobs: dict[int, Any], number: int | None) -> dict[int, Any]:
 
 def place_beam(output: CompletionOutput, tokenizer: Any, *, skips: bool) -> None:
     """Place the tokens of a beam; its positions are shared with others and lack texts."""
-    own = token_bytes(tokenizer)
-    pieces = [own.of(token, skip_special_tokens=skips) for token in output.token_ids]
+    bytes_of = token_bytes(tokenizer)
+    pieces = [bytes_of.of(token, skip_special_tokens=skips) for token in output.token_ids]
     starts = text_starts(pieces)
     positions: Any = output.logprobs or ()
     placed: list[Any] = []

@@ -306,12 +306,12 @@ class _Message:
             yield self._piece({"type": "signature_delta", "signature": uuid.uuid4().hex})
         self._open = None
         yield _event("content_block_stop", index=self._index)
-        held, self._held = self._held, ""
-        if held.strip():
-            kept = self._input
-            yield from self._text(held)
+        late_text, self._held = self._held, ""
+        if late_text.strip():
+            call_input = self._input
+            yield from self._text(late_text)
             yield from self._close()
-            self._input = kept
+            self._input = call_input
 
 
 def _event(kind: str, **fields: Any) -> str:

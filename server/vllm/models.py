@@ -44,11 +44,11 @@ def leaving_room(params: TokenizeParams) -> TokenizeParams:
 
     vLLM cuts a prompt whose answer has no limit to the whole context.
     """
-    kept, total = params.truncate_prompt_tokens, params.max_total_tokens
-    if kept is None or total is None or params.max_output_tokens:
+    truncated, total = params.truncate_prompt_tokens, params.max_total_tokens
+    if truncated is None or total is None or params.max_output_tokens:
         return params
     most = total - 1
-    return replace(params, truncate_prompt_tokens=most if kept < 0 else min(kept, most))
+    return replace(params, truncate_prompt_tokens=most if truncated < 0 else min(truncated, most))
 
 
 class ChatCompletionRequest(chat.ChatCompletionRequest):
@@ -244,8 +244,8 @@ def wire_schemas(
         for schema in schemas:
             definition = definitions[schema["$ref"].rpartition("/")[2]]
             given = definition.get("properties", {})
-            own = {k: v for k, v in given.items() if k not in without[endpoint]}
-            definition["properties"] = {**extra_fields[endpoint], **own}
+            accepted = {k: v for k, v in given.items() if k not in without[endpoint]}
+            definition["properties"] = {**extra_fields[endpoint], **accepted}
             if endpoint.chats:
                 # Add the forms of tools, choices and calls that vLLM's models of chats lack.
                 properties = definition["properties"]

@@ -61,8 +61,11 @@ def json_call_parser(parser: type[ToolParser] | None) -> type[ToolParser] | None
     """
     if parser is None:
         return None
-    ours = parser.__module__.startswith("vllm.tool_parsers.")
-    form, listed = FORMS.get(parser.__name__) if ours else None, parser.supports_required_and_named
+    is_vllms = parser.__module__.startswith("vllm.tool_parsers.")
+    form, listed = (
+        FORMS.get(parser.__name__) if is_vllms else None,
+        parser.supports_required_and_named,
+    )
     if form is None and not listed:
         return parser
     fields = {"form": form, "listed": listed, "supports_required_and_named": False}
@@ -90,9 +93,9 @@ class JsonCalls:
         if form is None or choice == "none":
             return None
         name = name if form is ARGUMENTS else None
-        made = CallReader(form, callable_names(request), guided=guided, name=name)
-        made.continue_from(continued_text(request))
-        return made
+        reader = CallReader(form, callable_names(request), guided=guided, name=name)
+        reader.continue_from(continued_text(request))
+        return reader
 
     def refuse_open_calls(self, request: Any, *, guided: bool) -> None:
         """Raise `InvalidValueError` where a grammar of calls would begin inside of a call.
@@ -119,13 +122,13 @@ class JsonCalls:
         """Return vLLM's grammar of calls, with the tags of this form."""
         tag: Any = super().get_structural_tag(request, reasoning=reasoning)  # type: ignore[misc]
         if tag is not None and self.form is not None and self.form.tag is not None:
-            own = f"{self.form.tag}>"
+            tag_end = f"{self.form.tag}>"
             for one in getattr(tag.format, "tags", ()):
-                one.begin = one.begin.replace("tool_call>", own, 1)
-                one.end = one.end.replace("tool_call>", own, 1)
+                one.begin = one.begin.replace("tool_call>", tag_end, 1)
+                one.end = one.end.replace("tool_call>", tag_end, 1)
             if hasattr(tag.format, "triggers"):
                 tag.format.triggers = [
-                    one.replace("tool_call>", own) for one in tag.format.triggers
+                    one.replace("tool_call>", tag_end) for one in tag.format.triggers
                 ]
         return tag
 
@@ -328,8 +331,8 @@ class ObjectCallParser:
 
     @property
     def reasoning_parser(self) -> ReasoningParser | None:
-        found: ReasoningParser | None = self._marked or self._reasoning_parser
-        return found
+        parser: ReasoningParser | None = self._marked or self._reasoning_parser
+        return parser
 
     def is_reasoning_end(self, input_ids: list[int]) -> bool:
         """Return whether the answer to a prompt begins without reasoning."""
@@ -357,10 +360,10 @@ class ObjectCallParser:
         tools, choice = request.tools, request.tool_choice
         if tools:
             request.tools, request.tool_choice = guiding_tools(request), plain_choice(request)
-        skips, given = request.skip_special_tokens, request.structured_outputs
+        skips, guide = request.skip_special_tokens, request.structured_outputs
         adjusted = super().adjust_request(request)  # type: ignore[misc]
         if tools and isinstance(self.tool_parser, JsonCalls):  # type: ignore[attr-defined]
-            guided = adjusted.structured_outputs is not given or adjusted.tool_choice != "auto"
+            guided = adjusted.structured_outputs is not guide or adjusted.tool_choice != "auto"
             self.tool_parser.refuse_open_calls(adjusted, guided=guided)  # type: ignore[attr-defined]
         if skips and not adjusted.skip_special_tokens:
             hide_end_token(adjusted)
@@ -426,8 +429,8 @@ class ObjectCallParser:
         if self._marked is not None:
             delta, piece = self._read_piece(*piece, finished=finished)
         if piece is not None:
-            found = super().parse_delta(*piece, finished=finished and not cut)  # type: ignore[misc]
-            delta = found if delta is None else _with_reasoning(found, delta.reasoning)
+            parsed = super().parse_delta(*piece, finished=finished and not cut)  # type: ignore[misc]
+            delta = parsed if delta is None else _with_reasoning(parsed, delta.reasoning)
             self._text += piece[0]
         if finished and calling and isinstance(self.tool_parser, JsonCalls):  # type: ignore[attr-defined]
             delta = _joined(delta, self.tool_parser.finish(cut=cut))  # type: ignore[attr-defined]
@@ -473,19 +476,19 @@ class ObjectCallParser:
 
     def _sent(self, call: Any, request: Any) -> list[Any]:
         """Return the pieces of a call to send: none before its arguments begin as an object."""
-        held = self._held.setdefault(call.index, [])
-        if held is None:
+        pieces = self._held.setdefault(call.index, [])
+        if pieces is None:
             return [call]
-        held.append(call)
-        name = next((one.function.name for one in held if one.function), None)
-        text = "".join(piece.function.arguments or "" for piece in held if piece.function)
+        pieces.append(call)
+        name = next((one.function.name for one in pieces if one.function), None)
+        text = "".join(piece.function.arguments or "" for piece in pieces if piece.function)
         if not self._is_call(name, text, request):
             return []
         if request.parallel_tool_calls is False and None in self._held.values():
             return []
         self._held[call.index] = None
         # As one piece, as clients expect it: the first has the name.
-        first = next(piece for piece in held if piece.function)
+        first = next(piece for piece in pieces if piece.function)
         first.function.arguments = text
         return [first]
 
@@ -534,16 +537,16 @@ class ObjectCallParser:
         reasoning, content, calls = super().parse(text, request, auto_tools, token_ids)  # type: ignore[misc]
         if self._marked is not None:
             reasoning, content = thought or None, content or None
-        kept = [call for call in calls or () if self._is_call(call.name, call.arguments, request)]
+        valid = [call for call in calls or () if self._is_call(call.name, call.arguments, request)]
         if request.parallel_tool_calls is False:
-            kept = kept[:1]
-        if kept:
+            valid = valid[:1]
+        if valid:
             # A stream holds back what may be the space before a call.
-            return reasoning, (content or "").rstrip() or None, kept
+            return reasoning, (content or "").rstrip() or None, valid
         if calls:
             # None of it was a call, so that all of it is text.
             content = self._content(text, request)
-        return reasoning, content, kept if calls else calls
+        return reasoning, content, valid if calls else calls
 
     def _streamed(
         self,

@@ -142,16 +142,18 @@ def _shape(name: str) -> str | None:
     # Classes begin with a capital letter; all before is the module, or one name in it.
     last = next((i for i, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)
     try:
-        found: Any = importlib.import_module(".".join(parts[:last]))
+        target: Any = importlib.import_module(".".join(parts[:last]))
         for part in parts[last:]:
-            found = getattr(found, part)
+            target = getattr(target, part)
     except (ImportError, AttributeError):
         return None
-    if str(getattr(found, "__module__", "")).startswith("server."):
+    if str(getattr(target, "__module__", "")).startswith("server."):
         # An earlier start of this process has replaced it.
         return SHAPES[name]
     return (
-        ", ".join(inspect.signature(found).parameters) if callable(found) else type(found).__name__
+        ", ".join(inspect.signature(target).parameters)
+        if callable(target)
+        else type(target).__name__
     )
 
 
@@ -187,8 +189,8 @@ def engine_parts(make_renderer: Any, client_type: Any) -> Iterator[None]:
     from vllm.v1.engine import async_llm
 
     # What the module has imported, to type checkers not its own.
-    theirs: Any = async_llm
-    before = theirs.renderer_from_config, theirs.EngineCoreClient
+    module: Any = async_llm
+    before = module.renderer_from_config, module.EngineCoreClient
     async_llm.renderer_from_config = make_renderer  # type: ignore[attr-defined]
     async_llm.EngineCoreClient = client_type  # type: ignore[attr-defined]
     try:
@@ -265,11 +267,11 @@ def _accept_any_tag(payload: object, *, parameter: str) -> None:
     """Replace vLLM's validation: the gate validates structural tags."""
 
 
-def adapt_serving(serving: _Serving, ours: type, parser_of: Callable[[Any], Any]) -> _Serving:
+def adapt_serving(serving: _Serving, subclass: type, parser_of: Callable[[Any], Any]) -> _Serving:
     """Return a copy of a serving instance that is of the subclass `ours` and has our parser."""
-    require(issubclass(ours, type(serving)), type(serving).__name__)
+    require(issubclass(subclass, type(serving)), type(serving).__name__)
     adapted: Any = copy.copy(serving)
-    adapted.__class__ = ours
+    adapted.__class__ = subclass
     for name in ("parser_cls", "parser"):
         if hasattr(adapted, name):
             setattr(adapted, name, parser_of(getattr(adapted, name)))
@@ -360,8 +362,8 @@ def count_whole_prompts() -> None:
 def _encode_whole(params: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     if params.truncate_prompt_tokens is not None:
         return arguments
-    kept = {name: value for name, value in arguments.items() if name != "max_length"}
-    return {**kept, "truncation": False}
+    untruncated = {name: value for name, value in arguments.items() if name != "max_length"}
+    return {**untruncated, "truncation": False}
 
 
 def keep_special_tokens(tokenizer: Any) -> None:
@@ -384,8 +386,8 @@ def keep_special_tokens(tokenizer: Any) -> None:
                 return super().__call__(*args, **arguments)
             most = arguments.pop("max_length")
             whole = super().__call__(*args, **{**arguments, "truncation": False})
-            kept = kept_tokens(whole.sequence_ids(0), most, truncation_side)
-            return {name: [values[index] for index in kept] for name, values in whole.items()}
+            indices = kept_tokens(whole.sequence_ids(0), most, truncation_side)
+            return {name: [values[index] for index in indices] for name, values in whole.items()}
 
     use_tokenizer_type(tokenizer, SideTokenizer)
     upstream = TokenizeParams.get_encode_kwargs

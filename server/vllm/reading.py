@@ -286,11 +286,13 @@ class BodyReader:
         normalize_conversation(endpoint, body)
         # The documented fields: granted and ignored ones leave, refused ones are errors.
         ignored += apply_field_rules(endpoint, body)
-        template, own = body.get("chat_template"), None
+        template, declared = body.get("chat_template"), None
         if rules.own_templates and isinstance(template, str):
-            own = declared_by(template)
+            declared = declared_by(template)
         if TEMPLATE_FIELDS & body.keys():
-            ignored += filter_variables(endpoint, body, rules.variables, rules.unknown_fields, own)
+            ignored += filter_variables(
+                endpoint, body, rules.variables, rules.unknown_fields, declared
+            )
         if compacts or endpoint is Endpoint.COMPACT:
             # After the rules, which are about what the client sent: a request for a summary.
             output = summarise(body, rules.limits.max_model_len)
@@ -351,8 +353,8 @@ class BodyReader:
         choice = ToolChoice.of(fields.get(FIELD))
         if endpoint.chats and FIELD in fields:
             # vLLM's chat model has no list of tools, and treats null as a choice.
-            given = fields.pop(FIELD)
-            fields |= {} if given is None else {FIELD: choice.mode if choice.listed else given}
+            sent = fields.pop(FIELD)
+            fields |= {} if sent is None else {FIELD: choice.mode if choice.listed else sent}
         model = self._model(endpoint, form, fields, unset)
         if choice.listed:
             allow_names(model, choice)
@@ -378,9 +380,9 @@ class BodyReader:
                     try:
                         message[name] = list(value)
                     except ValidationError as error:
-                        given = fields["messages"][index][name]
-                        place = f"messages[{index}].{name}"
-                        raise from_validation(error, given, place) from None
+                        value_sent = fields["messages"][index][name]
+                        path = f"messages[{index}].{name}"
+                        raise from_validation(error, value_sent, path) from None
         for name, shape in shapes_of(self._models[form]).items():
             unset += check_shape(shape, fields.get(name), name, self._rules.unknown_fields)
         if endpoint.anthropic:
@@ -428,10 +430,10 @@ def _fail_fast_validator(model: type[BaseModel]) -> SchemaValidator:
 
 def _fail_fast(schema: Any) -> Any:
     if isinstance(schema, dict):
-        made = {key: _fail_fast(value) for key, value in schema.items()}
-        if made.get("type") in ("list", "tuple", "set", "frozenset"):
-            made["fail_fast"] = True
-        return made
+        changed = {key: _fail_fast(value) for key, value in schema.items()}
+        if changed.get("type") in ("list", "tuple", "set", "frozenset"):
+            changed["fail_fast"] = True
+        return changed
     if isinstance(schema, list | tuple):
         return type(schema)(_fail_fast(item) for item in schema)
     return schema

@@ -195,7 +195,7 @@ class _Pattern:
         sizes = range(1, self.longest)
         ends = not self.first.isdisjoint(end) and any(end[-n:] in self.heads for n in sizes)
         begins = not self.last.isdisjoint(begin) and any(begin[:n] in self.tails for n in sizes)
-        inside = self.whole.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
+        inside = self.whole.sub(lambda match: match[0][0] + _MARK + match[0][1:], text)
         return f"{_MARK * begins}{inside}{_MARK * ends}"
 
 
@@ -227,8 +227,8 @@ def one_of(texts: Iterable[str]) -> str:
 
 def _characters(chars: Iterable[str]) -> str:
     """Return a pattern of the UTF-8 bytes of characters in JSON; it never matches for none."""
-    found = {byte for char in chars for byte in _in_json(char).encode()}
-    return "[" + "".join(rf"\x{byte:02x}" for byte in sorted(found)) + "]" if found else "(?!)"
+    encoded = {byte for char in chars for byte in _in_json(char).encode()}
+    return "[" + "".join(rf"\x{byte:02x}" for byte in sorted(encoded)) + "]" if encoded else "(?!)"
 
 
 def _in_json(text: str) -> str:
@@ -276,10 +276,10 @@ class PlainTextEncoder:
         """
         marks = prompt.marks
 
-        def alias(found: re.Match[str]) -> str:
-            index = bisect_right(marks, found.start())
-            is_text = index < len(marks) and marks[index] < found.end()
-            return found[0] if is_text else self._aliases[found[0]]
+        def alias(match: re.Match[str]) -> str:
+            index = bisect_right(marks, match.start())
+            is_text = index < len(marks) and marks[index] < match.end()
+            return match[0] if is_text else self._aliases[match[0]]
 
         text = self._found.sub(alias, str(prompt))
         encoding = self._plain.encode(text, add_special_tokens=False)

@@ -73,11 +73,11 @@ class TextItem:
         if event.type != self._delta:
             return
         self._texts.append(event.delta)
-        made = {"type": self._delta, **self._place, "delta": event.delta}
+        event_json = {"type": self._delta, **self._place, "delta": event.delta}
         if self.is_message:
-            made["logprobs"] = [one.model_dump() for one in event.logprobs or ()]
-            self.logprobs += made["logprobs"]
-        yield made
+            event_json["logprobs"] = [one.model_dump() for one in event.logprobs or ()]
+            self.logprobs += event_json["logprobs"]
+        yield event_json
 
     def closing(self, *, cut: bool) -> Events:
         text = "".join(self._texts)
@@ -197,8 +197,8 @@ class CustomToolCall(_ClientCall):
 
 def custom_call(item: JsonObject) -> JsonObject:
     """Return the call of a custom tool for vLLM's whole call of the function in its place."""
-    kept = {k: v for k, v in item.items() if k not in ("arguments", "namespace")}
-    return {**kept, "id": _new_id(CALL), "type": CALL, "input": input_of(item["arguments"])}
+    common = {k: v for k, v in item.items() if k not in ("arguments", "namespace")}
+    return {**common, "id": _new_id(CALL), "type": CALL, "input": input_of(item["arguments"])}
 
 
 class ServerToolCall:
@@ -212,10 +212,10 @@ class ServerToolCall:
         return iter(())
 
     def grow(self, event: Any) -> Events:
-        made: JsonObject = event.model_dump(mode="json", by_alias=True, exclude_none=True)
-        if "item" in made:
-            self._item = made["item"]
-        yield made
+        event_json: JsonObject = event.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if "item" in event_json:
+            self._item = event_json["item"]
+        yield event_json
 
     def closing(self, *, cut: bool) -> Events:  # noqa: ARG002 (it was ended before)
         """Yield nothing: vLLM has ended it."""
@@ -369,8 +369,8 @@ def response_json(answer: Any, extra_fields: JsonObject, record: RequestRecord) 
     is_cut = response["status"] == "incomplete"
     last = len(response["output"]) - 1
     response["output"] = [
-        _item(item, record.custom_tools, is_cut=is_cut and place == last)
-        for place, item in enumerate(response["output"])
+        _item(item, record.custom_tools, is_cut=is_cut and number == last)
+        for number, item in enumerate(response["output"])
     ]
     return to_json(response)
 
@@ -407,16 +407,16 @@ def _summary_of(response: JsonObject) -> str:
 
 def response_of(answer: Any, extra_fields: JsonObject, record: RequestRecord | None) -> JsonObject:
     """Return vLLM's `ResponsesResponse` with OpenAI's fields; its items are vLLM's."""
-    found: JsonObject = answer.model_dump(mode="json", by_alias=True)
+    response: JsonObject = answer.model_dump(mode="json", by_alias=True)
     for name in _VLLM_FIELDS:
-        if found[name] is None:
-            del found[name]
-    ended = found["status"] == "completed"
-    found["completed_at"] = int(time.time()) if ended else None
-    found["error"] = None
-    if found["usage"] is not None:
-        found["usage"] = _usage(found["usage"], record)
-    return found | extra_fields
+        if response[name] is None:
+            del response[name]
+    ended = response["status"] == "completed"
+    response["completed_at"] = int(time.time()) if ended else None
+    response["error"] = None
+    if response["usage"] is not None:
+        response["usage"] = _usage(response["usage"], record)
+    return response | extra_fields
 
 
 def _usage(usage: JsonObject, record: RequestRecord | None) -> JsonObject:
@@ -554,8 +554,8 @@ class _ResponseStream:
 
     def _within(self, events: Iterator[JsonObject]) -> Iterator[str]:
         index = {"output_index": len(self._items)}
-        for made in events:
-            yield self._frame(made | index)
+        for one in events:
+            yield self._frame(one | index)
 
     def _frame(self, event: JsonObject) -> str:
         numbered = {**event, "sequence_number": self._number}

@@ -35,15 +35,15 @@ def bad_word_ids(words: Sequence[str], tokenizer: Any) -> list[list[int]]:
     A word that begins with white space is meant as it is. vLLM leaves out the form with a space if
     it has another number of tokens, and strips a word's own white space.
     """
-    found: dict[tuple[int, ...], None] = {}
+    ids_by_word: dict[tuple[int, ...], None] = {}
     before = tokenizer.encode(_BEFORE, add_special_tokens=False)
     for word in words:
         for text in (word,) if word[:1].isspace() else (word, f" {word}"):
-            found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+            ids_by_word[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
             behind = tokenizer.encode(_BEFORE + text, add_special_tokens=False)
             if behind[: len(before)] == before:
-                found[tuple(behind[len(before) :])] = None
-    return [list(ids) for ids in found if ids]
+                ids_by_word[tuple(behind[len(before) :])] = None
+    return [list(ids) for ids in ids_by_word if ids]
 
 
 def no_token_left(forbidding: Sequence[str], *, guided: bool) -> InvalidValueError:

@@ -93,7 +93,7 @@ class EchoedPrompt:
     """The text of one prompt as far as the model reads it, and where its tokens begin in it."""
 
     def __init__(
-        self, tokenizer: TokenizerLike, given: str | None, rendered: Any, most: int | None
+        self, tokenizer: TokenizerLike, sent: str | None, rendered: Any, most: int | None
     ) -> None:
         """Read vLLM's `rendered` prompt.
 
@@ -102,33 +102,37 @@ class EchoedPrompt:
         """
         self._tokenizer = tokenizer
         self._token_ids: Sequence[int] = rendered["prompt_token_ids"]
-        spans = rendered.get("prompt_token_offsets") if given is not None else None
-        if given is not None and spans is not None and len(self._token_ids) != most:
-            self.text, self._starts = given, _starts_of(spans)
+        spans = rendered.get("prompt_token_offsets") if sent is not None else None
+        if sent is not None and spans is not None and len(self._token_ids) != most:
+            self.text, self._starts = sent, _starts_of(spans)
             return
         # The special tokens that the tokenizer adds to a text have an empty span.
         added = {index for index, (begin, end) in enumerate(spans or ()) if begin == end}
         pieces = [(token, index not in added) for index, token in enumerate(self._token_ids)]
-        own = token_bytes(tokenizer)
+        bytes_of = token_bytes(tokenizer)
         self.text = tokenizer.decode([token for token, is_text in pieces if is_text])
-        self._starts = text_starts(own.of(token) if is_text else b"" for token, is_text in pieces)
+        self._starts = text_starts(
+            bytes_of.of(token) if is_text else b"" for token, is_text in pieces
+        )
 
     def positions(self, logprobs: PromptLogprobs | None) -> list[dict[int, Any]]:
         """Return the log-probabilities by token, the prompt's own first.
 
         The first token of a prompt has none; nor has any where the engine returned none.
         """
-        made: list[dict[int, Any]] = []
+        placed_positions: list[dict[int, Any]] = []
         known = logprobs or [None] * len(self._token_ids)
         for token, start, position in zip(self._token_ids, self._starts, known, strict=True):
             if position is None:
                 (text,) = token_texts(self._tokenizer, [token])
-                made.append({token: PlacedLogprob(None, None, text, start)})
+                placed_positions.append({token: PlacedLogprob(None, None, text, start)})
             else:
                 one = position[token]
                 placed = PlacedLogprob(one.logprob, one.rank, one.decoded_token, start)
-                made.append({token: placed} | {k: v for k, v in position.items() if k != token})
-        return made
+                placed_positions.append(
+                    {token: placed} | {k: v for k, v in position.items() if k != token}
+                )
+        return placed_positions
 
 
 def _starts_of(spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -148,11 +152,11 @@ class Echo:
         self, request: Any, rendered: Sequence[Any], params: TokenizeParams, tokenizer: Any
     ) -> None:
         """Read vLLM's request and prompts, which `params` have cut."""
-        given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        sent = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         most = params.truncate_prompt_tokens
         if most is not None and most < 0:
             most = params.max_input_tokens
-        texts = [one if isinstance(one, str) else None for one in given]
+        texts = [one if isinstance(one, str) else None for one in sent]
         self._prompts = [
             EchoedPrompt(tokenizer, texts[index], prompt, most)
             for index, prompt in enumerate(rendered)
@@ -458,8 +462,8 @@ class _CallStream:
             self._readers[key] = InputReader() if custom else None
         reader = self._readers[key]
         if reader is None:
-            made: JsonObject = call
-            return made
+            unchanged: JsonObject = call
+            return unchanged
         text = {"input": reader.read(function.get("arguments") or "")}
         if function.get("name") is None:
             return {"index": call["index"], KIND: text}

@@ -66,15 +66,15 @@ def install() -> None:
     replace_models(completion_serving, of_completions, completions)
 
 
-def _in_place_of(model: Any, made: type, make: Callable[..., Any]) -> object:
+def _in_place_of(model: Any, substitute: type, make: Callable[..., Any]) -> object:
     """Return an object that is called like `model` and stands for its class in `isinstance`."""
 
     class Maker:
         # A bound method: the call costs no frame of its own.
         __call__ = make
 
-        def __instancecheck__(self, given: object) -> bool:
-            return isinstance(given, (model, made))
+        def __instancecheck__(self, instance: object) -> bool:
+            return isinstance(instance, (model, substitute))
 
         def __getattr__(self, name: str) -> Any:
             return getattr(model, name)

@@ -153,11 +153,11 @@ def rewrites_arguments(parser: str | None) -> bool:
     from vllm.parser.abstract_parser import DelegatingParser
     from vllm.parser.parser_manager import ParserManager
 
-    found = ParserManager.get_parser(parser, enable_auto_tools=True)
-    calls = None if found is None else found.tool_parser_cls
-    if found is None or calls is None:
+    parser_class = ParserManager.get_parser(parser, enable_auto_tools=True)
+    calls = None if parser_class is None else parser_class.tool_parser_cls
+    if parser_class is None or calls is None:
         return True
-    if found.adjust_request is not DelegatingParser.adjust_request:
+    if parser_class.adjust_request is not DelegatingParser.adjust_request:
         return False
     if calls.structural_tag_model is None:
         return bool(calls.supports_required_and_named)
@@ -328,13 +328,13 @@ def _template_of(args: Namespace, tokenizer: Any, model_config: ModelConfig) -> 
 
     if tokenizer is None:
         return None
-    found = resolve_chat_template(
+    template = resolve_chat_template(
         tokenizer,
         chat_template=load_chat_template(args.chat_template),
         tools=[_TOOL],
         model_config=model_config,
     )
-    return found if isinstance(found, str) else None
+    return template if isinstance(template, str) else None
 
 
 class _Probe:
@@ -360,14 +360,14 @@ class _Probe:
         text = self._render([{"role": "system", "content": _MARK}, _USER], None)
         return text is not None and _MARK in text
 
-    def content_format(self, given: Any) -> str:
+    def content_format(self, wanted: Any) -> str:
         """Return vLLM's content format of the template, `openai` or `string`."""
         from vllm.renderers.hf import resolve_chat_template_content_format
 
         return resolve_chat_template_content_format(
             self._template,
             None,
-            given,
+            wanted,
             self._tokenizer,
             model_config=self._model_config,
         )

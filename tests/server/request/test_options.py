@@ -349,11 +349,11 @@ def test_a_template_of_the_request_has_variables_of_its_own() -> None:
     assert declared_by(template) == {"messages", "tools", "b", "c", "d"}
     own = declared_by("{{ tokenize }}{{ c }}")
     body: dict[str, Any] = {"chat_template_kwargs": {"c": 1}}
-    assert settle(Endpoint.CHAT, body, own=own) == []
+    assert settle(Endpoint.CHAT, body, of_request=own) == []
     with pytest.raises(UnknownFieldError):
-        settle(Endpoint.CHAT, {"chat_template_kwargs": {"greeting": 1}}, own=own)
+        settle(Endpoint.CHAT, {"chat_template_kwargs": {"greeting": 1}}, of_request=own)
     with pytest.raises(UnsupportedFieldError):
-        settle(Endpoint.CHAT, {"chat_template_kwargs": {"tokenize": True}}, own=own)
+        settle(Endpoint.CHAT, {"chat_template_kwargs": {"tokenize": True}}, of_request=own)
 
 
 def test_what_is_no_template_is_refused() -> None:
