@@ -281,14 +281,33 @@ def adapt_serving(serving: _Serving, subclass: type, parser_of: Callable[[Any], 
     return cast("_Serving", adapted)
 
 
-def replace_models(
-    module: Any, names: Sequence[str], replace: Callable[..., Sequence[Any]]
-) -> None:
-    """Replace models of a serving module of vLLM by what `replace` makes of them; idempotent."""
-    models = [getattr(module, name) for name in names]
+def make_chat_chunks(replace: Callable[..., Sequence[Any]]) -> None:
+    """Replace the three models of a chat's stream by what `replace` makes of them; idempotent."""
+    from vllm.entrypoints.openai.chat_completion import serving
+
+    module: Any = serving
+    models = (
+        module.DeltaMessage,
+        module.ChatCompletionResponseStreamChoice,
+        module.ChatCompletionStreamResponse,
+    )
     if isinstance(models[0], type):
-        for name, maker in zip(names, replace(*models), strict=True):
-            setattr(module, name, maker)
+        delta, choice, chunk = replace(*models)
+        serving.DeltaMessage = delta  # type: ignore[attr-defined]
+        serving.ChatCompletionResponseStreamChoice = choice  # type: ignore[attr-defined]
+        serving.ChatCompletionStreamResponse = chunk  # type: ignore[attr-defined]
+
+
+def make_completion_chunks(replace: Callable[..., Sequence[Any]]) -> None:
+    """Replace the two models of a completion's stream by what `replace` makes; idempotent."""
+    from vllm.entrypoints.openai.completion import serving
+
+    module: Any = serving
+    models = module.CompletionResponseStreamChoice, module.CompletionStreamResponse
+    if isinstance(models[0], type):
+        choice, chunk = replace(*models)
+        serving.CompletionResponseStreamChoice = choice  # type: ignore[attr-defined]
+        serving.CompletionStreamResponse = chunk  # type: ignore[attr-defined]
 
 
 # Rendering and tokenizing.

@@ -23,7 +23,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 
 from server.request.record import record_var
-from server.vllm.patches import replace_models, use_request_state
+from server.vllm.patches import make_chat_chunks, make_completion_chunks, use_request_state
 from server.vllm.sampling import add_prediction_counts
 from server.wire import DirectFrames
 
@@ -37,9 +37,6 @@ _COMPLETION_IDLE = ("logprobs", "finish_reason", "stop_reason", "prompt_token_id
 
 def install() -> None:
     """Replace the models in vLLM's modules by the makers; idempotent."""
-    # Not with this module, which the engine's start imports.
-    from vllm.entrypoints.openai.chat_completion import serving as chat_serving
-    from vllm.entrypoints.openai.completion import serving as completion_serving
 
     def chats(delta: Any, choice: Any, chunk: Any) -> Sequence[object]:
         makers = ChatMakers(delta, choice, chunk)
@@ -56,14 +53,8 @@ def install() -> None:
             _in_place_of(chunk, TextChunk, makers.chunk),
         )
 
-    of_chats = (
-        "DeltaMessage",
-        "ChatCompletionResponseStreamChoice",
-        "ChatCompletionStreamResponse",
-    )
-    of_completions = "CompletionResponseStreamChoice", "CompletionStreamResponse"
-    replace_models(chat_serving, of_chats, chats)
-    replace_models(completion_serving, of_completions, completions)
+    make_chat_chunks(chats)
+    make_completion_chunks(completions)
 
 
 def _in_place_of(model: Any, substitute: type, make: Callable[..., Any]) -> object:

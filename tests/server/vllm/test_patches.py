@@ -227,7 +227,7 @@ def test_arguments_are_taken(
 
 @dataclass
 class Engine:
-    """What `server.vllm.adapters` asks of AsyncLLM, for two workers."""
+    """What `server.vllm.engine_client` asks of AsyncLLM, for two workers."""
 
     lora_config: Any = field(default_factory=lambda: SimpleNamespace(max_loras=2, max_lora_rank=8))
     in_slots: dict[int, int] = field(default_factory=dict)
