@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 
 from default_model.paths import CHECKPOINT
 from rbln_backend.grammar.lark import LarkCompiler, LarkGrammar
-from server.settings import ServerSettings
-from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
+from server.structured_outputs.constraint import Constraint, ConstraintKind
 from server.structured_outputs.grammars import SchemaRules
 from server.structured_outputs.trial import do_job, job_bytes
 
@@ -78,16 +77,11 @@ class _BitmaskWalk:
         self._grammar.accept_tokens("benchmark", [token])
 
 
-@cache
-def _limits() -> SchemaLimits:
-    return SchemaLimits.of(ServerSettings())
-
-
 def grammar_of(schema: Any, *, closed: bool) -> LarkGrammar:
     """Return our grammar of a schema, by the server's checks and the engine's limits."""
     constraint = Constraint(ConstraintKind.JSON, json.dumps(schema), "schema")
     rules = SchemaRules(compact=False, closed=closed)
-    verdict = do_job(job_bytes([constraint], _limits()), lambda _kind, _text: [], rules)
+    verdict = do_job(job_bytes([constraint]), lambda _kind, _text: [], rules)
     if verdict.grammar is None:
         raise RefusedSchemaError(verdict.reason)
     try:

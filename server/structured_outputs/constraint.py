@@ -12,13 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server import bounds
-from server.errors import (
-    InvalidValueError,
-    MissingFieldError,
-    UnsupportedFieldError,
-)
-from server.settings import ServerSettings
+from server.errors import InvalidValueError, MissingFieldError, UnsupportedFieldError
 from server.tools import ToolChoice, get_field
 from server.wire import Endpoint, JsonObject
 
@@ -43,8 +37,8 @@ class Constraint:
     `text` is JSON for a schema, a choice or a structural tag. Without `exact`, keywords that the
     grammar cannot express are ignored. A `derived` one was made by vLLM from parts that were
     inspected already. The schema of a `tagged` one goes to xgrammar unchanged, as part of a
-    structural tag. `shares` is the number of its schemas,
-    each of which adds the processor time of one.
+    structural tag. `shares` is the number of its schemas, each of which adds the
+    processor time of one.
     """
 
     kind: ConstraintKind
@@ -54,28 +48,6 @@ class Constraint:
     derived: bool = False
     tagged: bool = False
     shares: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class SchemaLimits:
-    """Size limits of a constraint; see `ServerSettings`."""
-
-    max_bytes: int
-    max_depth: int
-    max_nodes: int
-    max_enum: int
-    max_pattern: int
-
-    @classmethod
-    def of(cls, settings: ServerSettings) -> SchemaLimits:
-        """Return the limits of a server."""
-        return cls(
-            max_bytes=settings.schema_max_bytes,
-            max_depth=bounds.SCHEMA_MAX_DEPTH,
-            max_nodes=bounds.SCHEMA_MAX_NODES,
-            max_enum=bounds.SCHEMA_MAX_ENUM,
-            max_pattern=bounds.SCHEMA_MAX_PATTERN,
-        )
 
 
 class UnusableError(ValueError):

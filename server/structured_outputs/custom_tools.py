@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from server.errors import (
     InvalidTypeError,
@@ -21,6 +21,8 @@ from server.errors import (
 )
 from server.tools import FIELD, get_field
 from server.wire import Endpoint, JsonObject
+
+T = TypeVar("T")
 
 KIND = "custom"
 INPUT = "input"
@@ -113,7 +115,9 @@ class _Taker:
             raise InvalidValueError(
                 f"'{path}.type' must be 'text', got {describe(kind)}.", param=f"{path}.type"
             )
-        self._check_known(value, ("type",), path)
+        for name in value:
+            if name != "type":
+                self.on_unknown(f"{path}.{name}", ("type",))
 
     def replace_choice(self, body: JsonObject) -> None:
         """Replace the custom tools of `tool_choice`."""
@@ -160,12 +164,8 @@ class _Taker:
         """Return the object with the name, and its path."""
         if not self.nested:
             return value, path
-        return _object(value, KIND, path), f"{path}.{KIND}"
-
-    def _check_known(self, value: JsonObject, known: tuple[str, ...], path: str) -> None:
-        for name in value:
-            if name not in known:
-                self.on_unknown(f"{path}.{name}", known)
+        found: JsonObject = _field(value, KIND, path, dict)
+        return found, f"{path}.{KIND}"
 
 
 def _calls(body: JsonObject, *, nested: bool) -> Iterator[tuple[list[Any], int, JsonObject, str]]:
@@ -184,30 +184,20 @@ def _calls(body: JsonObject, *, nested: bool) -> Iterator[tuple[list[Any], int, 
                 yield calls, place, call, f"messages[{index}].tool_calls[{place}]"
 
 
-def _object(value: Any, name: str, path: str) -> JsonObject:
-    found = _required(value, name, path)
-    if not isinstance(found, dict):
-        raise InvalidTypeError(
-            f"'{path}.{name}' must be an object, got {describe(found)}.", param=f"{path}.{name}"
-        )
+def _field(value: Any, name: str, path: str, kind: type[T]) -> T:
+    if not isinstance(value, dict):
+        raise InvalidTypeError(f"'{path}' must be an object, got {describe(value)}.", param=path)
+    path = f"{path}.{name}"
+    if (found := value.get(name)) is None:
+        raise MissingFieldError(f"The field '{path}' is missing.", param=path)
+    if not isinstance(found, kind):
+        what = "a string" if kind is str else "an object"
+        raise InvalidTypeError(f"'{path}' must be {what}, got {describe(found)}.", param=path)
     return found
 
 
 def _text(value: Any, name: str, path: str) -> str:
-    found = _required(value, name, path)
-    if not isinstance(found, str):
-        raise InvalidTypeError(
-            f"'{path}.{name}' must be a string, got {describe(found)}.", param=f"{path}.{name}"
-        )
-    return found
-
-
-def _required(value: Any, name: str, path: str) -> Any:
-    if not isinstance(value, dict):
-        raise InvalidTypeError(f"'{path}' must be an object, got {describe(value)}.", param=path)
-    if value.get(name) is None:
-        raise MissingFieldError(f"The field '{path}.{name}' is missing.", param=f"{path}.{name}")
-    return value[name]
+    return _field(value, name, path, str)
 
 
 _HEAD = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
@@ -235,7 +225,11 @@ class InputReader:
         """Return the part of the input that is known after one more piece of the arguments."""
         self._held += piece
         if self._state == "head":
-            self._begin()
+            found = _HEAD.match(self._held)
+            if found is not None:
+                self._held, self._state = self._held[found.end() :], "string"
+            elif not _may_become_head(self._held):
+                self._state = "plain"
         if self._state == "plain":
             text, self._held = self._held, ""
             return text
@@ -247,13 +241,6 @@ class InputReader:
         self._held, self._state = "", "ended"
         return text
 
-    def _begin(self) -> None:
-        found = _HEAD.match(self._held)
-        if found is not None:
-            self._held, self._state = self._held[found.end() :], "string"
-        elif not _may_become_head(self._held):
-            self._state = "plain"
-
     def _string(self) -> str:
         parts: list[str] = []
         text, at = self._held, 0
@@ -261,7 +248,15 @@ class InputReader:
             found = _PLAIN.match(text, at) or _escape(text, at)
             if found is None:
                 break
-            parts.append(found[0] if text[at] != "\\" else _character(found[0]))
+            part = found[0]
+            if part[0] == "\\":
+                if part[1] != "u":
+                    part = _LETTERS.get(part[1], part[1])
+                else:
+                    part = json.loads(f'"{part}"')
+                    # Half of a pair.
+                    part = "\ufffd" if ord(part[0]) in _HALVES else part
+            parts.append(part)
             at = found.end()
         self._held = text[at:]
         if self._held.startswith('"'):
@@ -293,14 +288,6 @@ def _escape(text: str, at: int) -> re.Match[str] | None:
     if _HALF_PAIR.fullmatch(text, at):
         return None
     return _ESCAPE.match(text, at)
-
-
-def _character(escape: str) -> str:
-    """Return the character of an escape; the replacement character for half of a pair."""
-    if escape[1] != "u":
-        return _LETTERS.get(escape[1], escape[1])
-    found: str = json.loads(f'"{escape}"')
-    return "\ufffd" if ord(found[0]) in _HALVES else found
 
 
 def _custom(described: str, properties: JsonObject, *required: str) -> JsonObject:

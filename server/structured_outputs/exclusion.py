@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -220,43 +220,29 @@ class Exclusion:
             raise NoNegationError("a 'type' of integers, which leaves other numbers")
         return [{"type": names}] if names else []
 
-    def _not_target(self, node: Node, _value: Any, types: Types) -> list[Any]:
-        return self.negated(self._document.target(node), types)
-
-    def _not_all(self, node: Node, _value: Any, types: Types) -> list[Any]:
-        parts = self._document.children(node, "allOf")
-        return [one for part in parts for one in self.negated(part, types)]
-
     def _not_any(self, node: Node, _value: Any, types: Types) -> list[Any]:
         parts = [self.negated(part, types) for part in self._document.children(node, "anyOf")]
         return [{"allOf": [either(part) for part in parts]}] if all(parts) else []
 
-    def _not_not(self, node: Node, _value: Any, _types: Types) -> list[Any]:
-        return [self._positive(self._document.child(node, "not"))]
 
-    def _without_names(self, _node: Node, value: Any, _types: Types) -> list[Any]:
-        return [{"type": "object", "properties": {name: False}} for name in value]
-
-    def _with_others(self, node: Node, _value: Any, _types: Types) -> list[Any]:
-        return list(self._other_properties(self._document.named(node, "properties")))
-
-    def _other_properties(self, properties: dict[str, Node]) -> Iterator[Any]:
-        for name, node in properties.items():
-            if other := self.negated(node, ALL_TYPES):
-                yield {"type": "object", "required": [name], "properties": {name: either(other)}}
-
-
-_Negation = Callable[[Exclusion, Node, Any, Types], list[Any]]
-_NEGATED: dict[str, _Negation] = {
+_NEGATED: dict[str, Callable[[Exclusion, Node, Any, Types], list[Any]]] = {
     "type": Exclusion._other_types,
     "enum": lambda _self, _node, value, types: _other_values(value, types),
     "const": lambda _self, _node, value, types: _other_values([value], types),
-    "$ref": Exclusion._not_target,
-    "allOf": Exclusion._not_all,
+    "$ref": lambda self, node, _, types: self.negated(self._document.target(node), types),
+    "allOf": lambda self, node, _, types: [
+        one for part in self._document.children(node, "allOf") for one in self.negated(part, types)
+    ],
     "anyOf": Exclusion._not_any,
-    "not": Exclusion._not_not,
-    "required": Exclusion._without_names,
-    "properties": Exclusion._with_others,
+    "not": lambda self, node, _, _types: [self._positive(self._document.child(node, "not"))],
+    "required": lambda _self, _node, value, _types: [
+        {"type": "object", "properties": {name: False}} for name in value
+    ],
+    "properties": lambda self, node, _, _types: [
+        {"type": "object", "required": [name], "properties": {name: either(other)}}
+        for name, one in self._document.named(node, "properties").items()
+        if (other := self.negated(one, ALL_TYPES))
+    ],
 }
 
 
@@ -313,7 +299,9 @@ def _other_values(values: Sequence[Any], types: Types) -> list[Any]:
         raise NoNegationError("numbers that are no integers")
     found: list[Any] = [{"type": names}] if names else []
     if "boolean" in kinds & types:
-        found += [{"const": value} for value in (True, False) if not _has(values, value)]
+        found += [
+            {"const": value} for value in (True, False) if not any(item is value for item in values)
+        ]
     if "string" in kinds & types:
         texts = [value for value in values if isinstance(value, str)]
         if sum(map(len, texts)) > _MOST_CHARACTERS:
@@ -325,10 +313,6 @@ def _other_values(values: Sequence[Any], types: Types) -> list[Any]:
     if kinds & types & {"array", "object"}:
         raise NoNegationError("an 'enum' or 'const' of arrays or objects")
     return found
-
-
-def _has(values: Sequence[Any], value: bool) -> bool:
-    return any(item is value for item in values)
 
 
 def _other_numbers(numbers: list[Any], types: Types) -> list[Any]:

@@ -1,8 +1,7 @@
 """The gate: rejects grammars that the engine could not follow, or not fast enough.
 
 Verdicts are cached by constraint; concurrent requests with the same constraint share one trial.
-Invariant: no grammar makes the event loop compute for long. `/v1/structured_outputs/validate`
-returns the verdict without an answer.
+Invariant: no grammar makes the event loop compute for long.
 """
 
 from __future__ import annotations
@@ -11,22 +10,18 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
-from typing_extensions import TypedDict
 
 from server import bounds
 from server.errors import (
     InternalError,
     InvalidGrammarError,
     InvalidSchemaError,
-    InvalidTypeError,
-    InvalidValueError,
     NotTriedError,
     OverloadedError,
     RequestError,
-    describe,
 )
 from server.host.job_pool import (
     JobCounts,
@@ -41,18 +36,13 @@ from server.host.job_pool import (
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import (
     ANY_OBJECT,
-    BACKEND,
     Constraint,
     ConstraintKind,
-    SchemaLimits,
-    format_constraint,
     job_key,
-    kind_constraint,
     kind_of,
 )
 from server.structured_outputs.grammars import SchemaRules, schema_grammar
 from server.structured_outputs.trial import TrialVerdict, job_bytes, serve_trials, shares_of
-from server.wire import JsonObject
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -61,37 +51,20 @@ _RETRY_S = 60.0
 """Seconds for which a crash or a timing is cached; the machine may have caused it."""
 
 
-class TrialPool(Protocol):
-    """Part of `JobPool` that the gate uses."""
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that a job may take."""
-        ...
-
-    async def run(self, job: bytes, shares: int = 1) -> bytes:
-        """Return the answer to a job of `shares`; raises the pool's errors."""
-        ...
-
-    async def start_one(self) -> None:
-        """Start a process before the first job. Raises `WorkerStartError`."""
-        ...
-
-
 class GrammarGate:
     """Checks and compiles constraints; used from one event loop."""
 
     def __init__(
         self,
-        limits: SchemaLimits,
-        pool: TrialPool,
+        max_bytes: int,
+        pool: JobPool,
         cache_entries: int,
         cpu_s: float,
         *,
         rules: SchemaRules,
     ) -> None:
-        """`cpu_s` is the processor time of a trial."""
-        self._limits = limits
+        """`max_bytes` is the limit of a constraint, `cpu_s` the processor time of a trial."""
+        self._max_bytes = max_bytes
         self._pool = pool
         self._cpu_s = cpu_s
         self._any_object = TrialVerdict(grammar=schema_grammar(json.loads(ANY_OBJECT), rules).text)
@@ -159,7 +132,7 @@ class GrammarGate:
         return found, False
 
     def _too_large(self, job: Sequence[Constraint]) -> TrialVerdict | None:
-        limit = self._limits.max_bytes
+        limit = self._max_bytes
         for part, item in enumerate(job):
             if item.derived:
                 continue
@@ -171,20 +144,13 @@ class GrammarGate:
         return None
 
     async def _try(self, job: Sequence[Constraint]) -> TrialVerdict:
-        answer = await self._run(job, job_bytes(job, self._limits), shares_of(job))
-        if isinstance(answer, TrialVerdict):
-            return self._remember(job, answer)
-        verdict = TrialVerdict.from_bytes(answer)
-        result = "ok" if verdict.reason is None else "refused"
-        self._counts.note(result, verdict.seconds, verdict.memory_bytes)
-        return self._remember(job, verdict)
-
-    async def _run(
-        self, job: Sequence[Constraint], data: bytes, shares: int
-    ) -> bytes | TrialVerdict:
-        """Return the answer of a trial process, or the verdict on a job that ended it."""
+        """Return and remember the verdict of a trial process, or that on a job that ended it."""
+        shares = shares_of(job)
+        limit_s = shares * self._cpu_s
         try:
-            return await self._pool.run(data, shares)
+            verdict = TrialVerdict.from_bytes(await self._pool.run(job_bytes(job), shares))
+            result = "ok" if verdict.reason is None else "refused"
+            self._counts.note(result, verdict.seconds, verdict.memory_bytes)
         except PoolFullError:
             self._counts.note("overloaded")
             raise OverloadedError(
@@ -194,35 +160,29 @@ class GrammarGate:
                 retry_after_s=self._cpu_s,
             ) from None
         except JobTimeoutError:
-            limit_s = shares * self._pool.timeout_s
-            self._counts.note("timeout", limit_s)
+            timeout_s = shares * self._pool.timeout_s
+            self._counts.note("timeout", timeout_s)
             raise NotTriedError(
-                f"The grammar in '{job[0].param}' could not be tried within {limit_s:g} s, because "
-                "the machine is busy. The grammar may be valid; try again.",
+                f"The grammar in '{job[0].param}' could not be tried within {timeout_s:g} s, "
+                "because the machine is busy. The grammar may be valid; try again.",
                 param=job[0].param,
                 retry_after_s=self._cpu_s,
             ) from None
         except JobSpentError:
-            self._counts.note("spent", shares * self._cpu_s)
-            return self._spent(shares)
+            self._counts.note("spent", limit_s)
+            verdict = TrialVerdict(
+                f"it takes more than {limit_s:g} s of processor time to compile, the limit of this "
+                f"server (--schema-compile-cpu-s); it can be tried again after {_RETRY_S:g} s",
+                seconds=limit_s,
+                measured=True,
+            )
         except JobCrashedError:
             self._counts.note("crashed")
             reason = "it exceeds the memory limit of a trial, or crashes the grammar compiler"
-            return TrialVerdict(reason, measured=True)
+            verdict = TrialVerdict(reason, measured=True)
         except WorkerStartError as error:
             self._counts.note("not_started")
             raise InternalError(f"Grammars cannot be compiled: {error}.") from None
-
-    def _spent(self, shares: int) -> TrialVerdict:
-        limit_s = shares * self._cpu_s
-        return TrialVerdict(
-            f"it takes more than {limit_s:g} s of processor time to compile, the limit of this "
-            f"server (--schema-compile-cpu-s); it can be tried again after {_RETRY_S:g} s",
-            seconds=limit_s,
-            measured=True,
-        )
-
-    def _remember(self, job: Sequence[Constraint], verdict: TrialVerdict) -> TrialVerdict:
         expires = time.monotonic() + (_RETRY_S if verdict.measured else float("inf"))
         self._verdicts[job_key(job)] = verdict, expires
         if verdict.reason is None:
@@ -262,71 +222,9 @@ def make_gate(vllm_config: VllmConfig, settings: ServerSettings) -> GrammarGate:
         closed=settings.undeclared_properties == "omit",
     )
     start = process_starter(
-        settings.engine_start,
-        serve_trials,
-        "grammar-trials",
-        vllm_config,
-        cpu_s,
-        rules,
+        settings.engine_start, serve_trials, "grammar-trials", vllm_config, cpu_s, rules
     )
     pool = JobPool("grammar trials", start, settings.schema_workers, _WALL_PER_CPU * cpu_s)
-    limits = SchemaLimits.of(settings)
-    return GrammarGate(limits, pool, bounds.SCHEMA_CACHE_ENTRIES, cpu_s, rules=rules)
-
-
-FIELDS = (*(kind.value for kind in ConstraintKind), "response_format")
-
-
-class Verdict(TypedDict):
-    """Verdict on a constraint; `compile_ms` is null if nothing was compiled."""
-
-    valid: bool
-    reason: str | None
-    code: str | None
-    param: str
-    backend: str
-    compile_ms: float | None
-    cached: bool
-
-
-async def validate(body: JsonObject, gate: GrammarGate) -> Verdict:
-    """Return the verdict on the one constraint in `body`.
-
-    Raises `InvalidValueError` or `InvalidTypeError` for a body without one, and the gate's errors.
-    """
-    constraint = _constraint(body)
-    return _shown(constraint, *await gate.verdict([constraint]))
-
-
-def _shown(constraint: Constraint, verdict: TrialVerdict, cached: bool) -> Verdict:
-    error = None if verdict.reason is None else refusal(constraint, verdict.reason)
-    seconds = verdict.seconds
-    return {
-        "valid": error is None,
-        "reason": None if error is None else error.message,
-        "code": None if error is None else error.code,
-        "param": constraint.param,
-        "backend": BACKEND,
-        "compile_ms": None if seconds is None else round(seconds * 1000, 3),
-        "cached": cached,
-    }
-
-
-def _constraint(body: JsonObject) -> Constraint:
-    given = [name for name in FIELDS if name in body]
-    if len(given) != 1:
-        raise InvalidValueError(
-            f"The body must have exactly one of {', '.join(FIELDS)}; it has "
-            f"{' and '.join(given) or 'none'}."
-        )
-    name = given[0]
-    if name == "response_format":
-        found = format_constraint(body[name], name)
-    else:
-        found = kind_constraint(name, body[name], name)
-    if not found:
-        raise InvalidTypeError(
-            f"The field '{name}' has no constraint of an answer: {describe(body[name])}.",
-            param=name,
-        )
-    return found[0]
+    return GrammarGate(
+        settings.schema_max_bytes, pool, bounds.SCHEMA_CACHE_ENTRIES, cpu_s, rules=rules
+    )

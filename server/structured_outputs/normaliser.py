@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from server.structured_outputs.constraint import UnusableError
@@ -97,15 +97,8 @@ class _Listing:
     has_branches: bool = False
 
     def add(self, other: _Listing) -> None:
-        self.names |= other.names
-        self.needed |= other.needed
-        self.excludes |= other.excludes
-        self.limits_names |= other.limits_names
-        self.patterns |= other.patterns
-        self.lists |= other.lists
-        self.is_open |= other.is_open
-        self.is_typed |= other.is_typed
-        self.has_branches |= other.has_branches
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) | getattr(other, one.name))
 
 
 class _Normaliser:
@@ -197,7 +190,11 @@ class _Normaliser:
         if listing.is_open or not self._closed or not listing.lists:
             if listing.limits_names:
                 return found
-            limit["patternProperties"] |= _other_names(listing)
+            # Names that no pattern of the listing matches.
+            prefixes = [*map(prefix_of, listing.patterns)]
+            known = [prefix for prefix in prefixes if prefix is not None]
+            if len(known) == len(prefixes):
+                limit["patternProperties"][without((), known) if known else ANY_TEXT] = True
         elif not listing.is_typed:
             limit["type"] = "object"
         if "additionalProperties" in found:
@@ -354,9 +351,6 @@ class _Normaliser:
 
     # Keywords: each returns a schema that applies with the others'.
 
-    def _ref(self, node: Node, _schema: Schema) -> Any:
-        return self._reference(self._document.target(node), whole=False)
-
     def _all(self, node: Node, _schema: Schema) -> Any:
         return _all_of([True, *(self._part(one) for one in self._document.children(node, "allOf"))])
 
@@ -385,9 +379,6 @@ class _Normaliser:
         cases = [_all_of([self._part(condition), then]), _all_of([other, otherwise])]
         return either([one for one in cases if one is not False])
 
-    def _above(self, _node: Node, schema: Schema) -> Any:
-        return above(schema["exclusiveMinimum"])
-
     def _multiple(self, node: Node, schema: Schema) -> Any:
         # llguidance writes no negative multiples.
         if schema.get("maximum", 0) < 0 or schema.get("exclusiveMaximum", 1) <= 0:
@@ -406,20 +397,10 @@ class _Normaliser:
             return {"pattern": FORMAT_PATTERNS[name]}
         return {"format": name} if name in FORMATS else True
 
-    def _items(self, node: Node, _schema: Schema) -> Any:
-        return {"items": self._child(node, "items")}
-
-    def _first_items(self, node: Node, _schema: Schema) -> Any:
-        nodes = self._document.children(node, "prefixItems")
-        return {"prefixItems": [self._whole(one) for one in nodes]}
-
     def _unique(self, node: Node, schema: Schema) -> Any:
         if not schema["uniqueItems"] or schema.get("maxItems", 2) < 2:
             return True
         return self._leave_out(node, "uniqueItems", "cannot be followed; leave it out")
-
-    def _contains(self, node: Node, _schema: Schema) -> Any:
-        return self._leave_out(node, "contains", "cannot be followed; use 'prefixItems'")
 
     def _other_items(self, node: Node, schema: Schema) -> Any:
         if schema["unevaluatedItems"] is True or "items" in schema:
@@ -441,9 +422,6 @@ class _Normaliser:
             )
         return {"allOf": [_exactly(listing)]}
 
-    def _properties(self, node: Node, _schema: Schema) -> Any:
-        return {"properties": self._named(node, "properties")}
-
     def _patterns(self, node: Node, _schema: Schema) -> Any:
         made: Schema = {}
         for pattern, found in self._named(node, "patternProperties").items():
@@ -452,12 +430,6 @@ class _Normaliser:
             except PatternError as error:
                 self._leave_out(node, "patternProperties", f"cannot be used: {error}")
         return {"patternProperties": made}
-
-    def _additional(self, node: Node, _schema: Schema) -> Any:
-        return {"additionalProperties": self._child(node, "additionalProperties")}
-
-    def _required(self, _node: Node, schema: Schema) -> Any:
-        return {"required": list(dict.fromkeys(schema["required"]))}
 
     def _dependent_names(self, _node: Node, schema: Schema) -> Any:
         return _all_of(
@@ -508,17 +480,16 @@ class _Normaliser:
             cases.append({"properties": dict.fromkeys(optional, False), "minProperties": least})
         return either(cases)
 
-    def _is_closed(self, node: Node, schema: Schema) -> bool:
-        """Return True if an object has no other properties than this schema lists."""
-        if "patternProperties" in schema:
-            return False
-        if "additionalProperties" in schema:
-            return schema["additionalProperties"] is False
-        return self._closed and node.steps in self._whole_nodes and _HERE.isdisjoint(schema)
-
     def _most(self, node: Node, schema: Schema) -> Any:
         most, required, optional = int(schema["maxProperties"]), *_names_by_need(schema)
-        if self._is_closed(node, schema) and most >= len(required) + len(optional):
+        # Whether an object has no other properties than this schema lists.
+        if "additionalProperties" in schema:
+            is_closed = schema["additionalProperties"] is False
+        else:
+            is_closed = self._closed and node.steps in self._whole_nodes
+            is_closed &= _HERE.isdisjoint(schema)
+        is_closed &= "patternProperties" not in schema
+        if is_closed and most >= len(required) + len(optional):
             return True
         if not optional:
             return {"maxProperties": most}
@@ -531,24 +502,30 @@ class _Normaliser:
 
 
 _HANDLERS: dict[str, Callable[[_Normaliser, Node, Schema], Any]] = {
-    "$ref": _Normaliser._ref,
+    "$ref": lambda self, node, _: self._reference(self._document.target(node), whole=False),
     "allOf": _Normaliser._all,
     "not": _Normaliser._not,
     "if": _Normaliser._if,
-    "exclusiveMinimum": _Normaliser._above,
+    "exclusiveMinimum": lambda _self, _node, schema: above(schema["exclusiveMinimum"]),
     "multipleOf": _Normaliser._multiple,
     "pattern": _Normaliser._pattern,
     "format": _Normaliser._format,
-    "items": _Normaliser._items,
-    "prefixItems": _Normaliser._first_items,
+    "items": lambda self, node, _: {"items": self._child(node, "items")},
+    "prefixItems": lambda self, node, _: {
+        "prefixItems": [*map(self._whole, self._document.children(node, "prefixItems"))]
+    },
     "uniqueItems": _Normaliser._unique,
-    "contains": _Normaliser._contains,
+    "contains": lambda self, node, _: self._leave_out(
+        node, "contains", "cannot be followed; use 'prefixItems'"
+    ),
     "unevaluatedItems": _Normaliser._other_items,
     "unevaluatedProperties": _Normaliser._other_properties,
-    "properties": _Normaliser._properties,
+    "properties": lambda self, node, _: {"properties": self._named(node, "properties")},
     "patternProperties": _Normaliser._patterns,
-    "additionalProperties": _Normaliser._additional,
-    "required": _Normaliser._required,
+    "additionalProperties": lambda self, node, _: {
+        "additionalProperties": self._child(node, "additionalProperties")
+    },
+    "required": lambda _self, _node, schema: {"required": [*dict.fromkeys(schema["required"])]},
     "dependentRequired": _Normaliser._dependent_names,
     "dependentSchemas": _Normaliser._dependent,
     "propertyNames": _Normaliser._names_of_all,
@@ -597,15 +574,6 @@ def _exactly(listing: _Listing) -> Schema:
         "patternProperties": patterns,
         "additionalProperties": False,
     }
-
-
-def _other_names(listing: _Listing) -> Schema:
-    """Return the pattern of names that no pattern of a listing matches, if there is one."""
-    if not listing.patterns:
-        return {ANY_TEXT: True}
-    prefixes = [prefix_of(pattern) for pattern in listing.patterns]
-    found = [prefix for prefix in prefixes if prefix is not None]
-    return {without((), found): True} if len(found) == len(prefixes) else {}
 
 
 def _matches(pattern: str, name: str) -> bool:

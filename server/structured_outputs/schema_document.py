@@ -143,7 +143,9 @@ class SchemaDocument:
         self.left_out: list[str] = []
         """A line for each part that is not followed."""
         self._root = root
-        self._draft = _draft_of(root)
+        named = root.get("$schema") if isinstance(root, dict) else None
+        older = (n for part, n in _OLDER.items() if isinstance(named, str) and part in named)
+        self._draft = next(older, _LATEST)
         if self._draft == 3:
             raise UnusableError("#: '$schema' names draft 3, which is not supported")
         self._nodes: dict[Steps, Node] = {}
@@ -281,12 +283,6 @@ def _translated(given: Schema) -> tuple[Schema, dict[str, tuple[str, ...]]]:
     return schema, names
 
 
-def _draft_of(root: Any) -> int:
-    named = root.get("$schema") if isinstance(root, dict) else None
-    found = (draft for part, draft in _OLDER.items() if isinstance(named, str) and part in named)
-    return next(found, _LATEST)
-
-
 def _uri(base: str, ref: str) -> str:
     """Return the URI of a reference; Python's `urljoin` keeps no base of the scheme `urn`."""
     if not ref:
@@ -302,52 +298,52 @@ def _at(root: Any, steps: Steps) -> Any:
     return root
 
 
-def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
+_Fits = Callable[[Any], bool]
+
+
+def _is(kind: Any) -> _Fits:
+    return lambda value: isinstance(value, kind)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_schema(value: Any) -> bool:
-    return isinstance(value, dict | bool)
-
-
-def _are(fits: Callable[[Any], bool], *, some: bool = False) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, list) and all(map(fits, value)) and (len(value) > 0 or not some)
-    )
-
-
-def _named(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
 
 
 def _is_type(value: Any) -> bool:
     return isinstance(value, str) and value in TYPES
 
 
-def _rows() -> Iterator[tuple[Callable[[Any], bool], tuple[str, ...]]]:
-    yield lambda value: _is_type(value) or _are(_is_type, some=True)(value), ("type",)
-    yield lambda value: isinstance(value, list), ("enum",)
-    yield lambda value: isinstance(value, bool), ("uniqueItems",)
-    yield _is_text, ("pattern", "format", "$ref")
-    yield _is_number, ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-    yield lambda value: _is_number(value) and value > 0, ("multipleOf",)
-    yield _is_count, ("minLength", "maxLength", "minItems", "maxItems", "minProperties")
-    yield _is_count, ("maxProperties", "minContains", "maxContains")
-    yield _are(_is_text), ("required",)
-    yield _are(_is_schema, some=True), ("allOf", "anyOf", "oneOf")
-    yield _are(_is_schema), ("prefixItems",)
-    yield _named(_is_schema), ("properties", "patternProperties", "dependentSchemas")
-    yield _named(_are(_is_text)), ("dependentRequired",)
-    yield _is_schema, ("items", "additionalProperties", "propertyNames", "contains", "not")
-    yield _is_schema, ("unevaluatedProperties", "unevaluatedItems", "if", "then", "else")
+def _are(fits: _Fits, *, some: bool = False) -> _Fits:
+    return lambda value: (
+        isinstance(value, list) and all(map(fits, value)) and (len(value) > 0 or not some)
+    )
 
 
-_FORMS = {keyword: fits for fits, keywords in _rows() for keyword in keywords}
+def _named(fits: _Fits) -> _Fits:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+_is_text, _is_schema = _is(str), _is(dict | bool)
+_FORMS: dict[str, _Fits] = {
+    "type": lambda value: _is_type(value) or _are(_is_type, some=True)(value),
+    "enum": _is(list),
+    "uniqueItems": _is(bool),
+    **dict.fromkeys(("pattern", "format", "$ref"), _is_text),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _is_number),
+    "multipleOf": lambda value: _is_number(value) and value > 0,
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _is_count),
+    **dict.fromkeys(("minProperties", "maxProperties", "minContains", "maxContains"), _is_count),
+    "required": _are(_is_text),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf"), _are(_is_schema, some=True)),
+    "prefixItems": _are(_is_schema),
+    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), _named(_is_schema)),
+    "dependentRequired": _named(_are(_is_text)),
+    **dict.fromkeys(("items", "additionalProperties", "propertyNames", "contains"), _is_schema),
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems", "not"), _is_schema),
+    **dict.fromkeys(("if", "then", "else"), _is_schema),
+}
+"""By keyword: whether a value has its form."""

@@ -1,32 +1,34 @@
-"""The process that tries grammars, and its jobs; the server goes on if it hangs or is killed."""
+"""The process that checks and tries constraints; the server goes on if it hangs or is killed.
+
+Hostile input may take the checks of size and syntax long, so that they run here too, never on the
+event loop. Schemas of structural tags go to xgrammar: one that passes `check_exact`, which was
+found by experiment, and of which the compiler does not warn, is followed exactly. Check it again
+with every new xgrammar.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
 import json
+import math
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from rbln_backend import api
-from server.host.job_pool import (
-    limit_growth,
-    limit_processor_time,
-    uncounted_processor_time,
-)
-from server.structured_outputs.constraint import (
-    Constraint,
-    ConstraintKind,
-    SchemaLimits,
-    UnusableError,
-)
+from server import bounds
+from server.errors import json_type
+from server.host.job_pool import limit_growth, limit_processor_time, uncounted_processor_time
+from server.structured_outputs.constraint import Constraint, ConstraintKind, UnusableError
 from server.structured_outputs.grammars import (
+    MARK,
     Grammar,
     SchemaRules,
     choice_grammar,
@@ -34,12 +36,316 @@ from server.structured_outputs.grammars import (
     schema_grammar,
     tag_grammar,
 )
-from server.structured_outputs.inspection import check_unrewritten, inspect, parsed
+from server.structured_outputs.normaliser import normalised
+from server.structured_outputs.schema_document import Schema, every_schema, resolve
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_HOLDING_SCHEMAS = (ConstraintKind.JSON, ConstraintKind.STRUCTURAL_TAG)
+
+def check_size(schema: Any) -> None:
+    """Raise `UnusableError` if a schema or structural tag exceeds a limit."""
+    stack: list[tuple[Any, int]] = [(schema, 1)]
+    nodes = 0
+    while stack:
+        value, depth = stack.pop()
+        nodes += 1
+        if nodes > bounds.SCHEMA_MAX_NODES:
+            raise UnusableError(
+                f"it has more than {bounds.SCHEMA_MAX_NODES} objects, arrays and values, the "
+                "limit of this server"
+            )
+        if not isinstance(value, dict | list):
+            continue
+        if depth > bounds.SCHEMA_MAX_DEPTH:
+            raise UnusableError(
+                f"it is nested deeper than {bounds.SCHEMA_MAX_DEPTH} levels, the limit of this "
+                "server"
+            )
+        if isinstance(value, dict):
+            enum, named = value.get("enum"), value.get("patternProperties")
+            if isinstance(enum, list) and len(enum) > bounds.SCHEMA_MAX_ENUM:
+                raise UnusableError(
+                    f"an enum has {len(enum)} values; the limit of this server is "
+                    f"{bounds.SCHEMA_MAX_ENUM}"
+                )
+            if isinstance(pattern := value.get("pattern"), str):
+                check_pattern_length(pattern, "a pattern")
+            for pattern in named if isinstance(named, dict) else ():
+                check_pattern_length(pattern, "a pattern of patternProperties")
+            value = list(value.values())
+        stack += [(item, depth + 1) for item in value]
+
+
+def check_pattern_length(pattern: str, what: str) -> None:
+    """Raise `UnusableError` if a regular expression is too long."""
+    if len(pattern) > bounds.SCHEMA_MAX_PATTERN:
+        raise UnusableError(
+            f"{what} has {len(pattern)} characters; the limit of this server is "
+            f"{bounds.SCHEMA_MAX_PATTERN}"
+        )
+
+
+_ABSENT = (
+    *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("$dynamicRef", "$recursiveRef", "minContains", "maxContains"),
+)
+_FORMATS = frozenset(
+    (
+        *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"),
+        *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
+    )
+)
+_OF_TYPE = {
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    "array": (
+        *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
+        "unevaluatedItems",
+    ),
+    "object": (
+        *("properties", "patternProperties", "additionalProperties", "propertyNames"),
+        *("required", "minProperties", "maxProperties", "unevaluatedProperties"),
+    ),
+}
+_ASSERTIONS = frozenset(("type", "enum", "const")).union(*_OF_TYPE.values())
+_BRANCHES = ("anyOf", "oneOf", "allOf")
+
+
+def check_exact(root: Any) -> None:
+    """Raise `UnusableError` for the first part of a schema that the grammar would not follow."""
+    if isinstance(root, bool):
+        return
+    for path, schema in every_schema(root):
+        if (found := next((key for key in _ABSENT if key in schema), None)) is not None:
+            raise UnusableError(f"{path}: the keyword '{found}' is not supported")
+        for rule in (_combined, _listed, _untyped, _simple, _object):
+            if (reason := rule(root, path, schema)) is not None:
+                raise UnusableError(f"{path}: {reason}")
+
+
+def _combined(root: Any, path: str, schema: Schema) -> str | None:
+    """Refuse keywords beside a reference or a combination: the grammar ignores them."""
+    chosen = [key for key in ("$ref", *_BRANCHES) if key in schema]
+    if not chosen:
+        return None
+    if len(chosen) > 1:
+        return f"'{chosen[0]}' and '{chosen[1]}' cannot be combined"
+    others = sorted(_ASSERTIONS & schema.keys())
+    if (
+        others == ["type"]
+        and chosen[0] != "$ref"
+        and all(_has_type(root, path, item, schema["type"]) for item in schema[chosen[0]])
+    ):
+        return None
+    return f"'{others[0]}' cannot stand beside '{chosen[0]}'" if others else None
+
+
+def _has_type(root: Any, path: str, schema: Any, kind: Any) -> bool:
+    """Return True if a branch has the type itself; follows one reference."""
+    if isinstance(schema, dict) and "$ref" in schema:
+        schema = resolve(root, schema["$ref"], path)
+    if not isinstance(schema, dict):
+        return False
+    own = schema.get("type", "object" if "properties" in schema else None)
+    return own is not None and own == kind
+
+
+def _listed(_root: Any, _path: str, schema: Schema) -> str | None:
+    """Refuse values of `enum` and `const` that fail the keywords beside them."""
+    beside = {key: schema[key] for key in _ASSERTIONS & schema.keys() - {"enum", "const"}}
+    if "enum" in schema and "const" in schema:
+        return "'enum' and 'const' cannot be combined"
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if values and beside:
+        from jsonschema import Draft202012Validator
+
+        validator = Draft202012Validator(beside)
+        bad = next((value for value in values if not validator.is_valid(value)), None)
+        if bad is not None or (None in values and not validator.is_valid(None)):
+            return f"the value {bad!r} of 'enum' or 'const' fails the keywords beside it"
+    return None
+
+
+def _untyped(_root: Any, _path: str, schema: Schema) -> str | None:
+    """Refuse keywords of one type without `type`: the grammar ignores them."""
+    if {"type", "enum", "const", "$ref", *_BRANCHES} & schema.keys() or "properties" in schema:
+        return None
+    found = next((key for keys in _OF_TYPE.values() for key in keys if key in schema), None)
+    return None if found is None else f"'{found}' needs a 'type' beside it"
+
+
+def _simple(_root: Any, _path: str, schema: Schema) -> str | None:
+    """Refuse keywords of numbers, strings and arrays that the grammar does not follow."""
+    types = schema.get("type")
+    if "multipleOf" in schema and (types == "number" or isinstance(types, list)):
+        return "'multipleOf' is supported for the type 'integer' alone"
+    asserted = schema.get("format") in _FORMATS
+    has_length = "minLength" in schema or "maxLength" in schema
+    if has_length and ("pattern" in schema or asserted):
+        return "'minLength' and 'maxLength' cannot stand beside 'pattern' or 'format'"
+    if "pattern" in schema and asserted:
+        return "'pattern' cannot stand beside 'format'"
+    if schema.get("uniqueItems") is True and schema.get("maxItems", 2) > 1:
+        return "'uniqueItems' is not supported"
+    if "contains" in schema:
+        return "the keyword 'contains' is not supported"
+    return None
+
+
+def _object(_root: Any, _path: str, schema: Schema) -> str | None:
+    properties = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in properties:
+            return f"the required property {name!r} is not in 'properties'"
+    patterns = schema.get("patternProperties", {})
+    if patterns and (properties or len(patterns) > 1):
+        return "'patternProperties' takes one pattern, without 'properties' beside it"
+    closed = schema.get("additionalProperties") is False
+    names = "propertyNames" in schema
+    if names and (properties or patterns or isinstance(schema.get("additionalProperties"), dict)):
+        return "'propertyNames' cannot stand beside other keywords for properties"
+    # The grammar may repeat a name that the schema does not list.
+    listed_only = closed or (properties and schema.get("additionalProperties") is None)
+    fewest = schema.get("minProperties", 0)
+    if fewest > len(schema.get("required", ())) and not (listed_only and not patterns):
+        return "'minProperties' needs that many required properties, or no others than listed"
+    return None
+
+
+_MAX_DIGITS = 400
+"""Characters of an integer; Python refuses to format thousands of digits."""
+
+
+def inspect(constraint: Constraint) -> Any:
+    """Return the value of a schema or of a tag; None for other constraints.
+
+    Raises `UnusableError` if the constraint is too large, malformed or not supported.
+    """
+    text = constraint.text
+    if constraint.kind is ConstraintKind.REGEX:
+        if not text:
+            raise UnusableError("it is empty")
+        if "\0" in text:
+            raise UnusableError("it has a NUL character")
+        check_pattern_length(text, "it")
+    elif constraint.kind is ConstraintKind.GRAMMAR:
+        if not text.strip():
+            raise UnusableError("it is empty")
+        if not text.startswith(MARK):
+            _check_escapes(text)
+    elif constraint.kind is ConstraintKind.CHOICE:
+        choices = json.loads(text)
+        if not choices:
+            raise UnusableError("it has no values")
+        if len(choices) > bounds.SCHEMA_MAX_ENUM:
+            raise UnusableError(
+                f"it has {len(choices)} values; the limit of this server is "
+                f"{bounds.SCHEMA_MAX_ENUM}"
+            )
+    elif constraint.kind is ConstraintKind.JSON:
+        schema = parsed(text)
+        _check_schema(schema)
+        return schema
+    else:
+        tag = parsed(text)
+        if not isinstance(tag, dict):
+            raise UnusableError(f"it must be an object, got {json_type(tag)}")
+        check_size(tag)
+        for schema in _schemas_of_tag(tag):
+            _check_schema(schema)
+        return tag
+    return None
+
+
+def check_unrewritten(constraint: Constraint) -> None:
+    """Raise `UnusableError` for a schema that xgrammar does not take.
+
+    What an exact constraint has must be followed.
+    """
+    if constraint.kind is ConstraintKind.JSON:
+        schemas = [parsed(constraint.text)]
+    elif constraint.kind is ConstraintKind.STRUCTURAL_TAG:
+        schemas = list(_schemas_of_tag(parsed(constraint.text)))
+    else:
+        return
+    for schema in schemas:
+        # Refuses malformed schemas, and those that refer to themselves.
+        normalised(schema, closed=False)
+        if constraint.exact:
+            check_exact(schema)
+
+
+def parsed(text: str) -> Any:
+    """Return the JSON value of `text`. Raises `UnusableError`."""
+    try:
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite, parse_int=_short)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UnusableError("it has half of a surrogate pair, which UTF-8 cannot hold") from None
+    except ValueError as error:
+        raise UnusableError(f"it is not valid JSON: {error}") from None
+    except RecursionError:
+        raise UnusableError("it is nested too deeply to be read") from None
+    return value
+
+
+def _short(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"an integer has more than {_MAX_DIGITS} digits")
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text} is beyond what a double holds")
+    return value
+
+
+_ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+"""An escape of EBNF, with its code point."""
+
+
+def _check_escapes(grammar: str) -> None:
+    """Raise `UnusableError` for an escape of EBNF that UTF-8 cannot hold."""
+    for found in _ESCAPE.finditer(grammar):
+        code = int(found[found.lastindex], 16) if found.lastindex else 0
+        if code in range(0xD800, 0xE000) or code > sys.maxunicode:
+            raise UnusableError(
+                f"the escape '{found[0][:20]}' at character {found.start() + 1} is half of a "
+                "surrogate pair or no character"
+            )
+
+
+def _check_schema(schema: Any) -> None:
+    if not isinstance(schema, dict | bool):
+        raise UnusableError(f"it must be an object, got {json_type(schema)}")
+    check_size(schema)
+
+
+def _schemas_of_tag(tag: Any) -> Iterator[Any]:
+    """Yield the JSON schemas in a structural tag of either form.
+
+    Raises `UnusableError` for a regex or a grammar that is read differently.
+    """
+    stack = [tag]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack += value
+        elif isinstance(value, dict):
+            if value.get("type") == "json_schema" and "json_schema" in value:
+                yield value["json_schema"]
+            elif {"begin", "schema", "end"} <= value.keys():
+                yield value["schema"]
+            elif value.get("type") == "regex" and isinstance(value.get("pattern"), str):
+                regex_grammar(value["pattern"])
+            elif value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
+                _check_escapes(value["grammar"])
+            else:
+                stack += value.values()
+
 
 Trial = Callable[[str, str], list[str]]
 """Tries one grammar of a kind and returns warnings.
@@ -65,26 +371,17 @@ class TrialVerdict:
     memory_bytes: int | None = None
 
     def to_bytes(self) -> bytes:
-        """Return the verdict as JSON."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TrialVerdict:
-        """Return the verdict of `to_bytes`."""
         return cls(**json.loads(data))
 
 
-def job_bytes(constraints: Sequence[Constraint], limits: SchemaLimits) -> bytes:
+def job_bytes(constraints: Sequence[Constraint]) -> bytes:
     """Return a job as JSON."""
     parts = [(c.kind.value, c.text, c.exact, c.derived, c.tagged) for c in constraints]
-    head = {"shares": shares_of(constraints), "limits": dataclasses.asdict(limits)}
-    return json.dumps({**head, "parts": parts}).encode()
-
-
-def constraint_of(part: Sequence[Any]) -> Constraint:
-    """Return the constraint of a part that `job_bytes` has written, without its place."""
-    kind, text, exact, derived, tagged = part
-    return Constraint(ConstraintKind(kind), text, "", exact, derived, tagged)
+    return json.dumps({"shares": shares_of(constraints), "parts": parts}).encode()
 
 
 def shares_of(constraints: Sequence[Constraint]) -> int:
@@ -108,20 +405,21 @@ def do_job(
     job = json.loads(data)
     if on_shares is not None:
         on_shares(job["shares"])
-    limits = SchemaLimits(**job["limits"])
     started = time.perf_counter()
     grammar = None
-    for part, given in enumerate(job["parts"]):
-        constraint = constraint_of(given)
+    for part, (kind, text, exact, derived, tagged) in enumerate(job["parts"]):
+        constraint = Constraint(ConstraintKind(kind), text, "", exact, derived, tagged)
         try:
-            value = _value_of(constraint, limits)
-            found = _grammar(constraint, value, specials or {}, rules)
-            grammar = None if found is None else _followed(constraint, found)
-            if grammar is None:
-                if not constraint.derived:
+            found = _grammar(constraint, specials or {}, rules)
+            if found is None:
+                grammar = None
+                if not derived:
                     check_unrewritten(constraint)
-                _try(constraint, constraint.kind.value, constraint.text, trial)
+                _try(constraint, kind, text, trial)
             else:
+                if found.left_out and exact:
+                    raise UnusableError(found.left_out[0])
+                grammar = found.text
                 _try(constraint, ConstraintKind.GRAMMAR.value, grammar, trial)
         except UnusableError as error:
             return TrialVerdict(str(error), part, time.perf_counter() - started)
@@ -130,35 +428,25 @@ def do_job(
     return TrialVerdict(seconds=time.perf_counter() - started, grammar=grammar)
 
 
-def _value_of(constraint: Constraint, limits: SchemaLimits) -> Any:
-    """Return the value of a schema or tag that llguidance may follow; None for others."""
-    if constraint.derived:
-        value = parsed(constraint.text) if constraint.kind in _HOLDING_SCHEMAS else None
-    else:
-        value = inspect(constraint, limits)
-    return None if constraint.tagged else value
-
-
 def _grammar(
-    constraint: Constraint, value: Any, specials: Mapping[str, int], rules: SchemaRules
+    constraint: Constraint, specials: Mapping[str, int], rules: SchemaRules
 ) -> Grammar | None:
-    """Return the grammar of a constraint; None if it is tried as it is."""
+    """Inspect a constraint and return its grammar; None if it is tried as it is."""
+    if not constraint.derived:
+        value = inspect(constraint)
+    elif constraint.kind in (ConstraintKind.JSON, ConstraintKind.STRUCTURAL_TAG):
+        value = parsed(constraint.text)
+    else:
+        value = None
     if constraint.kind is ConstraintKind.REGEX:
         return regex_grammar(constraint.text)
     if constraint.kind is ConstraintKind.CHOICE:
         return choice_grammar(json.loads(constraint.text))
-    if value is None:
+    if value is None or constraint.tagged:
         return None
     if constraint.kind is ConstraintKind.JSON:
         return schema_grammar(value, rules)
     return tag_grammar(value, specials, rules)
-
-
-def _followed(constraint: Constraint, found: Grammar) -> str:
-    """Return the text of a grammar. Raises `UnusableError` for a part that it leaves out."""
-    if found.left_out and constraint.exact:
-        raise UnusableError(found.left_out[0])
-    return found.text
 
 
 def _try(constraint: Constraint, kind: str, text: str, trial: Trial) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from rbln_backend.grammar import lark
 from rbln_backend.grammar.lark import LarkGrammar
+from server import bounds
 from server.errors import (
     InvalidGrammarError,
     InvalidSchemaError,
@@ -40,12 +41,10 @@ from server.host.job_pool import (
     PoolFullError,
     limit_processor_time,
 )
-from server.settings import ServerSettings
 from server.structured_outputs.constraint import (
     ANY_OBJECT,
     Constraint,
     ConstraintKind,
-    SchemaLimits,
     constraints_of,
     job_key,
 )
@@ -56,7 +55,6 @@ from server.wire import Endpoint
 from tests.server.scripted import ScriptedEngine, ScriptedFrontend, ScriptedLauncher, running
 from tests.server.structured_outputs.walks import grammar_of, vocabulary
 
-LIMITS = SchemaLimits.of(ServerSettings())
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TEXT = json.dumps(SCHEMA)
 RULES = SchemaRules(compact=False, closed=True)
@@ -195,12 +193,14 @@ def take_all(_kind: str, _text: str) -> list[str]:
 
 def judge(kind: ConstraintKind, text: str, **options: Any) -> str | None:
     trial = options.pop("trial", take_all)
-    limits = options.pop("limits", LIMITS)
-    job = job_bytes([Constraint(kind, text, "", **options)], limits)
+    job = job_bytes([Constraint(kind, text, "", **options)])
     return do_job(job, trial, RULES).reason
 
 
-SMALL = SchemaLimits(max_bytes=2000, max_depth=5, max_nodes=20, max_enum=3, max_pattern=16)
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, most in {"DEPTH": 5, "NODES": 20, "ENUM": 3, "PATTERN": 16}.items():
+        monkeypatch.setattr(bounds, f"SCHEMA_MAX_{name}", most)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,9 @@ SMALL = SchemaLimits(max_bytes=2000, max_depth=5, max_nodes=20, max_enum=3, max_
                                 "style": "qwen_xml"}}), "'not'"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("small_limits")
 def test_limits_and_form(kind: ConstraintKind, text: str, words: str) -> None:
-    assert words in (judge(kind, text, limits=SMALL) or "")
+    assert words in (judge(kind, text) or "")
 
 
 def test_what_a_trial_says_is_passed_on_plainly() -> None:
@@ -256,14 +257,13 @@ def test_what_a_trial_says_is_passed_on_plainly() -> None:
     assert judge(ConstraintKind.JSON, TEXT, trial=warn, exact=False) is None
 
 
+@pytest.mark.usefixtures("small_limits")
 def test_best_effort_keeps_the_limits() -> None:
     assert judge(ConstraintKind.JSON, '{"not": {"pattern": "a"}}', exact=False) is None
-    assert (
-        judge(ConstraintKind.JSON, '{"enum": [1, 2, 3, 4]}', exact=False, limits=SMALL) is not None
-    )
+    assert judge(ConstraintKind.JSON, '{"enum": [1, 2, 3, 4]}', exact=False) is not None
     assert judge(ConstraintKind.JSON, '{"$ref": "#"}', exact=False) is not None
     # A derived one is of any size.
-    assert judge(ConstraintKind.JSON, '{"enum": [1, 2, 3, 4]}', derived=True, limits=SMALL) is None
+    assert judge(ConstraintKind.JSON, '{"enum": [1, 2, 3, 4]}', derived=True) is None
 
 
 NAMED_G = {"type": "function", "function": {"name": "g"}}
@@ -301,7 +301,7 @@ def jobs_of(body: dict[str, Any]) -> list[list[Constraint]]:
 
 
 def gate_over(pool: ScriptedPool, entries: int = 8) -> GrammarGate:
-    return GrammarGate(LIMITS, pool, entries, cpu_s=5.0, rules=RULES)
+    return GrammarGate(64 << 10, pool, entries, cpu_s=5.0, rules=RULES)
 
 
 async def test_verdicts_are_remembered_and_forgotten_in_turn() -> None:
@@ -603,7 +603,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def gate_with(wall_s: float) -> GrammarGate:
-    return GrammarGate(LIMITS, JobPool("trials", start, 1, wall_s), 1024, CPU_S, rules=RULES)
+    return GrammarGate(64 << 10, JobPool("trials", start, 1, wall_s), 1024, CPU_S, rules=RULES)
 
 
 async def reasons(gate: GrammarGate) -> dict[str, str | None]:

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 from jsonschema.validators import Draft202012Validator, validator_for
 
-from server.settings import ServerSettings
 from server.structured_outputs.constraint import (
     Constraint,
     ConstraintKind,
-    SchemaLimits,
     UnusableError,
 )
 from server.structured_outputs.grammars import Grammar, SchemaRules, choice_grammar, regex_grammar
@@ -34,11 +32,9 @@ from tests.server.structured_outputs.walks import (
     vocabulary,
 )
 
-LIMITS = SchemaLimits.of(ServerSettings())
-
 
 def verdict(schema: Any, *, exact: bool = True, closed: bool = True) -> str | None:
-    job = job_bytes([Constraint(ConstraintKind.JSON, json.dumps(schema), "json", exact)], LIMITS)
+    job = job_bytes([Constraint(ConstraintKind.JSON, json.dumps(schema), "json", exact)])
     return do_job(job, try_grammar, SchemaRules(compact=False, closed=closed)).reason
 
 
@@ -211,7 +207,7 @@ def test_white_space_is_bounded() -> None:
     for text in ("[ ]", "[{},  {}]", '[{"a" :1}]', '[{"a":  1}]', "[\n{}]", "[{}] "):
         assert not accepts(grammar, text)
     rules = SchemaRules(compact=True, closed=True)
-    job = job_bytes([Constraint(ConstraintKind.JSON, '{"type": "array"}', "json")], LIMITS)
+    job = job_bytes([Constraint(ConstraintKind.JSON, '{"type": "array"}', "json")])
     compact = do_job(job, try_grammar, rules).grammar
     assert compact is not None
     assert accepts(compact, "[1,2]") and not accepts(compact, "[1, 2]")
@@ -438,7 +434,7 @@ WALKS = 4
 
 def verdict_of_line(schema: Any) -> str | None:
     constraint = Constraint(ConstraintKind.JSON, json.dumps(schema), "json")
-    job = job_bytes([constraint], SchemaLimits.of(ServerSettings()))
+    job = job_bytes([constraint])
     return do_job(job, try_grammar, SchemaRules(compact=False, closed=True)).reason
 
 

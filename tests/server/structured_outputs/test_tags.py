@@ -11,8 +11,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionTools
 from vllm.tool_parsers.structural_tag_registry import get_model_structural_tag
 
 from server.errors import RequestError, UnknownFieldError
-from server.settings import ServerSettings
-from server.structured_outputs.constraint import Constraint, ConstraintKind, SchemaLimits
+from server.structured_outputs.constraint import Constraint, ConstraintKind
 from server.structured_outputs.custom_tools import InputReader, input_of, take_custom_tools
 from server.structured_outputs.grammars import SchemaRules, tag_grammar
 from server.structured_outputs.trial import TrialVerdict, do_job, job_bytes
@@ -21,7 +20,6 @@ from server.wire import Endpoint
 from tests.schema_corpus import BAD, BAD_IN_TAGS, GOOD
 from tests.server.structured_outputs.walks import documents, faults, try_grammar, vocabulary
 
-LIMITS = SchemaLimits.of(ServerSettings())
 SPECIALS = vocabulary()[0].special_tokens()
 RULES = SchemaRules(compact=False, closed=True)
 ARGUMENTS: dict[str, Any] = {
@@ -106,7 +104,7 @@ def test_every_walk_is_a_valid_call(model: str) -> None:
 
 
 def verdict(kind: ConstraintKind, value: Any) -> TrialVerdict:
-    job = job_bytes([Constraint(kind, json.dumps(value), "")], LIMITS)
+    job = job_bytes([Constraint(kind, json.dumps(value), "")])
     return do_job(job, try_grammar, RULES, specials=SPECIALS)
 
 
