@@ -18,11 +18,16 @@ from pathlib import Path, PurePath
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
-from rbln_backend.api.names import TensorName, check_config, check_modules, check_tensors
+from rbln_backend.api.names import (
+    Target,
+    TensorName,
+    check_config,
+    check_modules,
+    check_tensors,
+)
 from rbln_backend.errors import AdapterError
 from server.errors import InvalidAdapterError, describe, json_type
 from server.host.files import read_regular
-from server.lora.registry import Target
 from server.wire import JsonObject
 
 CONFIG_FILE = "adapter_config.json"
@@ -37,20 +42,15 @@ _LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor's type, such as BF16, and its shape in elements."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """Contents of a folder: its resolved path, PEFT's configuration, the tensors by name."""
+    """Contents of a folder: its resolved path, PEFT's configuration, the tensors by name.
+
+    A tensor has a type, such as BF16, and a shape in elements.
+    """
 
     path: Path
     config: JsonObject
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 def read_folder(given: str, root: Path | None) -> AdapterFolder:
@@ -61,7 +61,19 @@ def read_folder(given: str, root: Path | None) -> AdapterFolder:
     Raises `InvalidAdapterError`.
     """
     top = None if root is None else root.resolve()
-    folder = _real(given, top)
+    if not given or len(given) > MAX_PATH_CHARS or "\0" in given:
+        raise refusal(f"a path must have 1 to {MAX_PATH_CHARS} characters and no NUL")
+    path = Path(given).expanduser() if top is None else top / given
+    not_a_directory = refusal(f"{describe(given, 200)} is not a directory")
+    try:
+        folder = path.resolve()
+        if top is not None and not folder.is_relative_to(top):
+            raise refusal(f"{describe(given, 200)} does not lie below --lora-root")
+        if not folder.is_dir():
+            raise not_a_directory
+    except (OSError, RuntimeError):
+        # Too long for the file system, or links in a circle.
+        raise not_a_directory from None
     config = _read_config(_regular_file(folder, CONFIG_FILE, top))
     return AdapterFolder(folder, config, _read_header(_regular_file(folder, WEIGHTS_FILE, top)))
 
@@ -69,23 +81,6 @@ def read_folder(given: str, root: Path | None) -> AdapterFolder:
 def refusal(reason: str) -> InvalidAdapterError:
     """Return the error for a rejected adapter; `reason` is a clause."""
     return InvalidAdapterError(f"The adapter cannot be loaded: {reason}.", param=_PARAM)
-
-
-def _real(given: str, top: Path | None) -> Path:
-    if not given or len(given) > MAX_PATH_CHARS or "\0" in given:
-        raise refusal(f"a path must have 1 to {MAX_PATH_CHARS} characters and no NUL")
-    path = Path(given).expanduser() if top is None else top / given
-    not_a_directory = refusal(f"{describe(given, 200)} is not a directory")
-    try:
-        real = path.resolve()
-        if top is not None and not real.is_relative_to(top):
-            raise refusal(f"{describe(given, 200)} does not lie below --lora-root")
-        if not real.is_dir():
-            raise not_a_directory
-    except (OSError, RuntimeError):
-        # Too long for the file system, or links in a circle.
-        raise not_a_directory from None
-    return real
 
 
 def _regular_file(folder: Path, name: str, top: Path | None) -> Path:
@@ -118,7 +113,7 @@ def _read_config(path: Path) -> JsonObject:
     return config
 
 
-def _read_header(path: Path) -> dict[str, TensorInfo]:
+def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -128,15 +123,12 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
                 f"{MAX_HEADER_BYTES}"
             )
         with safe_open(path, framework="np") as tensors:
-            return {name: _info(tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {name: (str(t.get_dtype()), tuple(t.get_shape())) for name, t in slices.items()}
     except OSError as error:
         raise refusal(f"{WEIGHTS_FILE} cannot be read: {error.strerror or error}") from None
     except SafetensorError as error:
         raise refusal(f"{WEIGHTS_FILE} is damaged: {error}") from None
-
-
-def _info(tensor: object) -> TensorInfo:
-    return TensorInfo(str(tensor.get_dtype()), tuple(tensor.get_shape()))  # type: ignore[attr-defined]
 
 
 ANY_BASE = "*"
@@ -200,17 +192,22 @@ def check_fit(folder: AdapterFolder, base: ServedModel, *, any_base: bool = Fals
     if not 0 < abs(config["lora_alpha"]) <= _MAX_ALPHA:
         alpha = describe(config["lora_alpha"])
         raise refusal(f"{CONFIG_FILE}: lora_alpha is {alpha}, and at most {_MAX_ALPHA:g} is taken")
-    if not any_base:
-        _check_base(config, base.names)
+    named = config.get("base_model_name_or_path")
+    fits = any_base or named in (None, "") or ANY_BASE in base.names
+    if not fits and not (isinstance(named, str) and short_name(named) in base.names):
+        raise refusal(
+            f"{CONFIG_FILE}: base_model_name_or_path is {describe(named)}, and the served model is "
+            f"{' or '.join(map(repr, sorted(base.names)))}; --lora-base-names allows further names"
+        )
     rank: int = config["r"]
-    shapes = {name: info.shape for name, info in folder.tensors.items()}
+    shapes = {name: shape for name, (_, shape) in folder.tensors.items()}
     _check(WEIGHTS_FILE, lambda: check_tensors(shapes, rank, base.targets, _parse))
     both = f"{CONFIG_FILE} and {WEIGHTS_FILE}"
     _check(both, lambda: check_modules(config, folder.tensors, base.targets, _parse))
-    for name, info in folder.tensors.items():
-        if info.dtype not in _DTYPES:
+    for name, (dtype, _) in folder.tensors.items():
+        if dtype not in _DTYPES:
             known = ", ".join(_DTYPES)
-            raise refusal(f"{WEIGHTS_FILE}: {name!r} has the type {info.dtype}, not one of {known}")
+            raise refusal(f"{WEIGHTS_FILE}: {name!r} has the type {dtype}, not one of {known}")
     return rank
 
 
@@ -221,17 +218,6 @@ def _check(file: str, check: Callable[[], None]) -> None:
         reason = str(error)
         clipped = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."
         raise refusal(f"{file}: {clipped}") from None
-
-
-def _check_base(config: JsonObject, names: frozenset[str]) -> None:
-    named = config.get("base_model_name_or_path")
-    if named is None or named == "" or ANY_BASE in names:
-        return
-    if not isinstance(named, str) or short_name(named) not in names:
-        raise refusal(
-            f"{CONFIG_FILE}: base_model_name_or_path is {describe(named)}, and the served model is "
-            f"{' or '.join(map(repr, sorted(names)))}; --lora-base-names allows further names"
-        )
 
 
 def _parse(name: str) -> TensorName | None:

@@ -38,7 +38,7 @@ from server.errors import (
 )
 from server.host.files import read_regular
 from server.host.tasks import in_thread
-from server.lora.folder import AdapterFolder, ServedModel, check_fit, read_folder, refusal
+from server.lora.folder import ServedModel, check_fit, read_folder, refusal
 
 
 class State(enum.StrEnum):
@@ -109,44 +109,26 @@ class Adapter:
         }
 
 
-__all__ = ["AdapterPort", "EngineAdapter", "Target"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAdapter:
-    """An adapter as sent to the engine; `id` is never reused."""
-
-    name: str
-    id: int
-    path: str
-
-
 class AdapterPort(Protocol):
     """Engine operations that the registry uses. Every failure is a `ServerError`."""
 
     async def targets(self) -> Mapping[str, Target]:
         """Return the adaptable layers by module path."""
-        ...
 
-    async def stage(self, adapter: EngineAdapter) -> None:
+    async def stage(self, adapter: Adapter) -> None:
         """Start to read an adapter in the background."""
-        ...
 
     async def staged(self, adapter_id: int) -> tuple[str, str]:
         """Return ("reading", ""), ("ready", "") or ("failed", the reason)."""
-        ...
 
-    async def add(self, adapter: EngineAdapter) -> None:
+    async def add(self, adapter: Adapter) -> None:
         """Copy a staged adapter into a free slot, between two steps."""
-        ...
 
     async def remove(self, adapter_id: int) -> None:
         """Drop an adapter that no request uses, staged or in a slot; ignores unknown ids."""
-        ...
 
     async def slots(self) -> Mapping[int, int]:
         """Return the slot of each adapter by its id."""
-        ...
 
 
 logger = logging.getLogger(__name__)
@@ -194,7 +176,10 @@ class StateFile:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
             aside = self.path.with_name(f"{self.path.name}.damaged")
             logger.error("%s cannot be read (%s); kept as %s", self.path, error, aside.name)
-            self._put_aside(aside)
+            try:
+                self.path.replace(aside)
+            except OSError as failure:
+                logger.error("%s cannot be renamed: %s", self.path, failure)
             return []
 
     def write(self, adapters: Sequence[Remembered]) -> None:
@@ -203,29 +188,11 @@ class StateFile:
         replace_file(self.path, json.dumps(content, indent=1).encode())
         sync_directory(self.path.parent)
 
-    def _put_aside(self, aside: Path) -> None:
-        try:
-            self.path.replace(aside)
-        except OSError as error:
-            logger.error("%s cannot be renamed: %s", self.path, error)
-
 
 MAX_NAME_CHARS = 256
 _STAGE_TIMEOUT_S = 300.0
 _FIRST_POLL_S = 0.01
 _SLOWEST_POLL_S = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryLimits:
-    """Names that adapters cannot have, the number of slots, and the root of adapter folders.
-
-    Without a `root`, adapters cannot be loaded over HTTP.
-    """
-
-    reserved_names: frozenset[str]
-    max_loras: int
-    root: Path | None
 
 
 class AdapterRegistry:
@@ -235,11 +202,20 @@ class AdapterRegistry:
         self,
         port: AdapterPort,
         base: ServedModel,
-        limits: RegistryLimits,
+        *,
+        reserved_names: frozenset[str],
+        max_loras: int,
+        root: Path | None,
         state_file: StateFile | None,
     ) -> None:
+        """`reserved_names` are those that adapters cannot have, `max_loras` the number of slots.
+
+        Without a `root` of adapter folders, adapters cannot be loaded over HTTP.
+        """
         self.base = base
-        self.limits = limits
+        self.reserved_names = reserved_names
+        self.max_loras = max_loras
+        self._root = root
         self._port = port
         self._state_file = state_file
         self._ids = itertools.count(1)
@@ -287,10 +263,19 @@ class AdapterRegistry:
         Cancelling the call does not stop the load. Raises `RequestError` if the request is wrong,
         another `ServerError` for other failures.
         """
-        self._root()
+        if self._root is None:
+            raise UnsupportedOperationError(
+                "Adapters can be loaded over HTTP only below a directory that the server was "
+                "started with: --lora-root."
+            )
         adapter = Adapter(name, next(self._ids), path)
         self._check_name(name, replace=replace)
-        await self._begin(adapter, self._load_and_remember(adapter))
+
+        async def load_and_remember() -> None:
+            await self._load(adapter)
+            await self._remember()
+
+        await self._begin(adapter, load_and_remember())
         return adapter
 
     async def load_static(self, name: str, path: str, base: str | None) -> None:
@@ -326,22 +311,18 @@ class AdapterRegistry:
             self._leave(adapter)
             await self._remember()
         else:
-            adapter = self._leaving_as(name)
-        if adapter is None:
-            raise _not_found(name)
+            adapter = next((gone for gone in self._leaving if gone.name == name), None)
+            if adapter is None:
+                raise _not_found(name)
+            if adapter.state is State.FAILED:
+                # The engine could not drop it; try again.
+                adapter.state, adapter.error = State.DRAINING, None
+                adapter.gone.clear()
+                self._start(self._drop(adapter))
         if wait or not adapter.in_flight:
             await adapter.gone.wait()
             if adapter in self._leaving:
                 raise InternalError(f"The engine could not drop the adapter: {adapter.error}")
-        return adapter
-
-    def _leaving_as(self, name: str) -> Adapter | None:
-        adapter = next((gone for gone in self._leaving if gone.name == name), None)
-        if adapter is not None and adapter.state is State.FAILED:
-            # The engine could not drop it; try again.
-            adapter.state, adapter.error = State.DRAINING, None
-            adapter.gone.clear()
-            self._start(self._drop(adapter))
         return adapter
 
     def _check_name(self, name: str, *, replace: bool) -> None:
@@ -351,7 +332,7 @@ class AdapterRegistry:
                 f"around them, got {describe(name)}.",
                 param="lora_name",
             )
-        if name in self.limits.reserved_names:
+        if name in self.reserved_names:
             raise AdapterExistsError(
                 f"{describe(name)} is the name of the served model itself.", param="lora_name"
             )
@@ -372,56 +353,45 @@ class AdapterRegistry:
         self._loading[adapter.name] = (adapter, task)
         await asyncio.shield(task)
 
-    async def _load_and_remember(self, adapter: Adapter) -> None:
-        await self._load(adapter)
-        await self._remember()
-
     async def _load(self, adapter: Adapter) -> None:
         started = time.perf_counter()
         try:
-            folder, adapter.rank = await in_thread(partial(self._checked, adapter))
-            adapter.path = str(folder.path)
-            self._take_slot(adapter)
-            await self._into_engine(adapter)
+            adapter.path, adapter.rank = await in_thread(partial(self._checked, adapter))
+            if len(self._in_slots) >= self.max_loras:
+                raise NoAdapterSlotError(
+                    f"All {self.max_loras} slots for adapters are taken (--max-loras); unload one "
+                    "first. 'load_inplace' needs a free slot as well, until the old one has ended."
+                )
+            self._in_slots.add(adapter)
+            try:
+                await self._port.stage(adapter)
+                await self._until_staged(adapter)
+                await self._port.add(adapter)
+                adapter.slot = (await self._port.slots()).get(adapter.id)
+            except BaseException:
+                await self._give_up(adapter)
+                raise
         finally:
             del self._loading[adapter.name]
-        self._named_now(adapter)
-        seconds = time.perf_counter() - started
+        before = self._named.pop(adapter.name, None)
+        adapter.state, adapter.loaded_at = State.READY, time.time()
+        self._named[adapter.name] = adapter
+        if before is not None:
+            self._leave(before)
         logger.info(
             "adapter %r of rank %d is in slot %s after %.2f s, from %s",
-            *(adapter.name, adapter.rank, adapter.slot, seconds, adapter.path),
+            adapter.name,
+            adapter.rank,
+            adapter.slot,
+            time.perf_counter() - started,
+            adapter.path,
         )
 
-    def _checked(self, adapter: Adapter) -> tuple[AdapterFolder, int]:
-        folder = read_folder(adapter.source, None if adapter.static else self._root())
-        return folder, check_fit(folder, self.base, any_base=adapter.base is not None)
-
-    def _root(self) -> Path:
-        if self.limits.root is None:
-            raise UnsupportedOperationError(
-                "Adapters can be loaded over HTTP only below a directory that the server was "
-                "started with: --lora-root."
-            )
-        return self.limits.root
-
-    def _take_slot(self, adapter: Adapter) -> None:
-        if len(self._in_slots) >= self.limits.max_loras:
-            raise NoAdapterSlotError(
-                f"All {self.limits.max_loras} slots for adapters are taken (--max-loras); unload "
-                "one first. 'load_inplace' needs a free slot as well, until the old one has ended."
-            )
-        self._in_slots.add(adapter)
-
-    async def _into_engine(self, adapter: Adapter) -> None:
-        sent = EngineAdapter(adapter.name, adapter.id, adapter.path)
-        try:
-            await self._port.stage(sent)
-            await self._until_staged(adapter)
-            await self._port.add(sent)
-            adapter.slot = (await self._port.slots()).get(adapter.id)
-        except BaseException:
-            await self._give_up(adapter)
-            raise
+    def _checked(self, adapter: Adapter) -> tuple[str, int]:
+        """Return the resolved path of an adapter and its rank. Blocks."""
+        folder = read_folder(adapter.source, None if adapter.static else self._root)
+        rank = check_fit(folder, self.base, any_base=adapter.base is not None)
+        return str(folder.path), rank
 
     async def _until_staged(self, adapter: Adapter) -> None:
         deadline = time.monotonic() + _STAGE_TIMEOUT_S
@@ -444,13 +414,6 @@ class AdapterRegistry:
             self._stuck(adapter, error)
         else:
             self._in_slots.discard(adapter)
-
-    def _named_now(self, adapter: Adapter) -> None:
-        before = self._named.pop(adapter.name, None)
-        adapter.state, adapter.loaded_at = State.READY, time.time()
-        self._named[adapter.name] = adapter
-        if before is not None:
-            self._leave(before)
 
     def _leave(self, adapter: Adapter) -> None:
         if adapter.state is State.FAILED:

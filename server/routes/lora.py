@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -34,9 +33,8 @@ from server.settings import ServerSettings
 from server.wire import JsonObject
 
 _ACCEPTED = 202
-_FAILURES = (
-    *(*BODY_FAILURES, NotFoundError),
-    *(InvalidAdapterError, AdapterExistsError, NoAdapterSlotError),
+_FAILURES = failing(
+    *BODY_FAILURES, NotFoundError, InvalidAdapterError, AdapterExistsError, NoAdapterSlotError
 )
 _WITHOUT_LORA = failing(UnsupportedOperationError)
 _UNKNOWN = failing(UnsupportedOperationError, NotFoundError)
@@ -86,10 +84,23 @@ def lora_router(
         """Load a LoRA adapter from below --lora-root; vLLM's body and answer."""
         body = await read_json_object(request, settings)
         fields = parse_body(LoadAdapterBody, body, settings.unknown_fields)
-        _refuse_experts(fields)
+        if fields.is_3d_lora_weight:
+            raise UnsupportedFieldError(
+                "'is_3d_lora_weight' is not supported: the shapes in the file show whether its "
+                "experts are stacked; remove it.",
+                param="is_3d_lora_weight",
+            )
         name, path = fields.lora_name, fields.lora_path
-        with _counted(metrics):
+        started, result = time.perf_counter(), "failed"
+        try:
             await _registry(frontend()).load(name, path, replace=fields.load_inplace)
+            result = "ok"
+            metrics.observe("rbln_lora_load_seconds", time.perf_counter() - started)
+        except RequestError:
+            result = "refused"
+            raise
+        finally:
+            metrics.count("rbln_lora_loads_total", result)
         # The text of vLLM's answer, which its clients expect.
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -115,7 +126,7 @@ def lora_router(
         """List all adapters with their states."""
         adapters = _registry(frontend())
         data = [_seen(adapter, request, shown) for adapter in adapters.all()]
-        limits = {"max_loras": adapters.limits.max_loras, "max_lora_rank": adapters.base.max_rank}
+        limits = {"max_loras": adapters.max_loras, "max_lora_rank": adapters.base.max_rank}
         return JSONResponse({"object": "list", "data": data, **limits})
 
     @router.get("/v1/lora_adapters/{name:path}", response_model=AdapterObject, responses=_UNKNOWN)
@@ -128,21 +139,17 @@ def lora_router(
         name: str, request: Request, wait: Annotated[str, _WAIT] = "true"
     ) -> JSONResponse:
         """Unload an adapter and wait for the end of its last request."""
-        adapter = await _registry(frontend()).unload(name, wait=_wait(wait))
+        adapters = _registry(frontend())
+        if (waits := _BOOLEANS.get(wait.lower())) is None:
+            raise InvalidValueError(
+                f"'wait' must be true or false, got {describe(wait)}.", param="wait"
+            )
+        adapter = await adapters.unload(name, wait=waits)
         if not adapter.gone.is_set():
             return JSONResponse(_seen(adapter, request, shown), status_code=_ACCEPTED)
         return JSONResponse({"object": "lora_adapter", "name": name, "deleted": True})
 
     return router
-
-
-def _refuse_experts(fields: LoadAdapterBody) -> None:
-    if fields.is_3d_lora_weight:
-        raise UnsupportedFieldError(
-            "'is_3d_lora_weight' is not supported: the shapes in the file show whether its experts "
-            "are stacked; remove it.",
-            param="is_3d_lora_weight",
-        )
 
 
 def _registry(frontend: Frontend) -> AdapterRegistry:
@@ -157,7 +164,7 @@ def _changed_by(body: type[BaseModel]) -> dict[str, Any]:
     """Return the description of a route with this body and a text response."""
     return {
         "response_class": PlainTextResponse,
-        "responses": failing(*_FAILURES),
+        "responses": _FAILURES,
         "openapi_extra": taking(body.model_json_schema()),
     }
 
@@ -165,26 +172,3 @@ def _changed_by(body: type[BaseModel]) -> dict[str, Any]:
 def _seen(adapter: Adapter, request: Request, shown: ShownPaths) -> AdapterObject:
     described = adapter.to_dict()
     return described if record_of(request.scope).caller.is_admin else shown.adapter(described)
-
-
-@contextmanager
-def _counted(metrics: ServerMetrics) -> Iterator[None]:
-    started, result = time.perf_counter(), "failed"
-    try:
-        yield
-        result = "ok"
-    except RequestError:
-        result = "refused"
-        raise
-    finally:
-        metrics.count("rbln_lora_loads_total", result)
-        if result == "ok":
-            metrics.observe("rbln_lora_load_seconds", time.perf_counter() - started)
-
-
-def _wait(text: str) -> bool:
-    if (wait := _BOOLEANS.get(text.lower())) is None:
-        raise InvalidValueError(
-            f"'wait' must be true or false, got {describe(text)}.", param="wait"
-        )
-    return wait

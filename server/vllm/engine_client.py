@@ -30,7 +30,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from rbln_backend.api.names import NO_TOKEN_LEFT, PROGRESS_ARGS
+from rbln_backend.api.names import NO_TOKEN_LEFT, PROGRESS_ARGS, Target
 from server.errors import ContextLengthError, InternalError, ServerError
 from server.frontend import LaunchError
 from server.host.tasks import in_thread
@@ -39,10 +39,7 @@ from server.lora.registry import (
     STATE_FILE,
     Adapter,
     AdapterRegistry,
-    EngineAdapter,
-    RegistryLimits,
     StateFile,
-    Target,
 )
 from server.request.options import Tier
 from server.request.record import RequestRecord, record_var
@@ -298,7 +295,7 @@ class EngineAdapters:
         targets = await self._workers("lora_targets")
         return {name: Target.from_lists(*target) for name, target in targets[0].items()}
 
-    async def stage(self, adapter: EngineAdapter) -> None:
+    async def stage(self, adapter: Adapter) -> None:
         await self._workers("stage_lora", _request(adapter))
 
     async def staged(self, adapter_id: int) -> tuple[str, str]:
@@ -310,7 +307,7 @@ class EngineAdapters:
                     return state, message
         return "ready", ""
 
-    async def add(self, adapter: EngineAdapter) -> None:
+    async def add(self, adapter: Adapter) -> None:
         await self._call(self._engine.add_lora(_request(adapter)))
 
     async def remove(self, adapter_id: int) -> None:
@@ -331,7 +328,7 @@ class EngineAdapters:
             raise from_exception(error, RequestContext({}, None)) from error
 
 
-def _request(adapter: Adapter | EngineAdapter) -> LoRARequest:
+def _request(adapter: Adapter) -> LoRARequest:
     return LoRARequest(adapter.name, adapter.id, adapter.path)
 
 
@@ -377,9 +374,14 @@ async def open_adapters(
     served = [path.name for path in models.base_model_paths]
     names = [engine.model_config.model, *served, *settings.lora_base_names]
     base = ServedModel.of(names, await port.targets(), config.max_lora_rank)
-    limits = RegistryLimits(frozenset(served), config.max_loras, settings.lora_root)
-    state_file = await in_thread(partial(_state_file, settings))
-    adapters = AdapterRegistry(port, base, limits, state_file)
+    adapters = AdapterRegistry(
+        port,
+        base,
+        reserved_names=frozenset(served),
+        max_loras=config.max_loras,
+        root=settings.lora_root,
+        state_file=await in_thread(partial(_state_file, settings)),
+    )
     for module in static or ():
         if module.is_3d_lora_weight:
             raise LaunchError(
@@ -387,10 +389,10 @@ async def open_adapters(
                 "tell whether its experts are stacked; drop it"
             )
         named = module.base_model_name
-        if named is not None and named not in adapters.limits.reserved_names:
+        if named is not None and named not in adapters.reserved_names:
             raise LaunchError(
                 f"--lora-modules {module.name}: base_model_name is {named!r}, and the served model "
-                f"is {' or '.join(map(repr, sorted(adapters.limits.reserved_names)))}"
+                f"is {' or '.join(map(repr, sorted(adapters.reserved_names)))}"
             )
         try:
             await adapters.load_static(module.name, module.path, named)

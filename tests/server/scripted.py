@@ -30,7 +30,7 @@ from server.frontend import LaunchError, ParsedRequest, WireSchemas
 from server.host import files
 from server.host.job_pool import JobCounts
 from server.lora.folder import ServedModel
-from server.lora.registry import AdapterRegistry, EngineAdapter, RegistryLimits, StateFile
+from server.lora.registry import Adapter, AdapterRegistry, StateFile
 from server.observability.tracing import Tracing
 from server.request.body import parse_json_object
 from server.request.endpoints import answers_in
@@ -357,7 +357,7 @@ class ScriptedPort:
     async def targets(self) -> Mapping[str, Target]:
         return TARGETS
 
-    async def stage(self, adapter: EngineAdapter) -> None:
+    async def stage(self, adapter: Adapter) -> None:
         await self._called("stage")
         self.paths[adapter.id] = adapter.path
 
@@ -367,7 +367,7 @@ class ScriptedPort:
             return "failed", self.unreadable
         return ("ready" if self.read.is_set() else "reading"), ""
 
-    async def add(self, adapter: EngineAdapter) -> None:
+    async def add(self, adapter: Adapter) -> None:
         await self._called("add")
         free = set(range(self.max_loras)) - set(self.in_slots.values())
         self.in_slots[adapter.id] = min(free)
@@ -413,9 +413,14 @@ def registry(
     port: ScriptedPort, root: Path | None, state_file: Path | None = None
 ) -> AdapterRegistry:
     base = ServedModel.of(["tiny"], TARGETS, max_rank=8)
-    limits = RegistryLimits(frozenset({"tiny"}), port.max_loras, root)
-    file = None if state_file is None else StateFile(state_file)
-    return AdapterRegistry(port, base, limits, file)
+    return AdapterRegistry(
+        port,
+        base,
+        reserved_names=frozenset({"tiny"}),
+        max_loras=port.max_loras,
+        root=root,
+        state_file=None if state_file is None else StateFile(state_file),
+    )
 
 
 def launcher(adapters: AdapterRegistry | None) -> ScriptedLauncher:

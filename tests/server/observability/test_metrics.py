@@ -180,7 +180,7 @@ async def test_adapters_are_shown_while_they_are_there(tmp_path: Path) -> None:
     await adapters.unload("one", wait=True)
     metrics.observe_adapters(adapters)
     assert values(metrics, "rbln_lora_adapter_info") == {}
-    assert adapters.limits.max_loras <= MAX_ADAPTERS_SHOWN
+    assert adapters.max_loras <= MAX_ADAPTERS_SHOWN
 
 
 # ------------------------------------------------------------------------------------------ history

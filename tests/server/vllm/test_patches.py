@@ -20,7 +20,7 @@ from server.commands.flags import server_parser, settings_of, split
 from server.engine import launch
 from server.errors import EngineFailedError, InternalError
 from server.frontend import LaunchError
-from server.lora.registry import EngineAdapter
+from server.lora.registry import Adapter
 from server.request.endpoints import route_of
 from server.request.record import RequestRecord
 from server.settings import ServerSettings
@@ -372,7 +372,7 @@ async def test_faults_of_the_engine_are_translated() -> None:
         assert await port.staged(1) == expected
     engine.error = EngineDeadError()
     with pytest.raises(EngineFailedError):
-        await port.stage(EngineAdapter("x", 1, "/x"))
+        await port.stage(Adapter("x", 1, "/x"))
     engine.error = Exception("Call to stage_lora method failed")
     with pytest.raises(InternalError):
         await port.slots()
