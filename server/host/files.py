@@ -17,8 +17,6 @@ from server.host.tasks import in_thread
 
 _PERIOD_S = 1.0
 
-_Version = tuple[int, int, int]
-
 
 class FileWatch:
     """Compares files with their versions at construction; construct it before reading them.
@@ -40,17 +38,16 @@ class FileWatch:
                 self._seen = now
                 await changed()
 
-    def _versions(self) -> tuple[_Version | None, ...]:
-        return tuple(_version(path) for path in self._paths)
-
-
-def _version(path: Path) -> _Version | None:
-    """Return inode, size and modification time of a file, None if it does not exist."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    def _versions(self) -> list[tuple[int, int, int] | None]:
+        """Return inode, size and modification time of each file, None if it does not exist."""
+        versions: list[tuple[int, int, int] | None] = []
+        for path in self._paths:
+            try:
+                stat = path.stat()
+                versions.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
+            except OSError:
+                versions.append(None)
+        return versions
 
 
 def read_regular(path: Path, max_bytes: int) -> bytes:
@@ -88,8 +85,21 @@ def run_folder(root: Path | None) -> Iterator[Path]:
     lock file are removed; no symbolic link is followed.
     """
     top = Path(tempfile.gettempdir() if root is None else root)
-    _remove_abandoned(top)
-    folder, lock = _make(top)
+    for entry in os.scandir(top):
+        if entry.name.startswith(_PREFIX):
+            try:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                    _remove_unless_locked(Path(entry.path))
+            except OSError as error:
+                logger.debug("%s stays: %s", entry.path, error)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=top))
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # Another server that starts now may have removed it as abandoned.
+        if _try_lock(lock) and os.fstat(lock).st_nlink:
+            break
+        os.close(lock)
     try:
         yield folder
     finally:
@@ -97,34 +107,7 @@ def run_folder(root: Path | None) -> Iterator[Path]:
         os.close(lock)
 
 
-def _make(top: Path) -> tuple[Path, int]:
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=top))
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # Another server that starts now may have removed it as abandoned.
-        if _try_lock(lock) and os.fstat(lock).st_nlink:
-            return folder, lock
-        os.close(lock)
-
-
-def _remove_abandoned(top: Path) -> None:
-    for entry in os.scandir(top):
-        if entry.name.startswith(_PREFIX) and _is_own_directory(entry):
-            try:
-                _remove_unless_held(Path(entry.path))
-            except OSError as error:
-                logger.debug("%s stays: %s", entry.path, error)
-
-
-def _is_own_directory(entry: os.DirEntry[str]) -> bool:
-    try:
-        status = entry.stat(follow_symlinks=False)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-
-
-def _remove_unless_held(folder: Path) -> None:
+def _remove_unless_locked(folder: Path) -> None:
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if stat.S_ISREG(os.fstat(lock).st_mode) and _try_lock(lock):

@@ -128,7 +128,8 @@ class JobPool:
             await asyncio.wait({start}, timeout=self._start_timeout_s)
             raise
         finally:
-            start.add_done_callback(_consume_exception)
+            # Marks the exception of an abandoned start as retrieved.
+            start.add_done_callback(lambda work: work.cancelled() or work.exception())
         if not start.done():
             # The fork server may be stopped; the thread continues when it is resumed.
             raise WorkerStartError(f"no process within {self._start_timeout_s:g} s")
@@ -149,12 +150,6 @@ class JobPool:
             with suppress(JobCrashedError, JobSpentError):
                 exchange.result()
             raise
-
-
-def _consume_exception(work: asyncio.Future[None]) -> None:
-    """Mark the exception of abandoned work as retrieved."""
-    if not work.cancelled():
-        work.exception()
 
 
 class _WorkerSlot:
@@ -198,31 +193,24 @@ class _WorkerSlot:
             self._pipe.send_bytes(job)
             return self._pipe.recv_bytes()
         except (EOFError, OSError):
-            raise self._end() from None
-
-    def _end(self) -> Exception:
-        """Return the error for a process that has ended."""
-        process = self._process
-        if process is None:
-            return JobCrashedError("by this server")
-        process.join(_END_S)
-        if process.exitcode == -signal.SIGPROF:
-            return JobSpentError()
-        return JobCrashedError(_exit_reason(process.exitcode))
+            process = self._process
+            if process is None:
+                raise JobCrashedError("by this server") from None
+            process.join(_END_S)
+            code = process.exitcode
+            if code == -signal.SIGPROF:
+                raise JobSpentError from None
+            reason = f"with exit code {code}"
+            with suppress(ValueError):
+                if code is not None and code < 0:
+                    reason = f"by {signal.Signals(-code).name}"
+            raise JobCrashedError(reason) from None
 
     def kill(self) -> None:
         """Kill the process without waiting for its end."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-
-
-def _exit_reason(exit_code: int | None) -> str:
-    """Return the signal or the exit code that ended a process."""
-    if exit_code is not None and exit_code < 0:
-        with suppress(ValueError):
-            return f"by {signal.Signals(-exit_code).name}"
-    return f"with exit code {exit_code}"
 
 
 def limit_processor_time(seconds: float) -> None:

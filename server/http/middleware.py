@@ -39,11 +39,11 @@ from server.observability.tracing import (
     CACHE_READ_TOKENS,
     INPUT_TOKENS,
     MAX_TEXT,
+    OPERATIONS_BY_PATH,
     OUTPUT_TOKENS,
     AttributeValue,
     Tracing,
     operation_attributes,
-    operation_of,
 )
 from server.request.body import CLIENT_GONE
 from server.request.endpoints import (
@@ -345,7 +345,7 @@ def begin_span(tracing: Tracing, scope: Scope, record: RequestRecord, request_id
     attributes: dict[str, AttributeValue] = {"http.request.header.x-request-id": [request_id]}
     if remote:
         attributes |= _http_attributes(scope, record)
-    operation = operation_of(record.route.template)
+    operation = OPERATIONS_BY_PATH.get(record.route.template)
     if operation is not None:
         attributes |= operation_attributes(operation)
     method = record.method if record.method in METHODS else "HTTP"

@@ -70,9 +70,9 @@ request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 FIELDS = "fields"
+"""The key of `extra` under which a log call passes further fields."""
 REQUEST_LOGGER = "server.http.middleware"
 """Logger of finished requests."""
-"""The key of `extra` under which a log call passes further fields."""
 
 
 class TextFormatter(logging.Formatter):
@@ -133,21 +133,15 @@ def configure(level: str, form: str) -> None:
 
 def drop_request_lines(routes: Collection[str] | None) -> None:
     """Log no line for finished requests of `routes` (templates), or of any route if None."""
-    logging.getLogger(REQUEST_LOGGER).addFilter(_RouteFilter(routes))
 
-
-class _RouteFilter(logging.Filter):
-    """Drops the lines of finished requests; errors are other lines, which pass."""
-
-    def __init__(self, routes: Collection[str] | None) -> None:
-        super().__init__()
-        self._routes = routes
-
-    def filter(self, record: logging.LogRecord) -> bool:
+    def passes(record: logging.LogRecord) -> bool:
+        # Errors are other lines.
         fields = getattr(record, FIELDS, None)
         if fields is None or "route" not in fields:
             return True
-        return self._routes is not None and fields["route"] not in self._routes
+        return routes is not None and fields["route"] not in routes
+
+    logging.getLogger(REQUEST_LOGGER).addFilter(passes)
 
 
 _PER_REQUEST = (
@@ -182,14 +176,12 @@ def _is_shown(record: logging.LogRecord) -> bool:
     if record.name != _VLLM_REQUEST_LOGGER and record.name.startswith(_PER_REQUEST):
         if record.levelno < logging.ERROR or not record.name.startswith(_SWALLOWING):
             return False
-        record.msg = f"{clipped(str(record.msg), 200)} {_kind(record.exc_info)}".rstrip()
+        info = record.exc_info
+        kind = "" if info is None or info[0] is None else f"({info[0].__name__})"
+        record.msg = f"{clipped(str(record.msg), 200)} {kind}".rstrip()
         record.args, record.exc_info, record.exc_text = (), None, None
         return True
     record.msg, record.args = shown(record.getMessage()), ()
     if record.exc_info and record.exc_info[0] is not None:
         record.exc_text = shown(exception_text(record.exc_info))
     return True
-
-
-def _kind(info: ExcInfo | tuple[None, None, None] | None) -> str:
-    return "" if info is None or info[0] is None else f"({info[0].__name__})"

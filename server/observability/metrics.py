@@ -284,26 +284,20 @@ class ServerMetrics:
     def __init__(self, run_dir: Path) -> None:
         self._registry = CollectorRegistry()
         self._board_dir = run_dir / "metrics"
-        self._counters: dict[str, Counter] = {}
-        self._gauges: dict[str, Gauge] = {}
-        self._histograms: dict[str, Histogram] = {}
+        kinds: dict[str, type[Any]] = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
+        self._metrics: dict[str, Any] = {}
         for decl in SERVER_METRICS:
-            name, fields = decl.name, (decl.name, decl.help, decl.labels)
-            if decl.kind == "counter":
-                self._counters[name] = Counter(*fields, registry=self._registry)
-            elif decl.kind == "gauge":
-                self._gauges[name] = Gauge(*fields, registry=self._registry)
-            else:
-                self._histograms[name] = Histogram(
-                    *fields, registry=self._registry, buckets=decl.buckets
-                )
+            more = {"buckets": decl.buckets} if decl.kind == "histogram" else {}
+            self._metrics[decl.name] = kinds[decl.kind](
+                decl.name, decl.help, decl.labels, registry=self._registry, **more
+            )
         # Starts series at 0: `rate` ignores the first value of a series.
         for name, (label, values) in _LABEL_VALUES.items():
             if _LABELS[name] == (label,):
                 for value in values:
-                    self._counters[name].labels(value)
+                    self._metrics[name].labels(value)
         for kind in GUIDES:
-            self._counters["rbln_structured_output_requests_total"].labels(kind, "ok")
+            self._metrics["rbln_structured_output_requests_total"].labels(kind, "ok")
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
         if name in _LABEL_VALUES:
@@ -311,40 +305,43 @@ class ServerMetrics:
             if (value := labels[_LABELS[name].index(label)]) not in values:
                 # It ends no request, but no panel shows it.
                 logger.error("metrics: the label value %r is not declared", value)
-        self._counters[name].labels(*labels).inc(by)
+        self._metrics[name].labels(*labels).inc(by)
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        gauge = self._gauges[name]
+        gauge = self._metrics[name]
         (gauge.labels(*labels) if labels else gauge).set(value)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Add a value to a histogram."""
-        histogram = self._histograms[name]
+        histogram = self._metrics[name]
         (histogram.labels(*labels) if labels else histogram).observe(value)
-
-    def observe_lifecycle(self, lifecycle: Lifecycle) -> None:
-        """Publish the phase, the start-up progress and the requests in flight."""
-        for phase in ServicePhase:
-            self.set("rbln_serve_phase", phase is lifecycle.phase, phase.label)
-        done, total = lifecycle.graphs
-        self.set("rbln_serve_startup_seconds", lifecycle.ready_after_s or 0.0)
-        self.set("rbln_serve_warmup_graphs", total)
-        self.set("rbln_serve_warmup_graphs_done", done)
-        self.set("rbln_serve_in_flight_requests", lifecycle.in_flight)
 
     def set_versions(self, versions: Mapping[str, str]) -> None:
         """Publish the versions of the components that are labels."""
         name = "rbln_serve_build_info"
         self.set(name, 1, *(versions.get(label, "unknown") for label in _LABELS[name]))
 
-    def observe_admission(self, admission: Admission, settings: ServerSettings) -> None:
-        """Publish the admitted work and its limits."""
-        self.set("rbln_admission_in_flight", admission.in_flight)
-        self.set("rbln_admission_flex_in_flight", admission.flex_in_flight)
-        self.set("rbln_admission_max_in_flight", admission.limit)
-        self.set("rbln_admission_max_queued_tokens", admission.max_queued_tokens or 0)
-        self.set("rbln_admission_max_queue_seconds", settings.max_queue_s)
-        self.set("rbln_admission_max_request_seconds", settings.max_request_s)
+    def observe_service(
+        self, lifecycle: Lifecycle, admission: Admission, settings: ServerSettings
+    ) -> None:
+        """Publish the phase, the start-up progress, the admitted work and its limits."""
+        for phase in ServicePhase:
+            self.set("rbln_serve_phase", phase is lifecycle.phase, phase.label)
+        done, total = lifecycle.graphs
+        values = {
+            "rbln_serve_startup_seconds": lifecycle.ready_after_s or 0.0,
+            "rbln_serve_warmup_graphs": total,
+            "rbln_serve_warmup_graphs_done": done,
+            "rbln_serve_in_flight_requests": lifecycle.in_flight,
+            "rbln_admission_in_flight": admission.in_flight,
+            "rbln_admission_flex_in_flight": admission.flex_in_flight,
+            "rbln_admission_max_in_flight": admission.limit,
+            "rbln_admission_max_queued_tokens": admission.max_queued_tokens or 0,
+            "rbln_admission_max_queue_seconds": settings.max_queue_s,
+            "rbln_admission_max_request_seconds": settings.max_request_s,
+        }
+        for name, value in values.items():
+            self.set(name, value)
         for key, number in admission.keys.in_flight.items():
             self.set("rbln_key_in_flight", number, key)
 
@@ -352,7 +349,7 @@ class ServerMetrics:
         """Publish the tuner's advice by phase, as `advise` returns it."""
         sizes, saving, padding, steps = _ADVICE
         for name in _ADVICE:
-            self._gauges[name].clear()
+            self._metrics[name].clear()
         for phase, phase_advice in (advice or {}).items():
             if phase_advice is None:
                 continue
@@ -363,26 +360,6 @@ class ServerMetrics:
             self.set(padding, phase_advice["padding_then"], phase, "suggested")
             self.set(steps, phase_advice["steps"], phase)
 
-    def observe_batches(
-        self,
-        statuses: Mapping[str, int],
-        values: Mapping[str, float],
-        lines: Mapping[str, int],
-        tokens: Mapping[str, int],
-    ) -> None:
-        """Publish batches by status and `values` by metric name; add finished work.
-
-        `lines` are counts by result, `tokens` by kind.
-        """
-        for status, count in statuses.items():
-            self.set("rbln_batches", count, status)
-        for name, value in values.items():
-            self.set(name, value)
-        for result, count in lines.items():
-            self.count("rbln_batch_lines_total", result, by=count)
-        for kind, count in tokens.items():
-            self.count("rbln_batch_tokens_total", kind, by=count)
-
     def observe_adapters(self, adapters: AdapterRegistry) -> None:
         """Publish the LoRA adapters and their number in each state."""
         listed = adapters.all()
@@ -390,26 +367,19 @@ class ServerMetrics:
             count = sum(adapter.state is state for adapter in listed)
             self.set("rbln_lora_adapters", count, state.value)
         name = "rbln_lora_adapter_info"
-        self._gauges[name].clear()
+        self._metrics[name].clear()
         for adapter in listed[:MAX_ADAPTERS_SHOWN]:
             slot = "" if adapter.slot is None else str(adapter.slot)
             self.set(name, 1, adapter.name, adapter.state.value, slot)
 
-    def observe_reading(self, counts: JobCounts) -> None:
-        """Add the large bodies since the last call."""
-        self._add_jobs(counts, "rbln_large_bodies_total", "rbln_large_body_seconds")
-
-    def observe_grammars(self, counts: JobCounts) -> None:
-        """Add the grammar checks since the last call."""
-        self._add_jobs(counts, "rbln_grammar_checks_total", "rbln_grammar_compile_seconds")
-        for size in counts.sizes:
-            self.observe("rbln_grammar_memory_bytes", size)
-
-    def _add_jobs(self, counts: JobCounts, total: str, duration: str) -> None:
+    def add_jobs(self, counts: JobCounts, total: str, duration: str) -> None:
+        """Add the jobs since the last call to a counter and a histogram."""
         for result, count in counts.results.items():
             self.count(total, result, by=count)
         for seconds in counts.seconds:
             self.observe(duration, seconds)
+        for size in counts.sizes:
+            self.observe("rbln_grammar_memory_bytes", size)
 
     def render(self) -> bytes:
         """Return the page in Prometheus' text format."""

@@ -51,7 +51,7 @@ OPERATIONS: Mapping[Endpoint, str] = {
 MAX_TEXT = 256
 """Characters of a client's text in an attribute."""
 
-_OPERATIONS_BY_PATH = {endpoint.value: name for endpoint, name in OPERATIONS.items()}
+OPERATIONS_BY_PATH = {endpoint.value: name for endpoint, name in OPERATIONS.items()}
 _FIELDS: Mapping[str, tuple[str, Callable[[float], int | float]]] = {
     "max_tokens": ("gen_ai.request.max_tokens", int),
     "max_completion_tokens": ("gen_ai.request.max_tokens", int),
@@ -65,11 +65,6 @@ _FIELDS: Mapping[str, tuple[str, Callable[[float], int | float]]] = {
     "dimensions": ("gen_ai.embeddings.dimension.count", int),
 }
 """Numbers of requests, by the APIs' names of the fields."""
-
-
-def operation_of(path: str) -> str | None:
-    """Return the operation of a route; None if the model does not run."""
-    return _OPERATIONS_BY_PATH.get(path)
 
 
 def operation_attributes(operation: str) -> dict[str, AttributeValue]:

@@ -68,7 +68,9 @@ def read_traffic(board_dir: Path) -> Traffic | None:
     if _VLLM[0] not in vllm:
         return None
     output, prompt, running, waiting, usage = (vllm[name] for name in _VLLM)
-    boards = _samples(_counters(board_dir))
+    files = [str(path) for path in board_dir.glob(_COUNTERS)]
+    merged = MultiProcessCollector.merge(files) if files else ()  # type: ignore[no-untyped-call]
+    boards = _samples(merged)
     return Traffic(
         output_tokens=int(sum(output)),
         prompt_tokens=int(sum(prompt)),
@@ -84,14 +86,6 @@ def _work(boards: Mapping[str, list[float]], keys: list[str], names: tuple[str, 
     """Return the sums over `keys` of two counters: useful work and padding."""
     useful, padded = (sum(sum(boards[key.format(name)]) for key in keys) for name in names)
     return PaddedWork(int(useful), int(padded))
-
-
-def _counters(board_dir: Path) -> Iterable[Metric]:
-    files = [str(path) for path in board_dir.glob(_COUNTERS)]
-    if not files:
-        return ()
-    merged: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
-    return merged
 
 
 def _samples(metrics: Iterable[Metric]) -> defaultdict[str, list[float]]:
@@ -214,15 +208,16 @@ class BucketAdvice:
         if (now := self._clock()) - self._looked_at < period_s:
             return self._advice
         self._looked_at = now
-        return await in_thread(self._look)
+
+        def look() -> dict[str, Any] | None:
+            ranks = read_descriptions(self._run_dir)
+            return self._read(ranks[0].get("buckets") if ranks else None)
+
+        return await in_thread(look)
 
     async def of(self, buckets: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """Return the current advice; `buckets` is the `buckets` section of the engine's report."""
         return await in_thread(partial(self._read, buckets))
-
-    def _look(self) -> dict[str, Any] | None:
-        ranks = read_descriptions(self._run_dir)
-        return self._read(ranks[0].get("buckets") if ranks else None)
 
     def _read(self, buckets: Mapping[str, Any] | None) -> dict[str, Any] | None:
         if buckets is None or buckets["usage_file"] is None:

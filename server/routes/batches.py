@@ -6,7 +6,6 @@ Files are their input and their results.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -62,7 +61,7 @@ _UPLOAD = {
         },
     }
 }
-_UPLOAD_FAILURES = (
+_UPLOADED = failing(
     *(MediaTypeError, MissingFieldError, InvalidValueError, UnknownFieldError),
     *(BodyTooLargeError, BodyTimeoutError, StorageFullError, NotEnabledError),
     StorageUnavailableError,
@@ -101,15 +100,17 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
     @router.post(
         "/v1/files",
         response_model=FileObject,
-        responses=failing(*_UPLOAD_FAILURES),
+        responses=_UPLOADED,
         openapi_extra=_UPLOAD,
     )
     async def create(request: Request) -> Response:
         """Store a file, `purpose` batch: lines of requests."""
         files = store().files
         upload = Upload(request, bounds.UPLOAD_TIMEOUT_S)
-        checked = partial(_checked_form, policy=settings.unknown_fields)
-        return JSONResponse((await files.create(owner_of(request), upload, checked)).shown())
+        file = await files.create(
+            owner_of(request), upload, lambda form: _checked_form(form, settings.unknown_fields)
+        )
+        return JSONResponse(file.shown())
 
     @router.get("/v1/files", response_model=FileList, responses=_LISTED_FILES)
     async def list_page(

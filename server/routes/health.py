@@ -86,17 +86,28 @@ def metrics_router(
         """Return the metrics in Prometheus' text format."""
         latest = await advice.latest()
         async with one_at_a_time:
-            metrics.observe_lifecycle(lifecycle)
-            metrics.observe_admission(admission, settings)
-            if lifecycle.started and (adapters := frontend().adapters) is not None:
-                metrics.observe_adapters(adapters)
+            metrics.observe_service(lifecycle, admission, settings)
             if lifecycle.started:
-                metrics.observe_reading(frontend().take_reading())
-            if lifecycle.started and (grammars := frontend().grammars) is not None:
-                metrics.observe_grammars(grammars.take_counts())
+                running = frontend()
+                if running.adapters is not None:
+                    metrics.observe_adapters(running.adapters)
+                reading = running.take_reading()
+                metrics.add_jobs(reading, "rbln_large_bodies_total", "rbln_large_body_seconds")
+                if running.grammars is not None:
+                    checks = running.grammars.take_counts()
+                    metrics.add_jobs(
+                        checks, "rbln_grammar_checks_total", "rbln_grammar_compile_seconds"
+                    )
             if (batches := storage.batches) is not None:
-                done = batches.runner.take_counts()
-                metrics.observe_batches(batches.statuses, batches.gauges(), done.lines, done.tokens)
+                for status, count in batches.statuses.items():
+                    metrics.set("rbln_batches", count, status)
+                for name, value in batches.gauges().items():
+                    metrics.set(name, value)
+                lines, tokens = batches.runner.take_counts()
+                for result, count in lines.items():
+                    metrics.count("rbln_batch_lines_total", result, by=count)
+                for kind, count in tokens.items():
+                    metrics.count("rbln_batch_tokens_total", kind, by=count)
             if storage.responses is not None:
                 for status, count in storage.responses.statuses.items():
                     metrics.set("rbln_stored_responses", count, status)

@@ -152,9 +152,19 @@ def _model_page(
     Raises `InvalidValueError`, `NotFoundError`.
     """
     models = [_model_info(card) for card in cards]
-    size = _size(limit)
-    first = 0 if after_id is None else _index(models, after_id, "after_id") + 1
-    end = None if before_id is None else _index(models, before_id, "before_id")
+    names = [model["id"] for model in models]
+    size = _DEFAULT_LIMIT
+    if limit is not None:
+        size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) <= 4 else 0
+    if not 1 <= size <= _MAX_LIMIT:
+        raise InvalidValueError(
+            f"'limit' must be between 1 and {_MAX_LIMIT}, got {describe(limit)}.", param="limit"
+        )
+    for param, name in (("after_id", after_id), ("before_id", before_id)):
+        if name is not None and name not in names:
+            raise NotFoundError(f"'{param}' is {describe(name)}, which is not there.", param=param)
+    first = 0 if after_id is None else names.index(after_id) + 1
+    end = None if before_id is None else names.index(before_id)
     models = models[first:end]
     # The page before a model ends with its neighbour.
     page = models[-size:] if before_id is not None else models[:size]
@@ -164,24 +174,6 @@ def _model_page(
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
     }
-
-
-def _size(limit: str | None) -> int:
-    if limit is None:
-        return _DEFAULT_LIMIT
-    size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) <= 4 else 0
-    if not 1 <= size <= _MAX_LIMIT:
-        raise InvalidValueError(
-            f"'limit' must be between 1 and {_MAX_LIMIT}, got {describe(limit)}.", param="limit"
-        )
-    return size
-
-
-def _index(models: list[JsonObject], name: str, param: str) -> int:
-    names = [model["id"] for model in models]
-    if name not in names:
-        raise NotFoundError(f"'{param}' is {describe(name)}, which is not there.", param=param)
-    return names.index(name)
 
 
 # Paths as clients see them, without the layout of the server's file system.

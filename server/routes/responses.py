@@ -73,13 +73,23 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         stored = service()
         _refuse_include(request)
         response = await stored.get(owner_of(request), response_id)
-        if not _is_true(stream):
+        if stream not in ("true", "false"):
+            raise InvalidValueError(
+                f"'stream' must be 'true' or 'false', got {describe(stream)}.", param="stream"
+            )
+        if stream == "false":
             if starting_after is not None:
                 raise InvalidValueError(
                     "'starting_after' needs 'stream=true'.", param="starting_after"
                 )
             return Response(response.shown(), media_type=JSON_TYPE)
-        frames = await stored.follow(response, _number(starting_after))
+        number = "-1" if starting_after is None else starting_after
+        if starting_after is not None and not (number.isascii() and number.isdigit()):
+            raise InvalidValueError(
+                f"'starting_after' must be the number of an event, got {describe(number)}.",
+                param="starting_after",
+            )
+        frames = await stored.follow(response, int(number[:12]))
         record = record_of(request.scope)
         record.stream = True
         return SseResponse(HeldStream([], None, frames), record, _KEEP_ALIVE_S)
@@ -125,25 +135,6 @@ def _refuse_include(request: Request) -> None:
                 "'include' is not supported here: send it with the request for the response.",
                 param="include",
             )
-
-
-def _is_true(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise InvalidValueError(
-            f"'stream' must be 'true' or 'false', got {describe(text)}.", param="stream"
-        )
-    return text == "true"
-
-
-def _number(text: str | None) -> int:
-    if text is None:
-        return -1
-    if not (text.isascii() and text.isdigit()):
-        raise InvalidValueError(
-            f"'starting_after' must be the number of an event, got {describe(text)}.",
-            param="starting_after",
-        )
-    return int(text[:12])
 
 
 logger = logging.getLogger(__name__)
@@ -204,7 +195,9 @@ class ResponseStore:
         owner = record.caller.owner
         if options.background:
             tier = record.tier or Tier.DEFAULT
-            shown = {"model": await self._default_model(), **extra_fields}
+            # For requests that name no model.
+            default = str((await self._frontend().models())[0]["id"])
+            shown = {"model": default, **extra_fields}
             response = await service.begin(owner, options, raw, tier, shown)
             if options.stream:
                 return await service.follow(response, -1)
@@ -214,10 +207,6 @@ class ResponseStore:
             is_stored = await _store(service, owner, options, result)
             return result if is_stored else _unstored(result)
         return _storing_end(service, owner, options, result)
-
-    async def _default_model(self) -> str:
-        """Return the model for requests that name none."""
-        return str((await self._frontend().models())[0]["id"])
 
     def _check_supported(self, options: StorageOptions, record: RequestRecord) -> None:
         fields = {

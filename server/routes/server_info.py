@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,10 @@ SERVER_FIELDS: Mapping[str, str] = {
 }
 """Fields besides the engine's sections, and their contents."""
 
-_REQUEST_LIMITS = (*("max_body_bytes", "max_n", "max_stop", "max_request_s", "max_queue_s"),)
+_REQUEST_LIMITS = ("max_body_bytes", "max_n", "max_stop", "max_request_s", "max_queue_s")
 _REQUEST_BOUNDS = ("max_json_depth", "max_messages", "max_prompts", "max_tools", "max_logit_bias")
-
-_SCHEMA_SETTINGS = (*("schema_max_bytes", "schema_compile_cpu_s", "undeclared_properties"),)
-_SCHEMA_BOUNDS = (
-    *("schema_max_depth", "schema_max_nodes", "schema_max_enum", "schema_max_pattern"),
-)
+_SCHEMA_SETTINGS = ("schema_max_bytes", "schema_compile_cpu_s", "undeclared_properties")
+_SCHEMA_BOUNDS = ("schema_max_depth", "schema_max_nodes", "schema_max_enum", "schema_max_pattern")
 
 
 def server_info_router(
@@ -91,7 +88,11 @@ def server_info_router(
             "versions": dict(versions),
             "status": lifecycle.status(),
             "ranks": len(ranks),
-            **{name: _first(ranks, name) for name in SECTIONS},
+            # Of the first rank that has it: a pipeline's last stage has draft models.
+            **{
+                name: next((rank[name] for rank in ranks if rank.get(name) is not None), None)
+                for name in SECTIONS
+            },
             "graphs": [dataclasses.asdict(graph) for graph in lifecycle.graph_progress],
             "bucket_advice": await advice.of(report.get("buckets")),
             "timings": {
@@ -114,11 +115,6 @@ def server_info_router(
         return JSONResponse(body if record_of(request.scope).caller.is_admin else shown.every(body))
 
     return router
-
-
-def _first(ranks: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """Return a section of the first rank that has it: a pipeline's last stage has draft models."""
-    return next((rank[name] for rank in ranks if rank.get(name) is not None), None)
 
 
 class HistoryAnswer(TypedDict):

@@ -22,7 +22,7 @@ import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -205,14 +205,6 @@ _FAULT = 500
 _FAULT_PAUSE_S = 0.5
 
 
-@dataclass(slots=True)
-class LineCounts:
-    """Numbers of lines by result and of tokens by kind, for the metrics."""
-
-    lines: Counter[str] = field(default_factory=Counter)
-    tokens: Counter[str] = field(default_factory=Counter)
-
-
 @dataclass(eq=False, slots=True)
 class _RunningLine:
     line: Line
@@ -248,7 +240,7 @@ class BatchRunner:
         # Read the input of batches, by id; other batches run meanwhile.
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._loop = JobLoop("batches", self._turn)
-        self._counts = LineCounts()
+        self._lines, self._tokens = Counter[str](), Counter[str]()
         self.wake = self._loop.wake
 
     @property
@@ -256,9 +248,10 @@ class BatchRunner:
         """Number of lines that wait for their response."""
         return sum(not run.is_answered for run in self._running.values())
 
-    def take_counts(self) -> LineCounts:
-        """Return the counts since the last call."""
-        counts, self._counts = self._counts, LineCounts()
+    def take_counts(self) -> tuple[Counter[str], Counter[str]]:
+        """Return the numbers of lines by result and of tokens by kind since the last call."""
+        counts = self._lines, self._tokens
+        self._lines, self._tokens = Counter[str](), Counter[str]()
         return counts
 
     async def run(self, app: ASGIApp) -> None:
@@ -294,9 +287,9 @@ class BatchRunner:
         del self._unwritten[: len(results)]
         for result in results:
             self._running.pop((result.line.batch, result.line.number), None)
-            self._counts.lines["completed" if result.succeeded else "failed"] += 1
-            self._counts.tokens["prompt"] += result.input_tokens
-            self._counts.tokens["completion"] += result.output_tokens
+            self._lines["completed" if result.succeeded else "failed"] += 1
+            self._tokens["prompt"] += result.input_tokens
+            self._tokens["completion"] += result.output_tokens
         # A batch may be complete now.
         self.wake()
 
