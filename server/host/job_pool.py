@@ -153,8 +153,6 @@ class JobPool:
 
 
 class _WorkerSlot:
-    """A slot for one process."""
-
     def __init__(self, name: str, start: StartProcess) -> None:
         self._name = name
         self._start = start

@@ -54,8 +54,6 @@ class State(enum.StrEnum):
 
 
 class AdapterObject(TypedDict):
-    """JSON object of an adapter in answers; see `Adapter`."""
-
     object: Literal["lora_adapter"]
     name: str
     state: State
@@ -93,7 +91,6 @@ class Adapter:
     """Set once the engine has dropped it or failed to drop it."""
 
     def to_dict(self) -> AdapterObject:
-        """Return the JSON object of the adapter."""
         return {
             "object": "lora_adapter",
             "name": self.name,

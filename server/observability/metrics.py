@@ -312,12 +312,10 @@ class ServerMetrics:
         (gauge.labels(*labels) if labels else gauge).set(value)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """Add a value to a histogram."""
         histogram = self._metrics[name]
         (histogram.labels(*labels) if labels else histogram).observe(value)
 
     def set_versions(self, versions: Mapping[str, str]) -> None:
-        """Publish the versions of the components that are labels."""
         name = "rbln_serve_build_info"
         self.set(name, 1, *(versions.get(label, "unknown") for label in _LABELS[name]))
 
@@ -382,7 +380,6 @@ class ServerMetrics:
             self.observe("rbln_grammar_memory_bytes", size)
 
     def render(self) -> bytes:
-        """Return the page in Prometheus' text format."""
         page = generate_latest(self._registry) + generate_latest(REGISTRY)
         return page + generate_latest(self._boards())
 
@@ -397,7 +394,6 @@ class ServerMetrics:
         return {bucket: (int(total["count"]), total["sum"]) for bucket, total in totals.items()}
 
     def _boards(self) -> CollectorRegistry:
-        """Return the metrics of the engine processes."""
         boards = CollectorRegistry()
         if self._board_dir.is_dir():
             MultiProcessCollector(boards, path=str(self._board_dir))  # type: ignore[no-untyped-call]

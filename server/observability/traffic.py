@@ -40,7 +40,6 @@ class PaddedWork:
     padded: int
 
     def since(self, before: PaddedWork) -> PaddedWork:
-        """Return the difference to an earlier total."""
         return PaddedWork(self.useful - before.useful, self.padded - before.padded)
 
     def share(self) -> float | None:
@@ -107,8 +106,6 @@ KEPT = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One interval."""
-
     number: Annotated[int, "1 for the first sample of this process, rising by 1."]
     at: Annotated[float, "End of the interval, in seconds since 1970."]
     seconds: Annotated[float, "Length of the interval; longer than `period_s` on a busy machine."]

@@ -81,7 +81,6 @@ def admin_router(settings: ServerSettings, lifecycle: Lifecycle) -> APIRouter:
 
 
 def cache_router(frontend: Callable[[], Frontend]) -> APIRouter:
-    """Return vLLM's route that empties the prefix cache."""
     router = APIRouter(route_class=DescribedRoute)
 
     @router.post("/reset_prefix_cache", responses=failing(InvalidValueError))
@@ -111,7 +110,6 @@ def cache_router(frontend: Callable[[], Frontend]) -> APIRouter:
 
 
 def profile_router(frontend: Callable[[], Frontend]) -> APIRouter:
-    """Return vLLM's routes for profiles of the engine's steps."""
     router = APIRouter(route_class=DescribedRoute)
     failures = failing(UnsupportedOperationError)
 

@@ -168,7 +168,6 @@ def page_of(limit: str, most: int, after: str | None, order: str) -> Page:
 
 
 def listed(data: list[Any], *, has_more: bool) -> dict[str, Any]:
-    """Return a page in OpenAI's format."""
     return {
         "object": "list",
         "data": data,

@@ -103,7 +103,7 @@ def metrics_router(
                     metrics.set("rbln_batches", count, status)
                 for name, value in batches.gauges().items():
                     metrics.set(name, value)
-                lines, tokens = batches.runner.take_counts()
+                lines, tokens = batches.take_counts()
                 for result, count in lines.items():
                     metrics.count("rbln_batch_lines_total", result, by=count)
                 for kind, count in tokens.items():

@@ -75,7 +75,6 @@ def server_info_router(
     shown: ShownPaths,
     frontend: Callable[[], Frontend],
 ) -> APIRouter:
-    """Return the route; the engine's workers describe themselves in `run_dir`."""
     router = APIRouter(route_class=DescribedRoute)
     server_settings = settings.model_dump(mode="json")
 

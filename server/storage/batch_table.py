@@ -63,8 +63,6 @@ class _Line(Struct, forbid_unknown_fields=True):
 
 
 class LineError(TypedDict):
-    """Error in the input; the first line is 1."""
-
     code: str
     line: int | None
     message: str
@@ -330,7 +328,6 @@ class Batch:
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Batch:
-        """Return the batch of a row."""
         # The fields are in the order of the columns.
         batch = cls(*row)
         texts = ("metadata", "moments", "errors")
@@ -338,12 +335,10 @@ class Batch:
 
     @property
     def is_open(self) -> bool:
-        """True until the batch has ended."""
         return self.status in BATCHES.open_statuses
 
     @property
     def unfinished(self) -> int:
-        """Number of lines without a result."""
         return self.total - self.completed - self.failed
 
     @property
@@ -545,7 +540,6 @@ def duplicates(db: sqlite3.Connection, batch_id: str, limit: int) -> list[LineEr
 
 
 def delete_lines(db: sqlite3.Connection, batch_id: str) -> None:
-    """Delete the lines of a batch."""
     db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
 
 
@@ -558,7 +552,6 @@ def begin(db: sqlite3.Connection, batch_id: str, model: str | None) -> None:
 
 
 def fail(db: sqlite3.Connection, batch_id: str, errors: Sequence[LineError]) -> None:
-    """End a batch with errors in its input."""
     delete_lines(db, batch_id)
     db.execute("UPDATE batches SET errors = ? WHERE id = ?", (json.dumps(errors), batch_id))
     move(db, batch_id, "failed")
@@ -631,7 +624,6 @@ def end(db: sqlite3.Connection, batch: Batch, status: str, files: Sequence[Store
 
 
 def lines_to_do(db: sqlite3.Connection) -> int:
-    """Return the number of lines of open batches without a result."""
     (count,) = db.execute(
         f"SELECT coalesce(sum(total - completed - failed), 0) FROM batches WHERE {BATCHES.is_open}"
     ).fetchone()

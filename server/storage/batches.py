@@ -106,7 +106,19 @@ class ResultFiles:
         files = []
         for kind, size in batch.result_bytes.items():
             if size:
-                file = _file_of(batch, kind, size, self._keep_s)
+                # Equal for repeated calls, so that `end` can be repeated.
+                moments = batch.moments
+                ended = moments.get("finalizing_at", moments.get("cancelling_at", batch.created_at))
+                kept = batch.keep_s or self._keep_s
+                file = StoredFile(
+                    id=f"file-{batch.id.removeprefix('batch_')}-{kind}",
+                    owner=batch.owner,
+                    purpose=OUTPUT,
+                    name=f"{batch.id}_{kind}.jsonl",
+                    bytes=size,
+                    created_at=ended,
+                    expires_at=ended + kept if kept else None,
+                )
                 part = self._part(batch.id, kind)
                 await asyncio.to_thread(self._folder.keep, part, file.id)
                 files.append(file)
@@ -134,21 +146,6 @@ class ResultFiles:
                 os.fsync(file.fileno())
 
 
-def _file_of(batch: Batch, kind: str, size: int, keep_s: int) -> StoredFile:
-    """Return the row of a result file; equal for repeated calls, so that `end` can be repeated."""
-    ended = batch.moments.get("finalizing_at", batch.moments.get("cancelling_at", batch.created_at))
-    kept = batch.keep_s or keep_s
-    return StoredFile(
-        id=f"file-{batch.id.removeprefix('batch_')}-{kind}",
-        owner=batch.owner,
-        purpose=OUTPUT,
-        name=f"{batch.id}_{kind}.jsonl",
-        bytes=size,
-        created_at=ended,
-        expires_at=ended + kept if kept else None,
-    )
-
-
 DecodeTimes = Mapping[int, tuple[int, float]]
 """Number of decode steps and their total seconds, by bucket."""
 _LEAST_STEPS = 200
@@ -170,31 +167,6 @@ def best_rows(buckets: Sequence[int], times: DecodeTimes) -> int:
     return best
 
 
-class SpareRows:
-    """Number of batch lines that may run in rows of the decode bucket that clients leave free.
-
-    A decode graph computes all rows of its bucket. While n client requests run, the rows between n
-    and the bucket size are padding; lines and client requests of the tier flex share them. Without
-    client requests, lines fill the bucket with the most tokens/s.
-    """
-
-    def __init__(self, lifecycle: Lifecycle, admission: Admission) -> None:
-        self._lifecycle = lifecycle
-        self._admission = admission
-        self.times: DecodeTimes = {}
-
-    def limit(self) -> int:
-        """Return how many lines may run. The engine parks running lines beyond that."""
-        if self._lifecycle.phase is not ServicePhase.READY:
-            return 0
-        buckets, online = self._admission.rows, self._admission.in_flight
-        place = bisect.bisect_left(buckets, online)
-        if not online:
-            return best_rows(buckets, self.times) - self._admission.flex_in_flight
-        spare = buckets[place] - online if place < len(buckets) else 0
-        return spare - self._admission.flex_in_flight
-
-
 _TICK_S = 0.1
 _SLICE = 1000
 _MAX_READERS = 4
@@ -213,27 +185,36 @@ class _RunningLine:
     """True once only the write of its result is left."""
 
 
-class BatchRunner:
-    """Runs the lines of all batches. Used from the event loop."""
+_EXPIRE_EVERY = 12
+"""Refreshes between two deletions of expired data."""
+_GAUGES = (
+    *("rbln_batch_lines_to_do", "rbln_stored_files", "rbln_stored_bytes"),
+    "rbln_storage_free_bytes",
+)
+
+
+class BatchService:
+    """Everything behind /v1/files and /v1/batches. Used from the event loop."""
 
     def __init__(
         self,
         store: Store,
-        files: FileStore,
-        results: ResultFiles,
-        rules: LineRules,
-        spare: SpareRows,
+        settings: ServerSettings,
+        lifecycle: Lifecycle,
+        admission: Admission,
+        decode_times: Callable[[], DecodeTimes],
     ) -> None:
-        """`rules` are those for lines of any endpoint."""
-        self.quota_reached = False
-        """True while lines wait because `--max-stored-bytes` is reached."""
-        self._clock = store.clock
-        self._quotas = store.quotas
-        self._database = store.database
-        self._files = files
-        self._results = results
-        self._rules = rules
-        self._spare = spare
+        """`decode_times` is called in another thread."""
+        self._folder, self._database = store.folder, store.database
+        self._clock, self._quotas = store.clock, store.quotas
+        self._lifecycle, self._admission = lifecycle, admission
+        self._keep_s = settings.file_retention_s
+        # Those for lines of any endpoint.
+        self._rules = LineRules("", settings.max_batch_lines, settings.max_body_bytes)
+        self.files = FileStore(store, settings.max_file_bytes, self._keep_s)
+        self._results = ResultFiles(self._database, self._folder, self._keep_s)
+        self._decode_times = decode_times
+        self._times: DecodeTimes = {}
         self._app: ASGIApp | None = None
         self._running: dict[tuple[str, int], _RunningLine] = {}
         self._unwritten: list[LineResult] = []
@@ -241,11 +222,81 @@ class BatchRunner:
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._loop = JobLoop("batches", self._turn)
         self._lines, self._tokens = Counter[str](), Counter[str]()
-        self.wake = self._loop.wake
+        # Lines wait because `--max-stored-bytes` is reached.
+        self._quota_reached = False
+        self._refreshes = 0
+        self.statuses: Mapping[str, int] = BATCHES.no_rows()
+        """Numbers of batches by status, at the last refresh."""
+        self._stored: dict[str, float] = dict.fromkeys(_GAUGES, 0)
 
-    @property
-    def running(self) -> int:
-        """Number of lines that wait for their response."""
+    def gauges(self) -> dict[str, float]:
+        return {
+            **self._stored,
+            "rbln_batch_lines_running": self._waiting_for_response(),
+            "rbln_storage_full": self._results.full or self._quota_reached,
+        }
+
+    @asynccontextmanager
+    async def working(self, app: ASGIApp) -> AsyncIterator[None]:
+        """Run lines through `app` for the length of the block."""
+        # Before the first request, since an upload in progress has no row either.
+        await self.files.remove_unknown()
+        await self._results.recover(await self._database.read(table.unfinished))
+        async with background_task(self._run(app)):
+            yield
+
+    async def create(self, owner: str, body: CreateBatchBody, idempotency: str | None) -> Batch:
+        """Create a batch. Raises `NotFoundError`, `InvalidValueError`, `StorageFullError`."""
+        table.check_batch(body, idempotency)
+
+        def create(db: sqlite3.Connection) -> Batch:
+            batch = table.create(db, owner, body, idempotency)
+            if (count := BATCHES.count_open(db, owner)) > bounds.MAX_BATCHES_PER_KEY:
+                # The exception rolls the new batch back.
+                raise StorageFullError(
+                    f"This key has {count - 1} batches that have not ended; at most "
+                    f"{bounds.MAX_BATCHES_PER_KEY} are allowed."
+                )
+            return batch
+
+        batch = await self._database.run(create)
+        self._loop.wake()
+        return batch
+
+    async def get(self, owner: str, batch_id: str) -> Batch:
+        """Return a batch. Raises `NotFoundError`."""
+        return await self._database.read(table.get, owner, batch_id)
+
+    async def list_batches(self, owner: str, page: Page) -> tuple[list[Batch], bool]:
+        """Return a page of the owner's batches, and whether more follow."""
+        return await self._database.read(table.list_page, owner, page)
+
+    async def cancel(self, owner: str, batch_id: str) -> Batch:
+        """Start the cancellation of a batch. Raises `NotFoundError`, `InvalidValueError`."""
+        batch = await self._database.run(table.cancel, owner, batch_id)
+        self._loop.wake()
+        return batch
+
+    async def refresh(self) -> None:
+        """Refresh the gauges; every `_EXPIRE_EVERY` calls, delete expired data first."""
+        if not self._refreshes % _EXPIRE_EVERY:
+            now = self._clock.now()
+            if count := await self.files.remove_expired(now):
+                logger.info("%d files have expired", count)
+            if self._keep_s:
+                await self._database.run(table.delete_old, self._keep_s, now)
+        self._refreshes += 1
+        self.statuses = await self._database.read(BATCHES.count_by_status)
+        lines = await self._database.read(table.lines_to_do)
+        free = await asyncio.to_thread(self._folder.free_bytes)
+        values = (lines, *await self._database.read(usage_of, "files"), free)
+        self._stored = dict(zip(_GAUGES, values, strict=True))
+        if lines:
+            self._times = await asyncio.to_thread(self._decode_times)
+
+    # The lines of all batches.
+
+    def _waiting_for_response(self) -> int:
         return sum(not run.is_answered for run in self._running.values())
 
     def take_counts(self) -> tuple[Counter[str], Counter[str]]:
@@ -254,7 +305,7 @@ class BatchRunner:
         self._lines, self._tokens = Counter[str](), Counter[str]()
         return counts
 
-    async def run(self, app: ASGIApp) -> None:
+    async def _run(self, app: ASGIApp) -> None:
         """Run lines through `app` until cancelled."""
         self._app = app
         try:
@@ -264,6 +315,22 @@ class BatchRunner:
                 running.task.cancel()
             for reader in self._readers.values():
                 reader.cancel()
+
+    def _free_rows(self) -> int:
+        """Return how many lines may run. The engine parks running lines beyond that.
+
+        A decode graph computes all rows of its bucket. While n client requests run, the rows
+        between n and the bucket size are padding; lines and client requests of the tier flex share
+        them. Without client requests, lines fill the bucket with the most tokens/s.
+        """
+        if self._lifecycle.phase is not ServicePhase.READY:
+            return 0
+        buckets, online = self._admission.rows, self._admission.in_flight
+        if not online:
+            return best_rows(buckets, self._times) - self._admission.flex_in_flight
+        index = bisect.bisect_left(buckets, online)
+        spare = buckets[index] - online if index < len(buckets) else 0
+        return spare - self._admission.flex_in_flight
 
     async def _turn(self) -> float | None:
         # Before the batches are read, which then have the status that a reader left.
@@ -291,7 +358,7 @@ class BatchRunner:
             self._tokens["prompt"] += result.input_tokens
             self._tokens["completion"] += result.output_tokens
         # A batch may be complete now.
-        self.wake()
+        self._loop.wake()
 
     async def _advance(self, batch: Batch) -> None:
         if batch.id in self._readers:
@@ -299,7 +366,7 @@ class BatchRunner:
         if batch.status == "validating":
             if len(self._readers) < _MAX_READERS:
                 self._readers[batch.id] = reader = asyncio.create_task(self._read_input(batch))
-                reader.add_done_callback(lambda _: self.wake())
+                reader.add_done_callback(lambda _: self._loop.wake())
         elif batch.status == "finalizing":
             await self._results.end(batch, "completed")
         elif batch.status == "cancelling":
@@ -308,13 +375,13 @@ class BatchRunner:
             await self._cut(batch, "expired")
         elif not batch.unfinished:
             await self._database.run(table.move, batch.id, "finalizing")
-            self.wake()
+            self._loop.wake()
         else:
-            free = self._spare.limit() - self.running
+            free = self._free_rows() - self._waiting_for_response()
             if free <= 0 or self._results.full:
                 return
-            self.quota_reached = not await self._database.read(self._quotas.has_room)
-            if self.quota_reached:
+            self._quota_reached = not await self._database.read(self._quotas.has_room)
+            if self._quota_reached:
                 return
             busy = [number for batch_id, number in self._running if batch_id == batch.id]
             for line in await self._database.read(table.waiting_lines, batch.id, busy, free):
@@ -325,7 +392,7 @@ class BatchRunner:
         """Insert the lines of the input, or fail the batch with their errors."""
         await self._database.run(table.delete_lines, batch.id)
         try:
-            file = await self._files.get(batch.owner, batch.input_file)
+            file = await self.files.get(batch.owner, batch.input_file)
         except Exception as error:  # noqa: BLE001 (deleted, or gone from the disk)
             missing = LineError(
                 code="input_file_missing", line=None, message=str(error), param="input_file_id"
@@ -335,7 +402,7 @@ class BatchRunner:
         errors: list[LineError] = []
         models: set[str | None] = set()
         rules = replace(self._rules, endpoint=batch.endpoint)
-        lines = read_lines(self._files.content_path(file.id), rules)
+        lines = read_lines(self.files.content_path(file.id), rules)
         while found := await asyncio.to_thread(lambda: list(islice(lines, _SLICE))):
             valid = [line for line in found if isinstance(line, InputLine)]
             errors += [line for line in found if not isinstance(line, InputLine)]
@@ -369,11 +436,11 @@ class BatchRunner:
             return
         self._running[key].is_answered = True
         self._unwritten.append(result_of(line, response))
-        self.wake()
+        self._loop.wake()
 
     async def _send(self, batch: Batch, line: Line) -> LoopbackResponse:
         assert self._app is not None
-        path = self._files.content_path(batch.input_file)
+        path = self.files.content_path(batch.input_file)
 
         def read_body() -> bytes:
             try:
@@ -411,103 +478,3 @@ class BatchRunner:
             await self._results.add([never_run(line, status) for line in lines])
         batch = await self._database.read(table.reload, batch.id)
         await self._results.end(batch, status)
-
-
-_EXPIRE_EVERY = 12
-"""Refreshes between two deletions of expired data."""
-_GAUGES = (
-    *("rbln_batch_lines_to_do", "rbln_stored_files", "rbln_stored_bytes"),
-    "rbln_storage_free_bytes",
-)
-
-
-class BatchService:
-    """Everything behind /v1/files and /v1/batches."""
-
-    def __init__(
-        self,
-        store: Store,
-        settings: ServerSettings,
-        lifecycle: Lifecycle,
-        admission: Admission,
-        decode_times: Callable[[], DecodeTimes],
-    ) -> None:
-        """Create the service. `decode_times` is called in another thread."""
-        self._folder, self._database = store.folder, store.database
-        self._keep_s = settings.file_retention_s
-        self.files = FileStore(store, settings.max_file_bytes, settings.file_retention_s)
-        self._results = ResultFiles(self._database, self._folder, settings.file_retention_s)
-        rules = LineRules("", settings.max_batch_lines, settings.max_body_bytes)
-        self._spare, self._decode_times = SpareRows(lifecycle, admission), decode_times
-        self._clock = store.clock
-        self.runner = BatchRunner(store, self.files, self._results, rules, self._spare)
-        self._refreshes = 0
-        self.statuses: Mapping[str, int] = BATCHES.no_rows()
-        """Numbers of batches by status, at the last refresh."""
-        self._stored: dict[str, float] = dict.fromkeys(_GAUGES, 0)
-
-    def gauges(self) -> dict[str, float]:
-        """Return gauges by the names of metrics."""
-        return {
-            **self._stored,
-            "rbln_batch_lines_running": self.runner.running,
-            "rbln_storage_full": self._results.full or self.runner.quota_reached,
-        }
-
-    @asynccontextmanager
-    async def working(self, app: ASGIApp) -> AsyncIterator[None]:
-        """Run lines through `app` for the length of the block."""
-        # Before the first request, since an upload in progress has no row either.
-        await self.files.remove_unknown()
-        await self._results.recover(await self._database.read(table.unfinished))
-        async with background_task(self.runner.run(app)):
-            yield
-
-    async def create(self, owner: str, body: CreateBatchBody, idempotency: str | None) -> Batch:
-        """Create a batch. Raises `NotFoundError`, `InvalidValueError`, `StorageFullError`."""
-        table.check_batch(body, idempotency)
-
-        def create(db: sqlite3.Connection) -> Batch:
-            batch = table.create(db, owner, body, idempotency)
-            if (count := BATCHES.count_open(db, owner)) > bounds.MAX_BATCHES_PER_KEY:
-                # The exception rolls the new batch back.
-                raise StorageFullError(
-                    f"This key has {count - 1} batches that have not ended; at most "
-                    f"{bounds.MAX_BATCHES_PER_KEY} are allowed."
-                )
-            return batch
-
-        batch = await self._database.run(create)
-        self.runner.wake()
-        return batch
-
-    async def get(self, owner: str, batch_id: str) -> Batch:
-        """Return a batch. Raises `NotFoundError`."""
-        return await self._database.read(table.get, owner, batch_id)
-
-    async def list_batches(self, owner: str, page: Page) -> tuple[list[Batch], bool]:
-        """Return a page of the owner's batches, and whether more follow."""
-        return await self._database.read(table.list_page, owner, page)
-
-    async def cancel(self, owner: str, batch_id: str) -> Batch:
-        """Start the cancellation of a batch. Raises `NotFoundError`, `InvalidValueError`."""
-        batch = await self._database.run(table.cancel, owner, batch_id)
-        self.runner.wake()
-        return batch
-
-    async def refresh(self) -> None:
-        """Refresh the gauges; every `_EXPIRE_EVERY` calls, delete expired data first."""
-        if not self._refreshes % _EXPIRE_EVERY:
-            now = self._clock.now()
-            if count := await self.files.remove_expired(now):
-                logger.info("%d files have expired", count)
-            if self._keep_s:
-                await self._database.run(table.delete_old, self._keep_s, now)
-        self._refreshes += 1
-        self.statuses = await self._database.read(BATCHES.count_by_status)
-        lines = await self._database.read(table.lines_to_do)
-        free = await asyncio.to_thread(self._folder.free_bytes)
-        values = (lines, *await self._database.read(usage_of, "files"), free)
-        self._stored = dict(zip(_GAUGES, values, strict=True))
-        if lines:
-            self._spare.times = await asyncio.to_thread(self._decode_times)

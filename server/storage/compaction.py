@@ -40,7 +40,6 @@ _INSTRUCTING_ROLES = ("system", "developer")
 
 
 def max_summary_tokens(max_model_len: int) -> int:
-    """Return the largest number of tokens of a summary."""
     return max(1, min(MAX_SUMMARY_TOKENS, max_model_len // _CONTEXT_SHARE))
 
 
@@ -109,7 +108,6 @@ def summarise(body: JsonObject, max_model_len: int) -> list[JsonObject]:
 
 
 def compacted(response: JsonObject, retained: list[JsonObject], summary: str) -> JsonObject:
-    """Return the compaction object for a response with the summary."""
     return {
         "id": response["id"],
         "object": "response.compaction",

@@ -237,7 +237,6 @@ class Database:
             connection.rollback()
 
     def close(self) -> None:
-        """Finish the submitted work and close the connections."""
         self._readers.shutdown()
         for connection in self._read_connections:
             connection.close()
@@ -283,7 +282,6 @@ class JobTable:
 
     @property
     def is_open(self) -> str:
-        """SQL condition for open rows, equal to that of the table's partial index."""
         return f"status IN ({', '.join(repr(status) for status in self.open_statuses)})"
 
     def no_rows(self) -> dict[str, int]:
@@ -294,7 +292,6 @@ class JobTable:
         return self.no_rows() | dict(db.execute(query).fetchall())
 
     def count_open(self, db: sqlite3.Connection, owner: str | None = None) -> int:
-        """Return the number of open rows of `owner`, or of all owners."""
         query = f"SELECT count(*) FROM {self.name} WHERE {self.is_open}"
         if owner is not None:
             query += " AND owner = :owner"
@@ -637,6 +634,5 @@ class Store:
             raise
 
     def close(self) -> None:
-        """Finish the submitted work and release the folder."""
         self.database.close()
         self.folder.close()

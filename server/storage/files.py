@@ -76,7 +76,6 @@ class StoredFile:
     expires_at: int | None
 
     def shown(self) -> FileObject:
-        """Return the file object of the API."""
         shown: FileObject = {
             "id": self.id,
             "object": "file",
@@ -101,9 +100,7 @@ class UploadSource(Protocol):
     name: str | None
     fields: dict[str, str]
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the content."""
-        ...
+    def chunks(self) -> AsyncIterator[bytes]: ...
 
 
 class FileStore:
@@ -152,8 +149,6 @@ class FileStore:
     async def list_files(
         self, owner: str, page: Page, purpose: str | None = None
     ) -> tuple[list[StoredFile], bool]:
-        """Return a page of the owner's files, and whether more follow."""
-
         def read(db: sqlite3.Connection) -> tuple[list[StoredFile], bool]:
             conditions = {} if purpose is None else {"purpose": purpose}
             rows, more = page_of_rows(db, "files", owner, page, **conditions)

@@ -57,8 +57,6 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 30.0
 
 @dataclass(frozen=True, slots=True)
 class LoopbackResponse:
-    """Complete response to a loopback request."""
-
     status: int
     request_id: str
     body: bytes

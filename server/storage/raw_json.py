@@ -115,7 +115,6 @@ def first_item(raw: bytes | None) -> bytes | None:
 
 
 def joined(arrays: Iterable[bytes]) -> bytes:
-    """Return one array with the items of all `arrays`."""
     parts: list[bytes | memoryview] = []
     for array in arrays:
         # A view avoids copies of megabytes.

@@ -140,7 +140,6 @@ class Response:
 
     @property
     def is_open(self) -> bool:
-        """True until the response has ended."""
         return self.status in RESPONSES.open_statuses
 
     @property
@@ -149,7 +148,6 @@ class Response:
         return len(self.request or b"") + len(self.answer) + len(self.output)
 
     def shown(self) -> JsonText:
-        """Return the JSON text of the response object."""
         return with_fields(self.answer, {"status": self.status, "output": Raw(self.output)})
 
 
@@ -348,7 +346,6 @@ def add_events(
 
 
 def events(db: sqlite3.Connection, response_id: str, after: int) -> list[str]:
-    """Return the events after the number `after`."""
     rows = db.execute(
         "SELECT frame FROM response_events WHERE response = ? AND number > ? ORDER BY number",
         (response_id, after),
@@ -408,7 +405,6 @@ def unfinished(db: sqlite3.Connection) -> list[Waiting]:
 
 
 def failure(message: str) -> dict[str, Any]:
-    """Return the changes of a failed response."""
     return {"status": "failed", "error": {"code": "server_error", "message": message}}
 
 

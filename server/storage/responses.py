@@ -30,7 +30,7 @@ from server.request.options import Tier
 from server.request.record import InternalRequest, RequestRecord
 from server.settings import ServerSettings
 from server.storage import response_table as table
-from server.storage.database import RESPONSES, Database, P, Reservation, Store, T, Work
+from server.storage.database import RESPONSES, P, Reservation, Store, T, Work
 from server.storage.jobs import JobLoop, LoopbackResponse, post_until_accepted
 from server.storage.raw_json import all_fields_of, fields_of, object_of
 from server.storage.response_table import (
@@ -95,11 +95,9 @@ class FairQueue:
         return sum(map(len, self._waiting.values()))
 
     def add(self, waiting: Waiting) -> None:
-        """Append a response to those of its owner."""
         self._waiting.setdefault(waiting.owner, deque()).append(waiting.id)
 
     def remove(self, waiting: Waiting) -> None:
-        """Remove a waiting response."""
         self._waiting[waiting.owner].remove(waiting.id)
         self._drop_empty(waiting.owner)
 
@@ -136,13 +134,24 @@ class _Run:
     task: asyncio.Task[None]
 
 
-class ResponseRunner:
-    """Runs at most as many responses as the largest bucket has rows. Used from the event loop."""
+class ResponseService:
+    """Stored responses and conversations of the Responses API. Used from the event loop.
 
-    def __init__(self, database: Database, lifecycle: Lifecycle, admission: Admission) -> None:
-        self._database = database
+    At most as many background responses run as the largest bucket has rows.
+    """
+
+    def __init__(
+        self, store: Store, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
+    ) -> None:
+        self._store = store
+        self._database = store.database
+        self._quotas = store.quotas
         self._lifecycle = lifecycle
         self._admission = admission
+        self._keep_s = settings.response_retention_s
+        self._continued = table.ContinuedBytes()
+        self.statuses: Mapping[str, int] = RESPONSES.no_rows()
+        """Numbers of responses by status, at the last refresh."""
         self._waiting: dict[str, Waiting] = {}
         self._queue = FairQueue()
         self._runs: dict[str, _Run] = {}
@@ -151,163 +160,10 @@ class ResponseRunner:
         self._loop = JobLoop("responses in the background", self._turn)
         self._app: ASGIApp | None = None
 
-    def add(self, waiting: Waiting) -> None:
-        """Queue a stored response."""
-        self._waiting[waiting.id] = waiting
-        self._queue.add(waiting)
-        self._loop.wake()
-
-    def log_of(self, response_id: str) -> EventLog | None:
-        """Return the event log of a waiting or running response, None for another."""
-        if (run := self._runs.get(response_id)) is not None:
-            return run.log
-        return self._log_of(response_id) if response_id in self._waiting else None
-
-    async def run(self, app: ASGIApp) -> None:
-        """Run responses through `app` until cancelled."""
-        self._app = app
-        for waiting in await self._database.run(table.unfinished):
-            self.add(waiting)
-        try:
-            await self._loop.run()
-        finally:
-            for run in self._runs.values():
-                run.task.cancel()
-
-    async def stop(self, response_id: str) -> None:
-        """Remove a waiting response, or abort a running one."""
-        if (waiting := self._waiting.pop(response_id, None)) is not None:
-            self._queue.remove(waiting)
-            self._log_of(response_id).end()
-        elif (run := self._runs.pop(response_id, None)) is not None:
-            run.task.cancel()
-            await asyncio.wait({run.task})
-            run.log.end()
-
-    def _log_of(self, response_id: str) -> EventLog:
-        log = self._logs.get(response_id) or EventLog()
-        self._logs[response_id] = log
-        return log
-
-    async def _turn(self) -> float | None:
-        rows = self._admission.rows[-1] if self._lifecycle.phase is ServicePhase.READY else 0
-        while len(self._runs) < rows:
-            running = Counter(run.owner for run in self._runs.values())
-            if (waiting := self._queue.take(running)) is None:
-                break
-            del self._waiting[waiting.id]
-            log = self._log_of(waiting.id)
-            task = asyncio.create_task(self._run_one(waiting.id, log))
-            self._runs[waiting.id] = _Run(waiting.owner, log, task)
-        # Free rows wake nothing, a new response wakes the loop.
-        return _TICK_S if self._waiting else None
-
-    async def _run_one(self, identity: str, log: EventLog) -> None:
-        try:
-            response = await self._store(table.begin, identity)
-            if response is not None:
-                await self._run_begun(response, log)
-        except Exception:
-            logger.exception("%s could not be stored", identity)
-        finally:
-            log.end()
-            self._runs.pop(identity, None)
-            self._loop.wake()
-
-    async def _run_begun(self, response: Response, log: EventLog) -> None:
-        identity = response.id
-
-        async def flush_repeatedly() -> None:
-            while True:
-                await asyncio.sleep(_FLUSH_S)
-                await self._flush(identity, log)
-
-        try:
-            async with background_task(flush_repeatedly()):
-                answer = await self._send(response, log)
-            changes = _outcome(response, log, answer)
-        except Exception:
-            logger.exception("%s could not be run", identity)
-            changes = table.failure("Internal error.")
-        if response.streams and not _has_ended(log):
-            kind = "response.failed"
-            shown = object_of({**all_fields_of(response.shown()), **changes})
-            data = {"type": kind, "sequence_number": len(log.frames), "response": Raw(shown)}
-            log.add(named_frame(kind, object_of(data)))
-        await self._flush(identity, log)
-        await self._store(table.end, identity, changes)
-
-    async def _send(self, response: Response, log: EventLog) -> LoopbackResponse:
-        assert self._app is not None
-        assert response.request is not None
-        internal = InternalRequest(
-            response.owner,
-            (Tier(response.tier),),
-            permitted=True,
-            extra_fields={"background": True, "store": True, "created_at": response.created_at},
-            response_id=response.id,
-        )
-
-        def on_chunk(chunk: bytes) -> None:
-            for frame in chunk.decode().split(_FRAME_END):
-                if frame.startswith(_EVENTS):
-                    log.add(frame + _FRAME_END)
-
-        return await post_until_accepted(
-            self._app, Endpoint.RESPONSES.value, response.request, internal, on_chunk
-        )
-
-    async def _flush(self, response_id: str, log: EventLog) -> None:
-        """Store the new events of a log."""
-        if new := log.frames[log.stored :]:
-            await self._store(table.add_events, response_id, log.stored, new)
-            log.stored += len(new)
-
-    async def _store(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `work` in the database; retries every 5 s while the disk is full or fails."""
-        while True:
-            try:
-                return await self._database.run(work, *args, **kwargs)
-            except (StorageFullError, StorageUnavailableError) as error:
-                logger.error("responses in the background wait for the disk: %s", error)
-                await asyncio.sleep(_DISK_PAUSE_S)
-
-
-def _outcome(response: Response, log: EventLog, answer: LoopbackResponse) -> dict[str, Any]:
-    """Return the changes of a response from the answer to its request, as JSON texts."""
-    if answer.status != _OK:
-        return table.failure(from_json(answer.body)["error"]["message"])
-    if not response.streams:
-        return dict(all_fields_of(answer.body))
-    if _has_ended(log):
-        return dict(all_fields_of(fields_of(data_text(log.frames[-1]), "response")["response"]))
-    return table.failure("The answer was cut off.")
-
-
-def _has_ended(log: EventLog) -> bool:
-    """Return whether the last event contains the final response."""
-    return bool(log.frames) and log.frames[-1].startswith(END_EVENTS)
-
-
-class ResponseService:
-    """Stored responses and conversations of the Responses API."""
-
-    def __init__(
-        self, store: Store, settings: ServerSettings, lifecycle: Lifecycle, admission: Admission
-    ) -> None:
-        self._store = store
-        self._database = store.database
-        self._keep_s = settings.response_retention_s
-        self._quotas = store.quotas
-        self._continued = table.ContinuedBytes()
-        self._runner = ResponseRunner(store.database, lifecycle, admission)
-        self.statuses: Mapping[str, int] = RESPONSES.no_rows()
-        """Numbers of responses by status, at the last refresh."""
-
     @asynccontextmanager
     async def working(self, app: ASGIApp) -> AsyncIterator[None]:
         """Run background responses through `app` for the length of the block."""
-        async with background_task(self._runner.run(app)):
+        async with background_task(self._run(app)):
             yield
 
     def reservation(self, owner: str) -> Reservation:
@@ -354,7 +210,7 @@ class ResponseService:
             assert options.reservation is not None
             await asyncio.to_thread(self._store.folder.require, response.bytes)
             await self._database.run(table.queue, response, options.reservation)
-            self._runner.add(table.Waiting(response.id, response.owner))
+            self._add(table.Waiting(response.id, response.owner))
 
         await run_to_completion(queue())
         return response
@@ -371,11 +227,16 @@ class ResponseService:
                 "'stream'.",
                 param="stream",
             )
-        log = self._runner.log_of(response.id)
+        log = self._active_log(response.id)
         if log is not None:
             return log.follow(after)
         stored = await self._database.read(table.events, response.id, after)
-        return _each(stored)
+
+        async def each() -> AsyncGenerator[str, None]:
+            for frame in stored:
+                yield frame
+
+        return each()
 
     async def cancel(self, owner: str, response_id: str) -> Response:
         """Cancel a background response; one that has ended is unchanged.
@@ -389,7 +250,7 @@ class ResponseService:
                 "'background'.",
                 param="response_id",
             )
-        await self._runner.stop(response_id)
+        await self._stop(response_id)
         changes = {"status": "cancelled"}
         ended = await self._database.run(table.end, response_id, changes)
         return ended or await self.get(owner, response_id)
@@ -397,7 +258,7 @@ class ResponseService:
     async def delete(self, owner: str, response_id: str) -> None:
         """Delete a response. Raises `NotFoundError`."""
         await self.get(owner, response_id)
-        await self._runner.stop(response_id)
+        await self._stop(response_id)
         await self._database.run(table.delete, owner, response_id)
 
     async def refresh(self) -> None:
@@ -406,7 +267,139 @@ class ResponseService:
             logger.info("%d responses have expired", count)
         self.statuses = await self._database.read(RESPONSES.count_by_status)
 
+    # Responses in the background.
 
-async def _each(frames: list[str]) -> AsyncGenerator[str, None]:
-    for frame in frames:
-        yield frame
+    def _add(self, waiting: Waiting) -> None:
+        self._waiting[waiting.id] = waiting
+        self._queue.add(waiting)
+        self._loop.wake()
+
+    def _active_log(self, response_id: str) -> EventLog | None:
+        """Return the event log of a waiting or running response, None for another."""
+        if (run := self._runs.get(response_id)) is not None:
+            return run.log
+        return self._log_of(response_id) if response_id in self._waiting else None
+
+    async def _run(self, app: ASGIApp) -> None:
+        """Run responses through `app` until cancelled."""
+        self._app = app
+        for waiting in await self._database.run(table.unfinished):
+            self._add(waiting)
+        try:
+            await self._loop.run()
+        finally:
+            for run in self._runs.values():
+                run.task.cancel()
+
+    async def _stop(self, response_id: str) -> None:
+        """Remove a waiting response, or abort a running one."""
+        if (waiting := self._waiting.pop(response_id, None)) is not None:
+            self._queue.remove(waiting)
+            self._log_of(response_id).end()
+        elif (run := self._runs.pop(response_id, None)) is not None:
+            run.task.cancel()
+            await asyncio.wait({run.task})
+            run.log.end()
+
+    def _log_of(self, response_id: str) -> EventLog:
+        log = self._logs.get(response_id) or EventLog()
+        self._logs[response_id] = log
+        return log
+
+    async def _turn(self) -> float | None:
+        rows = self._admission.rows[-1] if self._lifecycle.phase is ServicePhase.READY else 0
+        while len(self._runs) < rows:
+            running = Counter(run.owner for run in self._runs.values())
+            if (waiting := self._queue.take(running)) is None:
+                break
+            del self._waiting[waiting.id]
+            log = self._log_of(waiting.id)
+            task = asyncio.create_task(self._run_one(waiting.id, log))
+            self._runs[waiting.id] = _Run(waiting.owner, log, task)
+        # Free rows wake nothing, a new response wakes the loop.
+        return _TICK_S if self._waiting else None
+
+    async def _run_one(self, identity: str, log: EventLog) -> None:
+        try:
+            response = await self._write(table.begin, identity)
+            if response is not None:
+                await self._run_begun(response, log)
+        except Exception:
+            logger.exception("%s could not be stored", identity)
+        finally:
+            log.end()
+            self._runs.pop(identity, None)
+            self._loop.wake()
+
+    async def _run_begun(self, response: Response, log: EventLog) -> None:
+        identity = response.id
+
+        async def flush_repeatedly() -> None:
+            while True:
+                await asyncio.sleep(_FLUSH_S)
+                await self._flush(identity, log)
+
+        try:
+            async with background_task(flush_repeatedly()):
+                answer = await self._send(response, log)
+            changes = _outcome(response, log, answer)
+        except Exception:
+            logger.exception("%s could not be run", identity)
+            changes = table.failure("Internal error.")
+        if response.streams and not _has_ended(log):
+            kind = "response.failed"
+            shown = object_of({**all_fields_of(response.shown()), **changes})
+            data = {"type": kind, "sequence_number": len(log.frames), "response": Raw(shown)}
+            log.add(named_frame(kind, object_of(data)))
+        await self._flush(identity, log)
+        await self._write(table.end, identity, changes)
+
+    async def _send(self, response: Response, log: EventLog) -> LoopbackResponse:
+        assert self._app is not None
+        assert response.request is not None
+        internal = InternalRequest(
+            response.owner,
+            (Tier(response.tier),),
+            permitted=True,
+            extra_fields={"background": True, "store": True, "created_at": response.created_at},
+            response_id=response.id,
+        )
+
+        def on_chunk(chunk: bytes) -> None:
+            for frame in chunk.decode().split(_FRAME_END):
+                if frame.startswith(_EVENTS):
+                    log.add(frame + _FRAME_END)
+
+        return await post_until_accepted(
+            self._app, Endpoint.RESPONSES.value, response.request, internal, on_chunk
+        )
+
+    async def _flush(self, response_id: str, log: EventLog) -> None:
+        if new := log.frames[log.stored :]:
+            await self._write(table.add_events, response_id, log.stored, new)
+            log.stored += len(new)
+
+    async def _write(self, work: Work[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `work` in the database; retries every 5 s while the disk is full or fails."""
+        while True:
+            try:
+                return await self._database.run(work, *args, **kwargs)
+            except (StorageFullError, StorageUnavailableError) as error:
+                logger.error("responses in the background wait for the disk: %s", error)
+                await asyncio.sleep(_DISK_PAUSE_S)
+
+
+def _outcome(response: Response, log: EventLog, answer: LoopbackResponse) -> dict[str, Any]:
+    """Return the changes of a response from the answer to its request, as JSON texts."""
+    if answer.status != _OK:
+        return table.failure(from_json(answer.body)["error"]["message"])
+    if not response.streams:
+        return dict(all_fields_of(answer.body))
+    if _has_ended(log):
+        return dict(all_fields_of(fields_of(data_text(log.frames[-1]), "response")["response"]))
+    return table.failure("The answer was cut off.")
+
+
+def _has_ended(log: EventLog) -> bool:
+    """Return whether the last event contains the final response."""
+    return bool(log.frames) and log.frames[-1].startswith(END_EVENTS)

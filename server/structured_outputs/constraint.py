@@ -137,7 +137,6 @@ def kind_of(jobs: list[list[Constraint]]) -> str:
 
 
 def output_constraint(value: object, name: str) -> list[Constraint]:
-    """Return the constraint of a `structured_outputs` object."""
     if not isinstance(value, dict):
         return []
     for option, instead in _WITHOUT_EFFECT.items():

@@ -120,7 +120,6 @@ class _Taker:
                 self.on_unknown(f"{path}.{name}", ("type",))
 
     def replace_choice(self, body: JsonObject) -> None:
-        """Replace the custom tools of `tool_choice`."""
         choice = body.get(FIELD)
         kind = get_field(choice, "type")
         if kind == KIND:

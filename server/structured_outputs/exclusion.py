@@ -50,7 +50,6 @@ class NoNegationError(ValueError):
 
 
 def types_of(schema: Any) -> Types:
-    """Return the types of a schema's own `type`, `enum` and `const`."""
     found = ALL_TYPES
     if "type" in schema:
         given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]

@@ -156,7 +156,6 @@ class SchemaDocument:
             self._find_names(root)
 
     def root(self) -> Node:
-        """Return the whole schema."""
         return self._node((), self._root)
 
     def child(self, node: Node, keyword: str, step: str | int | None = None) -> Node:

@@ -379,7 +379,6 @@ class TrialVerdict:
 
 
 def job_bytes(constraints: Sequence[Constraint]) -> bytes:
-    """Return a job as JSON."""
     parts = [(c.kind.value, c.text, c.exact, c.derived, c.tagged) for c in constraints]
     return json.dumps({"shares": shares_of(constraints), "parts": parts}).encode()
 
