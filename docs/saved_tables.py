@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from benchmarks.engines.sides import VLLM_NAMES
-from benchmarks.runner.command import RESULTS
-from benchmarks.runner.figures import Figure, find, ratios, read_run, shown
+from benchmarks.runner.command import RESULTS, Figure, find, ratios, read_run, shown
 
 DOCS = Path(__file__).resolve().parent
 PUBLISHED = DOCS / "published.json"

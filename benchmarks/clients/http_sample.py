@@ -9,12 +9,10 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from benchmarks.clients.client_process import ClientProcess
-from benchmarks.clients.load import CUT, Load
+from benchmarks.clients.load import CUT, ClientProcess, Load
 from benchmarks.compare.plans import OUTPUT_TOKENS, PROMPT_TOKENS
 from benchmarks.compare.steps import Subject
-from benchmarks.engines.processes import CpuSeconds
-from benchmarks.engines.server_process import ServerProcess
+from benchmarks.engines.server_process import CpuSeconds, ServerProcess
 from benchmarks.models.text_checkpoint import prompt_text
 from benchmarks.runner.machine import busy_cpu_seconds
 from benchmarks.runner.records import HttpRecord

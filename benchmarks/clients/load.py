@@ -1,4 +1,6 @@
-"""Load on an OpenAI-compatible server: ``python -m benchmarks.clients.load``.
+"""Client process of a server: reads one JSON object and writes one.
+
+Load on an OpenAI-compatible server: ``python -m benchmarks.clients.load``.
 
 The first line of standard input is one JSON object, a `Load`; standard output one JSON object, an
 `Outcome`. Requests are `/v1/completions` streams, kept at `concurrency` at a time until all have
@@ -14,12 +16,47 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import uvloop
+
+
+class ClientProcess:
+    """``python -m MODULE`` with ``request`` on its standard input, started at construction."""
+
+    def __init__(self, module: str, request: dict[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+
+    def end(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Close its input and return its result.
+
+        Raises ``subprocess.SubprocessError`` if it fails or exceeds the time, which ends it.
+        """
+        try:
+            answer = self._process.communicate(timeout=timeout_s)[0]
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+        if self._process.returncode:
+            raise subprocess.CalledProcessError(self._process.returncode, self._process.args)
+        result: dict[str, Any] = json.loads(answer)
+        return result
+
 
 EVENT = b"data: {"
 _TEXT = re.compile(rb'"text": ?"(?!")')

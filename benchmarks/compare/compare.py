@@ -15,10 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.compare.figures import figures
 from benchmarks.compare.http import COLD, PART, HttpComparison
 from benchmarks.compare.plans import plan_for
-from benchmarks.compare.report import markdown
+from benchmarks.compare.report import figures, markdown
 from benchmarks.compare.steps import PART as STEPS
 from benchmarks.compare.steps import Subject, log_model, measure_steps
 from benchmarks.engines.peers import gguf_of, peers_python
@@ -26,8 +25,8 @@ from benchmarks.engines.sides import SIDE_NAMES, server_side, step_side
 from benchmarks.models.shapes import CACHE_ROOT, SHAPES, find_checkpoint
 from benchmarks.models.text_checkpoint import text_checkpoint
 from benchmarks.runner.command import say
-from benchmarks.runner.limits import ModelWork
 from benchmarks.runner.logged_run import header_of, measure_logged, save_logged
+from benchmarks.runner.machine import ModelWork
 from benchmarks.runner.records import Failure, Log
 
 PARTS = (STEPS, COLD, PART)

@@ -21,8 +21,7 @@ from benchmarks.engines.engine_process import EngineProcess, EngineProcessError
 from benchmarks.engines.sides import StepModel, StepSide
 from benchmarks.models.shapes import Checkpoint
 from benchmarks.runner.command import repeat_disturbed, rotated, say
-from benchmarks.runner.limits import ModelWork, measure_limits
-from benchmarks.runner.machine import ChildMeter, busy_cpu_seconds
+from benchmarks.runner.machine import ChildMeter, ModelWork, busy_cpu_seconds, measure_limits
 from benchmarks.runner.records import (
     EngineRecord,
     Failure,

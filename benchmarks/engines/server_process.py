@@ -18,9 +18,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.engines.engine_process import clean_environment
-from benchmarks.engines.processes import CpuSeconds, Memory, cpu_seconds, descendants, memory
-from benchmarks.engines.sleeping_process import SleepingProcess
+from benchmarks.engines.engine_process import (
+    CpuSeconds,
+    Memory,
+    SleepingProcess,
+    clean_environment,
+    cpu_seconds,
+    descendants,
+    memory,
+)
 
 STARTUP_TIMEOUT_S = 900.0
 _EXIT_TIMEOUT_S = 15.0

@@ -18,8 +18,20 @@ from typing import Any
 from benchmarks.engines.engine_process import EngineProcess, Side
 from benchmarks.engines.sides import VLLM_NAMES, step_side
 from benchmarks.models.shapes import SHAPES, Checkpoint, find_checkpoint
-from benchmarks.runner.command import Command, begin, positive, rotated, say, started
-from benchmarks.runner.figures import OURS, SHARE, Figure, FigureRun, markdown, to_json
+from benchmarks.runner.command import (
+    OURS,
+    SHARE,
+    Command,
+    Figure,
+    FigureRun,
+    begin,
+    markdown,
+    positive,
+    rotated,
+    say,
+    started,
+    to_json,
+)
 from benchmarks.runner.machine import busy_cpu_seconds, read_bandwidth
 from benchmarks.scenarios.bench import Bench, Sample, Values
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import rbln_backend.layers.attention_ops  # noqa: F401  defines the attention ops
-from benchmarks.runner.limits import Limits, bfloat16_peak
-from benchmarks.runner.machine import fma_peak, read_bandwidth
+from benchmarks.runner.machine import Limits, bfloat16_peak, fma_peak, read_bandwidth
 from rbln_backend.devices.emulated.kernel_set import load_kernels, set_threads
 
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops

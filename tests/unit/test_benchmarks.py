@@ -12,14 +12,11 @@ import pytest
 import uvloop
 
 from benchmarks.clients.load import CUT, Load, Outcome, run
-from benchmarks.compare.figures import figures
-from benchmarks.compare.report import markdown
+from benchmarks.compare.report import figures, markdown
 from benchmarks.engines.worker_protocol import timed_answer
-from benchmarks.runner.command import repeat_disturbed
-from benchmarks.runner.figures import Figure, FigureRun, read_run, to_json
-from benchmarks.runner.figures import markdown as figures_markdown
-from benchmarks.runner.limits import Limits, ModelWork
-from benchmarks.runner.machine import Machine, describe_machine
+from benchmarks.runner.command import Figure, FigureRun, read_run, repeat_disturbed, to_json
+from benchmarks.runner.command import markdown as figures_markdown
+from benchmarks.runner.machine import Limits, Machine, ModelWork, describe_machine
 from benchmarks.runner.records import (
     Failure,
     Header,

@@ -1,10 +1,8 @@
-"""Starts of a server of ours to its first answer, from nothing, from caches and from the disk.
-
-Kinds alternate in every round. The sides of the command are the kinds of start.
-"""
+"""Scenarios of a kernel, of the engine process and of starts."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,11 +13,73 @@ from pathlib import Path
 
 from benchmarks.engines.engine_process import clean_environment
 from benchmarks.engines.server_process import ServerError, ServerProcess, ServerSide, Serving
+from benchmarks.in_process.step_profile import OUTSIDE_ROW
+from benchmarks.models.shapes import find_checkpoint
 from benchmarks.runner.command import rotated, say
 from benchmarks.runner.machine import ChildMeter
 from benchmarks.scenarios.bench import Bench, Sample, Values, checkpoint_folder
 
-MODELS = ("build/default-model", "160m", "1.2b")
+_PROMPT, _CHUNK = 7000, 256
+
+
+def run_kernels(bench: Bench) -> None:
+    """Fill the figures; ours runs in this process, with all threads."""
+    for model in bench.models:
+        checkpoint = find_checkpoint(model).path
+        for number in range(bench.rounds):
+            bench.check_time()
+            bench.take(model, "ours", number, partial(_attention, checkpoint))
+
+
+def _attention(checkpoint: Path, _attempt: int) -> Sample:
+    import torch
+
+    from benchmarks.in_process.kernels import CACHE_ROOT, attention_case, best_seconds
+    from benchmarks.runner.machine import measure_limits
+    from rbln_backend.devices.emulated.kernel_set import load_kernels, set_threads
+
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    heads = config["num_key_value_heads"]
+    shape = (heads, config["num_attention_heads"] // heads, config["head_dim"])
+    load_kernels(CACHE_ROOT, "native")
+    set_threads(len(os.sched_getaffinity(0)))
+    meter = ChildMeter()
+    with torch.inference_mode():
+        case = attention_case(torch.bfloat16, 1, *shape, _PROMPT - _CHUNK, _CHUNK)
+        seconds = best_seconds(case.ours)
+    busy = meter.other_busy_cores()
+    share = measure_limits(case.moved).seconds(case.moved, case.flops) / seconds
+    return Sample({"attention of a chunk over 7,000 tokens, of the limit": (share, "%")}, busy)
+
+
+_BATCHES = (1, 8, 32)
+
+
+def run_engine_process(bench: Bench) -> None:
+    for model in bench.models:
+        for number in range(bench.rounds):
+            bench.check_time()
+            bench.take(model, "ours", number, lambda _, m=model: _step_sample(bench, m))  # type: ignore[misc]
+
+
+def _step_sample(bench: Bench, model: str) -> Sample:
+    file = bench.folder / "steps.json"
+    words = ["--model", model, "--batch", *map(str, _BATCHES), "--json", str(file)]
+    steps = ["--steps", "50" if bench.quick else "600"]
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks", "step_profile", *words, *steps],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[2],
+    )
+    values: Values = {}
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    for result in results:
+        name = f"engine process outside the graph, batch {result['batch']}"
+        values[name] = (result["parts"][OUTSIDE_ROW][0], "µs")
+    return Sample(values, max(result["other_busy_cores"] for result in results))
+
+
 KINDS = {
     "cold": "an empty cache root: kernels are built, graphs captured",
     "kernels": "kernels are there, graphs captured",
@@ -29,15 +89,15 @@ KINDS = {
     "import": "an empty cache root that a bundle was imported into, the import included",
     "mounted": "the exported folder itself as a cache root that cannot be written",
 }
-SIDES = tuple(KINDS)
-MINUTES = 20
 _LARGE_FLAGS = ("--max-num-seqs", "64", "--max-model-len", "8192")
 _LARGE_MODEL = "160m"
 _LARGE_NAME = "first start with prepared kernels, 64 sequences, context 8,192"
 
 
-def run(bench: Bench) -> None:
-    """Fill the figures."""
+# Kinds alternate in every round. The sides of the command are the kinds of start.
+
+
+def run_starts(bench: Bench) -> None:
     kinds = [kind for kind in bench.sides if kind in KINDS]
     bench.described |= {kind: KINDS[kind] for kind in kinds}
     for model in bench.models:
