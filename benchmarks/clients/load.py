@@ -1,6 +1,4 @@
-"""Client process of a server: reads one JSON object and writes one.
-
-Load on an OpenAI-compatible server: ``python -m benchmarks.clients.load``.
+"""Load on an OpenAI-compatible server: ``python -m benchmarks.clients.load``, and its process.
 
 The first line of standard input is one JSON object, a `Load`; standard output one JSON object, an
 `Outcome`. Requests are `/v1/completions` streams, kept at `concurrency` at a time until all have

@@ -1,12 +1,8 @@
-"""Report of a quantised run, from its records.
-
-A ratio is taken between two sides of one round, and only then the median over rounds.
-
-Quantised decode: ours in bfloat16 and other forms, vLLM's CPU backend, llama.cpp, in one run.
+"""Quantised decode: ours in bfloat16 and other forms, vLLM's CPU backend, llama.cpp, in one run.
 
 ``python -m benchmarks quantized --save``. Rounds, cells and limits are those of the steps that
-``compare`` measures; see benchmarks/README.md. Invariant: one run gives all figures of a
-report.
+``compare`` measures; see benchmarks/README.md. Invariant: one run gives all figures of a report. A
+ratio is taken between two sides of one round, and only then the median over rounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Figures of a comparison's records; a ratio of two figures is taken within a round.
-
-Report of a comparison, in Markdown.
-"""
+"""Figures and report of a comparison's records; ratios of two figures are taken within a round."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""CPU time and memory of a server's processes: the one that answers HTTP and all below it.
+"""Engines of a measurement as child processes, their processor time and memory.
 
-Child processes in their own sessions, stopped with their children while not measured.
-
-Engines of a measurement as child processes, at most one of which runs at a time.
-
-Invariant: outside ``EngineProcess.awake()`` every process of the engine is stopped (SIGSTOP), so
-its idle threads, some of which spin, do not slow the measured engine.
+At most one engine runs at a time. Invariant: outside ``EngineProcess.awake()`` every process of the
+engine is stopped (SIGSTOP), so its idle threads, some of which spin, do not slow the measured
+engine.
 """
 
 from __future__ import annotations

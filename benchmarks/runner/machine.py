@@ -1,9 +1,8 @@
-"""Machine of a measurement: processor, bandwidth, FLOP/s and software versions.
+"""Machine of a measurement: processor, bandwidth, FLOP/s, software versions, least time of a step.
 
-Least time of a step on this machine: its work over the measured limits.
-
-Only unavoidable work counts: weights, keys and values once, and the model's multiplications.
-Padding, activations and other work of an implementation do not.
+The least time is a step's work over the measured limits. Only unavoidable work counts: weights,
+keys and values once, and the model's multiplications. Padding, activations and other work of an
+implementation do not.
 """
 
 from __future__ import annotations

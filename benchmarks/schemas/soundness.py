@@ -1,7 +1,4 @@
-"""Sample texts of a compiled grammar: random walks of its mask, without a model.
-
-Soundness by generation: texts of our grammars, judged by two validators.
-"""
+"""Soundness by generation: random walks of our grammars' masks, judged by two validators."""
 
 from __future__ import annotations
 
