@@ -18,9 +18,11 @@ from rbln_backend.buckets import (
     step_tokens_of,
 )
 from rbln_backend.config import RANKS_EXECUTOR, RblnConfig
-from rbln_backend.devices.port import device_capabilities
+from rbln_backend.devices.port import Capabilities, device_capabilities
+from rbln_backend.devices.rebel import limits
 from rbln_backend.devices.rebel.limits import check_release, settle_npu
 from rbln_backend.errors import ConfigError
+from rbln_backend.kv_cache.layout import reuse_unit
 from rbln_backend.kv_transfer.options import take_tiers
 from rbln_backend.limits import (
     LORA_DTYPE,
@@ -33,16 +35,15 @@ from rbln_backend.limits import (
 )
 from rbln_backend.models import register as register_text_models
 from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported, settle_compilation
-from rbln_backend.settings import Settled, newer_sdk, options_of_vllm, resolve
+from rbln_backend.settings import Settled, largest_decode, newer_sdk, options_of_vllm, resolve
 from rbln_backend.speculation.model_rules import settle_draft_model
 
 if TYPE_CHECKING:
-    from vllm.config import LoRAConfig, ParallelConfig, VllmConfig
+    from vllm.config import LoRAConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    from rbln_backend.devices.rebel.limits import Npu
 
 logger = init_logger(__name__)
 
@@ -201,18 +202,14 @@ class RblnPlatform(Platform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         rbln, others = _read_settings(vllm_config)
-        _settle_pooling(vllm_config)
-        _settle_tuning(vllm_config)
+        _settle_model(vllm_config)
         refuse_unsupported(vllm_config, rbln)
-        _settle_parallel(vllm_config.parallel_config)
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         device = device_capabilities(rbln)
         if device.npu is not None and not isinstance(vllm_config.additional_config, Settled):
             check_release(vllm_config, rbln)
-        _set_shapes(vllm_config, device.npu)
-        rbln = _set_reuse_unit(vllm_config, rbln, device.npu)
-        rbln = _settle_prompts(vllm_config, rbln, can_join=device.joint_prompts)
+        rbln = _settle_shapes(vllm_config, rbln, device)
         if device.npu is not None:
             rbln = settle_npu(vllm_config, rbln, device.npu)
         model = model_config(vllm_config)
@@ -244,34 +241,16 @@ def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, An
     return take_tiers(vllm_config, resolved.config), options_of_vllm(additional)
 
 
-def _settle_parallel(parallel: ParallelConfig) -> None:
-    """Set the executors of one process and of one host, and what ranks exchange."""
-    if parallel.distributed_executor_backend == "uni":
-        parallel.distributed_executor_backend = "rbln_backend.worker.executor.DirectExecutor"
-    elif parallel.distributed_executor_backend == "mp":
-        parallel.distributed_executor_backend = RANKS_EXECUTOR
-    parallel.disable_custom_all_reduce = True
-    if parallel.use_sequence_parallel_moe:
-        # Each tensor-parallel rank that shares experts with other engines is given all rows. vLLM
-        # would split them: less to gather, but batch sizes that depend on the number of ranks.
-        # The backend's name has no other effect here: our layers do the exchange.
-        parallel.all2all_backend = "flashinfer_nvlink_two_sided"
-
-
-def _settle_tuning(config: VllmConfig) -> None:
-    """Pass on config.json's attention tuning of Llama-4 beyond 8192 tokens.
-
-    vLLM reads the field only from the generation config, where published checkpoints lack it.
-    """
-    model, field = model_config(config), "attn_temperature_tuning"
-    if model is not None and getattr(model.hf_text_config, field, None):
-        model.override_generation_config.setdefault(field, True)
-
-
-def _settle_pooling(vllm_config: VllmConfig) -> None:
-    """Gather chunks for poolers that read a whole prompt, and switch prefix caching off."""
-    model = model_config(vllm_config)
-    if model is None or model.runner_type != "pooling":
+def _settle_model(vllm_config: VllmConfig) -> None:
+    """Pass on a field of Llama-4; gather chunks for poolers, and switch prefix caching off."""
+    model, tuning = model_config(vllm_config), "attn_temperature_tuning"
+    if model is None:
+        return
+    if getattr(model.hf_text_config, tuning, None):
+        # The attention beyond 8192 tokens: vLLM reads the field only from the generation config,
+        # where published checkpoints lack it.
+        model.override_generation_config.setdefault(tuning, True)
+    if model.runner_type != "pooling":
         return
     if not model.is_chunked_prefill_supported:
         # vLLM's runner passes such a pooler the prompt in one step; ours gathers its chunks.
@@ -328,12 +307,23 @@ def _settle_grammars(vllm_config: VllmConfig) -> None:
 
 
 def _set_classes(vllm_config: VllmConfig) -> None:
+    """Set worker, scheduler, executors of one process and of one host, and what ranks exchange."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     if parallel.worker_cls == "auto":
         parallel.worker_cls = "rbln_backend.worker.worker.RblnWorker"
     if scheduler.scheduler_cls is None:
         name = "RblnAsync" if scheduler.async_scheduling else "Rbln"
         scheduler.scheduler_cls = f"rbln_backend.scheduler.scheduler.{name}Scheduler"
+    if parallel.distributed_executor_backend == "uni":
+        parallel.distributed_executor_backend = "rbln_backend.worker.executor.DirectExecutor"
+    elif parallel.distributed_executor_backend == "mp":
+        parallel.distributed_executor_backend = RANKS_EXECUTOR
+    parallel.disable_custom_all_reduce = True
+    if parallel.use_sequence_parallel_moe:
+        # Each tensor-parallel rank that shares experts with other engines is given all rows. vLLM
+        # would split them: less to gather, but batch sizes that depend on the number of ranks.
+        # The backend's name has no other effect here: our layers do the exchange.
+        parallel.all2all_backend = "flashinfer_nvlink_two_sided"
 
 
 def _set_compilation(vllm_config: VllmConfig) -> None:
@@ -351,67 +341,52 @@ def _set_compilation(vllm_config: VllmConfig) -> None:
         model.disable_cascade_attn = True
 
 
-def _set_shapes(vllm_config: VllmConfig, npu: Npu | None) -> None:
-    """Settle block size and chunk; a chunk is at most as long as the context."""
-    from rbln_backend.devices.rebel import limits
-
-    cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+def _settle_shapes(vllm_config: VllmConfig, rbln: RblnConfig, device: Capabilities) -> RblnConfig:
+    """Settle block size, chunk, unit of prefix reuse, and cost and prompts of a prefill step."""
+    cache, scheduler, npu = vllm_config.cache_config, vllm_config.scheduler_config, device.npu
+    model = model_config(vllm_config)
     if not cache.user_specified_block_size:
         cache.block_size = DEFAULT_BLOCK_SIZE if npu is None else limits.DEFAULT_BLOCK_SIZE
-    model = model_config(vllm_config)
-    if model is None:
-        return
-    longest = max(model.max_model_len, scheduler.max_num_seqs)
-    if npu is not None:
-        longest = limits.fitting_chunk(cache.block_size, longest)
-    scheduler.max_num_batched_tokens = min(scheduler.max_num_batched_tokens, longest)
-
-
-def _set_reuse_unit(vllm_config: VllmConfig, rbln: RblnConfig, npu: Npu | None) -> RblnConfig:
-    """Settle the unit of prefix reuse and the cost of a prefill step."""
-    from rbln_backend.kv_cache.layout import reuse_unit
-
+    if model is not None:
+        # A chunk is at most as long as the context.
+        longest = max(model.max_model_len, scheduler.max_num_seqs)
+        if npu is not None:
+            longest = limits.fitting_chunk(cache.block_size, longest)
+        scheduler.max_num_batched_tokens = min(scheduler.max_num_batched_tokens, longest)
     # A chunk that starts inside a block crosses into the next one; an NPU may not support that.
-    chunk = vllm_config.scheduler_config.max_num_batched_tokens
+    chunk = scheduler.max_num_batched_tokens
     unit = reuse_unit(
         wanted=rbln.sub_block_size,
         default=DEFAULT_REUSE_UNIT if npu is None else chunk,
-        block_size=vllm_config.cache_config.block_size,
+        block_size=cache.block_size,
         enabled=rbln.sub_block_cache,
     )
     step_tokens = rbln.prefill_step_tokens
     if step_tokens is None:
         # Of an NPU the fixed cost of a step is unknown; the emulated device's kernels skip padding.
         ranks = vllm_config.parallel_config.data_parallel_size
-        computes_padding = npu is None and (rbln.kernels == "aten" or ranks > 1)
-        step_tokens = _padded_step_tokens(vllm_config) if computes_padding else chunk
-    return rbln.model_copy(update={"sub_block_size": unit, "prefill_step_tokens": step_tokens})
-
-
-def _padded_step_tokens(vllm_config: VllmConfig) -> int:
-    model = model_config(vllm_config)
-    experts = (model.get_num_experts(), model.get_num_experts_per_tok()) if model else (0, 0)
-    return step_tokens_of(*experts)
-
-
-def _settle_prompts(vllm_config: VllmConfig, rbln: RblnConfig, *, can_join: bool) -> RblnConfig:
-    """Settle the largest number of prompts in a prefill step: 1 unless the device can join them."""
-    from rbln_backend.settings import largest_decode
-
-    model = model_config(vllm_config)
+        step_tokens = chunk
+        if npu is None and (rbln.kernels == "aten" or ranks > 1):
+            experts = (0, 0)
+            if model is not None:
+                experts = (model.get_num_experts(), model.get_num_experts_per_tok())
+            step_tokens = step_tokens_of(*experts)
     pools = model is not None and model.runner_type == "pooling"
-    is_one = not can_join or rbln.use_custom_kernel or pools
+    is_one = not device.joint_prompts or rbln.use_custom_kernel or pools
     refuse_first({PREFILL_PROMPTS: is_one and rbln.chunk_prompts > 1})
     prompts = 1 if is_one else rbln.prefill_prompts or DEFAULT_PREFILL_PROMPTS
-    # A prefill step has no more prompts than the largest decode step has requests.
-    prompts = min(prompts, largest_decode(vllm_config))
-    return rbln.model_copy(update={"prefill_prompts": prompts})
+    return rbln.model_copy(
+        update={
+            "sub_block_size": unit,
+            "prefill_step_tokens": step_tokens,
+            # A prefill step has no more prompts than the largest decode step has requests.
+            "prefill_prompts": min(prompts, largest_decode(vllm_config)),
+        }
+    )
 
 
 def _settle_buckets(vllm_config: VllmConfig, rbln: RblnConfig) -> EngineBuckets | None:
     """Derive the compiled sizes; None without a model. Raises ``BucketError``."""
-    from rbln_backend.settings import largest_decode
-
     model, speculation = model_config(vllm_config), vllm_config.speculative_config
     if model is None:
         return None
