@@ -5,7 +5,7 @@ A path needs nothing else of them: experts in another format are one more class 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,9 +55,11 @@ class Experts(Protocol):
         ...
 
 
-@runtime_checkable
-class GluExperts(Experts, Protocol):
-    """Experts that an NPU keeps for one op of the SDK."""
+class GluExperts(Protocol):
+    """Experts that an NPU keeps for one op of the SDK, which computes all of them."""
+
+    count: int
+    adapters: ExpertAdapters | None
 
     def glu(self, x: Tensor, by_expert: Tensor, expert_map: Tensor | None) -> Tensor:
         """x [T, H], weights [E of all ranks, T], map int32 [E of all ranks]; returns [T, H]."""

@@ -128,16 +128,15 @@ def run_plain(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tenso
     return (total if scale == 1.0 else total * scale).to(x.dtype)
 
 
-def run_glu_op(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
+def run_glu_op(tokens: RoutedTokens, routing: Routing, experts: GluExperts) -> Tensor:
     """Tokens [T, H] to [T, H]: one op of the SDK; experts are halves of w13."""
-    assert isinstance(experts, GluExperts)
     x, by_expert = routing.spread(tokens.x, tokens.logits, tokens.tokens_mask)
     mixed = experts.glu(x, by_expert, tokens.expert_map)
     # As theirs: scaled behind the op, which leaves the chain to it as it is.
     return mixed if routing.scale == 1.0 else mixed * routing.scale
 
 
-PATHS: Mapping[PathName, Callable[[RoutedTokens, Routing, Experts], Tensor]] = {
+PATHS: Mapping[PathName, Callable[[RoutedTokens, Routing, Any], Tensor]] = {
     "opt": run_opt,
     "custom": run_custom,
     "glu": run_glu_op,
@@ -203,7 +202,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
 
     choice: Choice
     routing: Routing
-    experts: Experts
+    experts: Experts | GluExperts
     here: Sequence[int]
     """As in ``RoutedTokens``."""
     capabilities: Capabilities
@@ -246,7 +245,7 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
         self.hold(layer, hold_experts(layer, packs=self.capabilities.packed_weights))
 
-    def hold(self, layer: Any, experts: Experts) -> None:
+    def hold(self, layer: Any, experts: Experts | GluExperts) -> None:
         """Compute with ``experts`` from now on, as ``layer`` routes."""
         # The runner would otherwise make it while it is traced.
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)

@@ -50,7 +50,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import PlatformEnum
 
-from rbln_backend.layers.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
+from rbln_backend.layers.experts import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertAdapters
 from rbln_backend.layers.quantized_experts import (
     AwqColumns,
     ByteRows,
@@ -81,7 +81,7 @@ from rbln_backend.layers.schemes import (
     check_gptq,
     check_modelopt,
 )
-from rbln_backend.layers.sdk_experts import OneOpExperts, OneOpMoEMethod, RblnModelOptNvfp4MoEMethod
+from rbln_backend.layers.sdk_experts import OneOpMoEMethod, RblnModelOptNvfp4MoEMethod
 from rbln_backend.limits import QUANTIZATION, QUANTIZED_EMBEDDING, QUANTIZED_EXPERTS
 
 
@@ -378,10 +378,10 @@ _BLOCK = 32
 _SDK_COLUMNS = 64
 
 
-class Mxfp4Experts(OneOpExperts):
+class Mxfp4Experts:
     """Experts of e2m1 as an NPU keeps them: blocks, scales and biases of three projections."""
 
-    form = "MXFP4"
+    adapters: ExpertAdapters | None = None
 
     def __init__(self, layer: Any) -> None:
         self._parts = [

@@ -18,32 +18,11 @@ from rbln_backend.layers.quantized_experts import BLOCKS_OP, Nvfp4Rows, RblnQuan
 from rbln_backend.layers.schemes import Weights
 
 
-class OneOpExperts:
-    """The parts of ``GluExperts`` that are not called where ``glu`` computes all of them."""
-
-    adapters: ExpertAdapters | None = None
-    form: str
-    """Name of the format."""
-
-    def chosen(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        raise NotImplementedError(self._one_op)
-
-    def weighted(self, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        raise NotImplementedError(self._one_op)
-
-    def expert(self, x: Tensor, number: int) -> Tensor:
-        raise NotImplementedError(self._one_op)
-
-    @property
-    def _one_op(self) -> str:
-        return f"experts in {self.form} are computed by one op on an NPU"
-
-
 class OneOpMoEMethod(RblnQuantizedMoEMethod):
     """A format whose experts an NPU computes by ``sdk_op``."""
 
     form: str
-    """As ``OneOpExperts``."""
+    """Name of the format."""
 
     def choose(self, layer: Any) -> None:
         """As ``RblnMoEMethod``; on an NPU the op of this format."""
@@ -60,10 +39,10 @@ _E2M1 = "float4_e2m1fn"
 _KEPT = ("weight", "weight_scale", "weight_scale_2")
 
 
-class Nvfp4Experts(OneOpExperts):
+class Nvfp4Experts:
     """Experts as an NPU keeps them: fields, scales of groups, scales of matrices."""
 
-    form = "NVFP4"
+    adapters: ExpertAdapters | None = None
 
     def __init__(self, layer: Any, group: int, limits: Mapping[str, float | None]) -> None:
         """``limits``: further arguments of the op, as the installed one has them."""
