@@ -162,7 +162,7 @@ _EXPECTED = (
     "Using custom scheduler class rbln_backend.",
 )
 # Our loggers are one level more verbose: a start-up logs a dozen lines, vLLM's fifty.
-_OURS = {logging.WARNING: logging.INFO, logging.ERROR: logging.WARNING}
+_LEVELS = {logging.WARNING: logging.INFO, logging.ERROR: logging.WARNING}
 
 
 def drop_expected_warnings() -> None:
@@ -176,11 +176,11 @@ def drop_expected_warnings() -> None:
 
 def share_logging() -> None:
     """Give our loggers vLLM's handlers and format, at a level that follows vLLM's."""
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("rbln_backend")
-    level = _OURS.get(theirs.level, theirs.level)
-    ours.handlers = [_like(handler, level) for handler in theirs.handlers]
-    ours.setLevel(level)
-    ours.propagate = False
+    upstream, logger = logging.getLogger("vllm"), logging.getLogger("rbln_backend")
+    level = _LEVELS.get(upstream.level, upstream.level)
+    logger.handlers = [_like(handler, level) for handler in upstream.handlers]
+    logger.setLevel(level)
+    logger.propagate = False
 
 
 def _is_news(record: logging.LogRecord) -> bool:
