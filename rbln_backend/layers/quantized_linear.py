@@ -309,7 +309,12 @@ class RblnByteScheme(CompressedTensorsScheme):
     def get_min_capability(cls) -> int:
         return -1
 
-    def create_weights(  # type: ignore[override]  # upstream's scheme declares no names
+    def create_weights(self, *args: Any, **given: Any) -> None:
+        """Parameters as vLLM's loader fills them; raises ``UnsupportedModelError``."""
+        # Upstream's scheme declares no names, and an override takes what it declares.
+        self._register(*args, **given)
+
+    def _register(
         self,
         layer: Any,
         input_size: int,
@@ -320,7 +325,6 @@ class RblnByteScheme(CompressedTensorsScheme):
         weight_loader: Callable[..., Any],
         **_: Any,
     ) -> None:
-        """Parameters as vLLM's loader fills them; raises ``UnsupportedModelError``."""
         stored, depth, columns = self._stored, input_size_per_partition, output_partition_sizes
         self._columns, self._depth = columns, depth
         self._check(layer, input_size, output_size)
