@@ -264,7 +264,9 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.wide) for n in range(2, 6))]
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_step_reads_its_own_tokens_and_nothing_leaks(name: str, seed: int) -> None:
     rng = random.Random(f"{name} {seed}")
@@ -405,7 +407,9 @@ class Router:
         return 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.wide) for n in range(1, 3))]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_events_match_the_blocks_of_the_pool(name: str, seed: int) -> None:
     rng = random.Random(f"{name} {seed}")

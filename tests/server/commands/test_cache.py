@@ -244,6 +244,7 @@ def test_wrong_command_lines_end_with_2(
     assert reason in err
 
 
+@pytest.mark.slow
 def test_without_our_platform(root: Path) -> None:
     words = ("prune", "--other-versions", "--dry-run", "--cache-root", str(root))
     done = subprocess.run(

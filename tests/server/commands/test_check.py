@@ -396,6 +396,7 @@ def test_a_name_that_the_hub_does_not_give(verdict: Verdict, folder: Any) -> Non
     assert "'some-org/some-model' is no directory" in reason
 
 
+@pytest.mark.slow
 def test_without_our_platform(folder: Any) -> None:
     """The platform is found while vLLM is imported: this is a process of its own."""
     done = rbln_serve("check", str(folder(LLAMA)), **OFFLINE, VLLM_PLUGINS="")
