@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.clients.load import CUT, ClientProcess, Load
 from benchmarks.compare.plans import OUTPUT_TOKENS, PROMPT_TOKENS
 from benchmarks.compare.steps import Subject
-from benchmarks.engines.server_process import CpuSeconds, ServerProcess
+from benchmarks.engines.engine_process import CpuSeconds
+from benchmarks.engines.server_process import ServerProcess
 from benchmarks.models.text_checkpoint import prompt_text
 from benchmarks.runner.machine import busy_cpu_seconds
 from benchmarks.runner.records import HttpRecord

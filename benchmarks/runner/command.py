@@ -18,8 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from benchmarks.engines.engine_process import EngineProcessError
-from benchmarks.engines.server_process import SleepingProcess
+from benchmarks.engines.engine_process import EngineProcessError, SleepingProcess
 from benchmarks.runner.machine import Machine, describe_machine
 
 RESULTS = Path(__file__).parents[1] / "results"
