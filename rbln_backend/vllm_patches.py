@@ -81,7 +81,7 @@ def speculate_here() -> None:
     _require(_takes(check, "self", "speculative_config"), "SamplingParams._validate_spec_decode")
     check = getattr(speculative, "has_arctic_inference", None)
     _require(_takes(check), "speculative.has_arctic_inference")
-    SamplingParams._validate_spec_decode = lambda *_: None  # type: ignore[assignment, method-assign, misc]
+    SamplingParams._validate_spec_decode = lambda *_: None  # type: ignore[method-assign]
     speculative.has_arctic_inference = lambda: True  # type: ignore[attr-defined]
 
 

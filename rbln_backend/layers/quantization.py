@@ -6,9 +6,9 @@ replaced but entries of the first. Names, files and weight loading stay upstream
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +88,8 @@ from rbln_backend.limits import QUANTIZATION, QUANTIZED_EMBEDDING, QUANTIZED_EXP
 class _Narrowed:
     """Put before vLLM's configurations: fields are checked, and activations may be float32."""
 
-    check: ClassVar[Callable[[dict[str, Any]], None]]
-    """Raises ``UnsupportedModelError`` naming the field that cannot be."""
+    # Raises ``UnsupportedModelError`` naming the field that cannot be.
+    check: staticmethod[[Mapping[str, Any]], None]
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         upstream: Any = super()

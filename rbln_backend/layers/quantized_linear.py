@@ -169,9 +169,8 @@ class RblnWna16LinearKernel(MPLinearKernel):
         for name, value in zip((self.w_q_name, self.w_s_name), kept, strict=True):
             layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
         # Symmetric weights have no zero points, whatever a GPTQ checkpoint says in their place.
-        for name in (self.w_zp_name, "weight_shape"):
-            if name is not None and name in layer._parameters:
-                del layer._parameters[name]
+        for name in (self.w_zp_name or "", "weight_shape"):
+            layer._parameters.pop(name, None)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., K] to [..., N] of its dtype."""

@@ -220,14 +220,22 @@ def test_adapters_go_with_their_rows(phase: Phase, length: int) -> None:
     assert inputs.tensors[INPUT_NAME].tolist() == [3, -1, 1, 0, -1, -1, -1, -1]
 
 
-def test_no_more_blocks_than_numbers() -> None:
+def test_no_more_blocks_than_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32, "block_size": 1024}
     page = 2 * 1024 * 32 * 4
     full, window = PagedSpec(**common), AppendedWindowSpec(**common, sliding_window=64)
-    assert memory._smallest_group_bytes([full, full]) == 2 * page
+    left = SimpleNamespace(kv_budget_bytes=lambda *_: 1 << 60)
+    monkeypatch.setattr(memory, "rank_memory", lambda *_: left)
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(gpu_memory_utilization=0.9))
+    npu: Any = SimpleNamespace()
+
+    def budget(*specs: Any) -> int:
+        return memory.npu_budget_bytes(npu, config, torch.nn.Linear(1, 1), specs)
+
+    assert budget(full, full) == 2 * page * memory.LARGEST_NUM_BLOCKS
     # Of two kinds the smaller one may fill a group.
-    assert memory._smallest_group_bytes([full, full, window]) == page
-    assert memory._smallest_group_bytes([]) == 0
+    assert budget(full, full, window) == page * memory.LARGEST_NUM_BLOCKS
+    assert budget() == 1 << 60
 
 
 # -------------------------------------------------------------------------------------- sdk modules
