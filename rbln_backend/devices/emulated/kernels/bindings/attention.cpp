@@ -1,4 +1,4 @@
-// Attention over tensors: layers/attention_ops.py and emulator/ops.py say what the ops compute.
+// Attention over tensors: layers/attention_ops.py and devices/emulated/ops.py say what the ops compute.
 #include <torch/library.h>
 
 #include "bindings/attention_call.h"

@@ -1,4 +1,4 @@
-// Whole attention layers over tensors: emulator/ops.py says what the ops compute.
+// Whole attention layers over tensors: devices/emulated/ops.py says what the ops compute.
 #include <torch/library.h>
 
 #include "bindings/attention_call.h"
