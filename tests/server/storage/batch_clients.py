@@ -77,3 +77,19 @@ async def ended_lines(service: Running, **expected: int) -> None:
         for result, number in expected.items():
             while await service.metric(f'rbln_batch_lines_total{{result="{result}"}}') < number:
                 await asyncio.sleep(0.02)
+
+
+FORM = "multipart/form-data; boundary=b"
+
+
+def form(*parts: tuple[str, str]) -> bytes:
+    body = b""
+    for head, content in parts:
+        body += f"--b\r\ncontent-disposition: form-data; {head}\r\n\r\n{content}\r\n".encode()
+    return body + b"--b--\r\n"
+
+
+FILE = ('name="file"; filename="f"', "{}")
+PURPOSE = ('name="purpose"', "batch")
+ANCHOR = ('name="expires_after[anchor]"', "created_at")
+SECONDS = 'name="expires_after[seconds]"'
