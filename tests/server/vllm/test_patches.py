@@ -372,7 +372,7 @@ async def test_faults_of_the_engine_are_translated() -> None:
         assert await port.staged(1) == expected
     engine.error = EngineDeadError()
     with pytest.raises(EngineFailedError):
-        await port.stage(Adapter("x", 1, "/x"))
+        await port.stage(Adapter("x", 1, "/x", path="/x"))
     engine.error = Exception("Call to stage_lora method failed")
     with pytest.raises(InternalError):
         await port.slots()
