@@ -43,11 +43,9 @@ BLOCKS = Recipe(format="fp8", block=(64, 64))
 GLM_IN_BLOCKS = {"intermediate_size": 128, "moe_intermediate_size": 64}
 # So coarse that tokens depend on the rounding, and on which scale is whose; the MTP layer's last.
 MTP_SCALES = ((4.0, 2.0), (2.0, 8.0), (8.0, 1.0), (16.0, 4.0))
-# EAGLE-3 reads three layers and maps a vocabulary, DeepSeek's layer attends to a latent cache.
 METHODS = [
-    *("eagle3", "deepseek_v3"),
-    *(pytest.param(name, marks=pytest.mark.wide) for name in ("medusa", "eagle")),
-    *(pytest.param(n, marks=pytest.mark.wide) for n in MTP_LAYERS if n != "deepseek_v3"),
+    "eagle3",  # reads three layers and maps a vocabulary
+    *(pytest.param(n, marks=pytest.mark.wide) for n in ("medusa", "eagle", *MTP_LAYERS)),
 ]
 
 

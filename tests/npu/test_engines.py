@@ -230,7 +230,7 @@ DRAFTS = {"method": "suffix", "num_speculative_tokens": 3}
 
 @pytest.mark.timeout(900)
 def test_answers_are_transformers(checkpoints: CheckpointCache, tmp_path: Path) -> None:
-    """Cold, over a bundle, and wrong without the copies."""
+    """And wrong without the copies."""
     job = Job(checkpoints("deepseek_v3", **SIZES), batches=[[ONE_CHUNK, TWO_BLOCKS], [SHARED]])
     cold = run([job], tmp_path)
     assert cold.answers == [job.expected()]
@@ -239,15 +239,10 @@ def test_answers_are_transformers(checkpoints: CheckpointCache, tmp_path: Path) 
     assert phases <= ops
     # Weights of heads are prepared once; nothing is computed of a router's bias.
     assert [call["of_weights"] for call in cold.calls("compile")] == [[]] * 5
-    bundle = tmp_path / "bundle"
-    write_folder(bundle, collect(tmp_path / "cache", GraphChecks()))
-    elsewhere = run([job], tmp_path / "host", rbln={"cache_bundles": [str(bundle)]})
-    assert elsewhere.answers == cold.answers
     broken = run([job], tmp_path, **{"break": ["kv_copy"]})
     assert broken.answers[0][0] == cold.answers[0][0]
     assert broken.answers[0][1] != cold.answers[0][1]
-    for warm in (elsewhere, broken):
-        assert all(call["hit"] for call in warm.calls("compile"))
+    assert all(call["hit"] for call in broken.calls("compile"))
 
 
 @pytest.mark.timeout(900)
@@ -591,7 +586,9 @@ def test_four_engines_that_share_experts_answer_as_transformers(
     }
     log = tmp_path / "calls.jsonl"
     variables = double_environment(log, devices=4) | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    answers = run_script(SCRIPT, request, variables, timeout_s=1500, own_imports=True)
+    answers = run_script(
+        SHARED_EXPERTS_SCRIPT, request, variables, timeout_s=1500, own_imports=True
+    )
     assert answers == [small.answers, small.answers]
     opened = [x["variables"] for x in read_log(log, "environment") if x["when"] == "open"]
     assert len({found["RBLN_VISIBLE_DEVICES"] for found in opened}) == 4

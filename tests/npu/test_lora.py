@@ -106,7 +106,7 @@ def assert_as_merged(loras: Sequence[Loras], jobs: Sequence[Job], ran: Ran) -> N
 def test_answers_are_those_of_merged_weights(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     """In four slots and in one."""
     loras = Loras(checkpoints("llama", **LONG), tmp_path)
-    jobs = [loras.job(MIXED), loras.job(MIXED, max_loras=1, max_cpu_loras=2)]
+    jobs = [loras.job(MIXED), loras.job(SHORT, max_loras=1, max_cpu_loras=2)]
     ran = run_on_device(jobs, tmp_path / "run")
     assert_as_merged([loras] * len(jobs), jobs, ran)
     compiles = ran.calls("compile")
@@ -261,6 +261,7 @@ def test_what_an_npu_does_not_adapt_is_refused_by_name(
 
 
 @pytest.mark.engine
+@pytest.mark.wide
 def test_the_routes_of_a_server(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     """One name has two adapters, one after the other, while the base model answers."""
     loras = Loras(checkpoints("llama", **LONG), tmp_path)

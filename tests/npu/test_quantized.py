@@ -74,6 +74,7 @@ def test_w8a8_is_named_where_it_is_done(sdk: ModuleType) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.wide
 def test_blocks_of_fp8_answer_as_their_float32_copy(tmp_path: Path) -> None:
     recipe = Recipe(format="fp8", block=(32, 64))
     path = make_quantized_checkpoint(
@@ -135,6 +136,7 @@ def test_experts_of_fp8_answer_as_their_float32_copy(tmp_path: Path, form: str) 
 
 
 @pytest.mark.engine
+@pytest.mark.wide
 def test_switched_on_inputs_of_fp8_experts_are_bytes(tmp_path: Path) -> None:
     recipe = Recipe(format="fp8", block=(32, 64), skipped=("mlp.gate",))
     sizes = {"max_position_embeddings": 4096, "moe_intermediate_size": 128}
@@ -176,6 +178,7 @@ def nvfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.engine
+@pytest.mark.wide
 def test_nvfp4_experts_answer_as_their_float32_copy(nvfp4: Path, tmp_path: Path) -> None:
     job = Job(nvfp4, batches=[[ONE_CHUNK]], reference=nvfp4 / "plain")
     ran = run([job], tmp_path / "npu")
@@ -219,6 +222,7 @@ def test_nvfp4_experts_in_bfloat16(nvfp4: Path, tmp_path: Path, ranks: int) -> N
 
 
 @pytest.mark.engine
+@pytest.mark.wide
 def test_switched_on_inputs_of_linear_layers_are_scaled(tmp_path: Path) -> None:
     """As theirs, which are not rounded: the answer is the same."""
     recipe = Recipe(format="fp8", block=(32, 64))
