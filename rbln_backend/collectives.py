@@ -157,7 +157,10 @@ def process_group_dict() -> dict[str, list[int]]:
 
 
 def use_functional_ops(graph: fx.Graph, by_name: Mapping[str, Group]) -> None:
-    """Replace every collective of ``graph``; raise ``KeyError`` for an unknown group."""
+    """Replace every collective of ``graph``; raise ``KeyError`` for an unknown group.
+
+    Operators are named without their overload, as in what Dynamo captures of ``torch.distributed``.
+    """
     for node in list(graph.nodes):
         name = collective_name(node.target)
         if name is None:
@@ -169,17 +172,17 @@ def use_functional_ops(graph: fx.Graph, by_name: Mapping[str, Group]) -> None:
 
 def _call(graph: fx.Graph, op: Callable[..., object], *args: Any) -> fx.Node:
     done = graph.call_function(op, args)
-    return graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (done,))
+    return graph.call_function(torch.ops._c10d_functional.wait_tensor, (done,))
 
 
 def _write_all_reduce(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
-    op = torch.ops._c10d_functional.all_reduce.default
+    op = torch.ops._c10d_functional.all_reduce
     return _call(graph, op, node.args[0], _SUM, group.process_group.group_name)
 
 
 def _write_all_gather(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
     x, dim, world_size, _ = node.args
-    op = torch.ops._c10d_functional.all_gather_into_tensor.default
+    op = torch.ops._c10d_functional.all_gather_into_tensor
     rows = _call(graph, op, x, world_size, group.process_group.group_name)
     return _moved(graph, rows, world_size, source=0, target=dim)
 
@@ -187,7 +190,7 @@ def _write_all_gather(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
 def _write_reduce_scatter(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
     x, dim, world_size, _ = node.args
     rows = _moved(graph, x, world_size, source=dim, target=0)
-    op = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    op = torch.ops._c10d_functional.reduce_scatter_tensor
     return _call(graph, op, rows, _SUM, world_size, group.process_group.group_name)
 
 

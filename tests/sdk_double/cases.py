@@ -329,6 +329,10 @@ def nodes_without_values() -> None:
     torch_compile.rbln_backend(module, [torch.zeros(2)], options={})
 
 
+def an_operator_with_its_overload() -> None:
+    Device().compile(lambda x: torch.ops.aten.relu.default(x) + 1)(torch.zeros(2))
+
+
 def an_unknown_option() -> None:
     Device().compile(lambda x: x + 1, number_of_devices=1)(torch.zeros(2))
 

@@ -29,6 +29,7 @@ BROKEN = {
     "a_decode_that_ends_behind_its_table": "rule 'positions'.* ends at 513, its table at 512",
     "gradients_on": "rule 'no_grad'",
     "nodes_without_values": "rule 'meta'.* 1 of 1 nodes have none",
+    "an_operator_with_its_overload": r"rule 'names'.* relu_default calls aten\.relu\.default",
     "an_unknown_option": "rule 'options'.* 'number_of_devices'",
     "a_mode_that_is_no_list": "rule 'options'.* mode is 'strict', a str",
     "a_cache_on_the_host": "rule 'static'.* layer is on cpu",

@@ -166,6 +166,7 @@ def test_every_rule_of_theirs_had_something_to_look_at(
         "kv": bool(answered("llama host").calls("copy_kv")),
         "marks": all(given["mark"] == "unguarded" for given in weights),
         "meta": bool(answered("llama host").calls("compile")),
+        "names": bool(answered("two ranks").calls("compile")),
         "no_grad": bool(answered("llama host").calls("compile")),
         "options": all(line["options"] for line in answered("llama host").calls("compile")),
         "positions": _calls_op(answered("drafts"), "rbln::rejection_sample"),

@@ -45,6 +45,7 @@ RULES = {
         "device memory is finite: weights, KV, and 1 GiB for each graph with KV", "vendor"
     ),
     "meta": Rule("every node that returns something has an example_value", "vendor"),
+    "names": Rule("an operator is named without the overload `default`", "vendor"),
     "no_grad": Rule("a graph is compiled with gradients off", "vendor"),
     "options": Rule("option keys are known ones, of the known types", "vendor"),
     "positions": Rule("the tokens of a decode step lie within the block table", "vendor"),

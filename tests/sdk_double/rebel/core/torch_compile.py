@@ -23,7 +23,7 @@ from rebel.core.inputs import (
 from rebel.core.options import check_options, describe_options
 from rebel.core.routing import check_routing
 from rebel.core.runtime import Runtime
-from rebel.core.trace import Trace, check_metadata, describe, on_host
+from rebel.core.trace import Trace, check_metadata, check_names, describe, on_host
 from rebel.device_info import target_name
 from rebel.rules import require
 from rebel.settings import SETTINGS
@@ -46,6 +46,7 @@ def rbln_backend(
     check_options(options)
     require("no_grad", not torch.is_grad_enabled(), "gradients are enabled")
     check_metadata(graph_module)
+    check_names(graph_module)
     check_axes(graph_module)
     check_routing(graph_module)
     inputs = classify(graph_module, example_inputs, context)

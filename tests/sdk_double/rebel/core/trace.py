@@ -98,3 +98,10 @@ def check_metadata(module: fx.GraphModule) -> None:
     computing = [node for node in nodes if node.target is not operator.setitem]
     bare = [node.name for node in computing if "example_value" not in node.meta]
     require("meta", not bare, f"{len(bare)} of {len(computing)} nodes have none, as {bare[:3]}")
+
+
+def check_names(module: fx.GraphModule) -> None:
+    """Rule ``names``: patterns of Dynamo's graphs know an operator by its packet."""
+    for node in module.graph.nodes:
+        overload = isinstance(node.target, torch._ops.OpOverload) and node.target._overloadname
+        require("names", overload != "default", f"{node.name} calls {node.target}")
