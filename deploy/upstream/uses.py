@@ -91,6 +91,8 @@ class _Finder:
         self._classes: dict[str, _Class] = {}
         for module in modules:
             self._note_classes(module)
+        for module in modules:
+            self._note_names(module)
         # Each round uses the attribute types that the previous one found.
         known = -1
         while known != (known := self._round(modules)):
@@ -99,7 +101,7 @@ class _Finder:
     def _round(self, modules: list[_Module]) -> int:
         """Visit all modules; return the number of known types and members."""
         for module in modules:
-            self._visit(module)
+            _Scope(self, module, "", {}).visit(module.tree)
         types = sum(len(known.attributes) for known in self._classes.values())
         return types + len(self.found.members)
 
@@ -148,7 +150,7 @@ class _Finder:
         """Return True if `name` is a class of ours."""
         return name in self._classes
 
-    def _visit(self, module: _Module) -> None:
+    def _note_names(self, module: _Module) -> None:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ImportFrom) and _is_upstream(node.module or ""):
                 self.found.names.update(f"{node.module}.{alias.name}" for alias in node.names)
@@ -159,7 +161,6 @@ class _Finder:
                     self.found.names.add(node.value)
             elif isinstance(node, ast.ClassDef):
                 self._visit_class(f"{module.name}.{node.name}", node)
-        _Scope(self, module, "", {}).visit(module.tree)
 
     def _visit_class(self, name: str, node: ast.ClassDef) -> None:
         bases = set(self.upstream_bases(name))

