@@ -88,26 +88,25 @@ def create_app(
     history = History(partial(read_traffic, run_dir / "metrics"))
     shown = ShownPaths(settings.lora_root)
     app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_APP_OPTIONS)
-    app.include_router(health_router(lifecycle, versions))
-    app.include_router(
-        metrics_router(metrics, settings, lifecycle, admission, frontend, advice, storage)
-    )
-    app.include_router(
-        server_info_router(settings, lifecycle, versions, run_dir, advice, shown, frontend)
-    )
-    app.include_router(history_router(history))
-    app.include_router(models_router(frontend, shown))
-    app.include_router(files_router(storage.require_batches, settings))
-    app.include_router(batches_router(storage.require_batches, settings))
-    app.include_router(responses_router(storage.require_responses))
-    app.include_router(structured_outputs_router(frontend, settings))
-    app.include_router(lora_router(frontend, settings, metrics, shown))
-    app.include_router(openapi_router(lifecycle, frontend, versions["version"], settings.root_path))
-    app.include_router(admin_router(settings, lifecycle))
-    app.include_router(cache_router(frontend))
-    app.include_router(profile_router(frontend))
-    if settings.console:
-        app.include_router(console_router())
+    routers = [
+        health_router(lifecycle, versions),
+        metrics_router(metrics, settings, lifecycle, admission, frontend, advice, storage),
+        server_info_router(settings, lifecycle, versions, run_dir, advice, shown, frontend),
+        history_router(history),
+        models_router(frontend, shown),
+        files_router(storage.require_batches, settings),
+        batches_router(storage.require_batches, settings),
+        responses_router(storage.require_responses),
+        structured_outputs_router(frontend, settings),
+        lora_router(frontend, settings, metrics, shown),
+        openapi_router(lifecycle, frontend, versions["version"], settings.root_path),
+        admin_router(settings, lifecycle),
+        cache_router(frontend),
+        profile_router(frontend),
+        *([console_router()] if settings.console else []),
+    ]
+    # `include_router` would build each route, with its types' validators, a second time.
+    app.router.routes += (route for router in routers for route in router.routes)
     responses = ResponseStore(frontend, storage.responses)
     add_inference_routes(app, frontend, responses, settings, admission)
     app.add_exception_handler(HTTPException, _raise_server_error)
