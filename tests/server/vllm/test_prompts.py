@@ -8,6 +8,7 @@ import json
 import re
 from argparse import Namespace
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -548,8 +549,13 @@ def test_an_error_quotes_texts_without_marks() -> None:
 QUERY, DOCUMENT = "which river is long", "one two three four five six seven " * 9
 
 
+@cache
+def _trained() -> str:
+    return str(train_tokenizer().to_str())
+
+
 def sided_tokenizer(side: str) -> Any:
-    made = train_tokenizer()
+    made = Tokenizer.from_str(_trained())
     first, end = (str(made.id_to_token(token)) for token in (1, 3))
     made.post_processor = TemplateProcessing(
         single=f"{first} $A {end}",
