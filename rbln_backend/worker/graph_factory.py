@@ -486,8 +486,8 @@ def cache_fields(config: VllmConfig, rbln: RblnConfig, groups: Sequence[KvGroup]
             "data": parallel.data_parallel_size,
             "expert": parallel.enable_expert_parallel,
             "rank": parallel.rank,
-            # Ranks may hold different numbers of experts.
-            "data_rank": parallel.data_parallel_rank if parallel.enable_expert_parallel else 0,
+            # Ranks may hold different numbers of experts, and an NPU's binaries are of one rank.
+            "data_rank": parallel.data_parallel_rank,
         },
         "lora": adapters,
         "masks_tokens": bool(missing_in(config.model_config)),
