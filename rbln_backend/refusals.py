@@ -143,10 +143,7 @@ def _take_sizes(vllm_config: VllmConfig, sizes: list[Any]) -> None:
         logger.warning("compile_sizes %s are left out: no decode step exceeds %d", above, largest)
     vllm_config.additional_config = options_of_vllm(additional) | {
         "rbln": ours
-        | {
-            "decode_batch_bucket_strategy": "manual",
-            "decode_batch_bucket_manual_buckets": buckets,
-        }
+        | {"decode_batch_bucket_strategy": "manual", "decode_batch_bucket_manual_buckets": buckets}
     }
 
 
@@ -207,7 +204,7 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     refuse_first(
         {
             CONTEXT_PARALLEL: parallel.prefill_context_parallel_size > 1
-            or parallel.decode_context_parallel_size > 1,
+            or parallel.decode_context_parallel_size > 1
         }
     )
     model = model_config(vllm_config)

@@ -200,12 +200,7 @@ VARIABLES: tuple[Variable, ...] = (
         accepts=False,
     ),
     Variable("VLLM_RBLN_METRICS", _IDLE, "Metrics are always on, at `/metrics`."),
-    Variable(
-        "VLLM_RBLN_METRICS_FILE",
-        _IDLE,
-        "Metrics are read at `/metrics`.",
-        type=_AnyText,
-    ),
+    Variable("VLLM_RBLN_METRICS_FILE", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
     Variable("VLLM_RBLN_METRICS_DIR", _IDLE, "Metrics are read at `/metrics`.", type=_AnyText),
     Variable(
         "VLLM_RBLN_NUMA", _IDLE, "The system places threads; `taskset` or a cpuset limits them."
@@ -213,11 +208,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "VLLM_RBLN_SORT_BATCH", _IDLE, "Rows go longest first where the NPU's kernels want it."
     ),
-    Variable(
-        "VLLM_RBLN_BATCH_ATTN_OPT",
-        _IDLE,
-        "One attention op serves every batch.",
-    ),
+    Variable("VLLM_RBLN_BATCH_ATTN_OPT", _IDLE, "One attention op serves every batch."),
     Variable("VLLM_RBLN_NUM_RAY_NODES", _IDLE, "Ray's placement decides.", type=Number),
     Variable("VLLM_RBLN_DISABLE_OFFLOAD", _IDLE, "Weights are never offloaded."),
     Variable(

@@ -363,11 +363,7 @@ _SETTINGS = {
 
 
 def _with_used(
-    best: BucketTable,
-    counts: Mapping[int, int],
-    times: StepTimes,
-    current: BucketTable,
-    limit: int,
+    best: BucketTable, counts: Mapping[int, int], times: StepTimes, current: BucketTable, limit: int
 ) -> BucketTable:
     """Add current buckets that steps would use, within the limit; a smaller bucket costs nothing.
 

@@ -52,17 +52,6 @@ from rbln_backend.reports.info import (
     read_descriptions,
 )
 from rbln_backend.reports.metrics import MetricDecl, computed_rows
-from rbln_backend.reports.progress import (
-    GraphProgress,
-    LastStart,
-    ProgressReader,
-    ProgressSnapshot,
-)
-from rbln_backend.settings import (
-    HubSettings,
-    given_options,
-    hub_settings,
-    options_of_vllm,
-    resolve,
-)
+from rbln_backend.reports.progress import GraphProgress, LastStart, ProgressReader, ProgressSnapshot
+from rbln_backend.settings import HubSettings, given_options, hub_settings, options_of_vllm, resolve
 from rbln_backend.speculation.drafter import EXTRA_ARGS, Prediction

@@ -65,11 +65,7 @@ def own_marks(parser: ReasoningParser) -> dict[str, Any] | None:
         return {"starts": ("<think>\n",), "ends": ("\n</think>\n",), "frame": frame}
     if isinstance(parser, Gemma4ParserReasoningAdapter):
         start, end = parser.reasoning_start_str, parser.reasoning_end_str
-        return {
-            "starts": (f"{start}thought\n", start),
-            "ends": (end,),
-            "calls": call_marks(parser),
-        }
+        return {"starts": (f"{start}thought\n", start), "ends": (end,), "calls": call_marks(parser)}
     if isinstance(parser, MiniMaxM2AppendThinkReasoningParser):
         return {"starts": ("<think>",), "ends": ("</think>",), "shown": True}
     if isinstance(parser, Ernie45ReasoningParser):

@@ -145,10 +145,7 @@ class RblnKvCoordinator(KVCacheCoordinator):
         num_external_computed_tokens: int,
     ) -> None:
         super().allocate_new_computed_blocks(
-            request_id,
-            new_computed_blocks,
-            num_local_computed_tokens,
-            num_external_computed_tokens,
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
         if any(new_computed_blocks):
             counts = self.hit_tokens

@@ -183,19 +183,12 @@ class HeadSharingManager(SingleTypeKVCacheManager):
         num_external_computed_tokens: int,
     ) -> None:
         super().add_local_computed_blocks(
-            request_id,
-            new_computed_blocks,
-            num_local_computed_tokens,
-            num_external_computed_tokens,
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
         self._head_tokens[request_id] = num_local_computed_tokens % self.block_size
 
     def _apply_cow(
-        self,
-        request_id: str,
-        block_idx: int,
-        source_block: KVCacheBlock,
-        cow_block: KVCacheBlock,
+        self, request_id: str, block_idx: int, source_block: KVCacheBlock, cow_block: KVCacheBlock
     ) -> None:
         super()._apply_cow(request_id, block_idx, source_block, cow_block)
         ends = (source_block.block_id, cow_block.block_id)
@@ -368,13 +361,7 @@ class WindowManager(SingleTypeKVCacheManager):
             )
         )
 
-    def cache_blocks(
-        self,
-        request: Request,
-        num_tokens: int,
-        *_: Any,
-        **__: Any,
-    ) -> None:
+    def cache_blocks(self, request: Request, num_tokens: int, *_: Any, **__: Any) -> None:
         """Queue to the log the pages that the window block holds after ``num_tokens`` tokens."""
         unit = self._spec.page_tokens
         window_start = max(0, num_tokens - self._spec.window)

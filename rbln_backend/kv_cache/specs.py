@@ -25,13 +25,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from rbln_backend.errors import UnsupportedModelError
-from rbln_backend.limits import (
-    ENCODER_DECODER,
-    MLA,
-    PREFIX_LM,
-    STATE_SPACE,
-    Feature,
-)
+from rbln_backend.limits import ENCODER_DECODER, MLA, PREFIX_LM, STATE_SPACE, Feature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +124,7 @@ _KINDS_WITHOUT_OP: Mapping[type[KVCacheSpec], Feature] = {
     CrossAttentionSpec: ENCODER_DECODER,
 }
 """vLLM's specs that need an op we lack."""
-_KNOWN_KINDS = (
-    FullAttentionSpec,
-    SlidingWindowSpec,
-    ChunkedLocalAttentionSpec,
-    MLAAttentionSpec,
-)
+_KNOWN_KINDS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec)
 
 
 def check_supported(layer_name: str, spec: KVCacheSpec) -> AttentionSpec:

@@ -250,19 +250,13 @@ class AdaptedExperts:
     """The experts of one layer, which compute with this; see ``Adapted`` and ``layers.experts``."""
 
     def __init__(
-        self,
-        layer: ExpertLayer,
-        source: RblnPunicaWrapper,
-        allocate: Callable[..., SlotStack],
+        self, layer: ExpertLayer, source: RblnPunicaWrapper, allocate: Callable[..., SlotStack]
     ) -> None:
         """``source`` and ``allocate`` are those of ``AdaptedLinear``."""
         self._layer, self._source = layer, source
         sizes = layer.sizes
         self._first, self._second = (
-            _Stacks.allocate(
-                sizes.count,
-                allocate(inputs=inputs, outputs=outputs),
-            )
+            _Stacks.allocate(sizes.count, allocate(inputs=inputs, outputs=outputs))
             for inputs, outputs in ((sizes.hidden, sizes.first), (sizes.inner, (sizes.hidden,)))
         )
 

@@ -31,11 +31,7 @@ class RblnPunicaWrapper(PunicaWrapperBase):
     """The adapters of rows, see ``RowInput``: an input of the graph that is being captured."""
 
     def __init__(
-        self,
-        max_num_batched_tokens: int,
-        max_batches: int,
-        device: torch.device | str,
-        **_: Any,
+        self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **_: Any
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device)
 

@@ -211,10 +211,7 @@ class _VllmSide:
     def warm_up(self) -> None:
         """Run a request, so that one-time work is not in the measured time."""
         params = SamplingParams(
-            temperature=0.0,
-            max_tokens=2,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            temperature=0.0, max_tokens=2, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
         count = self._engine.num_at_once
         self._engine.generate([self._prompts[0][:1]] * count, [params] * count)

@@ -219,9 +219,7 @@ METRICS: tuple[MetricDecl, ...] = (
         _FIRST_TOKEN_BUCKETS,
     ),
     MetricDecl(
-        "rbln_background_parked",
-        "gauge",
-        "Background requests that hold KV blocks but no row.",
+        "rbln_background_parked", "gauge", "Background requests that hold KV blocks but no row."
     ),
     MetricDecl(
         "rbln_background_preemptions_total",
@@ -280,12 +278,7 @@ METRICS: tuple[MetricDecl, ...] = (
         ("part",),
         _MASK_BUCKETS,
     ),
-    MetricDecl(
-        "rbln_lora_slots",
-        "gauge",
-        "LoRA adapter slots of an engine.",
-        across_ranks="max",
-    ),
+    MetricDecl("rbln_lora_slots", "gauge", "LoRA adapter slots of an engine.", across_ranks="max"),
     MetricDecl(
         "rbln_lora_slots_used",
         "gauge",
@@ -555,11 +548,7 @@ def _key(
     return mmap_key(family, metric.name + suffix, names, values, metric.help)
 
 
-_NAMES = (
-    "rbln_draft_tokens_total",
-    "rbln_draft_accepted_tokens_total",
-    "rbln_draft_gain_total",
-)
+_NAMES = ("rbln_draft_tokens_total", "rbln_draft_accepted_tokens_total", "rbln_draft_gain_total")
 
 
 class DraftCounts:
@@ -574,14 +563,7 @@ class DraftCounts:
             for requests, tokens in sizes
         }
 
-    def record(
-        self,
-        size: tuple[int, int],
-        *,
-        checked: int,
-        accepted: int,
-        gain: float,
-    ) -> None:
+    def record(self, size: tuple[int, int], *, checked: int, accepted: int, gain: float) -> None:
         """Count one step; ``gain`` is the ratio of tokens per second with and without drafts."""
         for cell, amount in zip(self._cells[size], (checked, accepted, gain), strict=True):
             cell.inc(amount)

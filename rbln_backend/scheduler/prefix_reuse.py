@@ -19,12 +19,7 @@ from vllm.v1.request import Request
 from rbln_backend.core import PageMoves
 from rbln_backend.kv_cache.coordinator import RblnKvCacheManager, RblnKvCoordinator
 from rbln_backend.kv_cache.plan import reuse_unit_of
-from rbln_backend.kv_cache.specs import (
-    AppendedWindowSpec,
-    WindowSpec,
-    any_layer_spec,
-    window_in,
-)
+from rbln_backend.kv_cache.specs import AppendedWindowSpec, WindowSpec, any_layer_spec, window_in
 from rbln_backend.kv_transfer.tiering import make_tiering
 from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
 from rbln_backend.reports.metrics import MetricsBoard

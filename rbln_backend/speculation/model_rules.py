@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 
 from rbln_backend.buckets import DRAFT_LAYERS, EAGLE, EAGLE3, MTP
 from rbln_backend.config import RblnConfig
-from rbln_backend.limits import (
-    DRAFT_MODEL,
-    DRAFT_MODEL_OPTION,
-    EAGLE_MODEL,
-    MTP_MODEL,
-    Feature,
-)
+from rbln_backend.limits import DRAFT_MODEL, DRAFT_MODEL_OPTION, EAGLE_MODEL, MTP_MODEL, Feature
 from rbln_backend.speculation.text_drafts import draft_model_of
 
 if TYPE_CHECKING:

@@ -40,11 +40,7 @@ from rbln_backend.worker.graph_factory import (
     named_tensors,
     workers_of,
 )
-from rbln_backend.worker.graph_functions import (
-    GraphFunction,
-    forbid_missing_tokens,
-    whole_part,
-)
+from rbln_backend.worker.graph_functions import GraphFunction, forbid_missing_tokens, whole_part
 from rbln_backend.worker.graph_set import (
     ADAPTER_PRODUCT,
     LM_HEAD,
@@ -54,11 +50,7 @@ from rbln_backend.worker.graph_set import (
     StepGraph,
 )
 from rbln_backend.worker.inputs import AdapterRows, LongestFirst, StepInputs, kv_groups
-from rbln_backend.worker.metrics import (
-    StepMetrics,
-    open_store,
-    open_usage,
-)
+from rbln_backend.worker.metrics import StepMetrics, open_store, open_usage
 from rbln_backend.worker.pooling import HostPooler, PoolingRunner, TokenTypes
 from rbln_backend.worker.preflight import attention_layers, bucket_tables
 from rbln_backend.worker.ranks import DataRanks, PipelineStage, intermediate_buffers, stage_part
@@ -370,11 +362,7 @@ class EngineBuild:
             max_num_blocks_per_req=[group.width for group in self._groups],
             is_pooling_model=not self._generates,
             logitsprocs=build_logitsprocs(
-                plain,
-                device,
-                False,
-                False,
-                config.model_config.logits_processors or (),
+                plain, device, False, False, config.model_config.logits_processors or ()
             ),
         )
 

@@ -84,11 +84,7 @@ def graph_function(
     if phase is Phase.ADAPTERS:
         return _adapter_product(model), ("hidden",)
     if phase in (Phase.DRAFT, Phase.DRAFT_PREFILL):
-        return draft_function(
-            model,
-            by_sdk=part.has_sdk_argmax,
-            keeps_axes=part.keeps_axes,
-        )
+        return draft_function(model, by_sdk=part.has_sdk_argmax, keeps_axes=part.keeps_axes)
     forward, names = _forward(model, part), ("input_ids", "positions", *part.received)
     if not part.is_last:
         return _stage(forward, part.sent), names

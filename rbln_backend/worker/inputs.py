@@ -81,9 +81,7 @@ class KvGroup:
 
 
 def kv_groups(
-    config: KVCacheConfig,
-    max_model_len: int,
-    sharing: Mapping[str, str],
+    config: KVCacheConfig, max_model_len: int, sharing: Mapping[str, str]
 ) -> list[KvGroup]:
     """Return the groups of an engine, in vLLM's order; ``sharing`` layers belong to the owner's."""
     groups = []

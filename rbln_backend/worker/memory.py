@@ -286,11 +286,7 @@ def host_budget_bytes(
 
 
 def npu_budget_bytes(
-    npu: Npu,
-    config: VllmConfig,
-    model: nn.Module,
-    specs: Iterable[LayerSpec],
-    slot_bytes: int = 0,
+    npu: Npu, config: VllmConfig, model: nn.Module, specs: Iterable[LayerSpec], slot_bytes: int = 0
 ) -> int:
     """Return the bytes of KV caches on one rank, at most those of ``LARGEST_NUM_BLOCKS``.
 

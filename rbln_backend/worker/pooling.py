@@ -78,9 +78,7 @@ class HostPooler:
         # A copy: the next run may overwrite the graph's output.
         hidden = torch.cat(self._rows.pop(request.req_id))
         metadata.build_pooling_cursor(
-            np.array([len(hidden)]),
-            torch.tensor([request.num_prompt_tokens]),
-            device=hidden.device,
+            np.array([len(hidden)]), torch.tensor([request.num_prompt_tokens]), device=hidden.device
         )
         pooled = list(self._pooler(hidden, metadata))
         (result,) = self._late_interaction.postprocess_pooler_output(

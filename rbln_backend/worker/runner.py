@@ -26,14 +26,7 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
-from rbln_backend.core import (
-    HeadCopy,
-    Phase,
-    StepBatch,
-    StepOutputs,
-    StepResult,
-    UsefulRows,
-)
+from rbln_backend.core import HeadCopy, Phase, StepBatch, StepOutputs, StepResult, UsefulRows
 from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.kv_cache.tensors import KvCaches
 from rbln_backend.scheduler.steps import MovingSchedulerOutput, with_drafts
