@@ -142,9 +142,6 @@ for _name, _schema in SCHEMAS.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 
 
-_SUM = "sum"
-
-
 def process_group_dict() -> dict[str, list[int]]:
     """Return the ranks of every process group of this process by its name, also of one rank."""
     from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group
@@ -160,56 +157,40 @@ def use_functional_ops(graph: fx.Graph, by_name: Mapping[str, Group]) -> None:
     """Replace every collective of ``graph``; raise ``KeyError`` for an unknown group.
 
     Operators are named without their overload, as in what Dynamo captures of ``torch.distributed``.
+    The functional collectives support the first dimension alone: parts of others are moved there.
     """
+    ops = torch.ops._c10d_functional
+
+    def call(op: Any, *args: Any) -> fx.Node:
+        done = graph.call_function(op, args)
+        return graph.call_function(ops.wait_tensor, (done,))
+
+    def moved(x: Any, world_size: Any, source: Any, target: Any) -> Any:
+        """Return the parts of ``x`` along ``source``, concatenated along ``target``."""
+        if source == target:
+            return x
+        parts = graph.call_function(torch.chunk, (x, world_size, source))
+        return graph.call_function(torch.cat, (parts, target))
+
     for node in list(graph.nodes):
         name = collective_name(node.target)
         if name is None:
             continue
+        x, *sizes, group = node.args
+        ranks = by_name[group].process_group.group_name
         with graph.inserting_before(node):
-            node.replace_all_uses_with(_WRITERS[name](graph, node, by_name[node.args[-1]]))
+            if name == "all_reduce":
+                result = call(ops.all_reduce, x, "sum", ranks)
+            elif name == "all_gather":
+                dim, world_size = sizes
+                rows = call(ops.all_gather_into_tensor, x, world_size, ranks)
+                result = moved(rows, world_size, 0, dim)
+            else:
+                dim, world_size = sizes
+                rows = moved(x, world_size, dim, 0)
+                result = call(ops.reduce_scatter_tensor, rows, "sum", world_size, ranks)
+            node.replace_all_uses_with(result)
         graph.erase_node(node)
-
-
-def _call(graph: fx.Graph, op: Callable[..., object], *args: Any) -> fx.Node:
-    done = graph.call_function(op, args)
-    return graph.call_function(torch.ops._c10d_functional.wait_tensor, (done,))
-
-
-def _write_all_reduce(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
-    op = torch.ops._c10d_functional.all_reduce
-    return _call(graph, op, node.args[0], _SUM, group.process_group.group_name)
-
-
-def _write_all_gather(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
-    x, dim, world_size, _ = node.args
-    op = torch.ops._c10d_functional.all_gather_into_tensor
-    rows = _call(graph, op, x, world_size, group.process_group.group_name)
-    return _moved(graph, rows, world_size, source=0, target=dim)
-
-
-def _write_reduce_scatter(graph: fx.Graph, node: fx.Node, group: Group) -> fx.Node:
-    x, dim, world_size, _ = node.args
-    rows = _moved(graph, x, world_size, source=dim, target=0)
-    op = torch.ops._c10d_functional.reduce_scatter_tensor
-    return _call(graph, op, rows, _SUM, world_size, group.process_group.group_name)
-
-
-def _moved(graph: fx.Graph, x: Any, world_size: Any, *, source: Any, target: Any) -> fx.Node:
-    """Return the parts of ``x`` along ``source``, concatenated along ``target``.
-
-    The functional collectives support the first dimension alone.
-    """
-    if source == target:
-        return x  # type: ignore[no-any-return]
-    parts = graph.call_function(torch.chunk, (x, world_size, source))
-    return graph.call_function(torch.cat, (parts, target))
-
-
-_WRITERS: Mapping[str, Callable[[fx.Graph, fx.Node, Group], fx.Node]] = {
-    "all_reduce": _write_all_reduce,
-    "all_gather": _write_all_gather,
-    "reduce_scatter": _write_reduce_scatter,
-}
 
 
 _CHANNEL_NAMESPACE = "rbln_channels"
@@ -242,8 +223,10 @@ def open_channel(group: Group, library: ctypes.CDLL) -> int | None:
 
     Return its number, or None and log the reason where the ranks do not share memory.
     """
-    offer = _make_file(group, library) if group.rank == 0 else None
-    offer = _from_first(group, offer)
+    offers = [_make_file(group, library) if group.rank == 0 else None]
+    dist.broadcast_object_list(offers, src=group.ranks[0], group=group.host_group)
+    (offer,) = offers
+    assert offer is not None
     processes = _all_objects(group, os.getpid())
     number, reason = _open(offer, group, library, processes)
     reasons = [other for other in _all_objects(group, reason) if other]
@@ -293,13 +276,6 @@ def _open(
     return number, ""
 
 
-def _from_first(group: Group, value: _Offer | None) -> _Offer:
-    values = [value]
-    dist.broadcast_object_list(values, src=group.ranks[0], group=group.host_group)
-    assert values[0] is not None
-    return values[0]
-
-
 def _all_objects(group: Group, value: Any) -> list[Any]:
     values: list[Any] = [None] * len(group.ranks)
     dist.all_gather_object(values, value, group=group.host_group)
@@ -315,70 +291,39 @@ def use_channels(graph: fx.Graph, channels: Mapping[str, int]) -> None:
             node.args = (*node.args[:-1], channels[node.args[-1]])
 
 
-class Peers:
-    """This rank's group of ranks with collectives in common; None for a rank without any."""
+def union_of_ranks(group: Group | None, work: Callable[[], Set[str]]) -> Set[str]:
+    """Run ``work`` on every rank of ``group`` and return the union of the results; None: here.
 
-    def __init__(self, group: Group | None) -> None:
-        self._group = group
-
-    @classmethod
-    def of_this_rank(cls) -> Peers:
-        """Return the ranks of the same stage; with expert parallelism those of all engines."""
-        return cls(groups().get("ep") or groups().get("tp"))
-
-    def union(self, work: Callable[[], Set[str]]) -> Set[str]:
-        """Run ``work`` on every rank and return the union of the results.
-
-        If it fails on one rank, the others raise ``CompileError`` with its reason: without that
-        they would wait for it for ever.
-        """
-        if self._group is None:
-            return work()
-        failure: Exception | None = None
-        mine: Set[str] = frozenset()
-        try:
-            mine = work()
-        except Exception as error:  # noqa: BLE001 (raised again after the exchange)
-            failure = error
-        outcomes = self._exchange((sorted(mine), None if failure is None else str(failure)))
-        if failure is not None:
-            raise failure
-        for place, (_, reason) in enumerate(outcomes):
-            if reason is not None:
-                raise CompileError(f"rank {self._group.ranks[place]} failed: {reason}")
-        return {name for names, _ in outcomes for name in names}
-
-    def _exchange(
-        self, outcome: tuple[list[str], str | None]
-    ) -> list[tuple[list[str], str | None]]:
-        assert self._group is not None
-        outcomes: list[tuple[list[str], str | None]] = [([], None)] * len(self._group.ranks)
-        dist.all_gather_object(outcomes, outcome, group=self._group.host_group)
-        return outcomes
+    If it fails on one rank, the others raise ``CompileError`` with its reason: without that they
+    would wait for it for ever.
+    """
+    if group is None:
+        return work()
+    failure: Exception | None = None
+    mine: Set[str] = frozenset()
+    try:
+        mine = work()
+    except Exception as error:  # noqa: BLE001 (raised again after the exchange)
+        failure = error
+    outcomes = _all_objects(group, (sorted(mine), None if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    for rank, (_, reason) in zip(group.ranks, outcomes, strict=True):
+        if reason is not None:
+            raise CompileError(f"rank {rank} failed: {reason}")
+    return {name for names, _ in outcomes for name in names}
 
 
-class FirstRank:
-    """The first rank of a group, which decides for all; None for a rank without others."""
+def value_of_first_rank(group: Group | None, value: int) -> int:
+    """Return ``value`` of the first rank of ``group``, 0 to 255; every rank calls it.
 
-    def __init__(self, group: Group | None) -> None:
-        self._group = group
-        self._byte = torch.zeros(1, dtype=torch.uint8)
-
-    @classmethod
-    def of_this_rank(cls) -> FirstRank:
-        """Return the first of the tensor-parallel ranks of this stage."""
-        return cls(groups().get("tp"))
-
-    def decide(self, own: int) -> int:
-        """Return ``own`` of the first rank, 0 to 255; every rank calls it.
-
-        Raises ``RuntimeError`` when the first rank has exited.
-        """
-        if self._group is None:
-            return own
-        self._byte[0] = own
-        dist.broadcast(self._byte, src=self._group.ranks[0], group=self._group.host_group)
-        return int(self._byte[0])
+    Raises ``RuntimeError`` when the first rank has exited.
+    """
+    if group is None:
+        return value
+    byte = torch.tensor([value], dtype=torch.uint8)
+    dist.broadcast(byte, src=group.ranks[0], group=group.host_group)
+    return int(byte[0])
 
 
 def send_to_last_stage(tensor: Tensor) -> None:

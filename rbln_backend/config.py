@@ -2,8 +2,8 @@
 
 A field declares its type, which is its rule; the variable that sets it; whether it changes
 compiled graphs; and the text of `docs/configuration.md`. This module does not read the environment:
-`rbln_backend.settings` creates the one object of a service, and `Settled` carries it in vLLM's
-configuration to all processes.
+`rbln_backend.settings` creates the one object of a service, and `EngineSettings` carries it in
+vLLM's configuration to all processes.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ A message names the feature, the reason and an alternative, in one line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rbln_backend.errors import UnsupportedModelError
@@ -25,6 +26,12 @@ class Feature:
         return UnsupportedModelError(
             f"{place}{self.name}: not supported by the RBLN backend, {self.why}; {self.instead}"
         )
+
+    def refuse(self, settings: Mapping[str, bool], flag: str = "") -> None:
+        """Raise for the first of ``settings`` that is present, of those with ``flag``."""
+        for setting, is_present in settings.items():
+            if is_present:
+                raise self.refusal(f"{flag} with {setting}" if flag else setting)
 
 
 MULTIMODAL = Feature(

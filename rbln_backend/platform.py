@@ -34,12 +34,24 @@ from rbln_backend.limits import (
     SPARSE_ATTENTION,
 )
 from rbln_backend.models import register as register_text_models
-from rbln_backend.refusals import model_config, refuse_first, refuse_unsupported, settle_compilation
-from rbln_backend.settings import Settled, largest_decode, newer_sdk, options_of_vllm, resolve
+from rbln_backend.refusals import (
+    model_config,
+    pools,
+    refuse_first,
+    refuse_unsupported,
+    settle_compilation,
+)
+from rbln_backend.settings import (
+    EngineSettings,
+    largest_decode,
+    newer_sdk,
+    options_of_vllm,
+    resolve,
+)
 from rbln_backend.speculation.model_rules import settle_draft_model
 
 if TYPE_CHECKING:
-    from vllm.config import LoRAConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -196,7 +208,7 @@ class RblnPlatform(Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        if not isinstance(vllm_config.additional_config, Settled):
+        if not isinstance(vllm_config.additional_config, EngineSettings):
             settle_compilation(vllm_config)
 
     @classmethod
@@ -207,7 +219,7 @@ class RblnPlatform(Platform):
         _set_classes(vllm_config)
         _set_compilation(vllm_config)
         device = device_capabilities(rbln)
-        if device.npu is not None and not isinstance(vllm_config.additional_config, Settled):
+        if device.npu is not None and not isinstance(vllm_config.additional_config, EngineSettings):
             check_release(vllm_config, rbln)
         rbln = _settle_shapes(vllm_config, rbln, device)
         if device.npu is not None:
@@ -220,7 +232,7 @@ class RblnPlatform(Platform):
         # vLLM does not pass this number to engines of dense models.
         engines = max(1, vllm_config.parallel_config.data_parallel_size_local)
         buckets = _settle_buckets(vllm_config, rbln)
-        vllm_config.additional_config = Settled(rbln, engines, others, buckets)
+        vllm_config.additional_config = EngineSettings(rbln, engines, others, buckets)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
@@ -230,7 +242,7 @@ class RblnPlatform(Platform):
 def _read_settings(vllm_config: VllmConfig) -> tuple[RblnConfig, Mapping[str, Any]]:
     """Return our settings and vLLM's entries of `additional_config`; log warnings."""
     additional = vllm_config.additional_config
-    if isinstance(additional, Settled):
+    if isinstance(additional, EngineSettings):
         # vLLM builds a configuration again from a settled one.
         return additional.rbln, additional.others
     if not isinstance(additional, dict):
@@ -275,23 +287,17 @@ def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
             LORA_DTYPE: lora.lora_dtype != model.dtype and not rbln.enforce_model_fp32,
         }
     )
-    if not device_capabilities(rbln).runs_on_host:
-        _check_npu_lora(lora, rbln, has_slots=device_capabilities(rbln).adapters)
+    device = device_capabilities(rbln)
+    if not device.runs_on_host:
+        targets = [f"--lora-target-modules {name}" for name in lora.target_modules or ()]
+        settings = {
+            "device 'rebel' without torch-rbln": not device.adapters,
+            "VLLM_RBLN_ENABLE_WARM_UP=0": not rbln.enable_warm_up,
+            **{target: target.endswith(("experts", "lm_head")) for target in targets},
+        }
+        LORA_ON_NPU.refuse(settings, "--enable-lora")
     assert isinstance(model.dtype, torch.dtype)
     lora.lora_dtype = model.dtype
-
-
-def _check_npu_lora(lora: LoRAConfig, rbln: RblnConfig, *, has_slots: bool) -> None:
-    """Raise for adapters that an NPU cannot have."""
-    targets = [f"--lora-target-modules {name}" for name in lora.target_modules or ()]
-    present = {
-        "device 'rebel' without torch-rbln": not has_slots,
-        "VLLM_RBLN_ENABLE_WARM_UP=0": not rbln.enable_warm_up,
-        **{target: target.endswith(("experts", "lm_head")) for target in targets},
-    }
-    for setting, is_present in present.items():
-        if is_present:
-            raise LORA_ON_NPU.refusal(f"--enable-lora with {setting}")
 
 
 def _settle_grammars(vllm_config: VllmConfig) -> None:
@@ -371,8 +377,7 @@ def _settle_shapes(vllm_config: VllmConfig, rbln: RblnConfig, device: Capabiliti
             if model is not None:
                 experts = (model.get_num_experts(), model.get_num_experts_per_tok())
             step_tokens = step_tokens_of(*experts)
-    pools = model is not None and model.runner_type == "pooling"
-    is_one = not device.joint_prompts or rbln.use_custom_kernel or pools
+    is_one = not device.joint_prompts or rbln.use_custom_kernel or pools(vllm_config)
     refuse_first({PREFILL_PROMPTS: is_one and rbln.chunk_prompts > 1})
     prompts = 1 if is_one else rbln.prefill_prompts or DEFAULT_PREFILL_PROMPTS
     return rbln.model_copy(

@@ -46,19 +46,12 @@ from rbln_backend.limits import (
     Feature,
 )
 from rbln_backend.models import TEXT_MODELS
-from rbln_backend.settings import Settled, given_options, options_of_vllm
+from rbln_backend.settings import EngineSettings, given_options, options_of_vllm
 from rbln_backend.speculation.model_rules import check_draft_model
 from rbln_backend.speculation.text_drafts import DRAFT_METHODS, DRAFT_MODELS, draft_model_of
 
 if TYPE_CHECKING:
-    from vllm.config import (
-        CacheConfig,
-        CompilationConfig,
-        ModelConfig,
-        ParallelConfig,
-        SpeculativeConfig,
-        VllmConfig,
-    )
+    from vllm.config import CacheConfig, CompilationConfig, ModelConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +66,8 @@ def settle_compilation(vllm_config: VllmConfig) -> None:
 
     Must run before vLLM fills in its own defaults.
     """
+    from vllm.config import CompilationMode, CUDAGraphMode
+
     model = model_config(vllm_config)
     if model is not None:
         # First: for some unsupported models vLLM changes the compilation settings itself.
@@ -85,7 +80,12 @@ def settle_compilation(vllm_config: VllmConfig) -> None:
     if level == 1:
         logger.warning("-O1 has no effect: every graph is compiled as a whole, as for -O3")
     given = _changed(vllm_config.compilation_config)
-    _check_modes(given)
+    mode = given.pop("mode", CompilationMode.VLLM_COMPILE)
+    if mode != CompilationMode.VLLM_COMPILE:
+        name = f"{int(mode)} ({mode.name})"
+        raise ConfigError(f"{_FLAG}: mode must be 3, got {name}: {_NO_EAGER}")
+    if given.get("cudagraph_mode") == CUDAGraphMode.NONE:
+        del given["cudagraph_mode"]
     if (sizes := given.pop(_SIZES, None)) is not None:
         vllm_config.compilation_config.compile_sizes = None
         _take_sizes(vllm_config, sizes)
@@ -107,18 +107,6 @@ def _changed(given: CompilationConfig) -> dict[str, Any]:
     names = [field.name for field in fields(given) if field.init]
     pairs = {name: (getattr(given, name), getattr(untouched, name)) for name in names}
     return {name: value for name, (value, default) in pairs.items() if value != default}
-
-
-def _check_modes(given: dict[str, Any]) -> None:
-    """Remove the modes that describe this backend; raise for others."""
-    from vllm.config import CompilationMode, CUDAGraphMode
-
-    mode = given.pop("mode", CompilationMode.VLLM_COMPILE)
-    if mode != CompilationMode.VLLM_COMPILE:
-        name = f"{int(mode)} ({mode.name})"
-        raise ConfigError(f"{_FLAG}: mode must be 3, got {name}: {_NO_EAGER}")
-    if given.get("cudagraph_mode") == CUDAGraphMode.NONE:
-        del given["cudagraph_mode"]
 
 
 def _take_sizes(vllm_config: VllmConfig, sizes: list[Any]) -> None:
@@ -197,9 +185,16 @@ def model_config(vllm_config: VllmConfig) -> ModelConfig | None:
     return vllm_config.model_config
 
 
+def pools(vllm_config: VllmConfig) -> bool:
+    """Return True for an engine with a model that pools."""
+    model = model_config(vllm_config)
+    return model is not None and model.runner_type == "pooling"
+
+
 def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for the first unsupported setting of the whole configuration."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    is_settled = isinstance(vllm_config.additional_config, EngineSettings)
     _check_ranks(vllm_config, profiler=rbln.profiler)
     refuse_first(
         {
@@ -207,13 +202,25 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
             or parallel.decode_context_parallel_size > 1
         }
     )
-    model = model_config(vllm_config)
-    if parallel.assigned_physical_gpu_ids and not isinstance(
-        vllm_config.additional_config, Settled
-    ):
-        _check_device_ids(rbln)
+    model, device = model_config(vllm_config), device_capabilities(rbln)
+    if parallel.assigned_physical_gpu_ids and not is_settled:
+        if device.npu is None:
+            raise ConfigError("--device-ids: the emulated device has no numbers; drop the flag")
+        if rbln.num_devices_per_local_rank > 1:
+            raise ConfigError(
+                "--device-ids names one NPU for each rank: with num_devices_per_local_rank="
+                f"{rbln.num_devices_per_local_rank} use RBLN_VISIBLE_DEVICES"
+            )
     if rbln.has_kv_tiers:
-        _check_tiers(vllm_config, rbln)
+        algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+        KV_TIERS.refuse(
+            {
+                f"{parallel.world_size} ranks of an engine": parallel.world_size > 1,
+                "device 'rebel' without torch-rbln": not device.copies_caches,
+                f"architecture {model and model.architecture!r}": pools(vllm_config),
+                f"--prefix-caching-hash-algo {algorithm}": not algorithm.startswith("sha256"),
+            }
+        )
     if names_nixl(vllm_config.kv_transfer_config):
         check_nixl(vllm_config, rbln)
     if vllm_config.speculative_config is not None:
@@ -227,7 +234,6 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         if model.architecture in TEXT_MODELS and not rbln.disable_mm:
             raise MULTIMODAL.refusal(f"architecture {model.architecture!r}")
         _check_kv_dtype(vllm_config.cache_config, model, rbln)
-        is_settled = isinstance(vllm_config.additional_config, Settled)
         if model.is_moe:
             exchange = parallel.all2all_backend
             refuse_first(
@@ -236,38 +242,13 @@ def refuse_unsupported(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
             ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
             if parallel.enable_expert_parallel and ranks == 1:
                 logger.warning("--enable-expert-parallel has no effect: one rank has all experts")
-        if rbln.use_w8a8 and not is_settled and device_capabilities(rbln).packed_weights:
+        if rbln.use_w8a8 and not is_settled and device.packed_weights:
             logger.warning("use_w8a8 has no effect: the emulated device does not round inputs")
     # Last: vLLM switches it off itself for some unsupported models.
     if not scheduler.enable_chunked_prefill:
         raise ConfigError(
             "Disabling chunked prefill is not supported on RBLN. Please enable chunked prefill."
         )
-
-
-def _check_device_ids(rbln: RblnConfig) -> None:
-    """Raise where ranks have no NPU of their own, or several."""
-    if device_capabilities(rbln).npu is None:
-        raise ConfigError("--device-ids: the emulated device has no numbers; drop the flag")
-    if rbln.num_devices_per_local_rank > 1:
-        raise ConfigError(
-            "--device-ids names one NPU for each rank: with num_devices_per_local_rank="
-            f"{rbln.num_devices_per_local_rank} use RBLN_VISIBLE_DEVICES"
-        )
-
-
-def _check_tiers(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
-    """Raise for KV tiers of an engine that cannot have any."""
-    model, ranks = model_config(vllm_config), vllm_config.parallel_config.world_size
-    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
-    if ranks > 1:
-        raise KV_TIERS.refusal(f"{ranks} ranks of an engine")
-    if not device_capabilities(rbln).copies_caches:
-        raise KV_TIERS.refusal("device 'rebel' without torch-rbln")
-    if model is not None and model.runner_type == "pooling":
-        raise KV_TIERS.refusal(f"architecture {model.architecture!r}")
-    if not algorithm.startswith("sha256"):
-        raise KV_TIERS.refusal(f"--prefix-caching-hash-algo {algorithm}")
 
 
 def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
@@ -280,35 +261,33 @@ def _check_speculation(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     refuse_first(
         {
             SPECULATION_KERNELS: rbln.use_custom_kernel,
-            SPECULATION_POOLING: model is not None and model.runner_type == "pooling",
+            SPECULATION_POOLING: pools(vllm_config),
             SPECULATION_RANKS: parallel.data_parallel_size > 1
             and model is not None
             and model.is_moe,
         }
     )
-    on_npu = not device_capabilities(rbln).general_attention
     if parallel.pipeline_parallel_size > 1:
-        _check_draft_stages(speculation, parallel)
+        stages = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
+        executor = parallel.distributed_executor_backend
+        # vLLM's class of ERNIE 4.5 with tied embeddings has no stages, with drafts or without.
+        draft = speculation.draft_model_config.architecture if speculation.method == MTP else None
+        SPECULATION_STAGES.refuse(
+            {
+                f"{stages}, --distributed-executor-backend {executor}": executor
+                not in (None, "mp", RANKS_EXECUTOR),
+                f"{stages}, method {speculation.method!r} of {draft}": draft == "ErnieMTPModel",
+            }
+        )
     if draft_model_of(vllm_config) is not None:
+        on_npu = not device_capabilities(rbln).general_attention
         check_draft_model(vllm_config, rbln, on_npu=on_npu)
-
-
-def _check_draft_stages(speculation: SpeculativeConfig, parallel: ParallelConfig) -> None:
-    """Raise for drafts that pipeline stages cannot have."""
-    found = f"--pipeline-parallel-size {parallel.pipeline_parallel_size}"
-    executor = parallel.distributed_executor_backend
-    if executor not in (None, "mp", RANKS_EXECUTOR):
-        raise SPECULATION_STAGES.refusal(f"{found}, --distributed-executor-backend {executor}")
-    # vLLM's class of ERNIE 4.5 with tied embeddings has no stages, with drafts or without.
-    own = speculation.draft_model_config.architecture if speculation.method == MTP else None
-    if own == "ErnieMTPModel":
-        raise SPECULATION_STAGES.refusal(f"{found}, method {speculation.method!r} of {own}")
 
 
 def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for an engine whose next step cannot be planned before the tokens of this one."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    present = {
+    settings = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "data-parallel experts": parallel.data_parallel_size > 1 and model.is_moe,
         "--speculative-config": vllm_config.speculative_config is not None,
@@ -317,16 +296,14 @@ def _check_async_scheduling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         "--runner pooling": model.runner_type == "pooling",
         "VLLM_RBLN_SAMPLER=0": not rbln.sampler and not device_capabilities(rbln).runs_on_host,
     }
-    for setting, is_present in present.items():
-        if is_present:
-            raise ASYNC_SCHEDULING.refusal(f"--async-scheduling with {setting}")
+    ASYNC_SCHEDULING.refuse(settings, "--async-scheduling")
 
 
 def _check_device_sampling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     """Raise for an engine whose tokens cannot be drawn on the device."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     device = device_capabilities(rbln)
-    present = {
+    settings = {
         f"device {device.device!r}": device.runs_on_host,
         "device 'rebel' without torch-rbln": not device.copies_caches,
         "VLLM_RBLN_SAMPLER=0": not rbln.sampler,
@@ -336,9 +313,7 @@ def _check_device_sampling(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "data-parallel experts": parallel.data_parallel_size > 1 and model.is_moe,
     }
-    for setting, is_present in present.items():
-        if is_present:
-            raise DEVICE_SAMPLING.refusal(f"sample_on_device with {setting}")
+    DEVICE_SAMPLING.refuse(settings, "sample_on_device")
 
 
 def _check_kv_dtype(cache: CacheConfig, model: ModelConfig, rbln: RblnConfig) -> None:

@@ -407,7 +407,11 @@ def resolve(
     try:
         config.check_buckets()
     except PydanticCustomError as error:
-        raise ConfigError(_clash(error, found.sources)) from None
+        # Across fields: it names their sources.
+        names, sources = (error.context or {})["fields"], found.sources
+        origins = [f"{name} from {sources[name]}" for name in names if name in sources]
+        more = f" ({', '.join(origins)})" if origins else ""
+        raise ConfigError(f"{error.message()}{more}") from None
     return ResolvedConfig(config, found.warnings)
 
 
@@ -481,21 +485,19 @@ def _read_environment(environ: Mapping[str, str], found: _Findings) -> None:
             raise ConfigError(f"Invalid {variable.name}: {text}, {error}") from None
         if value is not None:
             value = _checked(variable.kind, value, variable.name, text)
-            _take_variable(variable, value, text, found)
-
-
-def _take_variable(variable: Variable, value: object, text: str, found: _Findings) -> None:
-    _limit(variable, value, variable.name, text, found)
-    target = variable.field
-    if target is None:
-        return
-    if variable.status is Status.ALIAS:
-        primary = next(other.name for other in VARIABLES if other.field == target)
-        ignored = found.values.get(target, value) != value
-        advice = f"ignored because {primary} is set" if ignored else f"deprecated, use {primary}"
-        found.warnings.append(f"{variable.name} is {advice}")
-    if target not in found.values:
-        found.take(target, value, f"environment {variable.name}")
+            _limit(variable, value, variable.name, text, found)
+        target = variable.field
+        if value is None or target is None:
+            continue
+        if variable.status is Status.ALIAS:
+            primary = next(other.name for other in VARIABLES if other.field == target)
+            ignored = found.values.get(target, value) != value
+            advice = (
+                f"ignored because {primary} is set" if ignored else f"deprecated, use {primary}"
+            )
+            found.warnings.append(f"{variable.name} is {advice}")
+        if target not in found.values:
+            found.take(target, value, f"environment {variable.name}")
 
 
 def _read_options(options: Mapping[str, Any], found: _Findings) -> None:
@@ -518,8 +520,7 @@ def _checked(kind: Any, value: object, label: str, shown: str, source: str = "")
     try:
         return TypeAdapter(kind, config=STRICT).validate_python(value)
     except ValidationError as error:
-        reason = _reason(error)
-        raise ConfigError(f"Invalid {label}: {shown}, {reason}{source}") from None
+        raise ConfigError(f"Invalid {label}: {shown}, {_reason(error)}{source}") from None
 
 
 def _limit(variable: Variable, value: object, label: str, shown: str, found: _Findings) -> None:
@@ -551,13 +552,6 @@ def _reason(error: ValidationError) -> str:
     return f"each {words}" if is_in_list else words
 
 
-def _clash(error: PydanticCustomError, sources: Mapping[str, str]) -> str:
-    """Return the reason of an error across fields, and the sources of these fields."""
-    fields = (error.context or {})["fields"]
-    origins = [f"{name} from {sources[name]}" for name in fields if name in sources]
-    return error.message() + (f" ({', '.join(origins)})" if origins else "")
-
-
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
     options = sorted(known)
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
@@ -565,7 +559,7 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class EngineSettings:
     """The object that replaces the mapping in `VllmConfig.additional_config`.
 
     vLLM accepts any object there that has `compute_hash`, and pickles it with the rest.
@@ -585,16 +579,16 @@ class Settled:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def settled(config: VllmConfig) -> Settled:
+def engine_settings(config: VllmConfig) -> EngineSettings:
     """Return what the platform stored in vLLM's configuration."""
     found = config.additional_config
-    assert isinstance(found, Settled), "RblnPlatform.check_and_update_config ran first"
+    assert isinstance(found, EngineSettings), "RblnPlatform.check_and_update_config ran first"
     return found
 
 
 def compiled_sizes(config: VllmConfig) -> EngineBuckets:
     """Return the compiled sizes of an engine."""
-    found = settled(config).buckets
+    found = engine_settings(config).buckets
     assert found is not None, "an engine has a model"
     return found
 
@@ -607,4 +601,4 @@ def largest_decode(config: VllmConfig) -> int:
 
 def configured(config: VllmConfig) -> RblnConfig:
     """Return the settings of this backend."""
-    return settled(config).rbln
+    return engine_settings(config).rbln

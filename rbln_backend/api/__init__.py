@@ -78,10 +78,10 @@ def refuse_model(config: ModelConfig) -> None:
 
 def profiles(config: VllmConfig) -> bool:
     """Return whether an engine of this configuration can record profiles."""
-    from rbln_backend.settings import Settled
+    from rbln_backend.settings import EngineSettings
 
     settled = config.additional_config
-    return isinstance(settled, Settled) and settled.rbln.profiler
+    return isinstance(settled, EngineSettings) and settled.rbln.profiler
 
 
 def decode_buckets(config: VllmConfig) -> tuple[int, ...]:

@@ -95,7 +95,14 @@ class RblnKvCoordinator(KVCacheCoordinator):
             )
             found[manager.kv_cache_group_id] = blocks[0]
             hit = min(hit, length)
-        hit = self._shorten_to_windows(block_hashes, hit)
+        # The longest prefix that every window group can resume.
+        previous = -1
+        while hit != previous:
+            previous = hit
+            for window in self.windows:
+                hit = window.log.longest(block_hashes, hit)
+            for appended in self.appended:
+                hit = appended.longest(block_hashes, hit)
         for manager in self.paged:
             del found[manager.kv_cache_group_id][-(-hit // manager.block_size) :]
         for appended in self.appended:
@@ -125,17 +132,6 @@ class RblnKvCoordinator(KVCacheCoordinator):
             blocks += sum(-(-tokens // manager.block_size) for manager in paged)
             blocks += sum(window.get_num_blocks_to_allocate("") for window in self.windows)
         return blocks
-
-    def _shorten_to_windows(self, block_hashes: Sequence[BlockHash], hit: int) -> int:
-        """Return the longest prefix, up to ``hit`` tokens, that every window group can resume."""
-        previous = -1
-        while hit != previous:
-            previous = hit
-            for window in self.windows:
-                hit = window.log.longest(block_hashes, hit)
-            for appended in self.appended:
-                hit = appended.longest(block_hashes, hit)
-        return hit
 
     def allocate_new_computed_blocks(
         self,
@@ -242,7 +238,10 @@ class BlockEvents:
                     stored.append(event)
         gone = [name for name, held in was_held.items() if held and name not in self._held]
         fresh = {name for name, held in was_held.items() if not held and name in self._held}
-        changes += self._removed(gone)
+        for group in dict.fromkeys(group for group, _ in gone):
+            hashes = [block_hash for owner, block_hash in gone if owner == group]
+            medium = self._pool.medium
+            changes.append(BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group))
         changes += _parts(reports, lambda name: name in self._held)
         changes += _parts(stored, lambda name: _take(fresh, name))
         return changes
@@ -256,12 +255,6 @@ class BlockEvents:
             self._held[name] += change
             if self._held[name] <= 0:
                 del self._held[name]
-
-    def _removed(self, names: list[_Name]) -> Iterator[BlockRemoved]:
-        """Return one event for each group."""
-        for group in dict.fromkeys(group for group, _ in names):
-            hashes = [block_hash for owner, block_hash in names if owner == group]
-            yield BlockRemoved(block_hashes=hashes, medium=self._pool.medium, group_idx=group)
 
 
 def _parts(

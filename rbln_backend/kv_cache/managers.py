@@ -84,15 +84,14 @@ class WindowLog:
         if block_hash in self._pages:
             self._pages.move_to_end(block_hash)
             return None
-        page = self._free.pop() if self._free else self._evict()
+        if self._free:
+            page = self._free.pop()
+        else:
+            # The least recently used prefix.
+            evicted, page = self._pages.popitem(last=False)
+            if self.on_evicted is not None:
+                self.on_evicted(evicted)
         self._pages[block_hash] = page
-        return page
-
-    def _evict(self) -> int:
-        """Remove the least recently used prefix; return its page."""
-        block_hash, page = self._pages.popitem(last=False)
-        if self.on_evicted is not None:
-            self.on_evicted(block_hash)
         return page
 
     def find(self, hashes: Sequence[bytes]) -> list[int] | None:
@@ -221,22 +220,15 @@ class HeadSharingManager(SingleTypeKVCacheManager):
             # Upstream drops the heads of a block when it registers the whole block.
             is_whole = stop % self.block_size == 0
             known = start if is_whole else max(start, num_indexed)
-            self._index_heads(request, blocks[index], known, stop)
-
-    def _index_heads(self, request: Request, block: KVCacheBlock, known: int, stop: int) -> None:
-        """Register the heads of ``block`` that end after ``known``, up to ``stop`` tokens.
-
-        Upstream's ``cache_partial_block`` drops a block's shorter heads for each longer one: every
-        unit of a block would register all of its heads again.
-        """
-        unit = self.block_pool.hash_block_size
-        for end in range(known + unit, stop + 1, unit):
-            if end % self.block_size:
-                prefix = request.block_hashes[end // unit - 1]
-                key = make_block_hash_with_group_id(prefix, self.kv_cache_group_id)
-                self.block_pool._insert_block_hash(key, block, num_tokens=end)
-        group = self.kv_cache_group_id
-        report_stored(self.block_pool, request, known // unit, stop // unit, group)
+            # Upstream's ``cache_partial_block`` drops a block's shorter heads for each longer one:
+            # every unit of a block would register all of its heads again.
+            for head in range(known + unit, stop + 1, unit):
+                if head % self.block_size:
+                    prefix = request.block_hashes[head // unit - 1]
+                    key = make_block_hash_with_group_id(prefix, self.kv_cache_group_id)
+                    self.block_pool._insert_block_hash(key, blocks[index], num_tokens=head)
+            group = self.kv_cache_group_id
+            report_stored(self.block_pool, request, known // unit, stop // unit, group)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._num_indexed.pop(request_id, None)
@@ -260,10 +252,15 @@ class AppendedWindowManager(HeadSharingManager, SlidingWindowManager):
         A multiple of the pool's hash granularity.
         """
         unit = self.block_pool.hash_block_size
-        length, reach = -1, max_tokens // unit * unit
-        while length != reach:
-            length = reach
-            reach = self._reach(block_hashes, length)
+        length = max_tokens // unit * unit
+        end, oldest = length, self.get_num_skipped_tokens(length)
+        while end > oldest:
+            if self._cached(block_hashes, end) is not None:
+                end = (end - 1) // self.block_size * self.block_size
+                continue
+            # Longer prefixes need the rest of this block, too.
+            length = end = end - unit
+            oldest = self.get_num_skipped_tokens(length)
         return length
 
     def find(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> list[KVCacheBlock]:
@@ -275,16 +272,6 @@ class AppendedWindowManager(HeadSharingManager, SlidingWindowManager):
             assert block is not None, "the block was found before"
             found.append(block)
         return found
-
-    def _reach(self, block_hashes: Sequence[BlockHash], length: int) -> int:
-        """Return ``length`` if its window is in the cache, else the next prefix that may be."""
-        end, oldest = length, self.get_num_skipped_tokens(length)
-        while end > oldest:
-            if self._cached(block_hashes, end) is None:
-                # Longer prefixes need the rest of this block, too.
-                return end - self.block_pool.hash_block_size
-            end = (end - 1) // self.block_size * self.block_size
-        return length
 
     def _cached(self, block_hashes: Sequence[BlockHash], end: int) -> KVCacheBlock | None:
         """Return a block that has the tokens before ``end`` from the last boundary of blocks on."""

@@ -5,15 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-)
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheSpec, MLAAttentionSpec
 
 from rbln_backend.errors import ConfigError
 from rbln_backend.kv_cache.layout import log_pages
@@ -79,15 +74,45 @@ def plan_specs(
         else window_of(spec, limits.max_model_len)
         for name, spec in dense.items()
     }
-    if not limits.own_ops:
-        _refuse_own_ops(dense, limits)
+    context = limits.max_model_len
+    # What only our own ops can compute.
+    for name, spec in () if limits.own_ops else dense.items():
+        width = window_of(spec, context)
+        if width is not None and not limits.stores_windows:
+            raise SPECULATION_WINDOWS.refusal(f"layer {name} with a window of {width}")
+        if isinstance(spec, ChunkedLocalAttentionSpec) and spec.attention_chunk_size < context:
+            raise CHUNKED_ATTENTION.refusal(f"layer {name}")
+        if spec.head_size_v not in (0, spec.head_size):
+            sizes = f"{spec.head_size} and {spec.head_size_v}"
+            raise UNEQUAL_HEADS.refusal(f"layer {name} with heads of {sizes}")
     if any(windows.values()) and not limits.hybrid:
         raise ConfigError(
             "sliding-window layers keep one block per request, which needs vLLM's hybrid KV cache "
             "manager: drop --disable-hybrid-kv-cache-manager"
         )
-    fitted = _fit_unit(windows, limits)
-    pages = _pages_by_window(dense, windows, fitted)
+    # Pages divide every window where chunks may start inside one: otherwise a step that slides
+    # through a window would never hold the first page whole.
+    page_tokens = math.gcd(limits.unit, *(window for window in windows.values() if window))
+    if limits.unit >= limits.chunk_tokens or page_tokens < SMALLEST_PAGE:
+        page_tokens = limits.unit
+    # The bytes of a token in all layers, by window size.
+    token_bytes: dict[int, int] = defaultdict(int)
+    for name, window in windows.items():
+        if window is not None:
+            token_bytes[window] += bytes_per_token(dense[name])
+    pages = {
+        window: log_pages(
+            window=window,
+            unit=page_tokens,
+            max_model_len=context,
+            max_num_seqs=limits.max_num_seqs,
+            chunk_tokens=limits.chunk_tokens,
+            max_bytes=limits.log_bytes // len(token_bytes),
+            token_bytes=all_layers,
+            wanted_tokens=limits.log_tokens,
+        )
+        for window, all_layers in token_bytes.items()
+    }
     # A group of windows has a pool of its own beside paged layers.
     own_blocks = limits.max_num_seqs + 1 if None in windows.values() else 0
     planned: dict[str, LayerSpec] = {}
@@ -110,58 +135,9 @@ def plan_specs(
                 window=window,
                 own_blocks=own_blocks,
                 log_pages=pages[window],
-                page_tokens=fitted.unit,
+                page_tokens=page_tokens,
             )
     return planned
-
-
-def _refuse_own_ops(layers: Mapping[str, AttentionSpec], limits: KvLimits) -> None:
-    """Raise ``UnsupportedModelError`` for a layer that only our own ops can compute."""
-    context = limits.max_model_len
-    for name, spec in layers.items():
-        window = window_of(spec, context)
-        if window is not None and not limits.stores_windows:
-            raise SPECULATION_WINDOWS.refusal(f"layer {name} with a window of {window}")
-        if isinstance(spec, ChunkedLocalAttentionSpec) and spec.attention_chunk_size < context:
-            raise CHUNKED_ATTENTION.refusal(f"layer {name}")
-        if spec.head_size_v not in (0, spec.head_size):
-            sizes = f"{spec.head_size} and {spec.head_size_v}"
-            raise UNEQUAL_HEADS.refusal(f"layer {name} with heads of {sizes}")
-
-
-def _fit_unit(windows: Mapping[str, int | None], limits: KvLimits) -> KvLimits:
-    """Return the limits with pages that divide every window, where chunks may start inside one.
-
-    Otherwise a step that slides through a window would never hold the first page whole.
-    """
-    sizes = [window for window in windows.values() if window is not None]
-    fitting = math.gcd(limits.unit, *sizes)
-    if limits.unit >= limits.chunk_tokens or fitting < SMALLEST_PAGE:
-        return limits
-    return replace(limits, unit=fitting)
-
-
-def _pages_by_window(
-    layers: Mapping[str, AttentionSpec], windows: Mapping[str, int | None], limits: KvLimits
-) -> dict[int, int]:
-    """Return the pages of the prefix log by window size; see ``WindowSpec``."""
-    token_bytes: dict[int, int] = defaultdict(int)
-    for name, window in windows.items():
-        if window is not None:
-            token_bytes[window] += bytes_per_token(layers[name])
-    return {
-        window: log_pages(
-            window=window,
-            unit=limits.unit,
-            max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            chunk_tokens=limits.chunk_tokens,
-            max_bytes=limits.log_bytes // len(token_bytes),
-            token_bytes=all_layers,
-            wanted_tokens=limits.log_tokens,
-        )
-        for window, all_layers in token_bytes.items()
-    }
 
 
 def window_bytes(specs: Iterable[KVCacheSpec], max_num_seqs: int) -> int:

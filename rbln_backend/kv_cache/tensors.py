@@ -67,7 +67,9 @@ class KvCaches:
                     paged[places[name]] = cache
                     groups.setdefault(index, []).append(cache)
                 elif spec.log_pages:
-                    log = _allocate_log(memory, name, spec)
+                    heads, size = spec.num_kv_heads, spec.head_size
+                    shape = kv_cache_shape(spec.log_pages, heads, spec.page_tokens, size)
+                    log = memory.allocate(f"{name}.log", shape, spec.dtype)
                     windows.setdefault(index, []).append(LoggedWindow(cache, log))
                     groups.setdefault(index, []).append(log)
         return cls(memory, tensors, windows, groups)
@@ -167,8 +169,3 @@ def _allocate(
         outermost = (shape[1], shape[0], *shape[2:])
         return memory.allocate(name, outermost, spec.dtype).transpose(0, 1)
     return memory.allocate(name, shape, spec.dtype)
-
-
-def _allocate_log(memory: KvMemory, name: str, spec: WindowSpec) -> Tensor:
-    shape = kv_cache_shape(spec.log_pages, spec.num_kv_heads, spec.page_tokens, spec.head_size)
-    return memory.allocate(f"{name}.log", shape, spec.dtype)

@@ -85,28 +85,27 @@ def check_nixl(config: VllmConfig, rbln: RblnConfig) -> None:
     parallel = config.parallel_config
     # vLLM makes configurations without a model, too.
     model: ModelConfig | None = config.model_config
-    if parallel.pipeline_parallel_size > 1:
-        raise NIXL.refusal(f"--pipeline-parallel-size {parallel.pipeline_parallel_size}")
-    if parallel.distributed_executor_backend == "ray":
-        raise NIXL.refusal("--distributed-executor-backend ray")
-    if parallel.data_parallel_size > 1:
-        raise NIXL.refusal(f"--data-parallel-size {parallel.data_parallel_size}")
-    if not device_capabilities(rbln).copies_caches:
-        raise NIXL.refusal("device 'rebel' without torch-rbln")
-    if config.speculative_config is not None:
-        raise NIXL.refusal("--speculative-config")
-    if config.lora_config is not None:
-        raise NIXL.refusal("--enable-lora")
-    if rbln.use_custom_kernel:
-        raise NIXL.refusal("RBLN_USE_CUSTOM_KERNEL")
-    if model is not None and model.runner_type == "pooling":
-        raise NIXL.refusal(f"architecture {model.architecture!r}")
+    pools = model is not None and model.runner_type == "pooling"
+    stages, engines = parallel.pipeline_parallel_size, parallel.data_parallel_size
+    NIXL.refuse(
+        {
+            f"--pipeline-parallel-size {stages}": stages > 1,
+            "--distributed-executor-backend ray": parallel.distributed_executor_backend == "ray",
+            f"--data-parallel-size {engines}": engines > 1,
+            "device 'rebel' without torch-rbln": not device_capabilities(rbln).copies_caches,
+            "--speculative-config": config.speculative_config is not None,
+            "--enable-lora": config.lora_config is not None,
+            "RBLN_USE_CUSTOM_KERNEL": rbln.use_custom_kernel,
+            f"architecture {model and model.architecture!r}": pools,
+        }
+    )
     ranks = parallel.tensor_parallel_size
     # Latent attention caches one head, which each rank has whole.
     heads = ranks if model is None else 1 if model.use_mla else model.get_total_num_kv_heads()
-    if ranks > heads:
-        # Ranks that share a head: vLLM does not read them from fewer ranks.
-        raise NIXL.refusal(f"--tensor-parallel-size {ranks} above {heads} heads of keys and values")
+    # Ranks that share a head: vLLM does not read them from fewer ranks.
+    NIXL.refuse(
+        {f"--tensor-parallel-size {ranks} above {heads} heads of keys and values": ranks > heads}
+    )
 
 
 def check_cached_layers(specs: Iterable[KVCacheSpec]) -> None:

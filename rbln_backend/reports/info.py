@@ -29,11 +29,13 @@ class DeviceInfo(Section):
     """Device of the graphs."""
 
     name: Annotated[str, "`emulated` or `rebel`."]
-    npu: Annotated[str | None, "The NPU that graphs are compiled for; null when emulated."]
-    kernels: Annotated[str | None, "`native` or `aten` on the emulated device."]
-    isa: Annotated[str | None, "Instruction set that the kernels chose, such as `avx2`."]
-    library: Annotated[str | None, "Path of the kernels' library."]
-    reason: Annotated[str, "How the kernels were obtained, or why they are not the native ones."]
+    npu: Annotated[str | None, "The NPU that graphs are compiled for; null when emulated."] = None
+    kernels: Annotated[str | None, "`native` or `aten` on the emulated device."] = None
+    isa: Annotated[str | None, "Instruction set that the kernels chose, such as `avx2`."] = None
+    library: Annotated[str | None, "Path of the kernels' library."] = None
+    reason: Annotated[
+        str, "How the kernels were obtained, or why they are not the native ones."
+    ] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,8 +286,14 @@ class MemoryReport:
 
     def lines(self) -> list[tuple[str, str]]:
         """Return names and values to print, one per line."""
-        adapters = [("  adapters", _mib(self.lora_bytes))] if self.lora_bytes else []
-        windows = [("  windows", _mib(self.window_bytes))] if self.window_bytes else []
+        blocks = []
+        if self.block_bytes:
+            held = self.longest_requests
+            longest = "" if held is None else f", {held:.1f} longest requests"
+            total = _mib(self.num_blocks * self.block_bytes)
+            size = f"{self.num_blocks} blocks of {self.block_tokens} tokens"
+            size = f"{total}: {size}, {self.block_bytes:,} bytes each{longest}"
+            blocks.append(("  KV blocks", size))
         return [
             (
                 "memory",
@@ -294,20 +302,11 @@ class MemoryReport:
             ),
             ("  process", _mib(self.process_bytes)),
             ("  weights", f"{_mib(self.weight_bytes)}, {_mib(self.packing_bytes)} more packed"),
-            *adapters,
+            *([("  adapters", _mib(self.lora_bytes))] if self.lora_bytes else []),
             ("  workspace", _mib(self.workspace_bytes)),
-            *windows,
-            *self._blocks(),
+            *([("  windows", _mib(self.window_bytes))] if self.window_bytes else []),
+            *blocks,
         ]
-
-    def _blocks(self) -> list[tuple[str, str]]:
-        if not self.block_bytes:
-            return []
-        held = self.longest_requests
-        longest = "" if held is None else f", {held:.1f} longest requests"
-        size = f"{self.num_blocks} blocks of {self.block_tokens} tokens, {self.block_bytes:,} bytes"
-        total = self.num_blocks * self.block_bytes
-        return [("  KV blocks", f"{_mib(total)}: {size} each{longest}")]
 
 
 def _mib(size: int) -> str:
@@ -501,31 +500,33 @@ class ModelReport:
 
     def lines(self) -> list[tuple[str, str]]:
         """Return names and values to print, one per line."""
+        # Packed weights are counted in words.
+        counted = "parameters and words" if self.quantization else "parameters"
+        weights = (
+            f"{self.num_parameters / 1e6:,.1f}M {counted}, {self.dtype}, "
+            f"{self.weight_bytes / 2**20:,.0f} MiB"
+        )
+        quantization = f"{self.quantization}: {self.quantized_layers or 'no layer'}"
+        sizes, drawing = ", ".join(self.verify_sizes), self.num_sampler_graphs
+        more = f", and {drawing} that draw tokens, compiled by every start" if drawing else ""
+        adapters = f"{self.max_loras} slots for ranks up to {self.max_lora_rank}"
+        reason = self.prefix_caching_reason
         return [
             ("architecture", f"{self.architecture} ({self.task})"),
-            ("weights", self._weights()),
-            *self._quantization(),
+            ("weights", weights),
+            *([("quantization", quantization)] if self.quantization else []),
             *self._caches(),
             ("prefill chunks", _sizes(self.prefill_chunks)),
             ("decode buckets", _sizes(self.decode_buckets)),
-            *self._drafts(),
-            ("graphs", self._graphs()),
-            ("prefix caching", self._prefix_caching()),
-            *self._adapters(),
+            *([("draft model", self.draft_model)] if self.draft_model else []),
+            *([("drafts", f"checked by steps of {sizes}")] if sizes else []),
+            ("graphs", f"{self.num_graphs}{more}"),
+            ("prefix caching", f"{'on' if self.prefix_caching else 'off'}: {reason}"),
+            *([("adapters", adapters)] if self.max_loras else []),
             ("device", self.device),
             *(self.memory.lines() if self.memory is not None else ()),
             *self._stored(),
         ]
-
-    def _graphs(self) -> str:
-        drawing = self.num_sampler_graphs
-        more = f", and {drawing} that draw tokens, compiled by every start" if drawing else ""
-        return f"{self.num_graphs}{more}"
-
-    def _drafts(self) -> list[tuple[str, str]]:
-        sizes = ", ".join(self.verify_sizes)
-        made = [("draft model", self.draft_model)] if self.draft_model else []
-        return [*made, ("drafts", f"checked by steps of {sizes}")] if sizes else made
 
     def _stored(self) -> list[tuple[str, str]]:
         if self.store is None:
@@ -543,32 +544,11 @@ class ModelReport:
             ("context", f"{self.max_model_len} tokens in blocks of {self.block_size}"),
         ]
 
-    def _adapters(self) -> list[tuple[str, str]]:
-        if not self.max_loras:
-            return []
-        return [("adapters", f"{self.max_loras} slots for ranks up to {self.max_lora_rank}")]
-
-    def _weights(self) -> str:
-        # Packed weights are counted in words.
-        counted = "parameters and words" if self.quantization else "parameters"
-        return (
-            f"{self.num_parameters / 1e6:,.1f}M {counted}, {self.dtype}, "
-            f"{self.weight_bytes / 2**20:,.0f} MiB"
-        )
-
-    def _quantization(self) -> list[tuple[str, str]]:
-        if not self.quantization:
-            return []
-        return [("quantization", f"{self.quantization}: {self.quantized_layers or 'no layer'}")]
-
     def _group(self, group: CacheGroup) -> str:
         layers = "1 layer" if group.num_layers == 1 else f"{group.num_layers} layers"
         heads = f"{group.num_kv_heads} KV heads of {group.head_size}"
         stored = "" if group.dtype == self.dtype else f" in {group.dtype}"
         return f"{layers}, {group.kind}, {heads}{stored}"
-
-    def _prefix_caching(self) -> str:
-        return f"{'on' if self.prefix_caching else 'off'}: {self.prefix_caching_reason}"
 
 
 def _sizes(sizes: tuple[int, ...]) -> str:

@@ -57,239 +57,208 @@ class MetricDecl:
     across_ranks: str = "mostrecent"
 
 
+def _metric(
+    name: str,
+    about: str,
+    labels: str = "",
+    buckets: tuple[float, ...] = (),
+    across_ranks: str = "mostrecent",
+) -> MetricDecl:
+    """Return a declaration; the ending ``_total`` makes a counter, bounds make a histogram."""
+    kind = "counter" if name.endswith("_total") else "histogram" if buckets else "gauge"
+    return MetricDecl(name, kind, about, tuple(labels.split()), buckets, across_ranks)
+
+
 # Names, labels and buckets are an interface of dashboards.
 METRICS: tuple[MetricDecl, ...] = (
-    MetricDecl(
+    _metric(
         "rbln_compile_seconds",
-        "histogram",
         "Seconds to compile a graph or load it from the store, by kind (prefill, decode, verify, "
         "logits, pooling) and result (compiled, loaded). Each rank counts its own.",
-        ("kind", "result"),
-        _COMPILE_BUCKETS,
+        "kind result",
+        buckets=_COMPILE_BUCKETS,
     ),
-    MetricDecl(
+    _metric(
         "rbln_graphs",
-        "gauge",
         "Graphs in memory, by kind and result (compiled, loaded).",
-        ("kind", "result"),
+        "kind result",
         across_ranks="max",
     ),
-    MetricDecl(
+    _metric(
         "rbln_compile_cache_requests_total",
-        "counter",
         "Look-ups in the artifact store, by result (hit, miss, corrupt, bypass).",
-        ("result",),
+        "result",
     ),
-    MetricDecl(
+    _metric(
         "rbln_compile_cache_writes_total",
-        "counter",
         "Writes of artifacts to the store, by result (stored, failed, read_only).",
-        ("result",),
+        "result",
     ),
-    MetricDecl("rbln_compile_cache_size_bytes", "gauge", "Bytes of all artifacts in the store."),
-    MetricDecl("rbln_compile_cache_entries", "gauge", "Artifacts in the store."),
-    MetricDecl(
+    _metric("rbln_compile_cache_size_bytes", "Bytes of all artifacts in the store."),
+    _metric("rbln_compile_cache_entries", "Artifacts in the store."),
+    _metric(
         "rbln_compile_cache_lock_wait_seconds",
-        "histogram",
         "Seconds spent waiting for another process that compiled the same graph.",
-        (),
-        _LOCK_BUCKETS,
+        buckets=_LOCK_BUCKETS,
     ),
-    MetricDecl(
+    _metric(
         "rbln_recompiles_after_warmup_total",
-        "counter",
         "Hot-path compiles: shapes that a step needed and warm-up did not compile. Must stay 0. "
         "Each rank counts its own.",
-        ("kind",),
+        "kind",
     ),
-    MetricDecl(
+    _metric(
         "rbln_bucket_steps_total",
-        "counter",
         "Steps run, by phase (prefill, decode, verify, pooling) and bucket (tokens of a chunk, "
         "rows of a batch); counted once per engine, for any number of ranks.",
-        ("phase", "bucket"),
+        "phase bucket",
     ),
-    MetricDecl(
+    _metric(
         "rbln_bucket_step_seconds",
-        "histogram",
         "Seconds of one step on the device, by phase and bucket; of the first rank.",
-        ("phase", "bucket"),
-        _STEP_BUCKETS,
+        "phase bucket",
+        buckets=_STEP_BUCKETS,
     ),
-    MetricDecl(
+    _metric(
         "rbln_bucket_useful_rows_total",
-        "counter",
         "Rows of steps that held a request, by phase and bucket; in prefill, the requests.",
-        ("phase", "bucket"),
+        "phase bucket",
     ),
-    MetricDecl(
+    _metric(
         "rbln_bucket_padded_rows_total",
-        "counter",
         "Rows of steps that were padding, by phase and bucket.",
-        ("phase", "bucket"),
+        "phase bucket",
     ),
-    MetricDecl(
+    _metric(
         "rbln_prefill_useful_tokens_total",
-        "counter",
         "Prompt tokens computed in prefill steps, by chunk size.",
-        ("chunk",),
+        "chunk",
     ),
-    MetricDecl(
+    _metric(
         "rbln_prefill_padded_tokens_total",
-        "counter",
         "Tokens of prefill steps that were padding, by chunk size.",
-        ("chunk",),
+        "chunk",
     ),
-    MetricDecl(
+    _metric(
         "rbln_kv_tier_reads_total",
-        "counter",
         "Pages of prefixes looked up in the KV tiers, by result (memory, folder, miss, damaged).",
-        ("result",),
+        "result",
     ),
-    MetricDecl(
+    _metric(
         "rbln_kv_tier_writes_total",
-        "counter",
         "Pages of prefixes given to the KV tiers, by result (memory, folder, failed).",
-        ("result",),
+        "result",
     ),
-    MetricDecl(
-        "rbln_kv_tier_tokens_total",
-        "counter",
-        "Tokens whose keys and values came back from the KV tiers.",
+    _metric(
+        "rbln_kv_tier_tokens_total", "Tokens whose keys and values came back from the KV tiers."
     ),
-    MetricDecl(
+    _metric(
         "rbln_kv_tier_bytes",
-        "gauge",
         "Bytes that each KV tier holds (memory, folder); a folder's of all its servers.",
-        ("tier",),
+        "tier",
     ),
-    MetricDecl(
+    _metric(
         "rbln_prefix_hit_tokens_total",
-        "counter",
         "Tokens found in the prefix cache: in shared blocks (block), in copied heads of blocks "
         "(sub_block), in models with window layers only (window).",
-        ("kind",),
+        "kind",
     ),
-    MetricDecl(
+    _metric(
         "rbln_draft_tokens_total",
-        "counter",
         "Draft tokens that steps checked, by bucket (requests x tokens of each).",
-        ("bucket",),
+        "bucket",
     ),
-    MetricDecl(
-        "rbln_draft_accepted_tokens_total",
-        "counter",
-        "Accepted draft tokens, by bucket.",
-        ("bucket",),
-    ),
-    MetricDecl(
+    _metric("rbln_draft_accepted_tokens_total", "Accepted draft tokens, by bucket.", "bucket"),
+    _metric(
         "rbln_draft_gain_total",
-        "counter",
         "Sum over steps with drafts of their measured tokens per second relative to a step "
         "without, by bucket.",
-        ("bucket",),
+        "bucket",
     ),
-    MetricDecl(
+    _metric(
         "rbln_background_rows_total",
-        "counter",
         "Rows of decode steps with background requests: answer tokens in padding of the "
         "foreground's bucket (padding), prompt tokens there (prompt), or steps without a "
         "foreground (alone).",
-        ("kind",),
+        "kind",
     ),
-    MetricDecl(
+    _metric(
         "rbln_first_token_seconds",
-        "histogram",
         "Seconds from a request's arrival to its first token, by tokens of the prompt (to_256, "
         "to_2048, to_16384, more); background requests are not counted.",
-        ("prompt",),
-        _FIRST_TOKEN_BUCKETS,
+        "prompt",
+        buckets=_FIRST_TOKEN_BUCKETS,
     ),
-    MetricDecl(
+    _metric(
         "rbln_prefill_overtaken_total",
-        "counter",
         "Prompts that waited, or continued later, while a prompt that arrived later was computed "
         "(prefill_policy shortest).",
     ),
-    MetricDecl(
+    _metric(
         "rbln_prefill_overtaken_seconds",
-        "histogram",
         "Seconds from the first chunk of a later prompt to the next chunk of the overtaken one.",
-        (),
-        _FIRST_TOKEN_BUCKETS,
+        buckets=_FIRST_TOKEN_BUCKETS,
     ),
-    MetricDecl(
-        "rbln_background_parked", "gauge", "Background requests that hold KV blocks but no row."
-    ),
-    MetricDecl(
+    _metric("rbln_background_parked", "Background requests that hold KV blocks but no row."),
+    _metric(
         "rbln_background_preemptions_total",
-        "counter",
         "Background requests that lost their KV blocks to the foreground.",
     ),
-    MetricDecl(
+    _metric(
         "rbln_kv_blocks",
-        "gauge",
         "KV blocks for requests, by KV cache group and its kind (paged, window).",
-        ("group", "kind"),
+        "group kind",
         across_ranks="sum",
     ),
-    MetricDecl(
+    _metric(
         "rbln_kv_blocks_used",
-        "gauge",
         "KV blocks in use by requests, by KV cache group and its kind (paged, window).",
-        ("group", "kind"),
+        "group kind",
         across_ranks="sum",
     ),
-    MetricDecl(
+    _metric(
         "rbln_window_log_pages",
-        "gauge",
         "Pages of the prefix log of a sliding window, by KV cache group.",
-        ("group",),
+        "group",
         across_ranks="sum",
     ),
-    MetricDecl(
+    _metric(
         "rbln_window_log_pages_used",
-        "gauge",
         "Pages of the prefix log that hold a prefix, by KV cache group.",
-        ("group",),
+        "group",
         across_ranks="sum",
     ),
-    MetricDecl(
+    _metric(
         "rbln_startup_phase_seconds",
-        "gauge",
         "Seconds of a start-up phase (init, load, compile, warmup), slowest rank.",
-        ("phase",),
+        "phase",
         across_ranks="max",
     ),
-    MetricDecl(
+    _metric(
         "rbln_engine_last_step_timestamp_seconds",
-        "gauge",
         "Unix time of the end of an engine's latest step; before the first step, of its ready "
         "state.",
-        ("engine",),
+        "engine",
         across_ranks="max",
     ),
-    MetricDecl(
+    _metric(
         "rbln_grammar_mask_seconds",
-        "histogram",
         "Seconds of a step spent on grammars, by part: fill (compute the allowed tokens, beside "
         "the forward pass), wait (for the rest of it, after the forward pass) and apply (mask the "
         "logits).",
-        ("part",),
-        _MASK_BUCKETS,
+        "part",
+        buckets=_MASK_BUCKETS,
     ),
-    MetricDecl("rbln_lora_slots", "gauge", "LoRA adapter slots of an engine.", across_ranks="max"),
-    MetricDecl(
+    _metric("rbln_lora_slots", "LoRA adapter slots of an engine.", across_ranks="max"),
+    _metric(
         "rbln_lora_slots_used",
-        "gauge",
         "LoRA adapter slots in use; the maximum over engines.",
         across_ranks="max",
     ),
-    MetricDecl(
+    _metric(
         "rbln_device_memory_bytes",
-        "gauge",
         "Device memory in use by kind (weights, kv, lora), all ranks together.",
-        ("kind",),
+        "kind",
         across_ranks="sum",
     ),
 )

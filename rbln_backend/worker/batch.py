@@ -85,14 +85,19 @@ class RequestBatches:
         drafts = [drafted.get(i, ()) for i in batch.req_ids] if phase is Phase.VERIFY else ()
         tokens = scheduled.num_scheduled_tokens
         counts = [tokens[i] for i in batch.req_ids] if phase.takes_chunk else ()
-        unfinished = self._unfinished(batch, counts)
-        samples = not unfinished or len(unfinished) < batch.num_reqs
+        # Rows of a chunk whose prompts continue after it; none in a decode step.
+        requests = [self.requests[request_id] for request_id in batch.req_ids]
+        unfinished = [
+            row
+            for row, (request, count) in enumerate(zip(requests, counts, strict=False))
+            if request.num_computed_tokens + count < request.num_tokens
+        ]
         return StepBatch(
             phase=phase,
             input_batch=batch,
             num_reqs=batch.num_reqs,
             num_tokens=scheduled.total_num_scheduled_tokens,
-            samples=samples,
+            samples=not unfinished or len(unfinished) < batch.num_reqs,
             drafts=drafts,
             counts=counts,
             unfinished=unfinished,
@@ -145,7 +150,12 @@ class RequestBatches:
                 self._prefill.remove_request(request_id)
                 self._decode.remove_request(request_id)
             elif new_blocks is not None:
-                self._append_blocks(request, new_blocks)
+                for blocks, added in zip(request.block_ids, new_blocks, strict=True):
+                    blocks.extend(added)
+                for batch in (self._prefill, self._decode):
+                    row = batch.req_id_to_index.get(request_id)
+                    if row is not None:
+                        batch.block_table.append_row(new_blocks, row)
 
     def _append_tokens(self, request: CachedRequestState, step_tokens: list[int]) -> None:
         """Append the tokens that the last stage has sampled since the request's latest step here.
@@ -165,16 +175,6 @@ class RequestBatches:
                     batch.token_ids_cpu[row, position] = token
                     batch.num_tokens_no_spec[row] = position + 1
             request.output_token_ids.append(token)
-
-    def _append_blocks(
-        self, request: CachedRequestState, new_blocks: tuple[list[int], ...]
-    ) -> None:
-        for blocks, added in zip(request.block_ids, new_blocks, strict=True):
-            blocks.extend(added)
-        for batch in (self._prefill, self._decode):
-            row = batch.req_id_to_index.get(request.req_id)
-            if row is not None:
-                batch.block_table.append_row(new_blocks, row)
 
     def _phase(self, scheduled: SchedulerOutput) -> Phase | None:
         if not scheduled.num_scheduled_tokens:
@@ -230,16 +230,6 @@ class RequestBatches:
         batch.condense()
         batch.refresh_metadata()
         return prefills
-
-    def _unfinished(self, batch: InputBatch, counts: Sequence[int]) -> list[int]:
-        """Return the rows of a chunk whose prompts continue after it; none in a decode step."""
-        rows = zip(batch.req_ids, counts, strict=False)
-        return [
-            row
-            for row, (request_id, count) in enumerate(rows)
-            if (request := self.requests[request_id]).num_computed_tokens + count
-            < request.num_tokens
-        ]
 
 
 def _new_state(data: NewRequestData) -> CachedRequestState:
@@ -371,7 +361,12 @@ class IsolatedInputBatch(InputBatch):
         row: int | None = super().remove_request(req_id)
         if row is not None:
             self._clear_row(row)
-            self._drop_budget(row)
+            if self.thinking_budget_state_holder is not None:
+                # Before another request moves into the row: upstream's holder would keep the budget
+                # for a request without one.
+                self.thinking_budget_state_holder.sync_batch(
+                    BatchUpdate(batch_size=self.num_reqs, removed=(row,), added=(), moved=())
+                )
         return row
 
     def condense(self) -> None:
@@ -401,13 +396,3 @@ class IsolatedInputBatch(InputBatch):
         self.is_token_ids[row] = False
         if self.allowed_token_ids_mask_cpu_tensor is not None:
             self.allowed_token_ids_mask_cpu_tensor[row] = False
-
-    def _drop_budget(self, row: int) -> None:
-        """Drop the thinking budget of a freed row before another request moves into it.
-
-        Upstream's holder would keep it for a request without a budget.
-        """
-        if self.thinking_budget_state_holder is not None:
-            self.thinking_budget_state_holder.sync_batch(
-                BatchUpdate(batch_size=self.num_reqs, removed=(row,), added=(), moved=())
-            )

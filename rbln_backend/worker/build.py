@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.logits_processor import build_logitsprocs
 
-from rbln_backend.collectives import Peers, groups
+from rbln_backend.collectives import groups
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.devices.port import CompiledGraph, Compiler, installed_sdk
 from rbln_backend.errors import UnsupportedModelError
@@ -195,8 +195,9 @@ class EngineBuild:
     def warm_up(self, progress: ProgressWriter) -> Runner:
         """Compile or load every graph, run each once, then reject unknown shapes."""
         if self._rbln.enable_warm_up:
-            peers = Peers.of_this_rank()
-            self._warm_up_graphs(WarmUp(progress, self._board, peers, self._draws))
+            # Ranks of the same stage have collectives in common; those of experts in all engines.
+            ranks = groups().get("ep") or groups().get("tp")
+            self._warm_up_graphs(WarmUp(progress, self._board, ranks, self._draws))
         else:
             logger.warning(
                 "Warm-up is off (VLLM_RBLN_ENABLE_WARM_UP): each graph is compiled by the first "

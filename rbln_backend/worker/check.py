@@ -20,7 +20,7 @@ from rbln_backend.core import Phase
 from rbln_backend.devices.emulated.build import LEVELS, build_key, can_build, cpu_name
 from rbln_backend.devices.emulated.compiler import EmulatedCompiler
 from rbln_backend.devices.emulated.kernel_set import find_built, kernel_stores, why_refused
-from rbln_backend.devices.port import Capabilities, device_capabilities
+from rbln_backend.devices.port import Capabilities
 from rbln_backend.devices.rebel.compiler import make_rebel_compiler
 from rbln_backend.errors import ConfigError, CorruptArtifactError
 from rbln_backend.graphs.cache import ArtifactStore, CacheKey, Entry, StoreEvent, diff, graph_store
@@ -101,7 +101,12 @@ def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
     Raises like ``prepare``.
     """
     check_length(config)
-    check_ranks(config)
+    if not knows_ranks(config):
+        raise ConfigError(
+            "the graphs of pipeline stages and of data-parallel experts are not known before their "
+            "ranks run; `rbln-serve compile` with the same flags fills the store and says what it "
+            "found there"
+        )
     preflight = prepare(config)
     rbln = preflight.rbln.model_copy(update={"cache_root": cache_root})
     return survey(replace(preflight, rbln=rbln))
@@ -110,13 +115,31 @@ def survey_store(config: VllmConfig, cache_root: str) -> StoreReport:
 def survey(preflight: Preflight) -> StoreReport:
     """Compare as ``survey_store`` for a model that is prepared already."""
     rbln, keys = preflight.rbln, planned_keys(preflight)
-    states = _states(rbln, keys)
+    events: list[StoreEvent] = []
+    store = ArtifactStore(
+        graph_store(Path(rbln.cache_root)),
+        max_bytes=rbln.cache_max_bytes,
+        read_only=True,
+        bundles=[graph_store(Path(bundle)) for bundle in rbln.cache_bundles],
+        on_event=events.append,
+    )
+    states: dict[str, GraphState] = {}
+    for name, key in keys.items():
+        files = store.load(key)
+        if files is None:
+            states[name] = "damaged" if events[-1].kind == "corrupt" else "missing"
+            continue
+        try:
+            check_graph(key, files)
+            states[name] = "stored"
+        except CorruptArtifactError:
+            states[name] = "damaged"
     graphs = tuple(PlannedGraph(name, key.digest, states[name]) for name, key in keys.items())
     missing = {name: key for name, key in keys.items() if states[name] != "stored"}
     return StoreReport(
         cache_root=rbln.cache_root,
         graphs=graphs,
-        differences=differences(missing, _open(rbln, []).entries()) if missing else (),
+        differences=differences(missing, store.entries()) if missing else (),
         kernels=kernel_report(rbln, preflight.capabilities),
     )
 
@@ -131,48 +154,31 @@ def knows_ranks(config: VllmConfig) -> bool:
     return parallel.pipeline_parallel_size == 1 and not experts
 
 
-def check_ranks(config: VllmConfig) -> None:
-    """Raise ``ConfigError`` unless ``knows_ranks``."""
-    if not knows_ranks(config):
-        raise ConfigError(
-            "the graphs of pipeline stages and of data-parallel experts are not known before their "
-            "ranks run; `rbln-serve compile` with the same flags fills the store and says what it "
-            "found there"
-        )
-
-
 def planned_keys(preflight: Preflight) -> dict[str, CacheKey]:
     """Return the key of every graph of every rank by its name, as the engine computes it."""
-    ranks = preflight.config.parallel_config.tensor_parallel_size
-    keys: dict[str, CacheKey] = {}
-    for rank in range(ranks):
-        of_rank = "" if ranks == 1 else f" of rank {rank}"
-        for name, key in _keys_of_rank(preflight, rank).items():
-            keys[f"{name}{of_rank}"] = key
-    return keys
-
-
-def _keys_of_rank(preflight: Preflight, rank: int) -> dict[str, CacheKey]:
-    config, rbln = copy.copy(preflight.config), preflight.rbln
+    config, rbln, keys = copy.copy(preflight.config), preflight.rbln, dict[str, CacheKey]()
     config.parallel_config = copy.copy(config.parallel_config)
-    config.parallel_config.rank = rank
-    specs, groups = dict(preflight.specs), []
-    if specs:
-        (kv_config, *_) = kv_cache_configs(config, [specs], [_ANY_BYTES])
-        sharing = preflight.skeleton.sharing_layers()
-        length = config.model_config.max_model_len
-        groups = kv_groups(kv_config, length, sharing)
-    fields = cache_fields(config, rbln, groups)
+    ranks = config.parallel_config.tensor_parallel_size
     # Of the compiler that an engine would make, found without loading kernels.
-    if not device_capabilities(rbln).runs_on_host:
+    if not preflight.capabilities.runs_on_host:
         fingerprint = make_rebel_compiler(rbln, None).fingerprint()
     else:
         stores = kernel_stores(rbln.cache_root, rbln.cache_bundles)
         native = rbln.kernels != "aten" and (find_built(stores) is not None or can_build())
         fingerprint = EmulatedCompiler("native" if native else "aten").fingerprint()
-    keys = {str(spec): graph_key(fields, fingerprint, spec) for spec in preflight.graphs}
-    if preflight.capabilities.stores_binaries:
-        keys["binaries"] = binaries_key(fields, fingerprint, preflight.graphs)
+    for rank in range(ranks):
+        config.parallel_config.rank = rank
+        specs, groups = dict(preflight.specs), []
+        if specs:
+            (kv_config, *_) = kv_cache_configs(config, [specs], [_ANY_BYTES])
+            sharing = preflight.skeleton.sharing_layers()
+            groups = kv_groups(kv_config, config.model_config.max_model_len, sharing)
+        fields = cache_fields(config, rbln, groups)
+        of_rank = "" if ranks == 1 else f" of rank {rank}"
+        for spec in preflight.graphs:
+            keys[f"{spec}{of_rank}"] = graph_key(fields, fingerprint, spec)
+        if preflight.capabilities.stores_binaries:
+            keys[f"binaries{of_rank}"] = binaries_key(fields, fingerprint, preflight.graphs)
     return keys
 
 
@@ -229,34 +235,6 @@ def differences(
         if lines:
             graphs_by_difference[lines].append(name)
     return tuple(Difference(tuple(graphs), lines) for lines, graphs in graphs_by_difference.items())
-
-
-def _states(rbln: RblnConfig, keys: Mapping[str, CacheKey]) -> dict[str, GraphState]:
-    events: list[StoreEvent] = []
-    store = _open(rbln, events)
-    states: dict[str, GraphState] = {}
-    for name, key in keys.items():
-        files = store.load(key)
-        if files is None:
-            states[name] = "damaged" if events[-1].kind == "corrupt" else "missing"
-        else:
-            try:
-                check_graph(key, files)
-                states[name] = "stored"
-            except CorruptArtifactError:
-                states[name] = "damaged"
-    return states
-
-
-def _open(rbln: RblnConfig, events: list[StoreEvent]) -> ArtifactStore:
-    """Open the store read-only."""
-    return ArtifactStore(
-        graph_store(Path(rbln.cache_root)),
-        max_bytes=rbln.cache_max_bytes,
-        read_only=True,
-        bundles=[graph_store(Path(bundle)) for bundle in rbln.cache_bundles],
-        on_event=events.append,
-    )
 
 
 def kv_cache_configs(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import zipfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -51,10 +51,22 @@ def add_draft_model(
     draft_config = speculation.draft_model_config
     _check_sizes(draft_config, config.model_config, reads_layers=speculation.method == EAGLE3)
     if not get_pp_group().is_last_rank:
-        _add_carried(model, config, draft_config, str(speculation.method))
+        if speculation.method == EAGLE3:
+            return_layers(None, model, draft_config)
+        if speculation.method in DRAFT_LAYERS and get_pp_group().is_first_rank:
+            table = served_embedding(model).weight
+            if not (table.is_meta or config.load_config.load_format == "dummy"):
+                send_to_last_stage(table.data)
         return
+    alone = config
+    if config.parallel_config.pipeline_parallel_size > 1:
+        # The layer is whole in its stage, and vLLM adds it to the same engine; it numbers an EAGLE
+        # layer by the served model's layers, of all stages.
+        alone = copy.copy(config)
+        alone.parallel_config = copy.copy(config.parallel_config)
+        alone.parallel_config.pipeline_parallel_size = 1
     try:
-        draft = make(_of_one_stage(config), draft_config)
+        draft = make(alone, draft_config)
     except ValueError as error:
         # vLLM's message names the weights that a checkpoint lacks, but not the checkpoint.
         number = speculation.num_speculative_tokens
@@ -75,32 +87,6 @@ def add_draft_model(
     if speculation.method in DRAFT_LAYERS:
         _share_tables(draft, model, draft_config.model, is_loaded=is_loaded, has_own=has_embedding)
     model.add_module(PART, draft)
-
-
-def _add_carried(
-    model: nn.Module, config: VllmConfig, draft_config: ModelConfig, method: str
-) -> None:
-    """Make a stage without the draft model ``draft_config`` carry what that reads of ``model``."""
-    if method == EAGLE3:
-        return_layers(None, model, draft_config)
-    if method not in DRAFT_LAYERS or not get_pp_group().is_first_rank:
-        return
-    table = served_embedding(model).weight
-    if not (table.is_meta or config.load_config.load_format == "dummy"):
-        send_to_last_stage(table.data)
-
-
-def _of_one_stage(config: VllmConfig) -> VllmConfig:
-    """Return ``config`` for a layer that is whole in its stage, which vLLM adds to the same engine.
-
-    vLLM numbers an EAGLE layer by the served model's layers, of all stages.
-    """
-    if config.parallel_config.pipeline_parallel_size == 1:
-        return config
-    alone = copy.copy(config)
-    alone.parallel_config = copy.copy(config.parallel_config)
-    alone.parallel_config.pipeline_parallel_size = 1
-    return alone
 
 
 def _share_tables(draft: Any, served: Any, name: str, *, is_loaded: bool, has_own: bool) -> None:
@@ -175,43 +161,29 @@ def draft_function(
             return cast("Tensor", torch.ops.rbln.argmax(logits))
         return cast("Tensor", torch.ops.rbln_emulator.greedy(logits).view(-1))
 
-    if hasattr(draft, "lm_heads"):
-        return _heads(draft, pick), ("hidden",)
-    return _layer(draft, pick, keeps_axes), ("last_rows", "input_ids", "positions", "hidden")
-
-
-def _heads(draft: Any, pick: Callable[[Tensor], Tensor]) -> GraphFunction:
-    def drafts(hidden: Tensor) -> tuple[Tensor]:
+    def heads(hidden: Tensor) -> tuple[Tensor]:
         """[B, H] -> drafts int32 [B, heads]."""
         rows = zip(draft(hidden), draft.lm_heads, strict=True)
         tokens = [pick(draft.logits_processor(head, states)) for states, head in rows]
         return (torch.stack(tokens, dim=1),)
 
-    return drafts
-
-
-def _layer(layer: Any, pick: Callable[[Tensor], Tensor], keeps_axes: bool) -> GraphFunction:
-    def draft(
+    def layer(
         last_rows: Tensor, input_ids: Tensor, positions: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor]:
         """[R], [B, L], [B, L], [B * L, H] -> drafts int32 [R], hidden states [R, H]."""
-        states = _computed(layer, keeps_axes, input_ids, positions, hidden)
+        if keeps_axes:
+            states = in_rows(draft(input_ids, positions, hidden.view(*input_ids.shape, -1)))
+        else:
+            states = draft(input_ids.view(-1), positions.view(-1), hidden)
         # Those for the LM head, and those that the next token is drafted with.
         for_head, following = states if isinstance(states, tuple) else (states, states)
         last = for_head.index_select(0, last_rows)
-        tokens = pick(draft_logits(layer, last))
+        tokens = pick(draft_logits(draft, last))
         return tokens, last if following is for_head else following.index_select(0, last_rows)
 
-    return draft
-
-
-def _computed(
-    draft: Any, keeps_axes: bool, input_ids: Tensor, positions: Tensor, hidden: Tensor
-) -> Any:
-    """input_ids and positions [B, L], hidden [B * L, H] to what a draft model returns, in rows."""
-    if not keeps_axes:
-        return draft(input_ids.view(-1), positions.view(-1), hidden)
-    return in_rows(draft(input_ids, positions, hidden.view(*input_ids.shape, -1)))
+    if hasattr(draft, "lm_heads"):
+        return heads, ("hidden",)
+    return layer, ("last_rows", "input_ids", "positions", "hidden")
 
 
 # EAGLE-3's part in the served model's graphs: hidden states of several layers, combined.
@@ -466,20 +438,20 @@ def _is_another(draft: _Files, served: _Files, dtype: torch.dtype) -> bool:
 
 def _embedding(files: _Files) -> Tensor | None:
     """Return the embedding [V, H] in ``files``, None if there is none."""
-    return next((tensor for file, _ in files for tensor in _in_file(file)), None)
-
-
-def _in_file(file: Path) -> Iterator[Tensor]:
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - no mapping
-                if name.endswith(_NAME):
-                    yield opened.get_tensor(name)
-        return
-    # Files of torch before 1.6 are no archives.
-    is_archive = zipfile.is_zipfile(file)
-    loaded = torch.load(file, map_location="cpu", mmap=is_archive, weights_only=True)
-    yield from (tensor for name, tensor in loaded.items() if name.endswith(_NAME))
+    for file, _ in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - no mapping
+                    if name.endswith(_NAME):
+                        return cast("Tensor", opened.get_tensor(name))
+            continue
+        # Files of torch before 1.6 are no archives.
+        is_archive = zipfile.is_zipfile(file)
+        loaded = torch.load(file, map_location="cpu", mmap=is_archive, weights_only=True)
+        for name, tensor in loaded.items():
+            if name.endswith(_NAME):
+                return cast("Tensor", tensor)
+    return None
 
 
 def in_rows(result: Any) -> Any:

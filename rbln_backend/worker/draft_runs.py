@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from rbln_backend.buckets import DraftSizes, room_of
+from rbln_backend.buckets import room_of
 from rbln_backend.core import GraphSpec, Phase
 from rbln_backend.settings import compiled_sizes, configured
 from rbln_backend.speculation.text_drafts import draft_model_of
@@ -21,23 +21,6 @@ from rbln_backend.worker.drafting import DraftHeads, DraftSource, EndedStep
 from rbln_backend.worker.graph_factory import GraphRequest
 from rbln_backend.worker.graph_set import GraphDispatch, draft_specs, spec_of
 from rbln_backend.worker.inputs import DecodeRows, IntArray, KvGroup, StepInputs, padded_blocks
-
-
-class DraftShape(NamedTuple):
-    """The sizes of a draft model with a KV cache, and of its engine."""
-
-    sizes: DraftSizes
-    hidden_size: int
-    """Of the hidden states that it reads and returns."""
-    dtype: torch.dtype
-    """Of hidden states."""
-    token_offsets: Tensor | None
-    """[V] int64: the served model's token less the draft model's; None: they are the same."""
-    prompts: int
-    """Most prompts of a chunk."""
-    widths: Sequence[int]
-    """Blocks of a request by KV cache group."""
-    max_model_len: int
 
 
 class DraftPiece(NamedTuple):
@@ -96,16 +79,37 @@ class DraftRuns:
 
     def __init__(
         self,
-        shape: DraftShape,
+        config: VllmConfig,
+        groups: Sequence[KvGroup],
         make_inputs: Callable[[GraphSpec], StepInputs],
         dispatch: GraphDispatch,
+        token_offsets: Tensor | None,
     ) -> None:
-        assert shape.sizes.length is not None
-        self._shape, self._dispatch = shape, dispatch
-        self.length = shape.sizes.length
+        """``token_offsets`` [V] int64: the served model's token less the draft model's.
+
+        None: they are the same.
+        """
+        sizes, speculation = compiled_sizes(config).drafted, draft_model_of(config)
+        assert sizes is not None and sizes.length is not None and speculation is not None
+        hidden_size: int = speculation.draft_model_config.get_hidden_size()
+        dtype: Any = config.model_config.dtype
+        self._sizes, self._dispatch = sizes, dispatch
+        self._token_offsets = token_offsets
+        self._prompts = configured(config).chunk_prompts
+        """Most prompts of a chunk."""
+        self._widths = [group.width for group in groups]
+        """Blocks of a request by KV cache group."""
+        self._max_model_len = config.model_config.max_model_len
+        self.length = sizes.length
         """Most tokens of a request in ``read_rows``: one more than drafts."""
-        specs = draft_specs(shape.sizes, shape.prompts)
-        self._buffers = {spec: _allocate(spec, shape, make_inputs) for spec in specs}
+        self._buffers = {
+            spec: _Buffers(
+                make_inputs(spec),
+                torch.arange(spec.requests),
+                torch.zeros(spec.batch_size * spec.query_len, hidden_size, dtype=dtype),
+            )
+            for spec in draft_specs(sizes, self._prompts)
+        }
         self.graphs: Mapping[GraphSpec, GraphRequest] = {
             spec: GraphRequest(spec, buffers.tensors, buffers.step.metadata)
             for spec, buffers in self._buffers.items()
@@ -113,24 +117,31 @@ class DraftRuns:
 
     def has_room(self, end: int) -> bool:
         """Return True if ``length`` tokens after ``end`` are within the context."""
-        return end + self.length <= self._shape.max_model_len
+        return end + self.length <= self._max_model_len
 
     def read_chunks(self, pieces: Sequence[DraftPiece]) -> None:
         """Read pieces in as few chunks as hold them, longer ones in several."""
-        most, packed = self._shape.sizes.chunks.largest, list[DraftPiece]()
+        most, packed = self._sizes.chunks.largest, list[DraftPiece]()
         for piece in pieces:
-            for part in _split(piece, most):
-                if packed and not self._fits([*packed, part]):
+            for first in range(0, len(piece.tokens), most):
+                part = DraftPiece(
+                    piece.state,
+                    piece.start + first,
+                    piece.tokens[first : first + most],
+                    piece.hidden[first : first + most],
+                )
+                more = [*packed, part]
+                if packed and (_size(more) > most or len(more) > self._prompts):
                     self.read_chunk(packed)
-                    packed = []
-                packed.append(part)
+                    more = [part]
+                packed = more
         if packed:
             self.read_chunk(packed)
 
     def read_chunk(self, pieces: Sequence[DraftPiece]) -> list[FirstDraft]:
         """Read pieces as one chunk."""
-        size = self._shape.sizes.chunks.find(_size(pieces))
-        spec = spec_of(Phase.DRAFT_PREFILL, size, self._shape.prompts)
+        size = self._sizes.chunks.find(_size(pieces))
+        spec = spec_of(Phase.DRAFT_PREFILL, size, self._prompts)
         buffers = self._buffers[spec]
         buffers.step.fill_prefill(
             [np.array(piece.tokens, dtype=np.int64) for piece in pieces],
@@ -149,7 +160,7 @@ class DraftRuns:
         # An NPU's kernels get the longest context first.
         ordered = sorted(pieces, key=lambda piece: -piece.start)
         count = len(ordered)
-        spec = GraphSpec.of(Phase.DRAFT, self._shape.sizes.requests.find(count), self.length)
+        spec = GraphSpec.of(Phase.DRAFT, self._sizes.requests.find(count), self.length)
         buffers = self._buffers[spec]
         rows = DecodeRows(
             np.array([piece.tokens[0] for piece in ordered]),
@@ -178,7 +189,7 @@ class DraftRuns:
         positions = np.array([first.end for first in ordered])
         blocks = self._blocks([first.state for first in ordered])
         count = len(ordered)
-        spec = GraphSpec.of(Phase.DRAFT, self._shape.sizes.requests.find(count))
+        spec = GraphSpec.of(Phase.DRAFT, self._sizes.requests.find(count))
         buffers = self._buffers[spec]
         buffers.step.fill_mask([count])
         tokens = torch.tensor([first.token for first in ordered])
@@ -207,40 +218,15 @@ class DraftRuns:
     def _run(self, spec: GraphSpec, count: int) -> tuple[Tensor, Tensor]:
         """Return the drafts [n] and the hidden states [n, H]; the next run leaves them."""
         tokens, hidden = (output.cpu()[:count].clone() for output in self._dispatch.get(spec).run())
-        offsets = self._shape.token_offsets
+        offsets = self._token_offsets
         return tokens if offsets is None else tokens + offsets[tokens], hidden
-
-    def _fits(self, pieces: Sequence[DraftPiece]) -> bool:
-        size = self._shape.sizes.chunks.largest
-        return _size(pieces) <= size and len(pieces) <= self._shape.prompts
 
     def _blocks(self, states: Sequence[CachedRequestState]) -> list[IntArray]:
         """Return the blocks of each request by KV cache group."""
         return [
             padded_blocks([state.block_ids[group] for state in states], width)
-            for group, width in enumerate(self._shape.widths)
+            for group, width in enumerate(self._widths)
         ]
-
-
-def _allocate(
-    spec: GraphSpec, shape: DraftShape, make_inputs: Callable[[GraphSpec], StepInputs]
-) -> _Buffers:
-    tokens = spec.batch_size * spec.query_len
-    hidden = torch.zeros(tokens, shape.hidden_size, dtype=shape.dtype)
-    return _Buffers(make_inputs(spec), torch.arange(spec.requests), hidden)
-
-
-def _split(piece: DraftPiece, most: int) -> list[DraftPiece]:
-    """Return a piece in parts of at most ``most`` tokens."""
-    return [
-        DraftPiece(
-            piece.state,
-            piece.start + first,
-            piece.tokens[first : first + most],
-            piece.hidden[first : first + most],
-        )
-        for first in range(0, len(piece.tokens), most)
-    ]
 
 
 def _size(pieces: Sequence[DraftPiece]) -> int:
@@ -365,19 +351,10 @@ def make_source(
     model, sizes = config.model_config, compiled_sizes(config).drafted
     if sizes is None:
         return None
-    hidden_size, dtype = model.get_hidden_size(), model.dtype
-    assert isinstance(dtype, torch.dtype), "vLLM resolves names such as 'auto'"
     if sizes.length is None:
-        return DraftHeads(hidden_size, dtype, sizes.requests, dispatch)
-    draft, speculation = draft_model(served), draft_model_of(config)
-    assert speculation is not None
-    shape = DraftShape(
-        sizes=sizes,
-        hidden_size=speculation.draft_model_config.get_hidden_size(),
-        token_offsets=getattr(draft, "draft_id_to_target_id", None),
-        dtype=dtype,
-        prompts=configured(config).chunk_prompts,
-        widths=[group.width for group in groups],
-        max_model_len=model.max_model_len,
-    )
-    return DraftLayer(DraftRuns(shape, make_inputs, dispatch), reads_layers=reads_layers(draft))
+        dtype: Any = model.dtype
+        return DraftHeads(model.get_hidden_size(), dtype, sizes.requests, dispatch)
+    draft = draft_model(served)
+    offsets = getattr(draft, "draft_id_to_target_id", None)
+    runs = DraftRuns(config, groups, make_inputs, dispatch, offsets)
+    return DraftLayer(runs, reads_layers=reads_layers(draft))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -17,7 +18,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from rbln_backend.buckets import BucketTable, VerifyTable
-from rbln_backend.collectives import FirstRank
+from rbln_backend.collectives import groups, value_of_first_rank
 from rbln_backend.core import GraphSpec, Phase, StepBatch, StepOutputs
 from rbln_backend.reports.metrics import DraftCounts, MetricsBoard
 from rbln_backend.speculation.drafter import (
@@ -65,10 +66,10 @@ class Drafting:
         # It prefers a client's prediction.
         self._drafter = PredictionFirst(self._model or make_drafter(speculation))
         # Without a draft model this is the only rank that drafts.
-        first_rank = FirstRank(None) if source is None else FirstRank.of_this_rank()
+        decide = partial(value_of_first_rank, None if source is None else groups().get("tp"))
         most = speculation.num_speculative_tokens
-        self._budget = DraftBudget(most, first_rank.decide)
-        self._predicted = DraftBudget(most, first_rank.decide)
+        self._budget = DraftBudget(most, decide)
+        self._predicted = DraftBudget(most, decide)
         """The budget of predictions alone."""
         self._used = self._budget
         """Counts the check of the next step's drafts."""
@@ -124,7 +125,13 @@ class Drafting:
             begun = self._begun.get(name) or self._begin(self._requests[name])
             if begun.is_drafted:
                 self._drafter.extend(name, tokens)
-        self._allow(len(self._running()))
+        # How many drafts of a request the next step checks, and which.
+        self._most, requests = 0, len(self._running())
+        sizes = self._table.sizes(requests) if requests else ()
+        if len(sizes) >= 2:
+            (bucket, _), *_, (_, longest) = sizes
+            self._used = self._predicted if self._budget.is_paused(bucket) else self._budget
+            self._most = min(self._used.drafts(bucket), longest - 1)
         if self._model is not None:
             going_on = [
                 row
@@ -158,16 +165,6 @@ class Drafting:
     def _running(self) -> list[_Decoding]:
         begun = [self._begun[name] for name in self._decoding]
         return [request for request in begun if not self._has_ended(request.state)]
-
-    def _allow(self, requests: int) -> None:
-        """Set how many drafts of a request the next step of ``requests`` checks, and which."""
-        self._most = 0
-        sizes = self._table.sizes(requests) if requests else ()
-        if len(sizes) < 2:
-            return
-        (bucket, _), *_, (_, longest) = sizes
-        self._used = self._predicted if self._budget.is_paused(bucket) else self._budget
-        self._most = min(self._used.drafts(bucket), longest - 1)
 
     def _ended(
         self, batch: StepBatch, outputs: StepOutputs, token_ids: Sequence[Sequence[int]]

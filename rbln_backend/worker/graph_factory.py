@@ -79,16 +79,9 @@ def graph_key(
     fields: Mapping[str, Any], fingerprint: Mapping[str, Any], spec: GraphSpec
 ) -> CacheKey:
     """Return the key of a graph; ``fields`` are those that all graphs of an engine share."""
-    graph_fields: dict[str, Any] = {
-        "device": dict(fingerprint),
-        "phase": spec.phase_name,
-        "bucket": spec.bucket,
-    }
-    if spec.length > 1:
-        graph_fields["length"] = spec.length
-    if spec.prompts > 1:
-        graph_fields["prompts"] = spec.prompts
-    return CacheKey({**fields, **graph_fields})
+    graph = {"device": dict(fingerprint), "phase": spec.phase_name, "bucket": spec.bucket}
+    sizes = {"length": spec.length, "prompts": spec.prompts}
+    return CacheKey({**fields, **graph, **{name: n for name, n in sizes.items() if n > 1}})
 
 
 def binaries_key(
@@ -96,12 +89,8 @@ def binaries_key(
 ) -> CacheKey:
     """Return the key of the binaries that a device's compiler made of an engine's graphs."""
     names: list[Any] = sorted(map(str, specs))
-    graph_fields: dict[str, Any] = {
-        "device": dict(fingerprint),
-        "phase": "binaries",
-        "graphs": names,
-    }
-    return CacheKey({**fields, **graph_fields})
+    graphs = {"device": dict(fingerprint), "phase": "binaries", "graphs": names}
+    return CacheKey({**fields, **graphs})
 
 
 class GraphFactory:
@@ -145,7 +134,7 @@ class GraphFactory:
         started = time.perf_counter()
         with self._lock(request.spec):
             result: Result = "loaded"
-            program = self._stored(request)
+            program = self._load(request)
             if program is None:
                 result, program = "compiled", self._capture(request)
                 self._save(request, program)
@@ -165,7 +154,7 @@ class GraphFactory:
                 lock = locks[request.spec] = stack.enter_context(ExitStack())
                 lock.enter_context(self._lock(request.spec))
                 started = time.perf_counter()
-                program = self._stored(request)
+                program = self._load(request)
                 if program is None:
                     missing[request.spec] = request
                     continue
@@ -246,9 +235,6 @@ class GraphFactory:
     def _lock(self, spec: GraphSpec) -> AbstractContextManager[object]:
         return nullcontext() if self._store is None else self._store.lock(self.key(spec))
 
-    def _stored(self, request: GraphRequest) -> Program | None:
-        return None if self._store is None else self._load(self._store, request)
-
     def _save(self, request: GraphRequest, program: Program) -> None:
         if self._store is None:
             return
@@ -265,9 +251,11 @@ class GraphFactory:
         """Raise if ``program`` does not fit the model's tensors and the request's buffers."""
         self._compiler.check(program, self._table.shapes_of(program.bindings, request.inputs))
 
-    def _load(self, store: ArtifactStore, request: GraphRequest) -> Program | None:
+    def _load(self, request: GraphRequest) -> Program | None:
+        if self._store is None:
+            return None
         key = self.key(request.spec)
-        files = store.load(key)
+        files = self._store.load(key)
         if files is None:
             return None
         try:
@@ -275,7 +263,7 @@ class GraphFactory:
             self._check(program, request)
         except (CorruptArtifactError, CompileError, KeyError) as error:
             # The files are intact but do not make a program for this model: rebuild them.
-            store.quarantine(key.digest, str(error))
+            self._store.quarantine(key.digest, str(error))
             return None
         return program
 

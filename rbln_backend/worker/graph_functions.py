@@ -76,20 +76,35 @@ def whole_part(capabilities: Capabilities, config: VllmConfig) -> ModelPart:
 
 
 def graph_function(
-    phase: Phase, model: nn.Module, part: ModelPart = WHOLE
+    phase: Phase, model: Any, part: ModelPart = WHOLE
 ) -> tuple[GraphFunction, tuple[str, ...]]:
     """Return the function of ``phase`` over ``model``, and the names of its inputs in order."""
     if phase is Phase.LOGITS:
-        return _logits(model), ("hidden",)
+
+        def logits(hidden: Tensor) -> tuple[Tensor]:
+            """[rows, H] -> logits [rows, V]."""
+            return (_logits_of(model, hidden),)
+
+        return logits, ("hidden",)
     if phase is Phase.ADAPTERS:
-        return _adapter_product(model), ("hidden",)
+
+        def product(hidden: Tensor) -> tuple[Tensor]:
+            """[rows, 1, H] -> what the adapters of the first layer make of it."""
+            return (model.lora_manager.first_product(hidden),)
+
+        return product, ("hidden",)
     if phase in (Phase.DRAFT, Phase.DRAFT_PREFILL):
         return draft_function(model, by_sdk=part.has_sdk_argmax, keeps_axes=part.keeps_axes)
     forward, names = _forward(model, part), ("input_ids", "positions", *part.received)
     if not part.is_last:
         return _stage(forward, part.sent), names
     if phase is Phase.POOLING:
-        return _pooling(forward), names
+
+        def pooling(*inputs: Tensor) -> tuple[Tensor]:
+            """[1, L], [1, L] -> hidden states [L, H]; the pooler runs on the host."""
+            return (forward(*inputs),)
+
+        return pooling, names
     if phase is Phase.PREFILL:
         return _prefill(model, forward, part), ("token_indices", *names)
     return _decode(model, forward, part), names
@@ -106,14 +121,6 @@ def _prefill(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
         return (logits, hidden, *combined, *_picked(logits, part))
 
     return prefill
-
-
-def _pooling(forward: _Forward) -> GraphFunction:
-    def pooling(*inputs: Tensor) -> tuple[Tensor]:
-        """[1, L], [1, L] -> hidden states [L, H]; the pooler runs on the host."""
-        return (forward(*inputs),)
-
-    return pooling
 
 
 def _decode(model: Any, forward: _Forward, part: ModelPart) -> GraphFunction:
@@ -169,22 +176,6 @@ def _logits_of_axes(model: Any, hidden: Tensor) -> Tensor:
 def _picked(logits: Tensor, part: ModelPart) -> tuple[Tensor, ...]:
     """Logits [rows, V] to tokens int32 [rows], if the graph picks them."""
     return (torch.ops.rbln.argmax(logits),) if part.picks_tokens else ()
-
-
-def _logits(model: Any) -> GraphFunction:
-    def logits(hidden: Tensor) -> tuple[Tensor]:
-        """[rows, H] -> logits [rows, V]."""
-        return (_logits_of(model, hidden),)
-
-    return logits
-
-
-def _adapter_product(model: Any) -> GraphFunction:
-    def product(hidden: Tensor) -> tuple[Tensor]:
-        """[rows, 1, H] -> what the adapters of the first layer make of it."""
-        return (model.lora_manager.first_product(hidden),)
-
-    return product
 
 
 def _stage(forward: _Forward, sent: tuple[str, ...]) -> GraphFunction:

@@ -69,15 +69,13 @@ class GraphSet:
         """
         selected = self._selected.get((phase, size, length))
         if selected is None:
-            spec = self._spec(phase, size, length)
+            if phase is Phase.VERIFY:
+                spec = GraphSpec.of(phase, *self.verify.find(size, length))
+            else:
+                spec = spec_of(phase, self.tables[phase].find(size), self.prompts)
             selected = StepGraph(spec, self.inputs[spec], self.dispatch.get(spec))
             self._selected[(phase, size, length)] = selected
         return selected
-
-    def _spec(self, phase: Phase, size: int, length: int) -> GraphSpec:
-        if phase is Phase.VERIFY:
-            return GraphSpec.of(phase, *self.verify.find(size, length))
-        return spec_of(phase, self.tables[phase].find(size), self.prompts)
 
     def exchange(self, graph: CompiledGraph) -> None:
         """Replace the graph of the same spec by ``graph``."""

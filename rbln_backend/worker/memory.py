@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import psutil
 from torch import nn
@@ -36,58 +37,46 @@ _HIDDEN_ROWS, _INTERMEDIATE_ROWS = 6, 3
 
 def memory_report(preflight: Preflight, memory: HostMemory | None = None) -> MemoryReport:
     """Return the plan; its problems name what does not fit and the flag to change."""
-    npu = preflight.capabilities.npu
-    if npu is not None:
-        return _npu_report(preflight, npu)
-    config = preflight.config
-    memory = memory or host_memory()
-    scheduler, model = config.scheduler_config, config.model_config
-    specs = list(preflight.specs.values())
-    per_block = paged_bytes_per_block(specs)
-    planned = MemoryReport(
-        total_bytes=memory.total_bytes,
-        available_bytes=memory.available_bytes,
-        source=memory.source,
-        # This process has imported what an engine imports.
-        process_bytes=psutil.Process(os.getpid()).memory_info().rss,
-        weight_bytes=preflight.skeleton.weight_bytes,
-        packing_bytes=packing_bytes(preflight.skeleton.model),
-        lora_bytes=_lora_bytes(preflight),
-        workspace_bytes=_workspace_bytes(preflight),
-        window_bytes=window_bytes(specs, scheduler.max_num_seqs),
-        block_bytes=per_block,
-        block_tokens=config.cache_config.block_size,
-        num_blocks=0,
-        max_model_len=model.max_model_len,
-        max_num_seqs=scheduler.max_num_seqs,
-    )
-    return _with_blocks(planned, config)
-
-
-def _npu_report(preflight: Preflight, npu: Npu) -> MemoryReport:
-    """Return the plan of all NPUs of an engine together, by the vendor's figures."""
-    config, specs = preflight.config, list(preflight.specs.values())
-    ranks = config.parallel_config.world_size
-    rank = rank_memory(npu, config)
-    total = rank.total_bytes * ranks
-    block_bytes = paged_bytes_per_block(specs) * rank.kv_copies
+    npu, config = preflight.capabilities.npu, preflight.config
+    specs, lora_bytes = list(preflight.specs.values()), _lora_bytes(preflight)
+    block_bytes = paged_bytes_per_block(specs)
+    shared: dict[str, Any] = {
+        "weight_bytes": preflight.skeleton.weight_bytes,
+        "window_bytes": window_bytes(specs, config.scheduler_config.max_num_seqs),
+        "block_tokens": config.cache_config.block_size,
+        "num_blocks": 0,
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+    }
+    if npu is None:
+        memory = memory or host_memory()
+        planned = MemoryReport(
+            total_bytes=memory.total_bytes,
+            available_bytes=memory.available_bytes,
+            source=memory.source,
+            # This process has imported what an engine imports.
+            process_bytes=psutil.Process(os.getpid()).memory_info().rss,
+            packing_bytes=packing_bytes(preflight.skeleton.model),
+            lora_bytes=lora_bytes,
+            workspace_bytes=_workspace_bytes(preflight),
+            block_bytes=block_bytes,
+            **shared,
+        )
+        return _with_blocks(planned, config)
+    # All NPUs of an engine together, by the vendor's figures.
+    parallel, rank = config.parallel_config, rank_memory(npu, config)
+    total = rank.total_bytes * parallel.world_size
     planned = MemoryReport(
         total_bytes=total,
         available_bytes=total,
-        source=f"{ranks * rank.devices} x {npu.name}, by name",
+        source=f"{parallel.world_size * rank.devices} x {npu.name}, by name",
         process_bytes=0,
-        weight_bytes=preflight.skeleton.weight_bytes,
         packing_bytes=0,
         # Each tensor-parallel rank has A or B of a layer as a whole.
-        lora_bytes=rank.adapter_bytes(_lora_bytes(preflight))
-        * config.parallel_config.tensor_parallel_size,
-        workspace_bytes=rank.runtime_bytes * ranks,
-        window_bytes=window_bytes(specs, config.scheduler_config.max_num_seqs),
-        block_bytes=block_bytes,
-        block_tokens=config.cache_config.block_size,
-        num_blocks=0,
-        max_model_len=config.model_config.max_model_len,
-        max_num_seqs=config.scheduler_config.max_num_seqs,
+        lora_bytes=rank.adapter_bytes(lora_bytes) * parallel.tensor_parallel_size,
+        workspace_bytes=rank.runtime_bytes * parallel.world_size,
+        block_bytes=block_bytes * rank.kv_copies,
+        **shared,
     )
     return _with_npu_blocks(planned, config)
 
@@ -191,7 +180,16 @@ def _with_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
             window_bytes=planned.window_bytes,
         )
     except DeviceMemoryError as error:
-        return replace(planned, problems=(_kv_problem(planned, fixed, config, error),))
+        free = free_budget_bytes(
+            total_bytes=planned.total_bytes,
+            available_bytes=planned.available_bytes - fixed,
+            utilization=config.cache_config.gpu_memory_utilization,
+            used_bytes=fixed,
+            window_bytes=planned.window_bytes,
+        )
+        longest = (free // planned.block_bytes - 1) * planned.block_tokens
+        fits = f" It fits with --max-model-len {longest}." if longest > 0 else ""
+        return replace(planned, problems=(f"{error}{fits}",))
     return replace(planned, num_blocks=budget // planned.block_bytes)
 
 
@@ -227,22 +225,6 @@ def _checked(planned: MemoryReport, fixed: int, flag: str) -> MemoryReport:
             ),
         )
     return planned
-
-
-def _kv_problem(
-    planned: MemoryReport, fixed: int, config: VllmConfig, error: DeviceMemoryError
-) -> str:
-    free = free_budget_bytes(
-        total_bytes=planned.total_bytes,
-        available_bytes=planned.available_bytes - fixed,
-        utilization=config.cache_config.gpu_memory_utilization,
-        used_bytes=fixed,
-        window_bytes=planned.window_bytes,
-    )
-    longest = (free // planned.block_bytes - 1) * planned.block_tokens
-    if longest > 0:
-        return f"{error} It fits with --max-model-len {longest}."
-    return str(error)
 
 
 def rank_memory(npu: Npu, config: VllmConfig) -> RankMemory:

@@ -37,8 +37,8 @@ class _Series:
     bucket: int
     batch_size: int
     cells: StepCells
-    useful_tokens: CounterHandle | None
-    padded_tokens: CounterHandle | None
+    tokens: tuple[CounterHandle, CounterHandle] | None
+    """Useful and padded ones of a chunk."""
 
 
 class StepMetrics:
@@ -82,12 +82,12 @@ class StepMetrics:
                 self._board.counter("rbln_bucket_useful_rows_total", **labels),
                 self._board.counter("rbln_bucket_padded_rows_total", **labels),
             ),
-            useful_tokens=self._board.counter("rbln_prefill_useful_tokens_total", **chunk)
-            if is_prefill
-            else None,
-            padded_tokens=self._board.counter("rbln_prefill_padded_tokens_total", **chunk)
-            if is_prefill
-            else None,
+            tokens=None
+            if not is_prefill
+            else (
+                self._board.counter("rbln_prefill_useful_tokens_total", **chunk),
+                self._board.counter("rbln_prefill_padded_tokens_total", **chunk),
+            ),
         )
 
     def record(self, spec: GraphSpec, num_reqs: int, num_tokens: int, seconds: float) -> None:
@@ -96,12 +96,19 @@ class StepMetrics:
         Both are 0 where a data-parallel rank runs padding in another rank's step.
         """
         latest = self._latest
-        series = self._find(spec) if latest is None or latest[0] is not spec else latest[1]
+        if latest is not None and latest[0] is spec:
+            series = latest[1]
+        else:
+            if spec not in self._series:
+                self._series[spec] = self._declare(spec)
+            series = self._series[spec]
+            self._latest = (spec, series)
         # A chunk may have several requests, but a chunk of one has no padded row.
         series.cells.add(num_reqs, max(0, series.batch_size - num_reqs), seconds)
-        if series.useful_tokens is not None and series.padded_tokens is not None:
-            series.useful_tokens.inc(num_tokens)
-            series.padded_tokens.inc(series.bucket - num_tokens)
+        if series.tokens is not None:
+            useful, padded = series.tokens
+            useful.inc(num_tokens)
+            padded.inc(series.bucket - num_tokens)
         self._last_step.set_to_now()
         if num_reqs:
             size = room_of(num_tokens, num_reqs) if series.takes_chunk else num_reqs
@@ -109,13 +116,6 @@ class StepMetrics:
                 self._usage.note(series.tuned_as, size, series.bucket, seconds)
             if self._sizes is not None:
                 self._sizes.note(series.tuned_as, size, seconds)
-
-    def _find(self, spec: GraphSpec) -> _Series:
-        series = self._series.get(spec)
-        if series is None:
-            series = self._series[spec] = self._declare(spec)
-        self._latest = (spec, series)
-        return series
 
 
 # Counts of step sizes, written to a file for the bucket tuner.

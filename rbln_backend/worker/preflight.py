@@ -59,15 +59,12 @@ class Preflight:
     capabilities: Capabilities
     tables: Mapping[Phase, BucketTable]
     verify: VerifyTable
+    graphs: list[GraphSpec]
+    """Those that a start loads or compiles."""
     skeleton: Skeleton
     specs: LayerSpecs
     lacking: str | None
     """What the weight files lack, None if nothing is known to be missing."""
-
-    @property
-    def graphs(self) -> list[GraphSpec]:
-        """The graphs that a start loads or compiles."""
-        return planned_graphs(self.config)
 
 
 def prepare(config: VllmConfig) -> Preflight:
@@ -96,8 +93,17 @@ def prepare(config: VllmConfig) -> Preflight:
         specs = check_layers(skeleton, whole, rbln)
         with set_current_vllm_config(whole):
             lacking = missing_in_files(skeleton.model, whole)
-    tables, verify = bucket_tables(config), compiled_sizes(config).verify
-    return Preflight(config, rbln, capabilities, tables, verify, skeleton, specs, lacking)
+    return Preflight(
+        config=config,
+        rbln=rbln,
+        capabilities=capabilities,
+        tables=bucket_tables(config),
+        verify=compiled_sizes(config).verify,
+        graphs=planned_graphs(config),
+        skeleton=skeleton,
+        specs=specs,
+        lacking=lacking,
+    )
 
 
 @contextmanager
@@ -140,10 +146,13 @@ def check_layers(skeleton: Skeleton, config: VllmConfig, rbln: RblnConfig) -> La
         check_windows([window for spec in specs.values() if (window := window_in(spec))])
     if rbln.has_kv_tiers:
         windows = [window_in(spec) for spec in specs.values()]
-        if None not in windows:
-            raise KV_TIERS.refusal("layers that all have a sliding window")
-        if device_capabilities(rbln).npu is not None and any(windows):
-            raise KV_TIERS.refusal("a sliding window on an NPU")
+        on_npu = device_capabilities(rbln).npu is not None
+        KV_TIERS.refuse(
+            {
+                "layers that all have a sliding window": None not in windows,
+                "a sliding window on an NPU": on_npu and any(windows),
+            }
+        )
     if names_nixl(config.kv_transfer_config):
         check_cached_layers(specs.values())
     if not specs and config.model_config.attn_type != "encoder_only":

@@ -15,7 +15,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from rbln_backend.collectives import Group
 from rbln_backend.core import Phase, StepBatch, StepRound
 from rbln_backend.reports.progress import RankPlace
-from rbln_backend.settings import settled
+from rbln_backend.settings import engine_settings
 from rbln_backend.worker.draft_model import carried_states
 from rbln_backend.worker.graph_functions import INTERMEDIATE, WHOLE, ModelPart
 from rbln_backend.worker.inputs import StepInputs
@@ -154,5 +154,5 @@ def rank_place(config: VllmConfig, rank: int, local_rank: int) -> RankPlace:
         ranks=parallel.world_size,
         tensor_ranks=parallel.tensor_parallel_size,
         local_number=(parallel.data_parallel_rank_local or 0) * local + local_rank,
-        local_ranks=local * settled(config).local_engines,
+        local_ranks=local * engine_settings(config).local_engines,
     )

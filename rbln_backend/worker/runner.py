@@ -497,7 +497,13 @@ class RblnModelRunner(StepRunner):
     ) -> tuple[list[list[int]], LogprobsLists | None]:
         """Return the tokens of each request, none for prompts that continue."""
         batch = step.batch
-        logits = _real_rows(batch, step.outputs[0])
+        logits = step.outputs[0]
+        if batch.phase is Phase.VERIFY:
+            # Of [bucket, length, V], request by request.
+            rows = enumerate(batch.drafts)
+            logits = torch.cat([logits[row, : 1 + len(drafts)] for row, drafts in rows])
+        elif logits.shape[0] != batch.num_reqs:
+            logits = logits[: batch.num_reqs]
         if grammar is not None:
             logits = self._grammar_mask.apply(step.scheduled, grammar, batch.input_batch, logits)
         if batch.phase is Phase.VERIFY:
@@ -529,13 +535,6 @@ class RblnModelRunner(StepRunner):
             if table is not None:
                 collected[request_id] = table
         return collected
-
-
-def _real_rows(batch: StepBatch, logits: Tensor) -> Tensor:
-    """Return logits [bucket, V] or [bucket, length, V] without padding, request by request."""
-    if batch.phase is not Phase.VERIFY:
-        return logits if logits.shape[0] == batch.num_reqs else logits[: batch.num_reqs]
-    return torch.cat([logits[row, : 1 + len(drafts)] for row, drafts in enumerate(batch.drafts)])
 
 
 class RelayRunner(StepRunner):

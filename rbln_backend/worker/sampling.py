@@ -415,9 +415,11 @@ class PromptLogprobs:
         ``hidden`` [>= num_tokens, H], or None for a step of one token, which has nothing to score:
         each row predicts the next prompt token, and the last row predicts a generated one.
         """
-        num_logprobs = self._num_logprobs(request)
-        if num_logprobs is None or request.prompt_token_ids is None:
+        params = request.sampling_params
+        if params is None or params.prompt_logprobs is None or request.prompt_token_ids is None:
             return None
+        wanted = params.prompt_logprobs
+        num_logprobs = self._vocab_size if wanted == -1 else wanted
         prompt = request.prompt_token_ids
         start = request.num_computed_tokens
         # A preempted request recomputes a prompt whose table was already returned.
@@ -430,31 +432,18 @@ class PromptLogprobs:
         count = min(num_tokens, len(prompt) - 1 - start)
         if count > 0 and hidden is not None:
             targets = torch.tensor(prompt[start + 1 : start + 1 + count])
-            logits = self._logits_of(hidden[:count], request).to(torch.float32)
-            self._score(table, logits, targets, start, num_logprobs)
+            scores = self._logits_of(hidden[:count], request).to(torch.float32)
+            if "logits" not in self._sampler.logprobs_mode:
+                scores = self._sampler.compute_logprobs(scores)
+            gathered = self._sampler.gather_logprobs(scores, num_logprobs, targets)
+            rows = slice(start, start + count)
+            table.logprob_token_ids[rows] = gathered.logprob_token_ids
+            table.logprobs[rows] = gathered.logprobs
+            table.selected_token_ranks[rows] = gathered.selected_token_ranks
         if start + num_tokens < len(prompt):
             return None
         request.in_progress_prompt_logprobs_cpu = None
         return table
-
-    def _num_logprobs(self, request: CachedRequestState) -> int | None:
-        params = request.sampling_params
-        if params is None or params.prompt_logprobs is None:
-            return None
-        return self._vocab_size if params.prompt_logprobs == -1 else params.prompt_logprobs
-
-    def _score(
-        self, table: LogprobsTensors, logits: Tensor, targets: Tensor, start: int, num_logprobs: int
-    ) -> None:
-        scores = logits
-        if "logits" not in self._sampler.logprobs_mode:
-            scores = self._sampler.compute_logprobs(logits)
-        gathered = self._sampler.gather_logprobs(scores, num_logprobs, targets)
-        token_ids, logprobs, ranks, *_ = gathered
-        rows = slice(start, start + len(targets))
-        table.logprob_token_ids[rows] = token_ids
-        table.logprobs[rows] = logprobs
-        table.selected_token_ranks[rows] = ranks
 
 
 class GrammarMask:
@@ -471,27 +460,21 @@ class GrammarMask:
         bits = grammar.grammar_bitmask
         # Masks may be padded to whole words, or logits to a multiple of a tile.
         width = min(bits.shape[1] * 32, logits.shape[1])
+        # A table has eight words for each byte of the mask; the rest are operations on whole
+        # vectors. A loop over single elements, as in PyTorch's ``masked_fill_``, takes several
+        # times as long.
+        kept, lowest = _tables(logits.dtype)
+        words = logits.view(torch.int32 if logits.itemsize == 4 else torch.int16).numpy()
         for row, masked in _rows(scheduled, grammar, batch):
             if (bits[row] == -1).all():
                 continue
-            _forbid(logits[masked, :width], bits[row])
+            keep = kept.take(bits[row].view(np.uint8), axis=0).reshape(-1)[:width]
+            words[masked, :width] &= keep
+            np.invert(keep, out=keep)
+            keep &= lowest
+            words[masked, :width] |= keep
         self._seconds.observe(time.perf_counter() - started)
         return logits
-
-
-def _forbid(logits: Tensor, bits: npt.NDArray[np.int32]) -> None:
-    """Set ``logits`` [width] to -inf where the bit of ``bits`` is clear.
-
-    A table has eight words for each byte of the mask; the rest are operations on whole vectors. A
-    loop over single elements, as in PyTorch's ``masked_fill_``, takes several times as long.
-    """
-    kept, lowest = _tables(logits.dtype)
-    words = logits.view(torch.int32 if logits.itemsize == 4 else torch.int16).numpy()
-    keep = kept.take(bits.view(np.uint8), axis=0).reshape(-1)[: len(words)]
-    words &= keep
-    np.invert(keep, out=keep)
-    keep &= lowest
-    words |= keep
 
 
 @cache

@@ -56,17 +56,12 @@ class Verification:
     def sample(self, batch: StepBatch, logits: Tensor) -> Sampled:
         """Sample from logits [tokens of the step, V], request by request; record the tokens."""
         metadata = batch.input_batch.sampling_metadata
-        if isinstance(self._sampler, GreedySampler) and self._sampler.takes_largest(metadata):
-            return Sampled(self._take_largest(batch, logits), None)
-        return self._sample_by_position(batch, logits)
-
-    def _take_largest(self, batch: StepBatch, logits: Tensor) -> list[list[int]]:
-        metadata = batch.input_batch.sampling_metadata
+        if not (isinstance(self._sampler, GreedySampler) and self._sampler.takes_largest(metadata)):
+            return self._sample_by_position(batch, logits)
         largest = self._sampler(logits=logits, sampling_metadata=metadata)
         tokens = largest.sampled_token_ids.flatten().tolist()
-        return self._accept(
-            batch, [tokens[first : first + batch.length] for first in _firsts(batch)]
-        )
+        by_request = [tokens[first : first + batch.length] for first in _firsts(batch)]
+        return Sampled(self._accept(batch, by_request), None)
 
     def _accept(self, batch: StepBatch, tokens: Sequence[list[int]]) -> list[list[int]]:
         """Record and return the right drafts of each request and the token after them.

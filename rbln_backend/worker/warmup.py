@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rbln_backend.collectives import Peers
+from rbln_backend.collectives import Group, union_of_ranks
 from rbln_backend.core import GraphSpec
 from rbln_backend.devices.port import CompiledGraph
 from rbln_backend.graphs.program import Program
@@ -36,17 +36,16 @@ class WarmUp(GraphListener):
         self,
         progress: ProgressWriter,
         board: MetricsBoard,
-        peers: Peers | None = None,
+        ranks: Group | None = None,
         draws: DeviceSampler | None = None,
     ) -> None:
-        """``peers``: the ranks that must run the same graphs, None for a single rank.
+        """``ranks``: those that must run the same graphs, None for a single rank.
 
         ``draws``: the sampler whose graphs are compiled after the model's.
         """
         self._progress = progress
         self._board = board
-        self._peers = peers or Peers(None)
-        self._draws = draws
+        self._ranks, self._draws = ranks, draws
         self._fresh: Set[str] = frozenset()
         self._results: dict[GraphSpec, Result] = {}
 
@@ -60,7 +59,7 @@ class WarmUp(GraphListener):
             graphs.extend(self._compile(requests, factory))
             return {str(spec) for spec, how in self._results.items() if how == "compiled"}
 
-        self._fresh = self._peers.union(compile_here)
+        self._fresh = union_of_ranks(self._ranks, compile_here)
         if self._draws is not None:
             self._draws.compile(graphs, factory, self)
         return graphs

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ from rbln_backend.layers.moe import experts_info, install_expert_layers
 from rbln_backend.limits import SLEEP
 from rbln_backend.models import register as register_text_models
 from rbln_backend.models.token_axes import keep_axes
-from rbln_backend.reports.info import DescriptionWriter, RuntimeInfo
+from rbln_backend.reports.info import RuntimeInfo
 from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.reports.progress import ProgressWriter
 from rbln_backend.settings import configured
@@ -80,19 +80,16 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _STEP_FAILED = 70
 
 
-def _reports_failure(
-    step: Callable[Concatenate[RblnWorker, P], R],
-) -> Callable[Concatenate[RblnWorker, P], R]:
+def _reports_failure(step: Callable[..., R]) -> Callable[..., R]:
     """Wrap a step of the start-up, so that the API process learns why it failed."""
 
     @functools.wraps(step)
-    def run(worker: RblnWorker, /, *args: P.args, **options: P.kwargs) -> R:
+    def run(worker: RblnWorker, *args: Any, **options: Any) -> R:
         with worker._progress.reporting_failure():
             return step(worker, *args, **options)
 
@@ -134,8 +131,7 @@ class RblnWorker(WorkerBase):
         # One rank writes to the terminal; the API process reads the progress of each.
         self._progress = ProgressWriter(run_dir, number, sys.stderr if number == 0 else None)
         self._board = MetricsBoard(run_dir, number)
-        writer = DescriptionWriter(run_dir, number)
-        self._description = SelfDescription(writer, vllm_config, self._rbln, self._board)
+        self._description = SelfDescription(run_dir, number, vllm_config, self._board)
         self._profiler: EmulatedProfiler | RebelProfiler | None = None
         self._model: nn.Module | None = None
         self._compiler: Compiler | None = None
@@ -179,7 +175,7 @@ class RblnWorker(WorkerBase):
         self._description.has_model(self._model)
         experts = experts_info(self._model, tokens_mask=self._rbln.use_moe_tokens_mask)
         if experts is not None:
-            self._description.has_experts(experts)
+            self._description.write("experts", experts)
             logger.info(
                 "Experts: path %s (%s), %d of %d here",
                 experts.path,
@@ -227,19 +223,14 @@ class RblnWorker(WorkerBase):
         per_block = paged_bytes_per_block(specs)
         for_windows = window_bytes(specs, self.scheduler_config.max_num_seqs)
         assert self._compiler is not None
-        npu = self._compiler.capabilities.npu
+        npu, model, config = self._compiler.capabilities.npu, self.get_model(), self.vllm_config
         if npu is not None and self.cache_config.kv_cache_memory_bytes is None:
             slots = 0 if self._adapters is None else self._adapters.layers.num_bytes
-            model, config = self.get_model(), self.vllm_config
             budget = npu_budget_bytes(npu, config, model, specs, slots) - for_windows
         else:
             ranks = self._place.local_ranks
-            budget = host_budget_bytes(
-                self.vllm_config, self.get_model(), ranks, per_block, for_windows
-            )
-        if per_block:
-            return budget
-        return self._window_pool_bytes(specs)
+            budget = host_budget_bytes(config, model, ranks, per_block, for_windows)
+        return budget if per_block else self._window_pool_bytes(specs)
 
     def _window_pool_bytes(self, specs: list[LayerSpec]) -> int:
         """Return the size of vLLM's pool for window layers only: nominal bytes of their blocks."""
@@ -268,7 +259,7 @@ class RblnWorker(WorkerBase):
             self.model_config.max_model_len,
         )
         if self._build.usage_file is not None:
-            self._description.records_usage(self._build.usage_file)
+            self._description.write_buckets(self._build.usage_file)
 
     @_reports_failure
     def compile_or_warm_up_model(self) -> CompilationTimes:

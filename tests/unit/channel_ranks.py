@@ -17,13 +17,14 @@ from torch import Tensor, fx
 
 from rbln_backend.collectives import (
     SEAT_BYTES,
-    FirstRank,
     Group,
-    Peers,
+    groups,
     open_channel,
     register,
+    union_of_ranks,
     use_channels,
     use_functional_ops,
+    value_of_first_rank,
 )
 from rbln_backend.devices.emulated.kernel_set import load_kernels, native_library
 from rbln_backend.errors import CompileError
@@ -89,8 +90,9 @@ def check_graphs(group: Group, channel: int) -> None:
 
 
 def check_peers(group: Group) -> None:
-    peers, rank = Peers(group), dist.get_rank()
-    assert peers.union(lambda: {f"of-{rank}", "both"}) == {"of-0", "of-1", "both"}
+    rank = dist.get_rank()
+    names = union_of_ranks(group, lambda: {f"of-{rank}", "both"})
+    assert names == {"of-0", "of-1", "both"}
 
     def fail_on_1() -> set[str]:
         if rank == 1:
@@ -98,13 +100,13 @@ def check_peers(group: Group) -> None:
         return set()
 
     with pytest.raises(*((ValueError,) if rank == 1 else (CompileError,)), match="no room"):
-        peers.union(fail_on_1)
+        union_of_ranks(group, fail_on_1)
 
 
 def check_first_rank() -> None:
-    first, rank = FirstRank.of_this_rank(), dist.get_rank()
-    assert [first.decide(rank + own) for own in (0, 7, 200)] == [0, 7, 200]
-    assert [FirstRank(None).decide(own) for own in (3, 0)] == [3, 0]
+    group, rank = groups()["tp"], dist.get_rank()
+    assert [value_of_first_rank(group, rank + own) for own in (0, 7, 200)] == [0, 7, 200]
+    assert [value_of_first_rank(None, own) for own in (3, 0)] == [3, 0]
 
 
 def check_death(channel: int) -> None:

@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 
 from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
-from rbln_backend.settings import Settled, resolve
+from rbln_backend.settings import EngineSettings, resolve
 
 FIELDS = [
     "device",
@@ -192,13 +192,13 @@ def test_a_config_survives_json() -> None:
 def test_vllm_carries_the_config_as_it_is_and_tells_it_from_others() -> None:
     others = {"other_plugin": {"x": 1}}
     config = VllmConfig()
-    config.additional_config = Settled(RblnConfig(num_threads=3), 2, others)
+    config.additional_config = EngineSettings(RblnConfig(num_threads=3), 2, others)
     again = pickle.loads(pickle.dumps(config))  # noqa: S301
     assert again.additional_config == config.additional_config
     first = config.compute_hash()
-    config.additional_config = Settled(RblnConfig(num_threads=4), 2, others)
+    config.additional_config = EngineSettings(RblnConfig(num_threads=4), 2, others)
     assert config.compute_hash() != first
-    config.additional_config = Settled(RblnConfig(num_threads=3), 2, others)
+    config.additional_config = EngineSettings(RblnConfig(num_threads=3), 2, others)
     assert config.compute_hash() == first
 
 

@@ -17,7 +17,7 @@ from rbln_backend.buckets import BucketTable
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import GraphSpec, Phase, StepRound
 from rbln_backend.reports.metrics import MetricsBoard
-from rbln_backend.settings import Settled
+from rbln_backend.settings import EngineSettings
 from rbln_backend.usage import UsageFile
 from rbln_backend.worker.metrics import StepMetrics, UsageRecorder, open_recorder
 from rbln_backend.worker.ranks import agreed, rank_place
@@ -30,7 +30,7 @@ def config(engine: int = 0, *, engines: int = 1, **sizes: int) -> VllmConfig:
     made = VllmConfig(parallel_config=ParallelConfig(**sizes))
     made.parallel_config.data_parallel_index = engine
     made.parallel_config.data_parallel_rank_local = engine
-    made.additional_config = Settled(RblnConfig(), engines, {})
+    made.additional_config = EngineSettings(RblnConfig(), engines, {})
     return made
 
 
