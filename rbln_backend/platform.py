@@ -291,7 +291,7 @@ def _settle_lora(vllm_config: VllmConfig, rbln: RblnConfig) -> None:
     if not device.runs_on_host:
         targets = [f"--lora-target-modules {name}" for name in lora.target_modules or ()]
         settings = {
-            "device 'rebel' without torch-rbln": not device.adapters,
+            "device 'rebel' without torch-rbln": not device.copies_caches,
             "VLLM_RBLN_ENABLE_WARM_UP=0": not rbln.enable_warm_up,
             **{target: target.endswith(("experts", "lm_head")) for target in targets},
         }
@@ -377,7 +377,8 @@ def _settle_shapes(vllm_config: VllmConfig, rbln: RblnConfig, device: Capabiliti
             if model is not None:
                 experts = (model.get_num_experts(), model.get_num_experts_per_tok())
             step_tokens = step_tokens_of(*experts)
-    is_one = not device.joint_prompts or rbln.use_custom_kernel or pools(vllm_config)
+    # A chunk of several prompts needs the emulated device's own ops.
+    is_one = not device.runs_on_host or rbln.use_custom_kernel or pools(vllm_config)
     refuse_first({PREFILL_PROMPTS: is_one and rbln.chunk_prompts > 1})
     prompts = 1 if is_one else rbln.prefill_prompts or DEFAULT_PREFILL_PROMPTS
     return rbln.model_copy(

@@ -125,13 +125,14 @@ def run_here() -> None:
     VllmConfig.use_v2_model_runner = property(no_v2_runner)  # type: ignore[method-assign, assignment]
 
 
-@cache
 def chunk_by_default(tokens: int) -> None:
     """Make vLLM take steps of ``tokens`` unless a number is given."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
     upstream: Any = EngineArgs.get_batch_defaults
+    if upstream.__module__ == __name__:
+        return
     _require(_takes(upstream, "world_size"), "EngineArgs.get_batch_defaults")
 
     def defaults(world_size: int) -> Any:

@@ -64,13 +64,10 @@ def path_problem(name: str) -> str | None:
         return f"{name!r:.300} is no path: {error!s:.300}"
     if name.lower().endswith(_GGUF):
         return f"there is no file {name!r}"
-    return f"there is no directory {name!r}" if _looks_local(name) else None
-
-
-def _looks_local(name: str) -> bool:
     folder, slash, _ = name.rpartition("/")
     is_inside = bool(slash) and Path(folder).is_dir()
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or is_inside
+    is_local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or is_inside
+    return f"there is no directory {name!r}" if is_local else None
 
 
 _BUILDING = "building-"

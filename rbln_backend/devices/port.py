@@ -49,14 +49,9 @@ class Capabilities:
     """Graphs can end in an op that picks the token of the largest logit."""
     fused_experts: bool = False
     """One SDK op computes a layer of experts."""
-    adapters: bool = False
-    """Graphs with LoRA slots, whose tensors can be written between two runs."""
-    joint_prompts: bool = False
-    """A prefill chunk may hold tokens of several prompts."""
-    window_logs: bool = False
-    """Sliding-window caches keep a prefix log, and their ops take total token counts."""
     copies_caches: bool = False
-    """Blocks of KV caches can be copied to host memory and back."""
+    """Blocks of KV caches can be copied to host memory and back, and LoRA slots be written between
+    two runs of a graph."""
     keeps_axes: bool = False
     """Layers take hidden states with axes of batch and sequence, not rows of tokens."""
     appends_windows: bool = False
@@ -80,9 +75,6 @@ EMULATED = Capabilities(
     runs_on_host=True,
     general_attention=True,
     packed_weights=True,
-    adapters=True,
-    joint_prompts=True,
-    window_logs=True,
     copies_caches=True,
 )
 
@@ -96,7 +88,6 @@ def npu_capabilities(npu: Npu, *, copies_caches: bool = False) -> Capabilities:
         device="rebel",
         picks_tokens=True,
         fused_experts=True,
-        adapters=copies_caches,
         copies_caches=copies_caches,
         stores_binaries=True,
         keeps_axes=True,

@@ -7,7 +7,6 @@ beside its forward pass.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -28,6 +27,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, Str
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, XgrammarGrammar
 from vllm.v1.structured_output.utils import convert_lark_to_ebnf, grammar_is_likely_lark
 
+from rbln_backend.host.processes import lower_thread_priority
 from rbln_backend.reports.metrics import MetricsBoard
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 MARK = "%llguidance"
 """Prefix of a grammar in llguidance's dialect."""
-_NICENESS = 10
 # Allowed control characters by kind of grammar; free text around tags may have tabs.
 _CONTROLS = {
     StructuredOutputOptions.JSON: b"\n",
@@ -105,7 +104,7 @@ class PinnedXgrammar(XgrammarBackend):
         stop_token_ids: set[int] | None = None,
     ) -> StructuredOutputGrammar:
         """Compile one grammar; called in a compile thread, whose priority it lowers."""
-        _lower_priority()
+        lower_thread_priority()
         if not self.reads_vocabulary(request_type, grammar_spec):
             return self.lark_compiler().compile(
                 grammar_spec, stop_token_ids, in_trial=self.in_trial
@@ -175,13 +174,6 @@ def pin_backend(manager: StructuredOutputManager, vllm_config: VllmConfig) -> No
             manager.reasoner_cls = marked_reasoning(manager.reasoner_cls)  # type: ignore[arg-type]
 
 
-def _lower_priority() -> None:
-    """Lower the priority of this thread; Linux has one for each thread."""
-    thread = threading.get_native_id()
-    if os.getpriority(os.PRIO_PROCESS, thread) < _NICENESS:
-        os.setpriority(os.PRIO_PROCESS, thread, _NICENESS)
-
-
 def tokens_without(forbidden: Collection[int], size: int) -> npt.NDArray[np.int32]:
     """Return a bit for each of `size` tokens, set unless it is `forbidden`."""
     legal = np.ones((size + 31) // 32 * 32, dtype=np.uint8)
@@ -219,7 +211,12 @@ class StepMasks:
             output.pending_structured_output_tokens or output.scheduled_spec_decode_tokens
         ):
             return
-        names = [name for name in output.num_scheduled_tokens if self._has_mask(name)]
+        requests = ((name, self._requests.get(name)) for name in output.num_scheduled_tokens)
+        names = [
+            name
+            for name, request in requests
+            if request and request.use_structured_output and not request.is_prefill_chunk
+        ]
         if names:
             self._begun = output, self._pool.submit(self._fill, names)
 
@@ -277,29 +274,20 @@ class StepMasks:
             return set()
         return set(params.all_stop_token_ids).difference(params.stop_token_ids or ())
 
-    def _has_mask(self, name: str) -> bool:
-        request = self._requests.get(name)
-        if request is None:
-            return False
-        return request.use_structured_output and not request.is_prefill_chunk
-
     def _fill(self, names: list[str]) -> GrammarOutput:
         started = time.perf_counter()
         assert self._manager.backend is not None
         masks = self._manager.backend.allocate_token_bitmask(len(names))
         for row, name in enumerate(names):
-            self._fill_row(name, masks, row)
+            request = self._requests.get(name)
+            if request is None:
+                continue
+            state = request.structured_output_request
+            assert state is not None and isinstance(state.grammar, StructuredOutputGrammar)
+            starts = self._manager._get_constraint_start(request, ())
+            if starts == 0 and not state.grammar.is_terminated():
+                state.grammar.fill_bitmask(masks, row)
+            else:
+                masks[row] = -1
         self._fill_seconds.observe(time.perf_counter() - started)
         return GrammarOutput(names, masks.numpy())
-
-    def _fill_row(self, name: str, masks: Tensor, row: int) -> None:
-        request = self._requests.get(name)
-        if request is None:
-            return
-        state = request.structured_output_request
-        assert state is not None and isinstance(state.grammar, StructuredOutputGrammar)
-        starts = self._manager._get_constraint_start(request, ())
-        if starts == 0 and not state.grammar.is_terminated():
-            state.grammar.fill_bitmask(masks, row)
-        else:
-            masks[row] = -1

@@ -214,7 +214,12 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self.tokenizer = _wrapped(tokenizer, vocab_size)
+        self.tokenizer: llguidance.LLTokenizer
+        if is_mistral_tokenizer(tokenizer):
+            self.tokenizer = tokenizer.llg_tokenizer
+        else:
+            size = max(vocab_size, len(tokenizer))
+            self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, size)
         self.size = min(len(tokenizer), self.tokenizer.vocab_size)
         self.end_bits = _bits(self.tokenizer.eos_tokens)
         tokens = range(self.tokenizer.vocab_size)
@@ -233,20 +238,16 @@ class LarkCompiler:
     """Compiles for one tokenizer and a vocabulary of `vocab_size`. Safe between threads."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._vocabulary = Vocabulary(tokenizer, vocab_size)
-
-    @property
-    def vocabulary(self) -> Vocabulary:
+        self.vocabulary = Vocabulary(tokenizer, vocab_size)
         """The tokens that grammars are compiled for."""
-        return self._vocabulary
 
     def special_tokens(self) -> dict[str, int]:
         """Return the ids by text of the tokens that a grammar must name, without stop tokens."""
-        tokenizer = self._vocabulary.tokenizer
+        tokenizer = self.vocabulary.tokenizer
         ends = set(tokenizer.eos_tokens)
         found = {
             tokenizer.decode_str([token]): token
-            for token in range(self._vocabulary.size)
+            for token in range(self.vocabulary.size)
             if tokenizer.is_special_token(token) and token not in ends
         }
         # A token of the byte 0xFF counts as special, too.
@@ -255,7 +256,7 @@ class LarkCompiler:
     def compile(self, text: str, stop: set[int] | None, *, in_trial: bool) -> LarkGrammar:
         """Return a grammar at its beginning. Raises ValueError with llguidance's reason."""
         limits = _TRIAL_LIMITS if in_trial else _ENGINE_LIMITS
-        tokenizer = self._vocabulary.tokenizer
+        tokenizer = self.vocabulary.tokenizer
 
         def matcher() -> llguidance.LLMatcher:
             # A copy would share the lexer and with it what was counted.
@@ -265,14 +266,7 @@ class LarkCompiler:
         if first.is_error():
             raise ValueError(first.get_error())
         ends = frozenset(stop or tokenizer.eos_tokens)
-        return LarkGrammar(first, None if in_trial else matcher, self._vocabulary, ends)
-
-
-def _wrapped(tokenizer: Any, vocab_size: int) -> llguidance.LLTokenizer:
-    if is_mistral_tokenizer(tokenizer):
-        wrapped: llguidance.LLTokenizer = tokenizer.llg_tokenizer
-        return wrapped
-    return llguidance.hf.from_tokenizer(tokenizer, max(vocab_size, len(tokenizer)))
+        return LarkGrammar(first, None if in_trial else matcher, self.vocabulary, ends)
 
 
 def _bits(tokens: Collection[int]) -> list[tuple[int, np.int32]]:

@@ -63,18 +63,6 @@ def acquire(descriptor: int, digest: str) -> float:
     return time.monotonic() - started
 
 
-def _lock_in_place(path: Path, descriptor: int) -> bool:
-    """Lock a new directory; False if another process has removed it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-    except OSError:
-        os.close(descriptor)
-        raise
-
-
 def remove_if_unlocked(path: Path) -> None:
     """Remove a directory unless its writer holds a lock."""
     try:
@@ -120,8 +108,16 @@ def _claim(parent: Path, prefix: str, mode: int) -> tuple[Path, int]:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:
             continue
-        if _lock_in_place(path, descriptor):
-            return path, descriptor
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return path, descriptor
+        except FileNotFoundError:
+            # Another process has removed it.
+            pass
+        except OSError:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
 
 

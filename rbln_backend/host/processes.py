@@ -14,7 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
@@ -116,7 +117,12 @@ class ChildJob:
                 status = self._follow(process)
                 seconds = time.monotonic() - started
             if status != 0 or not result.is_file():
-                end = _in_words(status) if seconds < self.timeout else f"took over {seconds:.0f} s"
+                end = f"ended with status {status}"
+                if seconds >= self.timeout:
+                    end = f"took over {seconds:.0f} s"
+                elif status < 0:
+                    names = {number.value: number.name for number in signal.Signals}
+                    end = f"was ended by {names.get(-status, f'signal {-status}')}"
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
                 raise ChildError(f"the {self.label} {end}:\n{tail}")
             return read_result(result)
@@ -126,30 +132,15 @@ class ChildJob:
         timer.start()
         line = ProgressLine(self.label)
         try:
-            for what, done, total in _progress(process):
-                line.show(what, done, total)
+            for text in process.stdout or ():
+                if text.startswith(_PROGRESS):
+                    line.show(*json.loads(text.removeprefix(_PROGRESS)))
             return process.wait()
         finally:
             timer.cancel()
             if process.poll() is None:
                 process.kill()
             line.end()
-
-
-def _in_words(status: int) -> str:
-    """Describe an exit status; a negative one is a signal number."""
-    if status >= 0:
-        return f"ended with status {status}"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"was ended by {names.get(-status, f'signal {-status}')}"
-
-
-def _progress(process: subprocess.Popen[str]) -> Iterator[tuple[str, int, int]]:
-    assert process.stdout is not None
-    for text in process.stdout:
-        if text.startswith(_PROGRESS):
-            what, done, total = json.loads(text.removeprefix(_PROGRESS))
-            yield what, done, total
 
 
 _PR_SET_PDEATHSIG = 1
@@ -188,6 +179,14 @@ def _lasting(stream: TextIO) -> TextIO:
     return io.TextIOWrapper(
         io.BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True
     )
+
+
+def lower_thread_priority(niceness: int = 10) -> None:
+    """Make this thread give way to the engine and its kernels; Linux has a niceness per thread."""
+    thread = threading.get_native_id()
+    with suppress(OSError):
+        if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def end_with_parent() -> None:

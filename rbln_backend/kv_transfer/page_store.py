@@ -145,13 +145,9 @@ class MemoryTier:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._bytes = 0
+        self.num_bytes = 0
         self._pages: OrderedDict[bytes, Tensor] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._bytes
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._pages
@@ -168,15 +164,15 @@ class MemoryTier:
         """Keep ``page`` [page_bytes] itself, not a copy."""
         with self._lock:
             former = self._pages.pop(key, None)
-            self._bytes += page.nbytes - (0 if former is None else former.nbytes)
+            self.num_bytes += page.nbytes - (0 if former is None else former.nbytes)
             self._pages[key] = page
-            while self._bytes > self._max_bytes:
-                self._bytes -= self._pages.popitem(last=False)[1].nbytes
+            while self.num_bytes > self._max_bytes:
+                self.num_bytes -= self._pages.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
         with self._lock:
             self._pages.clear()
-            self._bytes = 0
+            self.num_bytes = 0
 
 
 logger = logging.getLogger(__name__)
@@ -197,7 +193,8 @@ class FolderTier:
         """Raise ``ConfigError`` for a folder that others can write: who writes it, answers."""
         self._root, self._folder = root, root / name
         self._max_bytes = max_bytes
-        self._bytes = 0
+        self.num_bytes = 0
+        """Bytes of all pages below the root, as far as this process knows."""
         self.is_read_only = False
         try:
             make_trusted_folder(root)
@@ -215,16 +212,11 @@ class FolderTier:
         self.is_read_only = True
         logger.warning("KV tiers: pages are read and never written: %s", error)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all pages below the root, as far as this process knows."""
-        return self._bytes
-
     def known(self) -> Iterator[bytes]:
         """Yield the keys of all pages of this origin, and count the bytes of all origins."""
-        self._bytes = 0
+        self.num_bytes = 0
         for _, size, file in self._files():
-            self._bytes += size
+            self.num_bytes += size
             if (key := self._key(file)) is not None:
                 yield key
 
@@ -270,14 +262,14 @@ class FolderTier:
             with suppress(OSError):
                 beside.unlink()
             raise
-        self._bytes += HEADER_BYTES + page.nbytes
-        return self._evict() if self._bytes > self._max_bytes else []
+        self.num_bytes += HEADER_BYTES + page.nbytes
+        return self._evict() if self.num_bytes > self._max_bytes else []
 
     def clear(self) -> None:
         """Remove all pages of this origin."""
         for folder in self._folder.glob("*"):
             shutil.rmtree(folder, ignore_errors=True)
-        self._bytes = sum(size for _, size, _ in self._files())
+        self.num_bytes = sum(size for _, size, _ in self._files())
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
@@ -301,13 +293,13 @@ class FolderTier:
         """Remove the least recently used files until there is room; return own keys of these."""
         removed: list[bytes] = []
         files = sorted(self._files())
-        self._bytes = sum(size for _, size, _ in files)
+        self.num_bytes = sum(size for _, size, _ in files)
         for _, size, file in files:
-            if self._bytes <= self._max_bytes * _KEPT_SHARE:
+            if self.num_bytes <= self._max_bytes * _KEPT_SHARE:
                 break
             with suppress(OSError):
                 file.unlink()
-                self._bytes -= size
+                self.num_bytes -= size
             if (key := self._key(file)) is not None:
                 removed.append(key)
         return removed
@@ -412,14 +404,6 @@ class PageStore:
             self._reads, self._writes = Counter(), Counter()
             return taken
 
-    def _count_read(self, result: str) -> None:
-        with self._lock:
-            self._reads[result] += 1
-
-    def _count_write(self, result: str) -> None:
-        with self._lock:
-            self._writes[result] += 1
-
     @property
     def memory_bytes(self) -> int:
         return 0 if self._memory is None else self._memory.num_bytes
@@ -502,54 +486,41 @@ class PageStore:
         return is_held or (self._folder is not None and key in self._folder)
 
     def _fetch(self, key: bytes, num_bytes: int) -> Tensor | None:
-        page = None if self._memory is None else self._memory.get(key)
-        if page is not None:
-            self._count_read("memory")
-            return page
-        if self._folder is None:
-            self._missed(key, "miss")
-            return None
-        page = new_page(num_bytes)
-        found = self._folder.read(key, page.numpy().data)
-        if not found:
-            self._missed(key, "miss" if found is None else "damaged")
-            return None
-        self._count_read("folder")
-        if self._memory is not None:
+        page, result = None if self._memory is None else self._memory.get(key), "memory"
+        if page is None:
+            result = "miss"
+            if self._folder is not None:
+                page = new_page(num_bytes)
+                is_whole = self._folder.read(key, page.numpy().data)
+                result = "folder" if is_whole else "miss" if is_whole is None else "damaged"
+        with self._lock:
+            self._reads[result] += 1
+            if result in ("miss", "damaged"):
+                self._known.discard(key)
+                return None
+        if result == "folder" and page is not None and self._memory is not None:
             self._memory.put(key, page)
         return page
 
-    def _missed(self, key: bytes, why: str) -> None:
-        self._count_read(why)
-        with self._lock:
-            self._known.discard(key)
-
     def _write(self, key: bytes, page: Tensor) -> None:
-        is_in_folder = False
+        results, evicted = list[str](), list[bytes]()
         try:
             if self._memory is not None:
                 self._memory.put(key, page)
-                self._count_write("memory")
+                results.append("memory")
             if self._folder is not None and not self._folder.is_read_only:
-                is_in_folder = self._write_file(self._folder, key, page)
-        finally:
-            with self._lock:
-                self._waiting -= page.nbytes
-                if not is_in_folder:
-                    self._known.discard(key)
-
-    def _write_file(self, folder: FolderTier, key: bytes, page: Tensor) -> bool:
-        """Return whether the page was written."""
-        try:
-            evicted = folder.write(key, page.numpy().data)
+                evicted = self._folder.write(key, page.numpy().data)
+                results.append("folder")
+                self._is_failing = False
         except OSError as error:
-            self._count_write("failed")
+            results.append("failed")
             if not self._is_failing:
                 logger.warning("KV tiers: pages cannot be written, requests go on: %s", error)
             self._is_failing = True
-            return False
-        self._is_failing = False
-        self._count_write("folder")
-        with self._lock:
-            self._known.difference_update(evicted)
-        return True
+        finally:
+            with self._lock:
+                self._writes.update(results)
+                self._waiting -= page.nbytes
+                self._known.difference_update(evicted)
+                if "folder" not in results:
+                    self._known.discard(key)

@@ -291,7 +291,12 @@ class KvTiering:
         """Return the moves of the step that was just scheduled."""
         moves = PageMoves(self._loads, [])
         for store in self._stores:
-            if self._is_there(store):
+            # Where its move reads it, once the step has run: its request still owns the block, and
+            # its tokens are computed; the log still has it.
+            if store.end <= store.request.num_computed_tokens and (
+                store.window is None
+                or self._windows.is_unchanged(store.request, *store.window, store.move)
+            ):
                 moves.stores.append(store.move)
                 self._computing.append((store.key, store.move.page))
         self._loads, self._stores = [], []
@@ -342,17 +347,6 @@ class KvTiering:
         first = self._placement.first_token(self._manager.peek_hit(request))
         return first, self._page_keys(request, first, request.num_tokens - 1)
 
-    def _is_there(self, store: _Store) -> bool:
-        """Return whether a page is where its move reads it, once the step has run.
-
-        Its request still owns the block, and its tokens are computed; the log still has it.
-        """
-        if store.end > store.request.num_computed_tokens:
-            return False
-        return store.window is None or self._windows.is_unchanged(
-            store.request, *store.window, store.move
-        )
-
     def _plan(self, request: Request, first_token: int, keys: list[bytes]) -> ReadPlan:
         spans, first = self._windows.spans, first_token // self._layout.tokens
         end = (first + len(keys)) * self._layout.tokens
@@ -394,11 +388,7 @@ class KvTiering:
                 self._stores.append(_Store(request, (page + 1) * tokens, key, move))
                 room -= buffer.nbytes
         self._stored[request.request_id] = end
-        self._note_windows(request, end)
-
-    def _note_windows(self, request: Request, end: int) -> None:
-        """Plan to store the window pages before page ``end`` that the log has."""
-        tokens = self._layout.tokens
+        # The window pages before page ``end`` that the log has.
         for group, span in self._windows.spans.items():
             first = max(0, end - span)
             keys = self._page_keys(request, first * tokens, end * tokens, group)

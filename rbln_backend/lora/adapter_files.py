@@ -207,7 +207,14 @@ def check_tensors(
             )
         target = targets.get(parsed.target)
         if target is None:
-            raise AdapterError(_unknown_module(parsed.module[:_SHOWN_CHARS], targets))
+            module = parsed.module[:_SHOWN_CHARS]
+            kinds = sorted({path.rpartition(".")[2] for path in targets})
+            if module.rpartition(".")[2] in kinds:
+                raise AdapterError(f"the served model has no module {module!r}")
+            raise AdapterError(
+                f"module {module!r} cannot be adapted in the served model, whose layers for "
+                f"adapters are {', '.join(kinds) or 'none'}"
+            )
         if parsed.is_a is None:
             wanted = target.weight_misfit(shape)
         else:
@@ -278,16 +285,6 @@ def _prefixes(target: str, path: str) -> tuple[str, str]:
     parts = zip(reversed(target.split(".")), reversed(path.split(".")), strict=False)
     length = len(".".join(mine for mine, _ in takewhile(lambda pair: pair[0] == pair[1], parts)))
     return target[: len(target) - length], path[: len(path) - length]
-
-
-def _unknown_module(module: str, targets: Mapping[str, Target]) -> str:
-    kinds = sorted({path.rpartition(".")[2] for path in targets})
-    if module.rpartition(".")[2] in kinds:
-        return f"the served model has no module {module!r}"
-    return (
-        f"module {module!r} cannot be adapted in the served model, whose layers for adapters are "
-        f"{', '.join(kinds) or 'none'}"
-    )
 
 
 _ENGINES: dict[str, dict[int, str]] = {}

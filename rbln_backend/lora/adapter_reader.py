@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +18,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from rbln_backend.devices.port import Compiler
 from rbln_backend.errors import AdapterError
+from rbln_backend.host.processes import lower_thread_priority
 from rbln_backend.lora.adapter_files import (
     DigestedFiles,
     TensorName,
@@ -68,8 +66,15 @@ class AdapterReader(WorkerLoRAManager):
             self._check(request)
             files = [Path(request.lora_path) / name for name in (CONFIG_FILE, WEIGHTS_FILE)]
             read = DigestedFiles(files)
-            loaded = self._load_adapter(request)
-            _check_values(loaded)
+            loaded: Any = self._load_adapter(request)
+            for module, weights in loaded.loras.items():
+                for side, matrix in (("A", weights.lora_a), ("B", weights.lora_b)):
+                    parts = matrix if isinstance(matrix, list) else [matrix]
+                    # They would be in every answer.
+                    if not all(part is None or torch.isfinite(part).all() for part in parts):
+                        raise AdapterError(
+                            f"lora_{side}.weight of {module!r} has NaN or infinite values"
+                        )
             if self.hashes_files:
                 digest = read.digest()
             images = self.layers.images(loaded)
@@ -109,19 +114,7 @@ class AdapterReader(WorkerLoRAManager):
         return TensorName(module, module, None if is_copy else is_a)
 
 
-def _check_values(adapter: Any) -> None:
-    """Raise ``AdapterError`` for a matrix with NaN or infinity, which would be in every answer."""
-    for module, weights in adapter.loras.items():
-        for side, matrix in (("A", weights.lora_a), ("B", weights.lora_b)):
-            parts = matrix if isinstance(matrix, list) else [matrix]
-            if not all(part is None or torch.isfinite(part).all() for part in parts):
-                raise AdapterError(f"lora_{side}.weight of {module!r} has NaN or infinite values")
-
-
 State = Literal["reading", "ready", "failed"]
-
-# Below the engine and its kernels, for machines with few cores.
-_NICENESS = 10
 
 
 class Staging:
@@ -136,7 +129,7 @@ class Staging:
         """Start reading; discards an adapter that was staged under the same id."""
         if self._pool is None:
             # Not before: the capture of graphs forks this process.
-            self._pool = ThreadPoolExecutor(1, "lora-reader", initializer=_lower_priority)
+            self._pool = ThreadPoolExecutor(1, "lora-reader", initializer=lower_thread_priority)
         self.drop(request.lora_int_id)
         self._futures[request.lora_int_id] = self._pool.submit(self._reader.read, request)
 
@@ -165,9 +158,3 @@ class Staging:
         """Stop; a read in progress ends without effect."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _lower_priority() -> None:
-    with suppress(OSError):
-        # Linux keeps a niceness per thread.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -46,7 +46,11 @@ def slot_bytes(
     experts and heads, as on an NPU.
     """
     rank, packed = lora.max_lora_rank, getattr(model, "packed_modules_mapping", None)
-    sizes = {name: _of_linear(model.get_submodule(name), rank) for name in adaptable_modules(model)}
+    sizes = {}
+    for name in adaptable_modules(model):
+        layer: Any = model.get_submodule(name)
+        outputs = getattr(layer, "output_sizes", None) or [layer.output_size]
+        sizes[name] = rank * (len(outputs) * layer.input_size + sum(outputs))
     for name, runner in () if linear_only else adaptable_experts(model):
         sizes[name] = ExpertSizes.of(runner).elements(rank)
     for name, _, head in () if linear_only else lm_heads(model):
@@ -59,12 +63,6 @@ def slot_bytes(
     return sum(wanted) * lora.max_loras * item_bytes
 
 
-def _of_linear(layer: Any, rank: int) -> int:
-    outputs = getattr(layer, "output_sizes", None) or [layer.output_size]
-    elements: int = len(outputs) * layer.input_size + sum(outputs)
-    return elements * rank
-
-
 class RblnLoraModelManager(LoRAModelManager):
     """Wraps the projections of attention and MLPs, experts and LM head; embeddings stay as is."""
 
@@ -75,7 +73,11 @@ class RblnLoraModelManager(LoRAModelManager):
         self.targets: dict[str, Target] = {}
         super().__init__(model, *args, **options)  # type: ignore[arg-type]  # checked by upstream
         # An adapter is one for all stages, each of which takes what is its own.
-        self.targets = _of_every_stage(self.targets)
+        stages = groups().get("pp")
+        if stages is not None:
+            gathered = [self.targets] * len(stages.ranks)
+            dist.all_gather_object(gathered, self.targets, group=stages.host_group)
+            self.targets = {name: target for each in gathered for name, target in each.items()}
         if not self.targets:
             raise LORA_MODEL.refusal(type(model).__name__)
 
@@ -189,13 +191,3 @@ class RblnLoraModelManager(LoRAModelManager):
         if compiler.capabilities.runs_on_host:
             return SlotStack.allocate(**sizes)
         return MatrixStack.on_device(**sizes, resident=compiler.resident)
-
-
-def _of_every_stage(mine: dict[str, Target]) -> dict[str, Target]:
-    """Return the targets of all pipeline stages; a collective call of all ranks."""
-    stages = groups().get("pp")
-    if stages is None:
-        return mine
-    gathered = [mine] * len(stages.ranks)
-    dist.all_gather_object(gathered, mine, group=stages.host_group)
-    return {name: target for targets in gathered for name, target in targets.items()}

@@ -137,14 +137,6 @@ def _parser() -> argparse.ArgumentParser:
         "could not run.",
         allow_abbrev=False,
     )
-    _model_arguments(parser)
-    _engine_arguments(parser)
-    _comparison_arguments(parser)
-    _report_arguments(parser)
-    return parser
-
-
-def _model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     names = ", ".join(HUB_NAMES)
     add("--model", default="llama3.2-1b", help=f"a path, a hub id or: {names}")
@@ -161,8 +153,6 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-tokens", type=_positive, default=256)
 
-
-def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engines").add_argument
     for name in ("tp", "pp", "dp"):
         add(f"--{name}", type=_positive, default=1, help="ranks of the RBLN side")
@@ -183,8 +173,6 @@ def _engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile", action="store_true", help="write ./profile/<side>_<model>")
     add("--timeout", type=float, default=7200.0, help="limit of a side in seconds")
 
-
-def _comparison_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("comparison").add_argument
     add("--reference", choices=("cpu", "transformers"), default="cpu")
     add(
@@ -199,8 +187,6 @@ def _comparison_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-outlier-share", type=float, default=0.01)
     add("--use-cache", action="store_true", help="keep the references' results in ./cache")
 
-
-def _report_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("report").add_argument
     add("--inspect-logits", action=argparse.BooleanOptionalAction, default=True)
     add("--topk", type=_positive, default=5, help="rows of the top-k table")
@@ -208,6 +194,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-snippet", dest="snippet", action="store_false")
     add("--snippet-elems", type=int, default=6)
     add("--json", type=Path, metavar="FILE", help="write the report as JSON lines")
+    return parser
 
 
 def _positive(text: str) -> int:

@@ -78,16 +78,12 @@ class _TappedGraph:
     def run(self, useful: UsefulRows | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Run the graph and return its outputs [...] without the states."""
         outputs = tuple(output.cpu() for output in self._step.graph.run())
-        count = len(self._taps.rows)
+        count, real = len(self._taps.rows), 1
+        if self.spec.phase.takes_chunk:
+            real = int(self._step.inputs.token_indices[0]) + 1
         for rows, state in zip(self._taps.rows, outputs[-count:], strict=True):
-            rows.append(state.reshape(-1, state.shape[-1])[: self._num_real_rows()].clone())
+            rows.append(state.reshape(-1, state.shape[-1])[:real].clone())
         return outputs[:-count]
 
     def prepare(self) -> None:
         """Do nothing: a slow first run is acceptable."""
-
-    def _num_real_rows(self) -> int:
-        """Return 1 for a decode step of the one request, else the chunk's real tokens."""
-        if not self.spec.phase.takes_chunk:
-            return 1
-        return int(self._step.inputs.token_indices[0]) + 1

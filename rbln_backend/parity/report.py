@@ -16,7 +16,8 @@ from rbln_backend.parity.run import Bisection, Comparison, Outcome, PromptDelta
 
 def json_lines(outcome: Outcome) -> str:
     """Return the lines: run, sides, answers, prompts of each pair, pairs, layers, verdict."""
-    return "".join(json.dumps(_finite(line), default=str) + "\n" for line in _lines(outcome))
+    lines = _lines(outcome)
+    return "".join(json.dumps(_finite(line), default=str) + "\n" for line in lines)
 
 
 def _lines(outcome: Outcome) -> Iterator[dict[str, Any]]:

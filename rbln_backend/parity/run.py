@@ -78,22 +78,6 @@ class Summary:
     outliers: int
 
 
-def summarize(deltas: Sequence[PromptDelta]) -> Summary:
-    positions = [position for delta in deltas for position in delta.positions]
-    overlaps = [position.overlap for position in positions]
-    total = sum(p.mean_delta * p.overlap for p in positions if p.overlap)
-    return Summary(
-        prompts=len(deltas),
-        positions=len(positions),
-        same_tokens=sum(delta.first_divergence is None for delta in deltas),
-        ties=sum(delta.divergence_is_a_tie for delta in deltas),
-        max_delta=max((p.max_delta for p in positions), default=None),
-        mean_delta=total / sum(overlaps) if any(overlaps) else None,
-        min_pearson=min((p.pearson for p in positions if not math.isnan(p.pearson)), default=None),
-        outliers=sum(p.outliers for p in positions),
-    )
-
-
 def compare(reference: Answer, other: Answer, eps: float) -> PromptDelta:
     """Compare two answers to one prompt; ``other`` followed the reference's tokens."""
     count = min(len(reference.top_ids), len(other.top_ids))
@@ -110,13 +94,10 @@ def compare(reference: Answer, other: Answer, eps: float) -> PromptDelta:
         if has_logprobs
         else ()
     )
-    return PromptDelta(positions=positions, first_divergence=_first_divergence(reference, other))
-
-
-def _first_divergence(reference: Answer, other: Answer) -> int | None:
-    count = min(len(reference.token_ids), len(other.token_ids))
-    differs = np.nonzero(reference.token_ids[:count] != other.token_ids[:count])[0]
-    return int(differs[0]) if len(differs) else None
+    both = min(len(reference.token_ids), len(other.token_ids))
+    differs = np.nonzero(reference.token_ids[:both] != other.token_ids[:both])[0]
+    first = int(differs[0]) if len(differs) else None
+    return PromptDelta(positions=positions, first_divergence=first)
 
 
 def compare_position(
@@ -160,28 +141,23 @@ class Failure:
 def judge(deltas: Sequence[PromptDelta], limits: Limits) -> list[Failure]:
     """Return the failures, at most one per prompt and limit."""
     failures = []
-    for index, delta in enumerate(deltas):
+    for prompt, delta in enumerate(deltas):
         seen: set[str] = set()
-        for position, kind, reason in _broken(delta, limits):
-            if kind not in seen:
-                seen.add(kind)
-                failures.append(Failure(prompt=index, position=position, reason=reason))
+        for index, position in enumerate(delta.positions):
+            for kind, reason in _of_position(position, limits):
+                if kind not in seen:
+                    seen.add(kind)
+                    failures.append(Failure(prompt=prompt, position=index, reason=reason))
+        at = delta.first_divergence
+        if at is None or (delta.positions and delta.divergence_is_a_tie):
+            continue
+        reason = "another token where the reference was decided"
+        if delta.positions:
+            position = delta.positions[at]
+            reason += f": the reference's margin is {position.margin:.3g}, "
+            reason += f"the largest difference {position.max_delta:.3g}"
+        failures.append(Failure(prompt=prompt, position=at, reason=reason))
     return failures
-
-
-def _broken(delta: PromptDelta, limits: Limits) -> Iterator[tuple[int, str, str]]:
-    for index, position in enumerate(delta.positions):
-        for kind, reason in _of_position(position, limits):
-            yield index, kind, reason
-    at = delta.first_divergence
-    if at is None or (delta.positions and delta.divergence_is_a_tie):
-        return
-    detail = ""
-    if delta.positions:
-        position = delta.positions[at]
-        detail = f": the reference's margin is {position.margin:.3g}, "
-        detail += f"the largest difference {position.max_delta:.3g}"
-    yield at, "token", "another token where the reference was decided" + detail
 
 
 def _of_position(position: PositionDelta, limits: Limits) -> Iterator[tuple[str, str]]:
@@ -297,7 +273,20 @@ class Comparison:
 
     @property
     def summary(self) -> Summary:
-        return summarize(self.deltas)
+        positions = [position for delta in self.deltas for position in delta.positions]
+        overlaps = [position.overlap for position in positions]
+        total = sum(p.mean_delta * p.overlap for p in positions if p.overlap)
+        correlations = (p.pearson for p in positions if not math.isnan(p.pearson))
+        return Summary(
+            prompts=len(self.deltas),
+            positions=len(positions),
+            same_tokens=sum(delta.first_divergence is None for delta in self.deltas),
+            ties=sum(delta.divergence_is_a_tie for delta in self.deltas),
+            max_delta=max((p.max_delta for p in positions), default=None),
+            mean_delta=total / sum(overlaps) if any(overlaps) else None,
+            min_pearson=min(correlations, default=None),
+            outliers=sum(p.outliers for p in positions),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,12 @@ class RankedEngine:
         self._number = 0
         # The engine's tasks run in this loop, only during calls.
         self._runner = asyncio.Runner()
-        self._engine = self._runner.run(_start(job))
+        args = AsyncEngineArgs(model=job.model, logits_processors=[ForcedTokens], **job.engine_args)
+
+        async def start() -> AsyncLLM:
+            return AsyncLLM.from_engine_args(args)
+
+        self._engine = self._runner.run(start())
         self.model_config = self._engine.model_config
         self.tokenizer: Any = self._engine.get_tokenizer()
         self.num_at_once = int(job.engine_args["max_num_seqs"]) * ranks
@@ -123,11 +128,6 @@ class RankedEngine:
         return [output async for output in outputs][-1]
 
 
-async def _start(job: Job) -> AsyncLLM:
-    args = AsyncEngineArgs(model=job.model, logits_processors=[ForcedTokens], **job.engine_args)
-    return AsyncLLM.from_engine_args(args)
-
-
 def _adapter(job: Job) -> LoRARequest | None:
     return None if job.lora is None else LoRARequest("parity", 1, job.lora)
 
@@ -153,21 +153,14 @@ def probe(engine: OfflineEngine, side: Side, token_ids: Sequence[int], num_decod
         engine.generate([prompt], [params])
         names, states = engine.llm.collective_rpc("take_probe")[0]
     else:
-        names, states = _eager_states(engine, prompt, params)
+        # The reference runs eagerly, with hooks on its layers.
+        taken: list[Tensor] = []
+        model: Any = engine.llm.apply_model(_itself)[0]
+        with tapped(model, lambda state: taken.append(state.detach().float().clone())) as names:
+            engine.generate([prompt], [params])
+        rows = [state.reshape(-1, state.shape[-1]) for state in taken]
+        states = [torch.cat(rows[index :: len(names)]).numpy() for index in range(len(names))]
     return Layers(names=tuple(names), states=np.stack(states)[:, : len(token_ids)])
-
-
-def _eager_states(
-    engine: OfflineEngine, prompt: list[int], params: SamplingParams
-) -> tuple[list[str], list[FloatArray]]:
-    """Return the states of a reference, which runs eagerly with hooks on its layers."""
-    taken: list[torch.Tensor] = []
-    model: Any = engine.llm.apply_model(_itself)[0]
-    with tapped(model, lambda state: taken.append(state.detach().float().clone())) as names:
-        engine.generate([prompt], [params])
-    count = len(names)
-    rows = [torch.cat([s.reshape(-1, s.shape[-1]) for s in taken[i::count]]) for i in range(count)]
-    return names, [row.numpy() for row in rows]
 
 
 def _itself(model: Any) -> Any:

@@ -273,7 +273,11 @@ class PrefillOrder:
                 self._delay.observe(now - arrival.overtaken_at)
                 arrival.overtaken_at = None
         self._computed += tokens
-        self._move_aged()
+        while self._young and self._young[0][0] <= self._computed:
+            *_, request = heapq.heappop(self._young)
+            waiting = self._arrivals.get(request.request_id)
+            if waiting is not None and waiting.entry is not None:
+                self._queue(request, waiting, 0)
 
     def first(
         self, running: Iterable[Request], most: int, can_begin: Callable[[Request], bool]
@@ -296,13 +300,6 @@ class PrefillOrder:
         for entry in seen:
             heapq.heappush(self._waiting, entry)
         return [request for _, request in sorted(keys, key=lambda pair: pair[0])]
-
-    def _move_aged(self) -> None:
-        while self._young and self._young[0][0] <= self._computed:
-            *_, request = heapq.heappop(self._young)
-            arrival = self._arrivals.get(request.request_id)
-            if arrival is not None and arrival.entry is not None:
-                self._queue(request, arrival, 0)
 
     def _queue(self, request: Request, arrival: _Arrival, left: int) -> None:
         arrival.entry = next(self._entries)

@@ -32,13 +32,13 @@ from rbln_backend.scheduler.priorities import (
     is_background,
 )
 from rbln_backend.scheduler.prompts import (
+    PromptReports,
     PromptScheduler,
     StepView,
     Turn,
     chunk_plan,
     will_compute_prefix_of,
 )
-from rbln_backend.scheduler.reports import PromptReports
 from rbln_backend.scheduler.steps import (
     DraftedOutput,
     can_decode,

@@ -123,15 +123,13 @@ class Prediction:
             self.matched += 1
             self._cursor = self._last_match = cursor + 1
             return
-        if cursor == self._last_match:
-            self._cursor = self._after_leaving(token)
-        else:
+        if cursor != self._last_match:
             self._cursor = self._resynchronised()
-
-    def _after_leaving(self, token: int) -> int:
+            return
+        # The answer has just left the prediction.
         first = self._last_match + 1
         left_out = self._predicted[first : first + _NEXT]
-        return first + 1 + left_out.index(token) if token in left_out else first
+        self._cursor = first + 1 + left_out.index(token) if token in left_out else first
 
     def _resynchronised(self) -> int | None:
         """Return the position after an occurrence of the last tokens, the nearest ahead first."""

@@ -70,7 +70,11 @@ class TextIndex:
         for token in tokens:
             slot = end % capacity
             if end >= capacity:
-                self._unlink(slot, end - capacity + 1)
+                # Remove the oldest position from its chain, so that its slot can be reused.
+                oldest, oldest_key = end - capacity + 1, self._keys[slot]
+                self.start = max(self.start, oldest)
+                if oldest_key is not None and self._latest[oldest_key] == oldest:
+                    del self._latest[oldest_key]
             end += 1
             since_gap = 0 if token == GAP else since_gap + 1
             key = (key << _TOKEN_BITS | token + 1) & self._mask
@@ -121,23 +125,14 @@ class TextIndex:
         """
         if not self.start <= position < self._end:
             return []
-        found = self._between(position, min(position + limit, self._end))
+        slot = position % self._capacity
+        end = slot + min(limit, self._end - position)
+        found = self._tokens[slot:end]
+        if end > self._capacity:
+            found = found + self._tokens[: end - self._capacity]
         if GAP in found:
             return found[: found.index(GAP)]
         return (found * limit)[:limit] if len(found) < limit else found
-
-    def _between(self, first: int, last: int) -> list[int]:
-        slot = first % self._capacity
-        end = slot + last - first
-        found = self._tokens[slot:end]
-        return found if end <= self._capacity else found + self._tokens[: end - self._capacity]
-
-    def _unlink(self, slot: int, position: int) -> None:
-        """Remove the oldest position from its chain, so that its slot can be reused."""
-        self.start = max(self.start, position)
-        key = self._keys[slot]
-        if key is not None and self._latest[key] == position:
-            del self._latest[key]
 
 
 _MAX_OWNERS = 256

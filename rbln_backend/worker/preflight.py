@@ -195,7 +195,8 @@ def kv_limits(config: VllmConfig, rbln: RblnConfig) -> KvLimits:
     assert rbln.sub_block_size is not None
     device = device_capabilities(rbln)
     reuses = config.cache_config.enable_prefix_caching and rbln.window_prefix_cache
-    reuses = reuses and device.window_logs
+    # An NPU's ops for windows have no total token counts, which a prefix log needs.
+    reuses = reuses and device.runs_on_host
     return KvLimits(
         max_model_len=config.model_config.max_model_len,
         max_num_seqs=config.scheduler_config.max_num_seqs,

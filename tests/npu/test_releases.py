@@ -11,7 +11,6 @@ import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from rbln_backend import vllm_patches
 from rbln_backend.errors import ConfigError, UnsupportedModelError
 from rbln_backend.worker.worker import RblnWorker
 from tests.checkpoints import CheckpointCache
@@ -121,8 +120,6 @@ def next_sdk(sdk: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert sdk
     monkeypatch.syspath_prepend(str(install_metadata(tmp_path / "sdk", "0.12.1.dev288")))
     monkeypatch.setattr(EngineArgs, "get_batch_defaults", EngineArgs.get_batch_defaults)
-    # What an earlier test replaced was taken back.
-    vllm_patches.chunk_by_default.cache_clear()
 
 
 def configure(path: Path, rbln: dict[str, Any] | None = None, **options: Any) -> VllmConfig:
