@@ -355,7 +355,6 @@ class RblnConfig(BaseModel):
         return self.prefill_prompts or 1
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields as JSON values."""
         return self.model_dump(mode="json")
 
     def graph_fields(self) -> dict[str, object]:

@@ -133,7 +133,6 @@ class StepBatch:
 
     @cached_property
     def num_rows(self) -> int:
-        """Requests of the step."""
         return self.num_reqs + len(self.decode_prefill)
 
     @property

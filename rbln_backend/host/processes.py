@@ -40,7 +40,6 @@ class ProgressLine:
         self._tenth = -1
 
     def show(self, stage: str, done: int, total: int, note: str = "") -> None:
-        """Show ``done`` of ``total`` steps of a stage, followed by ``note``."""
         if stage != self._stage:
             self._stage, self._tenth = stage, -1
             self._began, self._before = time.monotonic(), done

@@ -189,7 +189,6 @@ class VllmBuild:
 
     @property
     def is_supported(self) -> bool:
-        """Return True if the version is one that this project is tested with."""
         return self.version.split(".")[:2] == SUPPORTED.split(".")
 
     def __str__(self) -> str:

@@ -271,7 +271,6 @@ def _parts(
 
 
 def _take(names: set[_Name], name: _Name) -> bool:
-    """Remove ``name`` from ``names``; return whether it was there."""
     if name not in names:
         return False
     names.remove(name)

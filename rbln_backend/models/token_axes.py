@@ -45,14 +45,26 @@ def keep_axes(model: nn.Module) -> None:
     MiniMaxText01RMSNormTP.forward_qkv = staticmethod(_normed)  # type: ignore[method-assign]
     if type(model).__module__.startswith(_TRANSFORMERS):
         _keep_axes_of_transformers(model)
+    mixins: dict[type[nn.Module], type] = {
+        Attention: _AttentionWithAxes,
+        RotaryEmbedding: _RotaryWithAxes,
+        Phi3LongRoPEScaledRotaryEmbedding: _LongRotaryWithAxes,
+    }
     for module in list(model.modules()):
-        mixin = _mixin_for(module)
+        layers = [child for child in module.children() if isinstance(child, Attention)]
+        mixin = next((mixin for kind, mixin in mixins.items() if isinstance(module, kind)), None)
+        if mixin is None and any(isinstance(child, MoERunner) for child in module.children()):
+            mixin = _ExpertsOfRows
         # Models of one process share their rotary embeddings.
         if mixin is not None and not isinstance(module, mixin):
             module.__class__ = with_axes(mixin, type(module))
             if isinstance(module, _RotaryWithAxes):
                 module.spread_angles()
-        _keep_axes_of_norms(module)
+        # The norms of heads, of a module that attends, get the axes of its attention layer.
+        for norm in module.children() if len(layers) == 1 else ():
+            if isinstance(norm, RMSNorm):
+                norm.__class__ = with_axes(_HeadNormWithAxes, type(norm))
+                norm.attention_name = layers[0].layer_name  # type: ignore[assignment]
 
 
 def _keep_axes_of_transformers(model: Any) -> None:
@@ -105,26 +117,6 @@ def _enclosed(outputs: Any) -> Any:
     if isinstance(outputs, Tensor):
         return outputs.unsqueeze(0)
     return tuple(_enclosed(output) for output in outputs)
-
-
-def _mixin_for(module: nn.Module) -> type | None:
-    if isinstance(module, Attention):
-        return _AttentionWithAxes
-    if isinstance(module, RotaryEmbedding):
-        return _RotaryWithAxes
-    if isinstance(module, Phi3LongRoPEScaledRotaryEmbedding):
-        return _LongRotaryWithAxes
-    has_experts = any(isinstance(child, MoERunner) for child in module.children())
-    return _ExpertsOfRows if has_experts else None
-
-
-def _keep_axes_of_norms(module: nn.Module) -> None:
-    """Give the norms of heads, of a module that attends, the axes of its attention layer."""
-    layers = [child for child in module.children() if isinstance(child, Attention)]
-    for norm in module.children() if len(layers) == 1 else ():
-        if isinstance(norm, RMSNorm):
-            norm.__class__ = with_axes(_HeadNormWithAxes, type(norm))
-            norm.attention_name = layers[0].layer_name  # type: ignore[assignment]
 
 
 def with_axes(mixin: type, layer: type) -> type:

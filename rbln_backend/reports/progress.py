@@ -309,27 +309,18 @@ def _eta(
     """Return the remaining seconds of this phase at its pace, None before it has one."""
     if slowest.phase == "ready":
         return 0.0
-    left = _graphs_left_s(slowest, graphs, updated, now)
-    if left is None and slowest.share and slowest.entered is not None:
-        left = (now - slowest.entered) * (1.0 - slowest.share) / slowest.share
-    return left
-
-
-def _graphs_left_s(
-    slowest: _RankProgress, graphs: list[GraphProgress], updated: float | None, now: float
-) -> float | None:
-    """Return the seconds of the remaining graphs at the mean pace of the done ones.
-
-    All graphs are loaded before the first one is compiled: after one compile, the rest compiles.
-    """
     done = [graph for graph in graphs if graph.state == "done"]
-    if not done or updated is None or slowest.phase != "compile":
-        return None
-    like = [graph for graph in done if graph.result == "compiled"] or done
-    mean_s = sum(graph.seconds or 0.0 for graph in like) / len(like)
-    remaining = len(graphs) - len(done)
-    rounds = max(1.0, remaining / slowest.workers) if remaining else 0.0
-    return max(0.0, rounds * mean_s - max(0.0, now - updated))
+    if done and updated is not None and slowest.phase == "compile":
+        # All graphs are loaded before the first one is compiled: after one compile, the rest
+        # compiles, at the mean pace of those.
+        like = [graph for graph in done if graph.result == "compiled"] or done
+        mean_s = sum(graph.seconds or 0.0 for graph in like) / len(like)
+        remaining = len(graphs) - len(done)
+        rounds = max(1.0, remaining / slowest.workers) if remaining else 0.0
+        return max(0.0, rounds * mean_s - max(0.0, now - updated))
+    if slowest.share and slowest.entered is not None:
+        return (now - slowest.entered) * (1.0 - slowest.share) / slowest.share
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -337,11 +337,14 @@ class PromptScheduler(Scheduler):
         """Return the first partly computed prompt or waiting request, and those that join it."""
         others = [request for request in self._waiting() if request not in refused]
         held_back = [*refused, *behind_priority(others)]
-        if self._reads_first(held_back):
-            return Turn(prefilling[:1], list(self._waiting()), {})
+        hidden, tiers = {id(request) for request in held_back}, self._reuse.tiers
+        if tiers is not None:
+            following = next((r for r in self._in_turn() if id(r) not in hidden), None)
+            if following is not None and not tiers.may_begin(following):
+                # Pages of the first waiting request that may begin are still read.
+                return Turn(prefilling[:1], list(self._waiting()), {})
         together: dict[str, int] = {}
         if len(prefilling) + len(self.waiting) + len(self.skipped_waiting) > 1:
-            hidden = {id(request) for request in held_back}
             waiting = (request for request in self._in_turn() if id(request) not in hidden)
             most = self.max_num_running_reqs - len(self.running) + len(prefilling)
             together = self._together(prefilling, takewhile(self._can_begin, waiting), most)
@@ -426,15 +429,6 @@ class PromptScheduler(Scheduler):
         if self._reuse.tiers is not None and not self._reuse.tiers.may_begin(request):
             return False
         return not request.num_stale_output_tokens
-
-    def _reads_first(self, held_back: Sequence[Request]) -> bool:
-        """Return whether pages of the first waiting request that may begin are still read."""
-        tiers = self._reuse.tiers
-        if tiers is None:
-            return False
-        hidden = {id(request) for request in held_back}
-        following = next((r for r in self._in_turn() if id(r) not in hidden), None)
-        return following is not None and not tiers.may_begin(following)
 
     def _inadmissible(self) -> list[Request]:
         """Return the waiting requests that must not be admitted yet.

@@ -80,17 +80,24 @@ def check_draft_model(config: VllmConfig, rbln: RblnConfig, *, on_npu: bool) -> 
         raise DRAFT_MODEL_OPTION.refusal(
             f"draft_tensor_parallel_size {own} with tensor_parallel_size {ranks}"
         )
-    if config.lora_config is not None:
-        raise DRAFT_MODEL.refusal(f"{method} with enable_lora true")
-    if rbln.has_kv_tiers:
-        raise DRAFT_MODEL.refusal(f"{method} with KV tiers")
-    if model.use_mla and speculation.method != MTP:
-        raise DRAFT_MODEL.refusal(f"{method} with architecture {model.architecture}")
+    settings = {
+        "enable_lora true": config.lora_config is not None,
+        "KV tiers": rbln.has_kv_tiers,
+        f"architecture {model.architecture}": model.use_mla and speculation.method != MTP,
+    }
+    DRAFT_MODEL.refuse(settings, method)
     if speculation.method in _EAGLE_MODELS:
         _check_eagle(config)
     if speculation.method == MTP:
         _check_mtp(config, on_npu=on_npu)
-    _check_options(speculation, model.quantization if speculation.method == MTP else None)
+    expected = model.quantization if speculation.method == MTP else None
+    for name, plain in (_PLAIN_OPTIONS | {"quantization": expected}).items():
+        value = getattr(speculation, name)
+        if value != plain:
+            raise DRAFT_MODEL_OPTION.refusal(f"--speculative-config {name} {value!r}")
+    quantization = speculation.draft_model_config.quantization
+    if quantization != expected:
+        raise DRAFT_MODEL_OPTION.refusal(f"draft model with quantization {quantization!r}")
 
 
 def settle_draft_model(config: VllmConfig) -> str | None:
@@ -162,14 +169,3 @@ def _check_format(served: ModelConfig, feature: Feature, formats: Sequence[str] 
 
 def _cache_of(model: ModelConfig) -> str:
     return f"{model.get_total_num_kv_heads()} KV heads of {model.get_head_size()}"
-
-
-def _check_options(speculation: SpeculativeConfig, expected: str | None) -> None:
-    """Raise for options that change drafts; ``expected``: the draft model's quantisation."""
-    for name, plain in (_PLAIN_OPTIONS | {"quantization": expected}).items():
-        value = getattr(speculation, name)
-        if value != plain:
-            raise DRAFT_MODEL_OPTION.refusal(f"--speculative-config {name} {value!r}")
-    quantization = speculation.draft_model_config.quantization
-    if quantization != expected:
-        raise DRAFT_MODEL_OPTION.refusal(f"draft model with quantization {quantization!r}")

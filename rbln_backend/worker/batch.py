@@ -274,7 +274,13 @@ class PlainRows:
         self._states = [states[name] for name in self._names]
         self._computed = [state.num_computed_tokens for state in self._states]
         self._texts = [states[name].output_token_ids for name in rows.req_ids]
-        self._processors = [p for p in rows.logitsprocs.all if _reads_tokens(p)]
+        # Those with work where no request joins or leaves.
+        self._processors = [
+            processor
+            for processor in rows.logitsprocs.all
+            if not isinstance(processor, LogitBiasLogitsProcessor | MinPLogitsProcessor)
+            and not (isinstance(processor, MinTokensLogitsProcessor) and not processor.min_toks)
+        ]
         self._recorded = self._advanced = 0
 
     def follows(self, scheduled: SchedulerOutput) -> bool:
@@ -334,13 +340,6 @@ class PlainRows:
             row = self._held.req_id_to_index[name]
             self._held.block_table.append_row(blocks, row)
             self.grown.append(row)
-
-
-def _reads_tokens(processor: object) -> bool:
-    """Return whether a logits processor has work where no request joined or left."""
-    if isinstance(processor, MinTokensLogitsProcessor):
-        return bool(processor.min_toks)
-    return not isinstance(processor, LogitBiasLogitsProcessor | MinPLogitsProcessor)
 
 
 class IsolatedInputBatch(InputBatch):

@@ -139,7 +139,6 @@ class DraftRuns:
             self.read_chunk(packed)
 
     def read_chunk(self, pieces: Sequence[DraftPiece]) -> list[FirstDraft]:
-        """Read pieces as one chunk."""
         size = self._sizes.chunks.find(_size(pieces))
         spec = spec_of(Phase.DRAFT_PREFILL, size, self._prompts)
         buffers = self._buffers[spec]
@@ -298,7 +297,6 @@ class DraftLayer:
         return step.hidden(reads_layers=self._reads_layers)
 
     def _read_chunk(self, step: EndedStep) -> list[FirstDraft]:
-        """Read a chunk of prompts."""
         self._catch_up(step.states)
         counts = step.counts
         hidden = self._hidden(step)[: sum(counts)].split(counts)
@@ -308,7 +306,6 @@ class DraftLayer:
         )
 
     def _catch_up(self, states: Sequence[CachedRequestState]) -> None:
-        """Read the unread tokens of requests."""
         unread = [(state, self._unread.pop(state.req_id, None)) for state in states]
         self._runs.read_chunks(
             [_piece(state, rest.start, torch.cat(rest.parts)) for state, rest in unread if rest]

@@ -78,7 +78,6 @@ class GraphSet:
         return selected
 
     def exchange(self, graph: CompiledGraph) -> None:
-        """Replace the graph of the same spec by ``graph``."""
         self.dispatch.add(graph)
         self._selected.clear()
 

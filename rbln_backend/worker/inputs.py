@@ -203,7 +203,6 @@ class WindowInputs:
 def by_layer(
     groups: Sequence[KvGroup], inputs: Sequence[GroupInputs]
 ) -> dict[str, RblnAttentionMetadata]:
-    """Return the metadata of every attention layer by its name."""
     return {
         name: part.metadata
         for group, part in zip(groups, inputs, strict=True)

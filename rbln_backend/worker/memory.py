@@ -38,7 +38,15 @@ _HIDDEN_ROWS, _INTERMEDIATE_ROWS = 6, 3
 def memory_report(preflight: Preflight, memory: HostMemory | None = None) -> MemoryReport:
     """Return the plan; its problems name what does not fit and the flag to change."""
     npu, config = preflight.capabilities.npu, preflight.config
-    specs, lora_bytes = list(preflight.specs.values()), _lora_bytes(preflight)
+    specs, lora_bytes = list(preflight.specs.values()), 0
+    if config.lora_config is not None:
+        # vLLM's part of it takes a while to import.
+        from rbln_backend.lora.model_manager import slot_bytes
+
+        skeleton, linear_only = preflight.skeleton, not preflight.capabilities.runs_on_host
+        lora_bytes = slot_bytes(
+            skeleton.model, config.lora_config, skeleton.item_bytes, linear_only=linear_only
+        )
     block_bytes = paged_bytes_per_block(specs)
     shared: dict[str, Any] = {
         "weight_bytes": preflight.skeleton.weight_bytes,
@@ -124,19 +132,6 @@ def packing_bytes(model: nn.Module) -> int:
         elif not fits_in_place(weight):
             extra += packed - weight.nbytes
     return extra
-
-
-def _lora_bytes(preflight: Preflight) -> int:
-    """Return the bytes of the adapter slots of all layers."""
-    lora = preflight.config.lora_config
-    if lora is None:
-        return 0
-    # vLLM's part of it takes a while to import.
-    from rbln_backend.lora.model_manager import slot_bytes
-
-    model, item_bytes = preflight.skeleton.model, preflight.skeleton.item_bytes
-    on_host = preflight.capabilities.runs_on_host
-    return slot_bytes(model, lora, item_bytes, linear_only=not on_host)
 
 
 def _workspace_bytes(preflight: Preflight) -> int:

@@ -320,12 +320,10 @@ class Skeleton:
         return hasattr(self.model, "compute_logits")
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Return vLLM's spec of every attention layer with its own KV cache, by layer name."""
         with set_current_vllm_config(self._config):
             return kv_cache_specs(self._config)
 
     def sharing_layers(self) -> dict[str, str]:
-        """Return the layers that read the cache of another, by name, and the name of its owner."""
         return sharing_layers(attention_layers(self._config))
 
 

@@ -296,17 +296,14 @@ class _Copy:
 
     def updated(self) -> NDArray[np.int32]:
         """Return the tokens [len(source)]."""
-        count = len(self.source)
-        if count < self.count or (self.count and self.source[self.count - 1] != self._latest()):
+        count, known = len(self.source), self.count
+        if count < known or (known and self.source[known - 1] != self.tokens[known - 1]):
             self.count = 0
         if count > len(self.tokens):
             self.tokens = np.resize(self.tokens, 2 * count)
         self.tokens[self.count : count] = self.source[self.count :]
         self.count = count
         return self.tokens[:count]
-
-    def _latest(self) -> int:
-        return int(self.tokens[self.count - 1])
 
 
 class OutputTokens:
@@ -319,16 +316,15 @@ class OutputTokens:
         """Return the tokens of all lists, int32, and where each one's end, int64 [lists]."""
         if len(self._copies) > 2 * len(lists) + _OTHERS:
             self._copies.clear()
-        parts = [self._copy(tokens).updated() for tokens in lists]
+        parts = []
+        for tokens in lists:
+            # The copy holds its list, so that no other one gets its identity.
+            copy = self._copies.get(id(tokens))
+            if copy is None:
+                copy = self._copies[id(tokens)] = _Copy(tokens)
+            parts.append(copy.updated())
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         return torch.from_numpy(np.concatenate(parts)), torch.from_numpy(ends)
-
-    def _copy(self, tokens: list[int]) -> _Copy:
-        # The copy holds its list, so that no other one gets its identity.
-        copy = self._copies.get(id(tokens))
-        if copy is None:
-            copy = self._copies[id(tokens)] = _Copy(tokens)
-        return copy
 
 
 TokenPicks = Callable[[StepOutputs, int], list[list[int]]]

@@ -184,7 +184,12 @@ class SlotProof:
         """
         last = self._layers.lora_slots - 1
         slots = sorted({0, last})
-        known = {slot: self._known_images(slot) for slot in slots}
+        # Random values of the full rank for every layer.
+        known: dict[int, Images] = {}
+        for slot in slots:
+            generator = torch.Generator().manual_seed(slot)
+            stacks = self._layers.stacks.items()
+            known[slot] = {name: stack.known_image(generator) for name, stack in stacks}
         expected = self._fill_product(known)
         empty, filled, again = (
             self._outputs(graphs, inputs, last, {slot: images.get(slot, {}) for slot in slots})
@@ -202,11 +207,6 @@ class SlotProof:
             raise LORA_UNPROVEN.refusal(
                 f"graph {ADAPTER_PRODUCT}: its product with known values is not the host's"
             )
-
-    def _known_images(self, seed: int) -> Images:
-        """Return random values of the full rank for every layer."""
-        generator = torch.Generator().manual_seed(seed)
-        return {name: x.known_image(generator) for name, x in self._layers.stacks.items()}
 
     def _fill_product(self, known: Mapping[int, Images]) -> Tensor:
         """Fill the inputs of the small graph; return what it must give, [rows, 1, outputs]."""

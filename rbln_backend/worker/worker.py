@@ -265,7 +265,15 @@ class RblnWorker(WorkerBase):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         assert self._build is not None
         started = time.perf_counter()
-        self._runner = self._with_transfer(self._build.warm_up(self._progress), self._build)
+        self._runner = runner = self._build.warm_up(self._progress)
+        if self.vllm_config.kv_transfer_config is not None:
+            from rbln_backend.worker.transfers import SharedBlocks, TransferRunner
+
+            assert isinstance(runner, RblnModelRunner), "checked by check_nixl"
+            caches, kv_config = self._build.kv_caches, self._build.kv_cache_config
+            blocks = SharedBlocks(caches.memory, caches.tensors)
+            self._transfer = TransferRunner(runner, self.vllm_config, kv_config, blocks)
+            self._runner = self._transfer
         keep_freed_memory()
         self._description.is_ready()
         self._progress.phase("ready")
@@ -370,7 +378,6 @@ class RblnWorker(WorkerBase):
         return self._loaded_adapters().remove(lora_id)
 
     def list_loras(self) -> set[int]:
-        """Return the ids of all adapters that have a slot."""
         return set(self.lora_slots())
 
     def lora_slots(self) -> dict[int, int]:
@@ -397,18 +404,6 @@ class RblnWorker(WorkerBase):
         metadata = self._transfer.connector.get_handshake_metadata()
         ranks = (get_pp_group().rank_in_group, get_tp_group().rank_in_group)
         return None if metadata is None else {ranks: metadata}
-
-    def _with_transfer(self, runner: Runner, build: EngineBuild) -> Runner | TransferRunner:
-        """Return ``runner``, with the hooks of a KV connector if there is one."""
-        if self.vllm_config.kv_transfer_config is None:
-            return runner
-        from rbln_backend.worker.transfers import SharedBlocks, TransferRunner
-
-        assert isinstance(runner, RblnModelRunner), "checked by check_nixl"
-        caches = build.kv_caches
-        blocks = SharedBlocks(caches.memory, caches.tensors)
-        self._transfer = TransferRunner(runner, self.vllm_config, build.kv_cache_config, blocks)
-        return self._transfer
 
     def _make_compiler(self) -> Compiler:
         install_expert_layers()
