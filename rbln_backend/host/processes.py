@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
@@ -86,60 +85,59 @@ def report(what: str, done: int, total: int) -> None:
     print(_PROGRESS + json.dumps([what, done, total]), flush=True)  # noqa: T201
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChildJob:
-    """`python -m module JOB RESULT` with no environment but `variables`, for `timeout` seconds."""
+def run_child(
+    module: str,
+    write_job: Callable[[Path], None],
+    read_result: Callable[[Path], T],
+    *,
+    label: str,
+    variables: Mapping[str, str],
+    timeout: float,
+) -> T:
+    """Run `python -m module JOB RESULT` with no environment but `variables`; return its result.
 
-    label: str
-    module: str
-    variables: Mapping[str, str]
-    timeout: float
-
-    def run(self, write_job: Callable[[Path], None], read_result: Callable[[Path], T]) -> T:
-        """Return the result; raises `ChildError` with the end of the job's log."""
-        with tempfile.TemporaryDirectory(prefix="rbln-job-") as name:
-            folder = Path(name)
-            job, result, log = folder / "job.json", folder / "result.npz", folder / "log.txt"
-            write_job(job)
-            with log.open("wb") as errors:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", self.module, str(job), str(result)],
-                    env=dict(self.variables),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    # Own session: processes that the child starts end with it.
-                    start_new_session=True,
-                )
-                started = time.monotonic()
-                status = self._follow(process)
-                seconds = time.monotonic() - started
-            if status != 0 or not result.is_file():
-                end = f"ended with status {status}"
-                if seconds >= self.timeout:
-                    end = f"took over {seconds:.0f} s"
-                elif status < 0:
-                    names = {number.value: number.name for number in signal.Signals}
-                    end = f"was ended by {names.get(-status, f'signal {-status}')}"
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
-                raise ChildError(f"the {self.label} {end}:\n{tail}")
-            return read_result(result)
-
-    def _follow(self, process: subprocess.Popen[str]) -> int:
-        timer = threading.Timer(self.timeout, process.kill)
-        timer.start()
-        line = ProgressLine(self.label)
-        try:
-            for text in process.stdout or ():
-                if text.startswith(_PROGRESS):
-                    line.show(*json.loads(text.removeprefix(_PROGRESS)))
-            return process.wait()
-        finally:
-            timer.cancel()
-            if process.poll() is None:
-                process.kill()
-            line.end()
+    Raises `ChildError` with the end of the job's log, also after `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="rbln-job-") as name:
+        folder = Path(name)
+        job, result, log = folder / "job.json", folder / "result.npz", folder / "log.txt"
+        write_job(job)
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(job), str(result)],
+                env=dict(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                # Own session: processes that the child starts end with it.
+                start_new_session=True,
+            )
+            started = time.monotonic()
+            timer = threading.Timer(timeout, process.kill)
+            timer.start()
+            line = ProgressLine(label)
+            try:
+                for text in process.stdout or ():
+                    if text.startswith(_PROGRESS):
+                        line.show(*json.loads(text.removeprefix(_PROGRESS)))
+                status = process.wait()
+            finally:
+                timer.cancel()
+                if process.poll() is None:
+                    process.kill()
+                line.end()
+            seconds = time.monotonic() - started
+        if status != 0 or not result.is_file():
+            end = f"ended with status {status}"
+            if seconds >= timeout:
+                end = f"took over {seconds:.0f} s"
+            elif status < 0:
+                names = {number.value: number.name for number in signal.Signals}
+                end = f"was ended by {names.get(-status, f'signal {-status}')}"
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_TAIL:])
+            raise ChildError(f"the {label} {end}:\n{tail}")
+        return read_result(result)
 
 
 _PR_SET_PDEATHSIG = 1

@@ -50,11 +50,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.request import Request, RequestStatus
 
-from rbln_backend.checkpoints.weights_digest import weights_digest
 from rbln_backend.devices.port import device_capabilities
 from rbln_backend.errors import ConfigError
 from rbln_backend.graphs.model_fields import model_fields
 from rbln_backend.kv_cache.specs import PagedSpec, layer_specs, parts_of
+from rbln_backend.kv_transfer.page_store import weights_digest
 from rbln_backend.settings import configured
 
 _PARTS = ("keys", "values")

@@ -21,7 +21,6 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
-from rbln_backend.checkpoints.weights_digest import weights_digest
 from rbln_backend.config import RblnConfig
 from rbln_backend.core import PageMove, PageMoves, PagePart
 from rbln_backend.devices.emulated.kernel_set import active_isa
@@ -40,6 +39,7 @@ from rbln_backend.kv_transfer.page_store import (
     ReadPlan,
     WindowPage,
     new_page,
+    weights_digest,
 )
 from rbln_backend.lora.adapter_files import AdapterHasher, adapter_digests
 from rbln_backend.reports.metrics import MetricsBoard

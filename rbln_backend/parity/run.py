@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from rbln_backend.host.processes import ChildJob
+from rbln_backend.host.processes import run_child
 from rbln_backend.parity.jobs import (
     Answer,
     FloatArray,
@@ -383,13 +383,14 @@ class _Sides:
         environ = environ_of(job.side)
         for line in launch(job.side, environ):
             self._log(line)
-        child = ChildJob(
+        return run_child(
+            "rbln_backend.parity",
+            job.write,
+            SideResult.read,
             label=f"{job.side} side",
-            module="rbln_backend.parity",
             variables=environ,
             timeout=self._options.timeout,
         )
-        return child.run(job.write, SideResult.read)
 
     def reference(self, job: Job) -> SideResult:
         """Return the result of a reference, with ``--use-cache`` that of an equal job if kept."""

@@ -24,7 +24,7 @@ from rbln_backend.graphs.kernel_files import (
     publish,
 )
 from rbln_backend.host.files import make_trusted_folder
-from rbln_backend.host.processes import ChildError, ChildJob
+from rbln_backend.host.processes import ChildError, run_child
 from rbln_backend.host.resources import (
     CoreBudget,
     core_budget,
@@ -397,13 +397,14 @@ def test_no_proc_is_no_limit(tmp_path: Path) -> None:
 
 
 def _run(how: str, timeout: float = 60.0) -> str:
-    child = ChildJob(
+    return run_child(
+        "tests.unit.ending_child",
+        lambda path: path.write_text(how) and None,
+        Path.read_text,
         label="cpu side",
-        module="tests.unit.ending_child",
         variables=os.environ,
         timeout=timeout,
     )
-    return child.run(lambda path: path.write_text(how) and None, Path.read_text)
 
 
 def test_an_answer_comes_back() -> None:
