@@ -102,7 +102,6 @@ def settle_compilation(vllm_config: VllmConfig) -> None:
 
 
 def _changed(given: CompilationConfig) -> dict[str, Any]:
-    """Return the settings that differ from their defaults, by name."""
     untouched = type(given)()
     names = [field.name for field in fields(given) if field.init]
     pairs = {name: (getattr(given, name), getattr(untouched, name)) for name in names}

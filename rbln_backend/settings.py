@@ -587,18 +587,15 @@ def engine_settings(config: VllmConfig) -> EngineSettings:
 
 
 def compiled_sizes(config: VllmConfig) -> EngineBuckets:
-    """Return the compiled sizes of an engine."""
     found = engine_settings(config).buckets
     assert found is not None, "an engine has a model"
     return found
 
 
 def largest_decode(config: VllmConfig) -> int:
-    """Return the requests of the largest decode step."""
     stages = config.parallel_config.pipeline_parallel_size
     return config.scheduler_config.max_num_seqs // stages
 
 
 def configured(config: VllmConfig) -> RblnConfig:
-    """Return the settings of this backend."""
     return engine_settings(config).rbln

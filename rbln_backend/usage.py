@@ -51,7 +51,6 @@ class PhaseUsage:
         times[bucket] = times.get(bucket, 0.0) + seconds
 
     def add(self, other: PhaseUsage) -> None:
-        """Add the counts of another record."""
         _add(self.steps_by_size, other.steps_by_size)
         _add(self.steps_by_bucket, other.steps_by_bucket)
         _add(self.seconds_by_bucket, other.seconds_by_bucket)
@@ -63,7 +62,6 @@ class PhaseUsage:
 
     @property
     def seconds(self) -> float:
-        """Total seconds of the steps."""
         return sum(self.seconds_by_bucket.values())
 
     @property
@@ -245,7 +243,6 @@ class StepTimes:
         self._seconds = list(accumulate((recorded[size] for size in self._sizes), max))
 
     def of(self, bucket: int) -> float:
-        """Return the seconds of a step of this bucket."""
         sizes, seconds = self._sizes, self._seconds
         if not sizes:
             return float(bucket)
@@ -278,11 +275,9 @@ class Change:
 
     @property
     def saving(self) -> float:
-        """Share of step time saved; 0 without steps."""
         return 1.0 - self.then.seconds / self.now.seconds if self.now.seconds > 0 else 0.0
 
     def report(self) -> dict[str, Any]:
-        """Return the change as JSON values."""
         return {
             "steps": self.now.steps,
             "current": list(self.current),

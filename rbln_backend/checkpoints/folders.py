@@ -130,7 +130,6 @@ def convert(file: Path, folder: Path) -> None:
 
 
 def is_on_hub(model: str) -> bool:
-    """Return True if MODEL is named as a repository of a hub."""
     return model not in CATALOGUE and is_repo_name(model)
 
 

@@ -102,7 +102,6 @@ class LarkGrammar(StructuredOutputGrammar):
         return tokens[:taken]
 
     def rollback(self, num_tokens: int) -> None:
-        """Go back by so many tokens."""
         if num_tokens and self._ended:
             self._ended = False
             num_tokens -= 1

@@ -148,7 +148,6 @@ class _LastingFile(io.FileIO):
     """A descriptor that this process redirects to `/dev/null` once its reader closes."""
 
     def write(self, data: Buffer, /) -> int:
-        """Write, or drop the data if the reader has closed."""
         try:
             return super().write(data)
         except OSError as error:

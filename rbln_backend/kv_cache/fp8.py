@@ -23,7 +23,6 @@ FP8_DTYPES: Mapping[str, torch.dtype] = {
 
 
 def share_scales(layer: Any, owner: Any) -> None:
-    """Copy to ``layer`` the scales of ``owner``, whose KV cache it reads."""
     layer._k_scale, layer._v_scale = owner._k_scale, owner._v_scale
 
 

@@ -199,7 +199,6 @@ class UnsavedBlocks:
                 yield name, self._blocks.pop(name)
 
     def forget(self, name: str) -> None:
-        """Drop the blocks of a request that ended."""
         self._blocks.pop(name, None)
 
 

@@ -92,7 +92,6 @@ HEADER_BYTES = _HEADER.size
 
 
 def header_of(key: bytes, payload: memoryview) -> bytes:
-    """Return the header of a page with a ``key`` of 32 bytes."""
     return _HEADER.pack(_MAGIC, key, _checksum(key, payload), payload.nbytes)
 
 
@@ -292,7 +291,6 @@ class FolderTier:
         return self._evict() if self.num_bytes > self._max_bytes else []
 
     def clear(self) -> None:
-        """Remove all pages of this origin."""
         for folder in self._folder.glob("*"):
             shutil.rmtree(folder, ignore_errors=True)
         self.num_bytes = sum(size for _, size, _ in self._files())

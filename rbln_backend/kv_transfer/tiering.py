@@ -76,7 +76,6 @@ class Placement:
         return min(hit // m.block_size * m.block_size for m in self._coordinator.paged)
 
     def begin(self, request: Request, first_token: int) -> PagePlace:
-        """Return a place of ``request`` without blocks."""
         owner = copy.copy(request)
         owner.request_id = f"kv-tier:{request.request_id}"
         for manager in self._coordinator.paged:
@@ -123,7 +122,6 @@ class Placement:
         return sum(-(-end // m.block_size) - len(blocks) for m, blocks in owned)
 
     def _grow(self, place: PagePlace, end: int) -> None:
-        """Give ``place`` blocks for the page that ends at ``end``."""
         for manager in self._coordinator.paged:
             blocks = manager.req_to_blocks[place.owner.request_id]
             if len(blocks) * manager.block_size < end:
@@ -263,7 +261,6 @@ class KvTiering:
         return False
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept about a request that ended."""
         self._end_reading(request.request_id)
         self._looked_up.discard(request.request_id)
         self._stored.pop(request.request_id, None)
@@ -323,7 +320,6 @@ class KvTiering:
         self._stored.clear()
 
     def close(self) -> None:
-        """Write what waits."""
         for name in list(self._reading):
             self._end_reading(name)
         self._store.close()

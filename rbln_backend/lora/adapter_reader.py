@@ -155,6 +155,5 @@ class Staging:
         return future is not None
 
     def close(self) -> None:
-        """Stop; a read in progress ends without effect."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)

@@ -172,7 +172,6 @@ class AdaptedHead(OfOneStack):
         self.stack = allocate(inputs=head.embedding_dim, outputs=outputs)
 
     def targets(self) -> dict[str, Target]:
-        """Return the layer's name in adapters with its shapes."""
         return {self._name: Target.linear(self._head.embedding_dim, self._head.org_vocab_size)}
 
     def image(self, adapter: LoRAModel) -> LayerImage | None:

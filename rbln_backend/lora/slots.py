@@ -256,7 +256,6 @@ class MatrixStack(SlotStack):
         return y + (delta if delta.shape == y.shape else delta.view(y.shape))
 
     def on_host(self, slots: int, images: Mapping[int, LayerImage]) -> MatrixStack:
-        """Return such slots in host memory, filled with ``images``."""
         made = self.on_device(
             slots=slots,
             rank=self.rank,

@@ -96,7 +96,6 @@ class SideResult:
     """Versions, device, dtype: for the report."""
 
     def write(self, path: Path) -> None:
-        """Write one file atomically."""
         arrays: dict[str, Any] = {}
         for index, answer in enumerate(self.answers):
             for name in ("prompt_ids", "token_ids", "top_ids", "logprobs"):

@@ -252,7 +252,6 @@ class MemoryReport:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the paged KV cache and of window layers."""
         return self.num_blocks * self.block_bytes + self.window_bytes
 
     @property
@@ -359,7 +358,6 @@ class StoreReport:
 
     @property
     def to_compile(self) -> tuple[str, ...]:
-        """Graphs that a start would compile."""
         return tuple(graph.name for graph in self.graphs if graph.state != "stored")
 
     @property
@@ -433,7 +431,6 @@ class CacheGroup:
 
     @property
     def kind(self) -> str:
-        """Kind of cache for display."""
         return "full attention" if self.window is None else f"sliding window of {self.window}"
 
 
@@ -484,7 +481,6 @@ class ModelReport:
 
     @property
     def num_layers(self) -> int:
-        """Number of attention layers; each has a KV cache."""
         return sum(group.num_layers for group in self.kv_groups)
 
     def to_dict(self) -> dict[str, object]:

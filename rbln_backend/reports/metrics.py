@@ -556,7 +556,6 @@ class BatchSizeLog:
         self._has_news = False
 
     def note(self, phase: str, size: int, seconds: float) -> None:
-        """Count a step of `size` requests (decode) or tokens (prefill)."""
         self._steps[phase, size] += 1
         self._seconds[phase, size].append(seconds)
         self._has_news = True

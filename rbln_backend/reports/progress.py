@@ -140,7 +140,6 @@ class ProgressWriter:
             self._print(f"compile: {done} of {len(self._planned)} graphs, {name} {result}")
 
     def failed(self, reason: str) -> None:
-        """Report the reason of a failed start-up."""
         self._append({"event": "failed", "reason": reason})
 
     @contextmanager
@@ -155,7 +154,6 @@ class ProgressWriter:
             raise
 
     def close(self) -> None:
-        """Close the file, which remains readable."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -385,7 +383,6 @@ class LastStart:
         return content if isinstance(content, float) and 0 <= content < _LONGEST_S else None
 
     def keep(self, seconds: float) -> None:
-        """Store the seconds of this start."""
         try:
             replace_file(self._path, json.dumps(round(seconds, 3)).encode())
         except OSError as error:

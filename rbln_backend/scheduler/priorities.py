@@ -190,7 +190,6 @@ class Background:
         self._rows["prompt"].inc()
 
     def preempted(self) -> None:
-        """Count a request that lost its KV blocks or its slot to the foreground."""
         self._preempted.inc()
 
 

@@ -479,7 +479,6 @@ class PromptReports:
         """The tokens of steps, and requests with their computed tokens."""
 
     def scheduled(self, prefill: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Note the requests of a ``prefill`` step."""
         tokens, reported = prefill.num_scheduled_tokens, list[tuple[Request, int]]()
         for request_id in tokens:
             request = requests[request_id]

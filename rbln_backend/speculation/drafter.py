@@ -94,7 +94,6 @@ class Prediction:
     """
 
     def __init__(self, predicted: Sequence[int]) -> None:
-        """`predicted` are token ids."""
         self.matched = 0
         """Tokens of the answer that were predicted."""
         self._predicted = list(predicted)
@@ -106,7 +105,6 @@ class Prediction:
         self._tail: tuple[int, ...] = ()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens of the answer."""
         for token in tokens:
             self._take(token)
 
@@ -226,7 +224,6 @@ class DraftBudget:
         return self._most if is_known and not own.pause and own.checks < MOST_CHECKS else 0
 
     def plain(self, bucket: int, seconds: float) -> None:
-        """Count a step without drafts."""
         own = self._buckets[bucket]
         own.plain_s.append(seconds)
         own.pause, own.checks = max(own.pause - 1, 0), 0

@@ -65,7 +65,6 @@ class TextIndex:
         return self._key if self._since_gap >= self.gram else None
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens."""
         key, since_gap, end, capacity = self._key, self._since_gap, self._end, self._capacity
         for token in tokens:
             slot = end % capacity

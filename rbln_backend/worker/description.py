@@ -100,7 +100,6 @@ class SelfDescription(DescriptionWriter):
         self._write_phases()
 
     def has_adapters(self, num_bytes: int) -> None:
-        """Describe the adapter slots, which take ``num_bytes``."""
         lora = self._config.lora_config
         assert lora is not None
         info = LoraInfo(max_loras=lora.max_loras, max_lora_rank=lora.max_lora_rank, bytes=num_bytes)

@@ -61,7 +61,6 @@ class _Buffers(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Every input by name."""
         return {**self.step.tensors, "hidden": self.hidden, "last_rows": self.last_rows}
 
     def fill_rows(self, pieces: Sequence[DraftPiece], firsts: Sequence[int]) -> None:

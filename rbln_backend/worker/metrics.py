@@ -180,7 +180,6 @@ class UsageRecorder:
             self._hand_over()
 
     def close(self) -> None:
-        """Write the remaining counts and end the thread."""
         self._hand_over()
         self._handed.put(None)
         self._writer.join(timeout=5.0)

@@ -157,7 +157,6 @@ class PoolingRunner(StepRunner):
 
     @torch.inference_mode()
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run the step's graph, and pool if it was the prompt's last chunk."""
         self._pooler.remove(scheduled.finished_req_ids)
         self._token_types.apply(scheduled)
         result = self.run(scheduled)

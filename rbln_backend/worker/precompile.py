@@ -125,6 +125,5 @@ class CompileWorker(RblnWorker):
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def filled_store(self) -> tuple[dict[str, Result], list[str]]:
-        """Return the result of ``compile_or_warm_up_model``."""
         assert self._filled is not None
         return self._filled

@@ -173,7 +173,6 @@ def bucket_tables(config: VllmConfig) -> dict[Phase, BucketTable]:
 
 
 def planned_graphs(config: VllmConfig) -> list[GraphSpec]:
-    """Return the graphs that a start of ``config`` loads or compiles."""
     sizes, device = compiled_sizes(config), device_capabilities(configured(config))
     return plan(
         tables_of(sizes),
@@ -316,7 +315,6 @@ class Skeleton:
 
     @property
     def generates(self) -> bool:
-        """True if the model has a language-model head."""
         return hasattr(self.model, "compute_logits")
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:

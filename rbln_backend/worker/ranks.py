@@ -143,7 +143,6 @@ def agreed(sizes: Sequence[tuple[int, int]]) -> list[StepRound]:
 
 
 def rank_place(config: VllmConfig, rank: int, local_rank: int) -> RankPlace:
-    """The place of ``rank`` of the engine that ``config`` belongs to."""
     parallel = config.parallel_config
     # Ray tells a rank which devices of its host the engine has, one for each of its ranks there.
     named = len(parallel.assigned_physical_gpu_ids or ())

@@ -85,7 +85,6 @@ class RowSampler(Sampler):
         return super().gather_specific_token_logprobs(logprobs, named, sampled)
 
     def takes_largest(self, metadata: SamplingMetadata) -> bool:
-        """Return True if every row's token is that of its largest logit."""
         return metadata.all_greedy and self.takes_logits_alone(metadata)
 
     def takes_logits_alone(self, metadata: SamplingMetadata) -> bool:

@@ -145,7 +145,6 @@ class _Results:
 
 
 def _firsts(batch: StepBatch) -> list[int]:
-    """Return the row of each request's first token."""
     counts = [1 + len(drafts) for drafts in batch.drafts]
     return [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
 

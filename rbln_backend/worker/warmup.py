@@ -134,7 +134,6 @@ class WarmUp(GraphListener):
         self._progress.graph_started(str(spec))
 
     def graph_done(self, spec: GraphSpec, result: Result, seconds: float) -> None:
-        """Report and count a graph."""
         self._results[spec] = result
         labels = {"kind": spec.phase_name, "result": result}
         self._board.histogram("rbln_compile_seconds", **labels).observe(seconds)
