@@ -159,29 +159,26 @@ def _with_blocks(planned: MemoryReport, config: VllmConfig) -> MemoryReport:
     if override is not None:
         return _checked(replace(planned, num_blocks=override), fixed, "--num-gpu-blocks-override")
     explicit = config.cache_config.kv_cache_memory_bytes
+    figures: dict[str, Any] = {
+        "total_bytes": planned.total_bytes,
+        "available_bytes": planned.available_bytes - fixed,
+        "utilization": config.cache_config.gpu_memory_utilization,
+        "used_bytes": fixed,
+        "window_bytes": planned.window_bytes,
+    }
     try:
         if explicit is not None:
             budget = explicit_budget_bytes(explicit, planned.block_bytes, planned.window_bytes)
             sized = replace(planned, num_blocks=budget // planned.block_bytes)
             return _checked(sized, fixed, "--kv-cache-memory-bytes")
         budget = kv_budget_bytes(
-            total_bytes=planned.total_bytes,
-            available_bytes=planned.available_bytes - fixed,
-            utilization=config.cache_config.gpu_memory_utilization,
-            used_bytes=fixed,
             bytes_per_block=planned.block_bytes,
             blocks_per_request=num_partitions(planned.max_model_len, planned.block_tokens),
             max_num_seqs=planned.max_num_seqs,
-            window_bytes=planned.window_bytes,
+            **figures,
         )
     except DeviceMemoryError as error:
-        free = free_budget_bytes(
-            total_bytes=planned.total_bytes,
-            available_bytes=planned.available_bytes - fixed,
-            utilization=config.cache_config.gpu_memory_utilization,
-            used_bytes=fixed,
-            window_bytes=planned.window_bytes,
-        )
+        free = free_budget_bytes(**figures)
         longest = (free // planned.block_bytes - 1) * planned.block_tokens
         fits = f" It fits with --max-model-len {longest}." if longest > 0 else ""
         return replace(planned, problems=(f"{error}{fits}",))
