@@ -389,12 +389,12 @@ class KvTiering:
             first = max(0, end - span)
             keys = self._page_keys(request, first * tokens, end * tokens, group)
             for page, key in enumerate(keys, start=first):
-                move = None
-                if not self._store.knows(key):
-                    move = self._windows.store(request, group, page)
-                if move is not None:
-                    place = (page + 1) * tokens
-                    self._stores.append(_Store(request, place, key, move, (group, page)))
+                if self._store.knows(key):
+                    continue
+                logged = self._windows.store(request, group, page)
+                if logged is not None:
+                    page_end = (page + 1) * tokens
+                    self._stores.append(_Store(request, page_end, key, logged, (group, page)))
 
 
 logger = init_logger(__name__)

@@ -46,7 +46,7 @@ def slot_bytes(
     experts and heads, as on an NPU.
     """
     rank, packed = lora.max_lora_rank, getattr(model, "packed_modules_mapping", None)
-    sizes = {}
+    sizes: dict[str, int] = {}
     for name in adaptable_modules(model):
         layer: Any = model.get_submodule(name)
         outputs = getattr(layer, "output_sizes", None) or [layer.output_size]

@@ -79,7 +79,11 @@ def graph_key(
     fields: Mapping[str, Any], fingerprint: Mapping[str, Any], spec: GraphSpec
 ) -> CacheKey:
     """Return the key of a graph; ``fields`` are those that all graphs of an engine share."""
-    graph = {"device": dict(fingerprint), "phase": spec.phase_name, "bucket": spec.bucket}
+    graph: dict[str, Any] = {
+        "device": dict(fingerprint),
+        "phase": spec.phase_name,
+        "bucket": spec.bucket,
+    }
     sizes = {"length": spec.length, "prompts": spec.prompts}
     return CacheKey({**fields, **graph, **{name: n for name, n in sizes.items() if n > 1}})
 
@@ -89,7 +93,7 @@ def binaries_key(
 ) -> CacheKey:
     """Return the key of the binaries that a device's compiler made of an engine's graphs."""
     names: list[Any] = sorted(map(str, specs))
-    graphs = {"device": dict(fingerprint), "phase": "binaries", "graphs": names}
+    graphs: dict[str, Any] = {"device": dict(fingerprint), "phase": "binaries", "graphs": names}
     return CacheKey({**fields, **graphs})
 
 
