@@ -270,6 +270,15 @@ def _close_all_but(kept: set[int]) -> None:
                 os.close(int(path.name))
 
 
+def _import_what_serves() -> None:
+    from server.engine.launch import import_serving
+    from server.vllm.flags import serve_parser
+
+    import_serving()
+    # vLLM keeps what it reads out of its sources for the help of its flags.
+    serve_parser()
+
+
 def _serve() -> None:
     from multiprocessing.util import _exit_function  # type: ignore[attr-defined]
 
@@ -284,6 +293,7 @@ def _serve() -> None:
     with without_garbage_collection():
         for name in _PRELOADED:
             import_module(name)
+        _import_what_serves()
     inspect_models_here()
     trace_once()
     _fork_fork_servers()

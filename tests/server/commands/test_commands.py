@@ -509,7 +509,8 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.engine
 def test_check_refuses_it(path: str, checkpoints: CheckpointCache) -> None:
-    done = rbln_serve("check", str(checkpoints("llama")), PYTHONPATH=path, VLLM_PLUGINS="rbln")
+    environ = {**os.environ, "PYTHONPATH": path, "VLLM_PLUGINS": "rbln"}
+    done = warm_process().run("check", str(checkpoints("llama")), environ=environ)
     assert done.returncode == 2
     assert REASON in done.stderr
     assert "uninstall vllm-twin" in done.stderr
@@ -519,7 +520,8 @@ def test_check_refuses_it(path: str, checkpoints: CheckpointCache) -> None:
 @pytest.mark.engine
 def test_serve_refuses_it(path: str, checkpoints: CheckpointCache, tmp_path: Path) -> None:
     flags = ("--host", "127.0.0.1", "--port", "0", "--run-root", str(tmp_path))
-    done = rbln_serve("serve", str(checkpoints("llama")), *flags, PYTHONPATH=path)
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = warm_process().run("serve", str(checkpoints("llama")), *flags, environ=environ)
     assert done.returncode == 1
     assert REASON in done.stderr
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +34,7 @@ from server.vllm.flag_table import (
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
 from tests.server.adapter_folders import TARGETS, write_adapter
+from tests.warm_process import warm_process
 
 OF_A_REQUEST = {
     "vllm.sampling_params.SamplingParams.extra_args",
@@ -45,7 +45,7 @@ OF_A_REQUEST = {
 """Fields of one request's parameters and results, which are data."""
 
 
-# In a process of its own: other tests of this one replace names.
+# In another process: other tests of this one replace names.
 SCRIPT = """
 import json
 
@@ -76,10 +76,11 @@ print(json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def refusals() -> dict[str, str | None]:
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     """Refusals of a start by the name whose shape is another one; "" is vLLM as it is."""
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    script = tmp_path_factory.mktemp("shapes") / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    done = warm_process().run(environ=os.environ, script=script)
     assert not done.returncode, done.stderr
     found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
     return found
