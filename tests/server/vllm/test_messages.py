@@ -320,6 +320,7 @@ assert "vllm.entrypoints.pooling.scoring.protocol" in sys.modules
 """
 
 
+@pytest.mark.wide
 @pytest.mark.engine
 def test_what_serves_is_imported_off_the_event_loop() -> None:
     # In a process of its own: here, other tests have imported it all.
