@@ -13,7 +13,7 @@ from torch.nn import functional
 from rbln_backend.core import GraphSpec, UsefulRows
 from rbln_backend.devices.emulated.compiler import EmulatedGraph
 from rbln_backend.devices.emulated.kernel_set import load_kernels, set_threads, start_recording
-from rbln_backend.devices.emulated.lowering import lower_graph
+from rbln_backend.devices.emulated.lowering import lower_graph, op_name
 from rbln_backend.errors import CompileError
 from rbln_backend.graphs.capture import capture
 from rbln_backend.graphs.program import Program
@@ -126,6 +126,7 @@ def test_a_tensor_without_a_name_is_refused() -> None:
 # Behind the last attention a prefill graph computes the rows of its logits apart.
 
 
+OPS = torch.ops.rbln_emulator
 TOKENS, HEAD, WIDTH, VOCABULARY = 40, 32, 64, 96
 
 
@@ -182,7 +183,7 @@ class Model(nn.Module):
             None,
         )
         hidden, residual = ops.fused_add_rms_norm(self.out(attended), x, self.norm, 1e-6)
-        mixed = self.down(ops.activate(self.up(hidden), "silu", True))
+        mixed = self.mix(hidden)
         if self.writes:
             mixed.mul_(2)
         hidden = ops.rms_norm(mixed + residual, self.norm, 1e-6)
@@ -190,6 +191,55 @@ class Model(nn.Module):
         if self.writes:
             logits.mul_(2)
         return logits, hidden
+
+    def mix(self, x: Tensor) -> Tensor:
+        mixed: Tensor = self.down(OPS.activate(self.up(x), "silu", True))
+        return mixed
+
+
+class OfRelu(Model):
+    """Functions of PyTorch, and a gate of one number for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.plain = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def mix(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.gate(x)) * self.down(functional.relu(self.plain(x))) - x
+
+
+class OfExperts(Model):
+    """Experts of rows that a mask leaves, and a factor in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4, bias=False)
+        self.register_buffer("mask", (torch.arange(TOKENS) < 31).float().view(-1, 1))
+        for name, shape in (("w13", (4, 2 * WIDTH, WIDTH)), ("w2", (4, WIDTH, WIDTH))):
+            packed = [OPS.pack_linear_weight(w) for w in torch.randn(shape) / 8]
+            self.register_buffer(name, torch.stack(packed))
+
+    def mix(self, x: Tensor) -> Tensor:
+        weights, ids = OPS.moe_route(self.router(x), 2, True, None, self.mask)
+        mixed: Tensor = OPS.moe(x, weights, ids, self.w13, None, self.w2, None, WIDTH, "silu")
+        mixed *= 1.5
+        return mixed
+
+
+class OfAdapter(Model):
+    """The adapter of a chunk, whose part is added to what a linear layer made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slots", torch.zeros(1, dtype=torch.int32))
+        self.register_buffer("a", OPS.pack_linear_weight(torch.randn(4, WIDTH))[None])
+        self.register_buffer("b", OPS.pack_linear_weight(torch.randn(WIDTH, 2))[None])
+
+    def mix(self, x: Tensor) -> Tensor:
+        wide = self.up(x)
+        OPS.add_lora_(wide, x, self.slots, self.a, [self.b, self.b], 2, [WIDTH, WIDTH])
+        mixed: Tensor = self.down(OPS.activate(wide, "silu", True))
+        return mixed
 
 
 class BatchedModel(Model):
@@ -263,6 +313,32 @@ def test_rows_of_logits_are_computed_apart() -> None:
 
 
 @pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("make", [OfRelu, OfExperts, OfAdapter])
+@torch.inference_mode()
+def test_rows_are_gathered_at_the_last_attention(make: type[Model]) -> None:
+    torch.manual_seed(4)
+    model, step = make(), inputs()
+    program, table = lowered(model, step)
+    gathers = [n for n in program.graph.nodes if n.target == "index_select"]
+    bindings = dict(zip(program.graph.find_nodes(op="placeholder"), program.bindings, strict=True))
+    sources = {bindings.get(n.args[0], op_name(n.args[0])) for n in gathers}
+    assert sources <= {"rbln_emulator::self_attention", "input:x", "param:mask"}
+    tensors = table.resolve_all(program.bindings, step)
+    logits, hidden = model(*step.values())
+    graph = EmulatedGraph(
+        GraphSpec("prefill", TOKENS, prompts=3), program.graph, tensors, start_recording
+    )
+    packed = table.resolve_all(["packed:head.weight"], {})[0]
+    for useful in (None, None, UsefulRows(31, 2), UsefulRows(31, 2, reads_hidden=False)):
+        outputs = graph.run(useful)
+        count, rows = (2, 31) if useful else (3, TOKENS)
+        torch.testing.assert_close(outputs[0][:count], logits[:count])
+        torch.testing.assert_close(outputs[1][:rows], hidden[:rows])
+        whole = OPS.linear(outputs[1][step["ends"][:count]], packed, None, VOCABULARY)
+        assert torch.equal(outputs[0][:count], whole)
+
+
+@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize(
     "drop",
     [
@@ -308,9 +384,6 @@ def test_a_tensor_that_is_written_keeps_all_rows_together() -> None:
 
 # ----------------------------------------------------------------------------------------- recorder
 # A recorded run, made again, computes from what its inputs hold now.
-
-
-OPS = torch.ops.rbln_emulator
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -383,13 +383,14 @@ _ROW_ARGUMENTS = {
     "fused_add_rms_norm": (0, 1),
     "layer_norm": (0,),
     "activate": (0,),
-    "moe_route": (0,),
+    "moe_route": (0, 4),
     "moe": (0, 1, 2),
     "quantized_moe": (0, 1, 2),
 }
 """Kernels that compute each row by itself: the places of their arguments with rows."""
-_OTHER_ROWS = {"tokens_mask", "slots"}
-"""Arguments of these calls that would need rows of their own."""
+_ELEMENTWISE = (operator.add, operator.mul, operator.sub, operator.truediv)
+_IN_PLACE = (operator.iadd, operator.imul)
+_RELU = (torch.relu, torch.nn.functional.relu)
 _TENSOR_PARALLEL = "tp"
 """The group whose ranks have the same rows."""
 
@@ -397,8 +398,8 @@ _TENSOR_PARALLEL = "tp"
 def compute_last_rows_apart(graph: fx.Graph) -> None:
     """Gather rows of hidden states right behind the last attention, where the graph gathers any.
 
-    The calls that compute all rows of them come last. A graph with a call that writes to a tensor
-    behind its last attention is left as it is.
+    The calls that compute all rows of them come last. A graph with a call behind its last attention
+    that writes to a tensor of others is left as it is.
     """
     nodes = list(graph.nodes)
     output, results = nodes[-1], nodes[-1].args[0]
@@ -410,7 +411,7 @@ def compute_last_rows_apart(graph: fx.Graph) -> None:
     if len(gathers) != 1 or gathers[0].args[1] != 0 or not attention:
         return
     gather, behind = gathers[0], nodes[attention[-1] + 1 : -1]
-    if any(_writes(node) for node in behind):
+    if any(_is_seen(node, behind) for node in behind):
         return
     dim, rows = gather.args[1:]
     copies: dict[fx.Node, fx.Node] = {}
@@ -422,6 +423,9 @@ def compute_last_rows_apart(graph: fx.Graph) -> None:
             # Of a tuple, which cannot be gathered.
             source = node.args[0]
             return numbers if isinstance(source, fx.Node) and row_numbers(source) else ()
+        if node.target in _IN_PLACE and numbers:
+            # What it writes to has to be new memory among the gathered rows, too.
+            return numbers if _is_made(node.args[0]) and row_numbers(node.args[0]) else ()
         return numbers
 
     def gathered(node: Argument) -> fx.Node:
@@ -431,6 +435,9 @@ def compute_last_rows_apart(graph: fx.Graph) -> None:
             if numbers := row_numbers(node):
                 args = tuple(gathered(x) if n in numbers else x for n, x in enumerate(node.args))
                 copies[node] = graph.create_node(node.op, node.target, args, dict(node.kwargs))
+                if _adds_adapter(following := node.next):
+                    written = (copies[node], gathered(following.args[1]), *following.args[2:])
+                    graph.create_node(following.op, following.target, written)
             else:
                 copies[node] = graph.call_method("index_select", (node, dim, rows))
         return copies[node]
@@ -445,7 +452,7 @@ def compute_last_rows_apart(graph: fx.Graph) -> None:
         node = waiting.pop()
         if isinstance(node, fx.Node) and node not in needed:
             needed.add(node)
-            waiting += node.all_input_nodes
+            waiting += [*node.all_input_nodes, *filter(_adds_adapter, (node.next,))]
     for node in behind:
         if node is not gather and node not in needed:
             output.prepend(node)
@@ -458,29 +465,59 @@ def _writes(node: fx.Node) -> bool:
     return node.op == "call_method" and str(node.target).endswith("_")
 
 
+def _is_seen(node: fx.Node, behind: Sequence[fx.Node]) -> bool:
+    """Return True if ``node`` writes to a tensor that other calls of ``behind`` may read."""
+    if node.target in _IN_PLACE and isinstance(node.args[0], fx.Node):
+        return sum(user in behind for user in node.args[0].users) > 1
+    return _writes(node) and not _adds_adapter(node)
+
+
+def _adds_adapter(node: fx.Node) -> bool:
+    """Return True if ``node`` adds a chunk's adapter to what the kernel before it made."""
+    if op_name(node) != f"{NAMESPACE}::add_lora_" or node.args[0] is not node.prev:
+        return False
+    return _is_made(node.prev) and _is_one(node.args[2])
+
+
+def _is_one(slots: object) -> bool:
+    """Return True for a chunk's ``slots`` [1], which count for any number of rows."""
+    value = example(slots)
+    return value is not None and len(value) == 1
+
+
+def _is_made(node: object) -> TypeGuard[fx.Node]:
+    """Return True if a kernel of ours made the tensor, which then has memory of its own."""
+    return op_name(node).startswith(f"{NAMESPACE}::")
+
+
 def _row_arguments(node: fx.Node) -> tuple[int, ...]:
     """Return the numbers of the arguments with rows; none for a call that may mix rows."""
     if node.target is operator.getitem:
         # An index into a tensor, such as [1, L, H][0], takes rows away: another axis has them.
         results = op_schema(node.args[0])
         return (0,) if results is not None and len(results.returns) > 1 else ()
-    if node.target in (operator.add, operator.mul):
-        # All tensors, if they have the result's shape.
-        result, shapes = example(node), {}
+    if node.target in _ELEMENTWISE or node.target in _IN_PLACE:
+        result = example(node)
+        numbers: list[int] = []
         for number, argument in enumerate(node.args):
             if isinstance(argument, fx.Node):
                 value = example(argument)
-                shapes[number] = None if value is None else value.shape
-        if result is None or any(shape != result.shape for shape in shapes.values()):
-            return ()
-        return tuple(shapes)
+                if result is None or value is None:
+                    return ()
+                # Another shape is repeated over the rows.
+                if value.dim() == result.dim() and len(value) == len(result):
+                    numbers.append(number)
+        return tuple(numbers)
+    if node.target in _RELU:
+        return () if node.kwargs.get("inplace") or len(node.args) > 1 else (0,)
     if collective_name(node.target) == "all_reduce":
         return (0,) if node.args[-1] == _TENSOR_PARALLEL else ()
-    given = arguments_of(node)
-    if any(given.get(name) is not None for name in _OTHER_ROWS):
+    slots = arguments_of(node).get("slots")
+    if node.kwargs or not (slots is None or _is_one(slots)):
         return ()
     namespace, _, name = op_name(node).partition("::")
-    return _ROW_ARGUMENTS.get(name, ()) if namespace == NAMESPACE else ()
+    places = _ROW_ARGUMENTS.get(name, ()) if namespace == NAMESPACE else ()
+    return tuple(n for n in places if n < len(node.args) and node.args[n] is not None)
 
 
 _LINEAR_TARGETS = (torch._C._nn.linear, torch.nn.functional.linear)
