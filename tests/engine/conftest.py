@@ -107,7 +107,7 @@ class Engines:
         from vllm.distributed import destroy_model_parallel
 
         if self._made == 0:
-            _keep_imports_from_the_collector()
+            _collect_seldom()
             inspect_models_here()
             trace_once()
         self._made += 1
@@ -127,13 +127,16 @@ class Engines:
         return Engine(llm, run_dir, checkpoint)
 
 
-def _keep_imports_from_the_collector() -> None:
-    """Freeze what is imported: vLLM collects garbage several times per engine, 0.3 s each."""
+def _collect_seldom() -> None:
+    """Freeze what is imported: vLLM collects garbage several times per engine, 0.3 s each.
 
+    A traced graph is a hundred thousand objects: the default collects every 700.
+    """
     import rbln_backend.worker.worker  # noqa: F401
 
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

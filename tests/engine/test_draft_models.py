@@ -346,7 +346,7 @@ def served_model(name: str, checkpoints: CheckpointCache, folder: Path) -> tuple
 
 @pytest.mark.parametrize(
     "name",
-    ["fp8", "windows", pytest.param("w4a16", marks=pytest.mark.wide)],
+    ["fp8", *(pytest.param(name, marks=pytest.mark.wide) for name in ("windows", "w4a16"))],
 )
 def test_heads_of_a_model_change_no_token(
     engines: Engines, checkpoints: CheckpointCache, tmp_path: Path, name: str

@@ -148,15 +148,14 @@ def references(checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> l
     "arch",
     [pytest.param(arch, marks=() if arch in ALWAYS else pytest.mark.wide) for arch in REQUIRED],
 )
-def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
+def test_a_family(engines: Engines, arch: str) -> None:
     checkpoint = engines.checkpoints(arch)
     prompts, params = (
         make_prompts(prompt_lengths(checkpoint), seed=60),
         families_greedy(FAMILY_TOKENS),
     )
     expected = references(checkpoint, prompts, FAMILY_TOKENS)
-    # One family starts without any graph in every run.
-    root = tmp_path if arch == "opt" else graph_cache()
+    root = graph_cache()
     with running(engines, arch, root, CHUNKS, BATCHES) as engine:
         alone = [engine.generate([prompt], params)[0] for prompt in prompts]
         again = engine.generate(prompts, params)
@@ -171,10 +170,8 @@ def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    "arch",
-    [pytest.param(arch, marks=() if arch == "starcoder2" else pytest.mark.wide) for arch in SHAPED],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("arch", SHAPED)
 def test_a_family_of_another_shape(engines: Engines, tmp_path: Path, arch: str) -> None:
     shape, kv_heads, layers, fields = SHAPED[arch]
     overrides = SHAPES[shape] | {"num_key_value_heads": kv_heads, "num_hidden_layers": layers}

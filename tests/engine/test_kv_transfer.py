@@ -202,7 +202,8 @@ def test_requests_that_are_aborted_free_blocks(pair: Pair) -> None:
     assert pair.prefill.used_blocks() == pair.decode.used_blocks() == 0
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+# vLLM waits for its answer, 5 s.
+@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_a_peer_that_is_gone(pair: Pair, recomputes: bool) -> None:
     (prompt,) = make_prompts([70], seed=12)
     (offer,) = pair.offers([prompt])

@@ -87,7 +87,9 @@ def bits(output: Any) -> list[list[tuple[int, float]]]:
     [
         ("llama", {"rank": 16, "targets": (*EVERY_LINEAR, *HEAD)}),
         ("qwen2", {"rank": 4, "alpha": 6, "use_rslora": True}),
-        ("qwen3", {"rank": 8, "targets": (*ATTENTION[:1], *MLP[1:])}),
+        pytest.param(
+            *("qwen3", {"rank": 8, "targets": (*ATTENTION[:1], *MLP[1:])}), marks=pytest.mark.wide
+        ),
     ],
 )
 def test_an_adapter_is_worth_its_merged_weights(

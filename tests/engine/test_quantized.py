@@ -335,7 +335,8 @@ SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": Tru
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        (Recipe(format="fp8", block=(0, 0)), E4M3),
+        # An MTP layer's test has those of fp8.
+        pytest.param(Recipe(format="fp8", block=(0, 0)), E4M3, marks=pytest.mark.wide),
         # The checkpoint asks for it.
         (Recipe(format="float-quantized", fields={"kv_cache_scheme": SCHEME}), {}),
     ],

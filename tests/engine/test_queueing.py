@@ -576,7 +576,10 @@ def test_beside_steps_that_check_drafts(engines: Engines) -> None:
     mixed.assert_as_alone(plain)
 
 
-@pytest.mark.parametrize(("arch", "num_blocks", "seed"), [("llama", 30, 0), ("gemma3_text", 60, 1)])
+@pytest.mark.parametrize(
+    ("arch", "num_blocks", "seed"),
+    [("llama", 30, 0), pytest.param("gemma3_text", 60, 1, marks=pytest.mark.wide)],
+)
 def test_any_mix(engines: Engines, arch: str, num_blocks: int, seed: int) -> None:
     engine = engines(arch, num_gpu_blocks_override=num_blocks, rbln=ONE_BUCKET)
     mixed, rng, earlier = Mixed(engine), random.Random(seed), prefilled(engine)
