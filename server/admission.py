@@ -159,33 +159,31 @@ class Admission:
         )
 
 
+@dataclass(eq=False, slots=True)
 class Permit:
     """A permit for `weight` answers at once; `release` is idempotent."""
 
-    __slots__ = ("_admission", "_is_flex", "owner", "weight")
-
-    def __init__(self, admission: Admission, owner: str) -> None:
-        self._admission = admission
-        self._is_flex = False
-        self.owner = owner
-        self.weight = 1
+    admission: Admission
+    owner: str
+    weight: int = 1
+    is_flex: bool = False
 
     def grow(self, weight: int) -> None:
         """Set the number of answers. Raises `OverloadedError`."""
         if weight != self.weight:
-            self.weight = self._admission.resize(self.owner, self.weight, weight)
+            self.weight = self.admission.resize(self.owner, self.weight, weight)
 
     def move_to_flex(self) -> None:
         """Count the permit among those of the tier flex. Raises `OverloadedError`."""
-        self._admission.move_to_flex(self)
-        self._is_flex = True
+        self.admission.move_to_flex(self)
+        self.is_flex = True
 
     def release(self) -> None:
-        if self._is_flex:
-            self._admission.flex_in_flight -= self.weight
+        if self.is_flex:
+            self.admission.flex_in_flight -= self.weight
             self.weight = 0
         if self.weight:
-            self._admission.free(self)
+            self.admission.free(self)
             self.weight = 0
 
 

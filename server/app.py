@@ -88,6 +88,9 @@ def create_app(
     history = History(partial(read_traffic, run_dir / "metrics"))
     shown = ShownPaths(settings.lora_root)
     app = FastAPI(lifespan=lifespan, root_path=settings.root_path, **_APP_OPTIONS)
+    # First: routes are tried in their order.
+    responses = ResponseStore(frontend, storage.responses)
+    add_inference_routes(app, frontend, responses, settings, admission)
     routers = [
         health_router(lifecycle, versions),
         metrics_router(metrics, settings, lifecycle, admission, frontend, advice, storage),
@@ -107,8 +110,6 @@ def create_app(
     ]
     # `include_router` would build each route, with its types' validators, a second time.
     app.router.routes += (route for router in routers for route in router.routes)
-    responses = ResponseStore(frontend, storage.responses)
-    add_inference_routes(app, frontend, responses, settings, admission)
     app.add_exception_handler(HTTPException, _raise_server_error)
     app.add_exception_handler(ClientGoneError, _end_aborted)
     # Only those outside of the gate, which catches all others.
@@ -120,7 +121,7 @@ def create_app(
         RequestMiddleware,
         lifecycle=lifecycle,
         metrics=metrics,
-        tracing=lambda: frontend().tracing if lifecycle.started else None,
+        frontend=frontend,
     )
     return app
 

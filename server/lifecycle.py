@@ -105,11 +105,6 @@ class Lifecycle:
         return self.phase < ServicePhase.READY
 
     @property
-    def accepting(self) -> bool:
-        """True until the service drains: clients may keep their connections."""
-        return self.phase < ServicePhase.DRAINING
-
-    @property
     def uptime_s(self) -> float:
         """Seconds since the process started."""
         return time.monotonic() - self._started_at
@@ -158,37 +153,35 @@ class Lifecycle:
         """
         if self.phase is ServicePhase.DRAINING:
             return
-        if (refusal := self.refusal()) is not None:
-            raise refusal
+        self.check_ready()
         self.phase, self.reason = ServicePhase.DRAINING, reason
 
     def take_drain_back(self) -> None:
         """Accept requests again. Raises the `ServerError` of a service that cannot."""
         if self.phase is ServicePhase.DRAINING and not self._ending:
             self.phase, self.reason = ServicePhase.READY, None
-        if (refusal := self.refusal()) is not None:
-            raise refusal
+        self.check_ready()
 
     def mark_dead(self, reason: str) -> None:
         """Enter `dead` after the engine failed; the probes show `reason`."""
         if self.phase < ServicePhase.DEAD:
             self.phase, self.reason = ServicePhase.DEAD, reason
 
-    def refusal(self) -> ServerError | None:
-        """Return the error of a new request, None if the service accepts it."""
+    def check_ready(self) -> None:
+        """Raise the `ServerError` of a new request unless the service accepts it."""
         if self.phase is ServicePhase.READY:
-            return None
+            return
         if self.phase is ServicePhase.DRAINING:
             what = "shutting down" if self._ending else "being drained"
-            return DrainingError(
+            raise DrainingError(
                 f"The server is {what} ({self.reason}) and takes no new requests.",
                 retry_after_s=_DEFAULT_RETRY_S,
             )
         if self.phase is ServicePhase.DEAD:
-            return EngineFailedError(
+            raise EngineFailedError(
                 f"The engine has failed: {self.reason}", retry_after_s=_DEFAULT_RETRY_S
             )
-        return NotReadyError(
+        raise NotReadyError(
             f"The server is starting: {self._story()}. Ask /readyz for progress.",
             retry_after_s=self.retry_after_s(),
         )

@@ -174,6 +174,8 @@ MAX_NAME_CHARACTERS = 256
 _UNCALLABLE = frozenset('"\\<>')
 """They end a name in the forms of calls, or begin their marks."""
 _CONTINUING = "continue_final_message"
+TOOL_FIELDS = frozenset(("tools", _CONTINUING))
+"""Fields that `check_tools` is about."""
 
 
 def check_tools(endpoint: Endpoint, body: JsonObject) -> None:
@@ -241,8 +243,8 @@ class ToolSupport:
         return f"{shown[self.prompt]} ({self.reason}), {parser}"
 
     def check(self, endpoint: Endpoint, fields: JsonObject) -> None:
-        """Raise `UnsupportedFieldError` for tools and calls that the prompt cannot contain."""
-        if self.prompt != "none" or endpoint.pools:
+        """Raise `UnsupportedFieldError` for tools and calls, which no prompt can contain here."""
+        if endpoint.pools:
             return
         path = "tools" if fields.get("tools") else _call_in(fields)
         if path is not None:

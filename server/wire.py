@@ -12,6 +12,7 @@ import asyncio
 import enum
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic_core import to_json
@@ -84,24 +85,16 @@ class PromptProgress:
     which the engine reports.
     """
 
-    __slots__ = ("_head", "_latest", "_pending", "changed", "is_expected")
+    __slots__ = ("_head", "_latest", "_pending", "changed", "is_expected", "sends_chunks")
 
     def __init__(self, head: JsonObject | None) -> None:
         """`head` are the fields of a chunk; None sends comments."""
         self._head = head
+        self.sends_chunks = head is not None
         self._latest = 0
         self._pending: list[Mapping[str, int]] = []
         self.changed = asyncio.Event()
         self.is_expected = False
-
-    @property
-    def sends_chunks(self) -> bool:
-        return self._head is not None
-
-    @property
-    def period_s(self) -> float:
-        """Least seconds between two frames."""
-        return 0.0 if self.sends_chunks else COMMENT_PERIOD_S
 
     def update(self, progress: Mapping[str, int]) -> None:
         """Store the engine's report: `processed`, `total` and `cache` tokens, and `time_ms`.
@@ -140,9 +133,6 @@ def chunk_head(endpoint: Endpoint, request_id: str, model: str) -> JsonObject:
     }
 
 
-_FRAME_END = "\n\n"
-
-
 class FrameWriter(Protocol):
     """Sends frames of one response at once."""
 
@@ -154,28 +144,22 @@ class FrameWriter(Protocol):
         """Send a frame; call it only while ``is_ready``."""
 
 
+@dataclass(slots=True)
 class DirectFrames:
     """The frames of one stream that differ in their text.
 
-    ``note_text`` is called by the maker of a chunk, ``resume`` and ``pause`` by the response around
-    each wait for a frame of its generator, ``push`` by the engine's output. Invariant: a frame is
-    pushed only while the response waits and has sent all earlier frames, so that frames keep their
-    order.
+    ``note_text`` is called by the maker of a chunk, ``resume`` by the response before each wait for
+    a frame of its generator, and ``push`` by the engine's output while there is a ``writer``, which
+    the response takes away behind each wait. Invariant: a frame is pushed only while the response
+    waits and has sent all earlier frames, so that frames keep their order. The first of several
+    sequences, by the number of ``claims``, may push until there is a second.
     """
 
-    __slots__ = ("_claims", "_head", "_noted", "_tail", "_writer")
-
-    def __init__(self) -> None:
-        self._claims = 0
-        self._noted: tuple[str, str] | None = None
-        self._head: bytes | None = None
-        self._tail = b""
-        self._writer: FrameWriter | None = None
-
-    def claim(self) -> bool:
-        """Return whether the caller may push: the first may, until there is a second."""
-        self._claims += 1
-        return self._claims == 1
+    writer: FrameWriter | None = None
+    claims: int = 0
+    _noted: tuple[str, str] | None = None
+    _head: bytes | None = None
+    _tail: bytes = b""
 
     def note_text(self, text: str, tail: str) -> None:
         """Remember the JSON of a chunk's text and what follows it in the chunk.
@@ -186,32 +170,19 @@ class DirectFrames:
             self._noted = text, tail
 
     def resume(self, frame: str, writer: FrameWriter) -> None:
-        """Allow pushes until ``pause``; ``frame`` is the one that was sent last."""
+        """Allow pushes to ``writer``; ``frame`` is the one that was sent last."""
         if self._noted is not None:
-            self._learn(frame, *self._noted)
+            text, tail = self._noted
             self._noted = None
-        if self._head is not None and self._claims == 1:
-            self._writer = writer
-
-    def pause(self) -> None:
-        """Allow no pushes until ``resume``."""
-        self._writer = None
-
-    @property
-    def is_open(self) -> bool:
-        """True if ``push`` can send a frame now."""
-        return self._writer is not None and self._writer.is_ready
+            end = tail + "\n\n"
+            # A layer that adds to the end of its chunks, or makes other frames of them, is needed.
+            if frame.endswith(text + end):
+                self._head, self._tail = frame[: -len(text + end)].encode(), end.encode()
+        if self._head is not None and self.claims == 1:
+            self.writer = writer
 
     def push(self, text: str) -> None:
-        """Send the frame of a text; call it only while ``is_open``."""
-        assert self._writer is not None
+        """Send the frame of a text; call it only while there is a ``writer`` that is ready."""
+        assert self.writer is not None
         assert self._head is not None
-        self._writer.write(b"%b%b%b" % (self._head, to_json(text), self._tail))
-
-    def _learn(self, frame: str, text: str, tail: str) -> None:
-        """Take the beginning and the end of all frames from one whose text is known."""
-        end = tail + _FRAME_END
-        # A layer that adds to the end of its chunks, or makes other frames of them, is needed.
-        if frame.endswith(text + end):
-            self._head = frame[: -len(text + end)].encode()
-            self._tail = end.encode()
+        self.writer.write(b"%b%b%b" % (self._head, to_json(text), self._tail))

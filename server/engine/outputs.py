@@ -108,8 +108,10 @@ class QueueAwareOutputs(OutputProcessor):
         ):
             use_logprobs_processor(state, AnswerLogprobs.of(processor, state.detokenizer))
         # vLLM's generators write the log of outputs.
-        if record is not None and record.direct.claim() and not self._logs_deltas:
-            push_to(state, record.direct)
+        if record is not None:
+            record.direct.claims += 1
+            if record.direct.claims == 1 and not self._logs_deltas:
+                push_to(state, record.direct)
 
     def process_outputs(
         self,

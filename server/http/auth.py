@@ -88,25 +88,22 @@ class KeyRing:
         self._file = file
         self._limits = limits
         self._watch = FileWatch([file] if file is not None else [])
-        self._keys = [*self._given, *self._read_file()]
-
-    def __bool__(self) -> bool:
-        return bool(self._keys)
+        self.keys = [*self._given, *self._read_file()]
 
     def find(self, digests: Iterable[bytes]) -> Key | None:
         match: Key | None = None
         for digest in digests:
-            for key in self._keys:
+            for key in self.keys:
                 if hmac.compare_digest(key.digest, digest):
                     match = key
         return match
 
     def name_of(self, owner: str) -> str | None:
-        return next((key.name for key in self._keys if key.owner == owner), None)
+        return next((key.name for key in self.keys if key.owner == owner), None)
 
     def limits(self) -> dict[str, KeyLimits]:
         """Return the limits by owner; the first key wins where two have one owner."""
-        return {key.owner: key.limits for key in reversed(self._keys)}
+        return {key.owner: key.limits for key in reversed(self.keys)}
 
     async def follow(self) -> None:
         """Reload the key file whenever it changes; never returns."""
@@ -115,11 +112,11 @@ class KeyRing:
 
     async def _reload(self) -> None:
         try:
-            self._keys = [*self._given, *await in_thread(self._read_file)]
+            self.keys = [*self._given, *await in_thread(self._read_file)]
         except SettingsError as error:
             logger.error("Kept the previous keys: %s", error)
         else:
-            logger.info("Reloaded %s: %d keys", self._file, len(self._keys))
+            logger.info("Reloaded %s: %d keys", self._file, len(self.keys))
 
     def _read_file(self) -> list[Key]:
         if self._file is None:
@@ -180,26 +177,28 @@ class Access:
                 keys.append(value.strip())
         sent = [key for key in keys if key][:_MAX_CANDIDATES]
         digests = [hashlib.sha256(key).digest() for key in sent]
-        if (admin := self._admin.find(digests)) is not None:
+        admin = self._admin.find(digests) if self._admin.keys else None
+        if admin is not None:
             return Caller(admin.name, True, admin.tiers, admin.owner, admin.limits)
-        api, client = self._api.find(digests), scope.get("client")
+        api = self._api.find(digests) if self._api.keys else None
+        client = scope.get("client")
         # Clients of a Unix socket have no address; its mode admits this user alone.
         near = self._on_socket if client is None else str(client[0]).startswith(_LOCAL)
         # And no header shows a proxy or a browser.
         local = near and not any(name.startswith(_PROXY_HEADERS) for name, _ in scope["headers"])
-        trusted = not self._admin and self._listens_locally and local
+        trusted = not self._admin.keys and self._listens_locally and local
         caller = Caller(None, trusted)
         if api is not None:
             caller = Caller(api.name, trusted, api.tiers, api.owner, api.limits)
         is_open = needed is Scope.ADMIN or (needed is Scope.METRICS and self._open_metrics)
-        needs_admin = needed in _CHANGES and bool(self._admin)
-        if api is None and (needs_admin or (self._api and not is_open)):
+        needs_admin = needed in _CHANGES and bool(self._admin.keys)
+        if api is None and (needs_admin or (self._api.keys and not is_open)):
             message = "An API key is needed: send it as `Authorization: Bearer KEY`."
             if digests:
                 message = "The API key is not valid."
             raise AuthenticationError(message, headers={"www-authenticate": "Bearer"})
         if needed in _CHANGES and not caller.is_admin:
-            if self._admin:
+            if self._admin.keys:
                 raise PermissionDeniedError("This needs an admin key.")
             if not self._unguarded or (needed is Scope.ADMIN and not local):
                 raise PermissionDeniedError(_UNGUARDED)

@@ -33,7 +33,7 @@ from server.errors import (
     WebSocketError,
     describe,
 )
-from server.http.streaming import chunk_extension
+from server.http.streaming import CHUNKS, ChunkWriter
 from server.http.transport import Connections, ConnectionSlot, LingeringTransport
 from server.request.record import REQUEST_ID_HEADER
 from server.settings import ServerSettings
@@ -143,7 +143,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; drop them if the connection is closing."""
-        if self._out.leaving or self._answered():
+        if self._out.leaving or (self._in_body and self.cycle.response_complete):
             self._out.drop(len(data))
         if self._out.leaving:
             return
@@ -174,7 +174,7 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Close the connection after the current response; the process is about to exit."""
-        if self._out.leaving or self._answered():
+        if self._out.leaving or (self._in_body and self.cycle.response_complete):
             self._out.abort()
         else:
             super().shutdown()
@@ -243,7 +243,7 @@ class Connection(HttpToolsProtocol):
         self._served = cycle
         if cycle.scope["http_version"] == "1.0":
             app = _http10_app(app, cycle)
-        cycle.scope["extensions"] = chunk_extension(cycle, self._wire)
+        cycle.scope["extensions"] = {CHUNKS: {"writer": ChunkWriter(cycle, self._wire)}}
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
@@ -266,10 +266,6 @@ class Connection(HttpToolsProtocol):
         """Return whether a response is in progress."""
         served = self._served
         return served is not None and not (served.response_complete or served.disconnected)
-
-    def _answered(self) -> bool:
-        """Return whether the response is complete but the request body is not."""
-        return self._in_body and self.cycle.response_complete
 
     def _peer_sends(self) -> bool:
         return self._in_body

@@ -31,8 +31,9 @@ from server.errors import (
     ServerError,
     describe,
 )
+from server.frontend import Frontend
 from server.http.auth import Access
-from server.lifecycle import Lifecycle
+from server.lifecycle import Lifecycle, ServicePhase
 from server.observability.logging import FIELDS, REQUEST_LOGGER, request_id_var
 from server.observability.metrics import ServerMetrics
 from server.observability.tracing import (
@@ -84,12 +85,12 @@ class RequestMiddleware:
         app: ASGIApp,
         lifecycle: Lifecycle,
         metrics: ServerMetrics,
-        tracing: Callable[[], Tracing | None],
+        frontend: Callable[[], Frontend],
     ) -> None:
         self._app = app
         self._lifecycle = lifecycle
         self._metrics = metrics
-        self._tracing = tracing
+        self._frontend = frontend
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; other kinds of scope pass through."""
@@ -104,26 +105,50 @@ class RequestMiddleware:
             if without_slash is not OTHER:
                 route, scope["path"] = without_slash, scope["path"][:-1]
         request_id = request_id_of(scope["headers"])
+        id_header = (REQUEST_ID_HEADER, request_id.encode("ascii"))
         # With exactly this id, for handlers that read it from there.
         headers = [one for one in scope["headers"] if one[0] != REQUEST_ID_HEADER]
-        scope["headers"] = [*headers, (REQUEST_ID_HEADER, request_id.encode("ascii"))]
+        scope["headers"] = [*headers, id_header]
         state = scope.setdefault("state", {})
         record = state["record"] = RequestRecord(
             route,
             scope["method"],
             time.perf_counter(),
             request_id,
-            is_anthropic(route, scope),
+            is_anthropic(route, path, headers),
             state.get(INTERNAL),
         )
+        ids = [id_header]
+        if record.anthropic:
+            ids.append((ANTHROPIC_ID_HEADER, id_header[1]))
         # The task serves this request alone.
         request_id_var.set(request_id)
         record_var.set(record)
-        tracing = self._tracing() if record.route.needs_ready else None
+        tracing = None
+        if route.needs_ready and self._lifecycle.ready_after_s is not None:
+            tracing = self._frontend().tracing
         if tracing is not None:
             begin_span(tracing, scope, record, request_id)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                headers = [*message.get("headers", ()), *ids]
+                headers += [(k.encode(), v.encode()) for k, v in record.answer_headers.items()]
+                if record.key_use is not None:
+                    shown = rate_headers(record.key_use.rates(), anthropic=record.anthropic)
+                    headers += [(k.encode(), v.encode()) for k, v in shown.items()]
+                if self._lifecycle.phase >= ServicePhase.DRAINING:
+                    # Makes clients reconnect, to another server.
+                    headers.append((b"connection", b"close"))
+                message["headers"] = headers
+            else:
+                record.sent_bytes += len(message.get("body", b""))
+                record.complete = not message.get("more_body", False)
+            await send(message)
+
         try:
-            await self._app(scope, receive, self._with_headers(send, record))
+            await self._app(scope, receive, send_with_headers)
         finally:
             # A stack runs every callback, last in first out, even if one of them raises.
             with ExitStack() as ending:
@@ -134,32 +159,6 @@ class RequestMiddleware:
                 ending.callback(self._finish, record)
                 for end in reversed(record.on_end):
                     ending.callback(end)
-
-    def _with_headers(self, send: Send, record: RequestRecord) -> Send:
-        """Return a `send` that records the status and adds our headers."""
-        names = (
-            (REQUEST_ID_HEADER, ANTHROPIC_ID_HEADER) if record.anthropic else (REQUEST_ID_HEADER,)
-        )
-        ids = [(name, record.request_id.encode("ascii")) for name in names]
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
-                headers = [*message.get("headers", ()), *ids]
-                headers += [(k.encode(), v.encode()) for k, v in record.answer_headers.items()]
-                if record.key_use is not None:
-                    shown = rate_headers(record.key_use.rates(), anthropic=record.anthropic)
-                    headers += [(k.encode(), v.encode()) for k, v in shown.items()]
-                if not self._lifecycle.accepting:
-                    # Makes clients reconnect, to another server.
-                    headers.append((b"connection", b"close"))
-                message["headers"] = headers
-            else:
-                record.sent_bytes += len(message.get("body", b""))
-                record.complete = not message.get("more_body", False)
-            await send(message)
-
-        return send_with_headers
 
     def _finish(self, record: RequestRecord) -> None:
         metrics = self._metrics
@@ -229,7 +228,7 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = record_of(scope)
+        record: RequestRecord = scope["state"]["record"]
         try:
             if record.internal is None:
                 record.caller = self._access.admit(record.route, scope)
@@ -241,8 +240,7 @@ class AccessMiddleware:
             if not record.route.needs_ready:
                 await self._app(scope, receive, send)
                 return
-            if (refusal := self._lifecycle.refusal()) is not None:
-                raise refusal
+            self._lifecycle.check_ready()
             if record.route.admitted and record.internal is None:
                 # Before the body is read: most of an overload is rejected here.
                 self._admission.check(record.caller.owner)

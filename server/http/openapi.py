@@ -203,8 +203,8 @@ def openapi_router(
     @router.get("/openapi.json", response_model=JsonObject, responses=failing(NotReadyError))
     async def document(request: Request) -> Response:
         """Return the OpenAPI document."""
-        if not lifecycle.started and (refusal := lifecycle.refusal()) is not None:
-            raise refusal
+        if not lifecycle.started:
+            lifecycle.check_ready()
         if not written:
             # Takes about a second, so it runs in a thread.
             written.append(await asyncio.to_thread(write, request.app.routes))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -19,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from server.request.body import ClientGoneError
 from server.request.record import Deadline, RequestRecord
-from server.wire import PromptProgress
+from server.wire import COMMENT_PERIOD_S, PromptProgress
 
 T = TypeVar("T")
 
@@ -32,12 +33,9 @@ _SSE_HEADERS = [
 COMMENT = ": keep-alive\n\n"
 PING = 'event: ping\ndata: {"type": "ping"}\n\n'
 """The keep-alive frame of Anthropic's API, where the others send a comment."""
-_EXTENSION, _WRITER = "rbln_serve.chunks", "writer"
+CHUNKS = "rbln_serve.chunks"
+"""Extension of an ASGI scope with the `ChunkWriter` of its connection."""
 _END = {"type": "http.response.body", "body": b"", "more_body": False}
-
-
-class StreamEndedError(Exception):
-    """The generator ended while a task waited for its next frame."""
 
 
 async def until_disconnect(
@@ -75,91 +73,78 @@ async def _wait_gone(receive: Receive) -> None:
 
 async def commit(
     frames: AsyncGenerator[str, None],
-    is_prelude: Callable[[str], bool],
+    prelude: tuple[str, ...],
     timeout_s: float,
     begun: asyncio.Event | None = None,
 ) -> HeldStream:
-    """Wait for the first frame that is not prelude, then return the whole stream.
+    """Wait for the first frame without a beginning in `prelude`, then return the whole stream.
 
     Raises the generator's exceptions until then. After `timeout_s` seconds, or once `begun` is set,
     it returns the stream anyway, so that a request that waits in the queue gets its headers.
     """
     first_frames: list[str] = []
     deadline = time.monotonic() + timeout_s
-    pending: asyncio.Task[str] | None = None
+    early = [] if begun is None else [asyncio.ensure_future(begun.wait())]
+    pending: asyncio.Future[str | None] | None = None
     try:
         while True:
-            pending = asyncio.ensure_future(_next(frames))
-            await _wait(pending, max(0.0, deadline - time.monotonic()), begun)
+            # None at the end: a task cannot raise StopAsyncIteration.
+            pending = asyncio.ensure_future(anext(frames, None))
+            await asyncio.wait(
+                {pending, *early},
+                timeout=max(0.0, deadline - time.monotonic()),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if not pending.done():
                 break
             done, pending = pending, None
-            first_frames.append(done.result())
-            if not is_prelude(first_frames[-1]):
+            if (frame := done.result()) is None:
                 break
-    except StreamEndedError:
-        pass
+            first_frames.append(frame)
+            if not frame.startswith(prelude):
+                break
     except BaseException:
         if pending is not None:
             pending.cancel()
             await asyncio.wait({pending})
         await frames.aclose()
         raise
-    return HeldStream(first_frames, pending, frames)
-
-
-async def _wait(pending: asyncio.Task[str], timeout_s: float, begun: asyncio.Event | None) -> None:
-    """Wait until `pending` is done, `begun` is set or the time is over."""
-    if begun is None:
-        await asyncio.wait({pending}, timeout=timeout_s)
-        return
-    early = asyncio.ensure_future(begun.wait())
-    first = asyncio.FIRST_COMPLETED
-    try:
-        await asyncio.wait({pending, early}, timeout=timeout_s, return_when=first)
     finally:
-        early.cancel()
+        for waiter in early:
+            waiter.cancel()
+    return HeldStream(frames, first_frames, pending)
 
 
-async def _next(frames: AsyncGenerator[str, None]) -> str:
-    try:
-        return await anext(frames)
-    except StopAsyncIteration:
-        # A task cannot raise StopAsyncIteration.
-        raise StreamEndedError from None
-
-
+@dataclass(slots=True)
 class HeldStream:
-    """The buffered first frames, then the rest of the source."""
+    """The buffered first frames, then the rest of the source; `pending` is None at its end."""
 
-    def __init__(
-        self, held: list[str], pending: asyncio.Task[str] | None, frames: AsyncGenerator[str, None]
-    ) -> None:
-        self._held = held
-        self._pending = pending
-        self._frames = frames
+    frames: AsyncGenerator[str, None]
+    first_frames: list[str] = field(default_factory=list)
+    pending: asyncio.Future[str | None] | None = None
 
     def __aiter__(self) -> HeldStream:
         return self
 
     async def __anext__(self) -> str:
-        if self._held:
-            return self._held.pop(0)
-        if self._pending is None:
-            return await anext(self._frames)
+        if self.first_frames:
+            return self.first_frames.pop(0)
+        if self.pending is None:
+            return await anext(self.frames)
         try:
-            return await self._pending
-        except StreamEndedError:
-            raise StopAsyncIteration from None
+            frame = await self.pending
         finally:
-            self._pending = None
+            self.pending = None
+        if frame is None:
+            raise StopAsyncIteration
+        return frame
 
     async def aclose(self) -> None:
-        if self._pending is not None:
+        if self.pending is not None:
             # A generator cannot be closed while a task runs it.
-            self._pending.cancel()
-            await asyncio.wait({self._pending})
-        await self._frames.aclose()
+            self.pending.cancel()
+            await asyncio.wait({self.pending})
+        await self.frames.aclose()
 
 
 class SseResponse(Response):
@@ -181,10 +166,13 @@ class SseResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; a disconnect closes its source."""
+        # None where a connection has no writer, such as HTTP/1.0's.
+        writer: ChunkWriter | None = scope.get("extensions", {}).get(CHUNKS, {}).get("writer")
+        if writer is not None:
+            writer.record = self._record
         async with aclosing(self._frames):
             try:
-                pump = self._pump(send, _chunk_writer(scope, self._record))
-                await until_disconnect(receive, pump, self._record.deadline)
+                await until_disconnect(receive, self._pump(send, writer), self._record.deadline)
             except ClientGoneError:
                 self._record.outcome = "aborted"
 
@@ -197,7 +185,7 @@ class SseResponse(Response):
             tasks.append(asyncio.ensure_future(_follow_progress(progress, send)))
         try:
             async for frame in self._frames:
-                direct.pause()
+                direct.writer = None
                 if progress is not None and progress.sends_chunks and progress.changed.is_set():
                     # They come before the text, even if it is there as early.
                     await _send_progress(progress, send)
@@ -206,7 +194,7 @@ class SseResponse(Response):
                 if writer is not None:
                     direct.resume(frame, writer)
         finally:
-            direct.pause()
+            direct.writer = None
             for task in tasks:
                 task.cancel()
             if tasks:
@@ -227,7 +215,7 @@ async def _follow_progress(progress: PromptProgress, send: Send) -> None:
     while True:
         await progress.changed.wait()
         await _send_progress(progress, send)
-        await asyncio.sleep(progress.period_s)
+        await asyncio.sleep(0.0 if progress.sends_chunks else COMMENT_PERIOD_S)
 
 
 async def _send_progress(progress: PromptProgress, send: Send) -> None:
@@ -239,48 +227,31 @@ def _chunk(frame: str) -> dict[str, Any]:
     return {"type": "http.response.body", "body": frame.encode(), "more_body": True}
 
 
+@dataclass(slots=True)
 class ChunkWriter:
     """Writes chunks of a streamed response's body to its connection, past the application's layers.
 
     They are written as uvicorn's `send` does for a message, and counted in the request's record.
     """
 
-    __slots__ = ("_cycle", "_transport", "record")
-
-    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
-        self._cycle = cycle
-        self._transport = transport
-        self.record: RequestRecord
+    cycle: RequestResponseCycle
+    transport: asyncio.Transport
+    record: RequestRecord = field(init=False)
 
     @property
     def is_ready(self) -> bool:
         """True between the response's head and end, while the client reads."""
-        cycle = self._cycle
+        cycle = self.cycle
         return (
             cycle.chunked_encoding is True
             and not cycle.flow.write_paused
             and not cycle.response_complete
             and not cycle.disconnected
-            and not self._transport.is_closing()
+            and not self.transport.is_closing()
         )
 
     def write(self, frame: bytes) -> None:
         """Send a frame; call it only while `is_ready`, never with empty bytes."""
         self.record.sent_frames += 1
         self.record.sent_bytes += len(frame)
-        self._transport.write(b"%x\r\n%b\r\n" % (len(frame), frame))
-
-
-def chunk_extension(
-    cycle: RequestResponseCycle, transport: asyncio.Transport
-) -> dict[str, dict[object, object]]:
-    """Return the `extensions` of an ASGI scope whose response `transport` sends."""
-    return {_EXTENSION: {_WRITER: ChunkWriter(cycle, transport)}}
-
-
-def _chunk_writer(scope: Scope, record: RequestRecord) -> ChunkWriter | None:
-    """Return the writer of a request; None where a connection has none, such as HTTP/1.0's."""
-    writer: ChunkWriter | None = scope.get("extensions", {}).get(_EXTENSION, {}).get(_WRITER)
-    if writer is not None:
-        writer.record = record
-    return writer
+        self.transport.write(b"%x\r\n%b\r\n" % (len(frame), frame))

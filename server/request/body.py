@@ -383,14 +383,12 @@ _BILLING = re.compile(r"^x-anthropic-billing-header:.*(?:\n|\Z)", re.MULTILINE)
 _SYSTEM_ROLES = ("system", "developer")
 
 
-def drop_billing_line(endpoint: Endpoint, body: JsonObject) -> None:
-    """Drop the line from the system texts of a body, in place, if the API is Anthropic's.
+def drop_billing_line(body: JsonObject) -> None:
+    """Drop the line from the system texts of a body of Anthropic's API, in place.
 
     A prefix match ends at the first token that differs, so the line would prevent every match.
     Anthropic's API shows it to no model, either.
     """
-    if not endpoint.anthropic:
-        return
     if "system" in body:
         body["system"] = _without_line(body["system"])
     turns = body.get("messages")

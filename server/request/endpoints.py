@@ -71,11 +71,6 @@ class Route:
     admitted: bool = False
     """True if the route needs a permit of admission."""
 
-    @property
-    def anthropic(self) -> bool:
-        """True for routes of Anthropic's API."""
-        return self.template.startswith(Endpoint.MESSAGES.value)
-
 
 INVOCATIONS = "/invocations"
 """The only route of SageMaker's hosts. vLLM answers a body by the first request model that accepts
@@ -147,16 +142,16 @@ def route_path(scope: AsgiScope) -> str:
     return rest if rest == "" or rest.startswith("/") else path
 
 
-def is_anthropic(route: Route, scope: AsgiScope) -> bool:
+def is_anthropic(route: Route, path: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Return True for a request of Anthropic's API, which has its own error form.
 
     For models and unknown paths, which both APIs have, the client's header decides.
     """
     if route is not OTHER and route.template not in _MODELS:
-        return route.anthropic
-    if route_path(scope).startswith(f"{Endpoint.MESSAGES.value}/"):
+        return route.template.startswith(Endpoint.MESSAGES.value)
+    if path.startswith(f"{Endpoint.MESSAGES.value}/"):
         return True
-    return any(name == _ANTHROPIC_VERSION for name, _ in scope["headers"])
+    return any(name == _ANTHROPIC_VERSION for name, _ in headers)
 
 
 def scope_of(route: Route, method: str) -> Scope:

@@ -43,17 +43,11 @@ class Tier(enum.Enum):
     PRIORITY = "priority"
     """Admitted before all other waiting requests."""
 
-    @property
-    def anthropic(self) -> str:
-        return {"default": "standard", "flex": "batch", "priority": "priority"}[self.value]
-
-    @property
-    def engine_priority(self) -> int | None:
+    def __init__(self, word: str) -> None:
+        self.anthropic = {"default": "standard", "flex": "batch"}.get(word, word)
+        self.engine_priority = {"flex": BACKGROUND_PRIORITY, "priority": FIRST_PRIORITY}.get(word)
         """Scheduler priority; None to use the request's own."""
-        return _PRIORITIES.get(self)
 
-
-_PRIORITIES = {Tier.FLEX: BACKGROUND_PRIORITY, Tier.PRIORITY: FIRST_PRIORITY}
 
 Tiers = Sequence[Tier]
 """Tiers that a key may use; the first is the default, and `auto`."""
@@ -101,43 +95,37 @@ _MAX_PRIORITY = BACKGROUND_PRIORITY - 1
 """Higher values are those of the service tiers `flex` and `priority`."""
 
 
-def check_priority_header(headers: Headers, *, has_priorities: bool) -> None:
-    """Raise the `RequestError` of an invalid priority header, which vLLM would accept or ignore."""
-    value = headers.get(PRIORITY_HEADER)
-    if value is None:
-        return
-    if not _PRIORITY.fullmatch(value):
-        raise InvalidValueError(
-            f"The header {PRIORITY_HEADER} must be an integer of at most 12 digits, got "
-            f"{describe(value)}.",
-            param=PRIORITY_HEADER,
-        )
-    check_priority(int(value), PRIORITY_HEADER, has_priorities=has_priorities)
+def check_headers(
+    headers: Headers,
+    priority: object,
+    tier: Tier | None,
+    *,
+    has_priorities: bool,
+    num_ranks: int,
+) -> None:
+    """Raise the `RequestError` of an invalid priority or rank, which vLLM would accept or ignore.
 
-
-def check_tier(fields: JsonObject, headers: Headers, tier: Tier | None) -> None:
-    """Raise `UnsupportedFieldError` for a priority in a tier that sets the priority."""
-    if tier is None or tier.engine_priority is None:
-        return
-    for name, value in (
-        ("priority", fields.get("priority")),
-        (PRIORITY_HEADER, headers.get(PRIORITY_HEADER)),
-    ):
-        if value not in (None, 0, "0"):
-            raise UnsupportedFieldError(
-                f"'{name}' has no effect in the service tier {tier.value!r}.", param=name
+    `priority` is the field of the body; a tier that sets the priority allows none.
+    """
+    header, rank = headers.get(PRIORITY_HEADER), headers.get(RANK_HEADER)
+    if header is not None:
+        if not _PRIORITY.fullmatch(header):
+            raise InvalidValueError(
+                f"The header {PRIORITY_HEADER} must be an integer of at most 12 digits, got "
+                f"{describe(header)}.",
+                param=PRIORITY_HEADER,
             )
-
-
-def check_rank_header(headers: Headers, num_ranks: int) -> None:
-    """Raise `InvalidValueError` for a header that is not a data-parallel rank."""
-    value = headers.get(RANK_HEADER)
-    if value is None:
-        return
-    if not _RANK.fullmatch(value) or int(value) >= num_ranks:
+        check_priority(int(header), PRIORITY_HEADER, has_priorities=has_priorities)
+    if tier is not None and tier.engine_priority is not None:
+        for name, value in (("priority", priority), (PRIORITY_HEADER, header)):
+            if value not in (None, 0, "0"):
+                raise UnsupportedFieldError(
+                    f"'{name}' has no effect in the service tier {tier.value!r}.", param=name
+                )
+    if rank is not None and (not _RANK.fullmatch(rank) or int(rank) >= num_ranks):
         raise InvalidValueError(
             f"The header {RANK_HEADER} must be a data-parallel rank of this server, 0 to "
-            f"{num_ranks - 1}, got {describe(value)}.",
+            f"{num_ranks - 1}, got {describe(rank)}.",
             param=RANK_HEADER,
         )
 

@@ -125,6 +125,7 @@ def unknown_field(path: str, known: Collection[str]) -> UnknownFieldError:
     return UnknownFieldError(f"Unknown field '{shown}'{hint} ({_UNKNOWN_FLAG}).", param=path)
 
 
+@cache
 def model_field_names(model: type[BaseModel]) -> dict[str, str]:
     """Return the names under which a body may give the model's fields, by attribute."""
     names: dict[str, str] = {}
@@ -162,26 +163,22 @@ def _tree(endpoint: Endpoint) -> _Node:
     return root
 
 
-def _visit(value: Any, node: _Node, path: str, ignored: set[str]) -> None:
+def _visit(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
+    """Apply the rules to a value and to what it holds; return True if it stays in the body."""
+    if node.rows and _is_removed(value, node, path, ignored):
+        return False
     if isinstance(value, list) and (items := node.within.get(_ITEMS)) is not None:
         value[:] = [
             item
             for index, item in enumerate(value)
-            if _stays(item, items, f"{path}[{index}]", ignored)
+            if _visit(item, items, f"{path}[{index}]", ignored)
         ]
     elif isinstance(value, dict):
         for name, below in node.within.items():
-            inner_path = f"{path}.{name}" if path else name
-            if name in value and not _stays(value[name], below, inner_path, ignored):
+            if name in value and not _visit(
+                value[name], below, f"{path}.{name}" if path else name, ignored
+            ):
                 del value[name]
-
-
-def _stays(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
-    """Apply the rules to a value; return True if it stays in the body."""
-    if _is_removed(value, node, path, ignored):
-        return False
-    if node.within:
-        _visit(value, node, path, ignored)
     return True
 
 
@@ -233,13 +230,6 @@ class ObjectForm:
 
     fields: Mapping[str, Any]
     tags: Mapping[str, frozenset[str]]
-
-    def fits(self, value: Mapping[str, Any]) -> bool:
-        """Return whether the tags of an object allow this form."""
-        return all(
-            not isinstance(tag_value := value.get(tag), str) or tag_value in allowed
-            for tag, allowed in self.tags.items()
-        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -296,7 +286,14 @@ def check_shape(shape: Shape, value: object, path: str, policy: UnknownPolicy) -
             unset += check_shape(shape.items, item, f"{path}[{index}]", policy)
     if not isinstance(value, dict) or shape.free:
         return unset
-    forms = [form for form in shape.forms if form.fits(value)]
+    forms = [
+        form
+        for form in shape.forms
+        if all(
+            not isinstance(tag := value.get(name), str) or tag in allowed
+            for name, allowed in form.tags.items()
+        )
+    ]
     for name, inner in list(value.items()) if forms else ():
         annotations = [form.fields[name] for form in forms if name in form.fields]
         field = f"{path}.{name}"

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from server.errors import ContextLengthError, InvalidValueError, describe
 from server.request.body import MANY_DIGITS, MAX_DIGITS
 from server.request.endpoints import is_message
-from server.request.tables import FieldKind, kind_of_field
+from server.request.tables import FieldKind, fields_by_name
 from server.tools import replace_halves
 from server.wire import Endpoint, JsonObject
 
@@ -111,9 +111,10 @@ def check_sizes(endpoint: Endpoint, body: JsonObject, limits: RequestLimits) -> 
         raise InvalidValueError(f"A request may have at most {MAX_FIELDS} fields, got {len(body)}.")
     sizes = _sizes(limits)
     may_be_cut = body.get("truncate_prompt_tokens") is not None
+    rows = fields_by_name(endpoint)
     for name, value in body.items():
         if isinstance(value, list | dict | str):
-            kind = counted = kind_of_field(endpoint, name)
+            kind = counted = rows[name].kind if name in rows else FieldKind.OPTIONS
             if endpoint.pools and kind in _TEXTS and isinstance(value, list) and value:
                 # Pooling models take conversations or lists of them.
                 counted = FieldKind.MESSAGES if is_message(value[0]) else FieldKind.PROMPTS
@@ -160,6 +161,7 @@ def _check_length(path: str, tokens: list[object], most: int) -> None:
 def _check_nested(
     name: str, value: list[object] | JsonObject | str, kind: FieldKind, size: Size
 ) -> None:
+    """Count the values of a field, level by level; measure its texts and the keys of objects."""
     values, level = 0, [value]
     while level:
         values += len(level)
@@ -169,33 +171,24 @@ def _check_nested(
                 f"limit of this server.",
                 param=name,
             )
-        level = _below(name, level, kind, size.chars)
-
-
-def _below(name: str, level: Sequence[object], kind: FieldKind, chars: int) -> list[Any]:
-    """Return the values in the containers of a level; texts and keys of objects are measured."""
-    below: list[object] = []
-    for item in level:
-        if isinstance(item, str):
-            _check_text(name, item, kind, chars)
-        elif isinstance(item, list):
-            below += item
-        elif isinstance(item, dict):
-            for key in item:
-                _check_text(name, key, kind, chars)
-            below += item.values()
-    return below
-
-
-def _check_text(name: str, text: str, kind: FieldKind, most: int) -> None:
-    if len(text) <= most:
-        return
-    prompt = kind in _TEXTS
-    raise (ContextLengthError if prompt else InvalidValueError)(
-        f"'{name}' holds a text of {len(text)} characters, {describe(text, 40)}; the limit of this "
-        f"server is {most}.",
-        param=name,
-    )
+        texts: list[str] = []
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                texts.append(item)
+            elif isinstance(item, list):
+                below += item
+            elif isinstance(item, dict):
+                texts += item
+                below += item.values()
+        for text in texts:
+            if len(text) > size.chars:
+                raise (ContextLengthError if kind in _TEXTS else InvalidValueError)(
+                    f"'{name}' holds a text of {len(text)} characters, {describe(text, 40)}; the "
+                    f"limit of this server is {size.chars}.",
+                    param=name,
+                )
+        level = below
 
 
 def check_call_arguments(body: JsonObject, max_depth: int) -> None:
@@ -207,22 +200,19 @@ def check_call_arguments(body: JsonObject, max_depth: int) -> None:
     for name in ("messages", "input"):
         items = body.get(name)
         for index, item in enumerate(items if isinstance(items, list) else ()):
-            for path, call in _calls(item):
-                text = call.get("arguments")
+            if not isinstance(item, dict):
+                continue
+            # A call is an item, or a function in a message.
+            holders = [("", item)]
+            calls = item.get("tool_calls")
+            for number, call in enumerate(calls if isinstance(calls, list) else ()):
+                if isinstance(call, dict) and isinstance(call.get("function"), dict):
+                    holders.append((f".tool_calls[{number}].function", call["function"]))
+            for path, holder in holders:
+                text = holder.get("arguments")
                 if isinstance(text, str):
                     _check_arguments(f"{name}[{index}]{path}.arguments", text, max_depth)
-                    call["arguments"] = replace_halves(text)
-
-
-def _calls(item: object) -> Iterator[tuple[str, JsonObject]]:
-    """Yield the calls of a message or item, with their paths in it."""
-    if not isinstance(item, dict):
-        return
-    yield "", item
-    calls = item.get("tool_calls")
-    for index, call in enumerate(calls if isinstance(calls, list) else ()):
-        if isinstance(call, dict) and isinstance(call.get("function"), dict):
-            yield f".tool_calls[{index}].function", call["function"]
+                    holder["arguments"] = replace_halves(text)
 
 
 def _check_arguments(path: str, text: str, max_depth: int) -> None:

@@ -604,20 +604,9 @@ def fields_of_kind(endpoint: Endpoint, kind: FieldKind) -> tuple[str, ...]:
     return tuple(path for path, row in fields_by_name(endpoint).items() if row.kind is kind)
 
 
-def kind_of_field(endpoint: Endpoint, name: str) -> FieldKind:
-    """Return the kind of a field; OPTIONS for one that is in no table."""
-    row = fields_by_name(endpoint).get(name)
-    return FieldKind.OPTIONS if row is None else row.kind
-
-
-def plain_fields(endpoint: Endpoint, fields: JsonObject) -> JsonObject:
-    """Return the fields of one value or one object of options: no prompts, messages or tools."""
-    others = _content_fields(endpoint)
-    return {name: value for name, value in fields.items() if name not in others}
-
-
 @cache
-def _content_fields(endpoint: Endpoint) -> frozenset[str]:
+def content_fields(endpoint: Endpoint) -> frozenset[str]:
+    """Return the fields with prompts, messages, tools or grammars."""
     rows = fields_by_name(endpoint).items()
     return frozenset(name for name, row in rows if row.kind.value < FieldKind.NAME.value)
 

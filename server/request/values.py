@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from server.errors import (
     ContextLengthError,
@@ -78,7 +78,7 @@ def check_values(
                 check(name, value, request)
     for name, accepted in _RANGES.items():
         value = body.get(name)
-        if (_is_int(value) or isinstance(value, float)) and value not in accepted:
+        if (type(value) is int or isinstance(value, float)) and value not in accepted:
             raise invalid_value(name, f"be {accepted}", value)
     _check_sampling(endpoint, body, limits, defaults)
     if limits.text_only:
@@ -341,13 +341,25 @@ _RANGES: Mapping[str, _Range] = {
 def _check_sampling(
     endpoint: Endpoint, fields: JsonObject, limits: RequestLimits, defaults: Mapping[str, Any]
 ) -> None:
-    _check_max_tokens(fields)
+    # Limits of answer tokens; 0 is for an `echo` without an answer.
+    lowest = 0 if fields.get("echo") else 1
+    most_tokens = {
+        name: fields[name] for name in MAX_TOKENS_FIELDS if type(fields.get(name)) is int
+    }
+    for name, value in most_tokens.items():
+        if value < lowest:
+            raise invalid_value(name, f"be at least {lowest}", value)
+    fewest = fields.get("min_tokens")
+    # The first of these decides, if there are two.
+    first = next((name for name in reversed(MAX_TOKENS_FIELDS) if most_tokens.get(name)), None)
+    if first is not None and type(fewest) is int and fewest > most_tokens[first]:
+        raise invalid_value("min_tokens", f"be at most '{first}', {most_tokens[first]}", fewest)
     # All answers of a greedy request would be the same.
     number, temperature = fields.get("n"), fields.get("temperature")
     if temperature is None:
         temperature = defaults.get("temperature")
     is_greedy = isinstance(temperature, int | float) and 0 <= temperature < _GREEDY_BELOW
-    if is_greedy and _is_int(number) and number > 1 and not fields.get("use_beam_search"):
+    if is_greedy and type(number) is int and number > 1 and not fields.get("use_beam_search"):
         raise invalid_value("n", f"be 1 at a 'temperature' of {temperature}", number)
     size = limits.vocab_size
     most = size if limits.max_logprobs == -1 else min(size, limits.max_logprobs)
@@ -355,7 +367,7 @@ def _check_sampling(
     lowest = -1 if most == size else 0
     for name in LOGPROBS_FIELDS:
         value = fields.get(name)
-        if _is_int(value) and not lowest <= value <= most:
+        if type(value) is int and not lowest <= value <= most:
             raise invalid_value(
                 name, f"be {lowest} to {most} on this server (--max-logprobs)", value
             )
@@ -368,28 +380,13 @@ def _check_sampling(
                 raise _empty(f"{name}[{index}]")
     if fields.get("allowed_token_ids") == [] and not fields.get("use_beam_search"):
         raise _empty("allowed_token_ids")
-    _check_repetition(fields.get(_REPETITION))
+    if isinstance(repetition := fields.get(_REPETITION), dict):
+        _check_repetition(repetition)
 
 
-def _check_max_tokens(fields: JsonObject) -> None:
-    """Check limits of answer tokens; 0 is for an `echo` without an answer."""
-    lowest = 0 if fields.get("echo") else 1
-    limits = {name: fields[name] for name in MAX_TOKENS_FIELDS if _is_int(fields.get(name))}
-    for name, value in limits.items():
-        if value < lowest:
-            raise invalid_value(name, f"be at least {lowest}", value)
-    fewest = fields.get("min_tokens")
-    # The first of these decides, if there are two.
-    most = next((name for name in reversed(MAX_TOKENS_FIELDS) if limits.get(name)), None)
-    if most is not None and _is_int(fewest) and fewest > limits[most]:
-        raise invalid_value("min_tokens", f"be at most '{most}', {limits[most]}", fewest)
-
-
-def _check_repetition(value: Any) -> None:
-    if not isinstance(value, dict):
-        return
+def _check_repetition(value: JsonObject) -> None:
     sizes = [value.get(name, 0) for name in ("max_pattern_size", "min_pattern_size", "min_count")]
-    if not all(map(_is_int, sizes)):
+    if not all(type(size) is int for size in sizes):
         return
     largest, smallest, count = sizes
     if largest < 0:
@@ -430,7 +427,7 @@ def _check_transfer(field: str, parameters: Any, request: _Request) -> None:
 
 
 def _in(values: range) -> Callable[[object], bool]:
-    return lambda value: _is_int(value) and value in values
+    return lambda value: type(value) is int and value in values
 
 
 def _is_name(value: object) -> bool:
@@ -457,7 +454,7 @@ _TRANSFER_KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "remote_port": (_in(range(1, 1 << 16)), "1 to 65535"),
     "remote_num_tokens": _SIZE,
     "remote_blocks_expiry_time": (
-        lambda value: _is_int(value) or isinstance(value, float),
+        lambda value: type(value) is int or isinstance(value, float),
         "a number",
     ),
     "transfer_mode": (lambda value: value == "pull", "'pull'"),
@@ -466,10 +463,6 @@ _TRANSFER_KEYS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "dcp_size": _COUNT,
     "rbln_prompt_digest": _NAME,
 }
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _empty(path: str) -> InvalidValueError:

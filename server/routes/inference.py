@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
+from typing import cast
 
 from msgspec import Raw
 from starlette.applications import Starlette
@@ -12,16 +13,16 @@ from starlette.responses import Response
 from server import bounds
 from server.admission import Admission
 from server.errors import InvalidJsonError, OverloadedError, QueueTimeoutError
-from server.frontend import Frontend
+from server.frontend import Frontend, ParsedRequest
 from server.http.streaming import COMMENT, PING, SseResponse, commit, until_disconnect
 from server.request.body import JSON_TYPE, read_body
 from server.request.endpoints import ADAPTER_HEADER, INVOCATIONS, check_session, invoked_endpoint
 from server.request.options import TIER_FIELD, Tier, granted_tier
-from server.request.record import get_deadline, record_of
+from server.request.record import RequestRecord, get_deadline
 from server.routes.responses import ResponseStore
 from server.settings import ServerSettings
 from server.storage.raw_json import JsonSyntaxError, ShapeError, decode, with_fields
-from server.wire import Endpoint, PromptProgress, chunk_head
+from server.wire import Endpoint, JsonObject, PromptProgress, chunk_head
 
 _ANSWER_BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Fields of the APIs that bound the tokens of an answer."""
@@ -72,13 +73,19 @@ def _handler(
     async def respond(endpoint: Endpoint, raw: bytes, request: Request) -> Response:
         # Held until the last byte of the response. A small body is parsed without an await, so that
         # no other request is admitted before the permit grows to all of its sequences.
-        record = record_of(request.scope)
+        record: RequestRecord = request.state.record
+        engine = frontend()
         # Batch lines use spare capacity and need no permit.
         takes = record.internal is None or record.internal.permitted
         permit = admission.acquire(record.caller.owner) if takes else None
         if permit is not None:
             record.on_end.append(permit.release)
-        parsed, extra_fields = await store.read(endpoint, raw, record)
+        extra_fields: JsonObject = {}
+        if endpoint.takes_items:
+            parsed, extra_fields = await store.read(endpoint, raw, record)
+        else:
+            # Only a request of the Responses API can continue a stored one.
+            parsed = cast("ParsedRequest", await engine.read(endpoint, raw))
         record.tier = granted_tier(parsed.tier, record.caller.tiers)
         shows_tier = parsed.storage_options is not None or parsed.tier is not None
         if shows_tier or record.tier is not Tier.DEFAULT:
@@ -94,24 +101,25 @@ def _handler(
         if record.internal is None and parsed.fields.get("stream"):
             head = None
             if parsed.returns_progress:
-                model = parsed.fields.get("model") or (await frontend().models())[0]["id"]
+                model = parsed.fields.get("model") or (await engine.models())[0]["id"]
                 head = chunk_head(endpoint, record.request_id, str(model))
             record.progress = PromptProgress(head)
-        result = await store.handle(endpoint, parsed, extra_fields, raw, request)
+        if parsed.storage_options is not None:
+            result = await store.handle(endpoint, parsed, extra_fields, raw, request)
+        else:
+            result = await engine.handle(endpoint, parsed, extra_fields, request)
         if isinstance(result, bytes):
             return Response(result, media_type=JSON_TYPE)
         record.stream = True
         # A client that wants progress gets its status with the first of it.
         progress = record.progress if parsed.returns_progress else None
         begun = None if progress is None else progress.changed
-        frames = await commit(
-            result, lambda frame: frame.startswith(_PRELUDE), bounds.STREAM_COMMIT_S, begun
-        )
+        frames = await commit(result, _PRELUDE, bounds.STREAM_COMMIT_S, begun)
         beat = PING if endpoint.anthropic else COMMENT
-        return SseResponse(frames, record, frontend().keep_alive_s, beat)
+        return SseResponse(frames, record, engine.keep_alive_s, beat)
 
     async def handle(request: Request) -> Response:
-        record = record_of(request.scope)
+        record: RequestRecord = request.state.record
         record.deadline = get_deadline(request.headers, record.started, settings.max_request_s)
         try:
             raw = await read_body(request, settings)

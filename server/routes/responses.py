@@ -92,7 +92,7 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         frames = await stored.follow(response, int(number[:12]))
         record = record_of(request.scope)
         record.stream = True
-        return SseResponse(HeldStream([], None, frames), record, _KEEP_ALIVE_S)
+        return SseResponse(HeldStream(frames), record, _KEEP_ALIVE_S)
 
     @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse, responses=_KNOWN)
     async def delete(response_id: str, request: Request) -> JSONResponse:

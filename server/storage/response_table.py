@@ -64,14 +64,12 @@ class StorageOptions:
 
 def take_storage_options(
     endpoint: Endpoint, body: JsonObject, before: bytes | None
-) -> StorageOptions | None:
-    """Remove the storage fields from `body` and return them; None for other endpoints.
+) -> StorageOptions:
+    """Remove the storage fields from a body of the Responses API and return them.
 
     `before` is a JSON array with the items of the conversation that the request continues; they
     are inserted before its own. Raises `InvalidTypeError`, `InvalidValueError`.
     """
-    if not endpoint.takes_items:
-        return None
     stores = endpoint is Endpoint.RESPONSES
     options = StorageOptions(
         store=_pop(body, "store", bool) if stores else False,

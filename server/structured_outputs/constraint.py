@@ -68,6 +68,8 @@ ANY_OBJECT = '{"type": "object"}'
 
 GENERATING = frozenset((Endpoint.CHAT, Endpoint.COMPLETION, Endpoint.RESPONSES, Endpoint.MESSAGES))
 """Endpoints whose answers constraints guide."""
+_FORMAT_HOLDERS = {Endpoint.RESPONSES: "text", Endpoint.MESSAGES: "output_config"}
+"""Fields with the format of an answer in the APIs that have no `response_format`."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _COMPACT = "start the server with --structured-outputs-config.disable_any_whitespace true"
 TOOLS = "tools"
@@ -100,17 +102,25 @@ def constraints_of(
     """
     if endpoint not in GENERATING:
         return []
-    found = [
-        *output_constraint(fields.get("structured_outputs"), "structured_outputs"),
-        *_formats(endpoint, fields),
-    ]
+    found: list[Constraint] = []
+    if (value := fields.get("structured_outputs")) is not None:
+        found += output_constraint(value, "structured_outputs")
+    holder = _FORMAT_HOLDERS.get(endpoint)
+    path = "response_format" if holder is None else f"{holder}.format"
+    value = fields.get(path) if holder is None else get_field(fields.get(holder), "format")
+    if endpoint is Endpoint.MESSAGES and isinstance(value, dict):
+        value = {"type": "json_schema", **value}
+    if value is not None:
+        found += format_constraint(value, path, nested=holder is None)
     if len(found) > 1:
         raise InvalidValueError(
             f"Only one of '{found[0].param}' and '{found[1].param}' can guide an answer.",
             param=found[1].param,
         )
-    tools = [[tool] for tool in _tools(endpoint, fields, tagged=not rewrites_tools)]
-    return [found, *tools] if found else tools
+    jobs = [found] if found else []
+    if fields.get("tools"):
+        jobs += [[tool] for tool in _tools(endpoint, fields, tagged=not rewrites_tools)]
+    return jobs
 
 
 def object_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -205,19 +215,6 @@ def format_constraint(value: object, name: str, *, nested: bool = True) -> list[
     return [
         Constraint(ConstraintKind.JSON, json.dumps(schema), path, inner.get("strict") is not False)
     ]
-
-
-def _formats(endpoint: Endpoint, fields: JsonObject) -> list[Constraint]:
-    if endpoint is Endpoint.RESPONSES:
-        return format_constraint(
-            get_field(fields.get("text"), "format"), "text.format", nested=False
-        )
-    if endpoint is Endpoint.MESSAGES:
-        value = get_field(fields.get("output_config"), "format")
-        if isinstance(value, dict):
-            value = {"type": "json_schema", **value}
-        return format_constraint(value, "output_config.format", nested=False)
-    return format_constraint(fields.get("response_format"), "response_format")
 
 
 def _tools(endpoint: Endpoint, fields: JsonObject, *, tagged: bool) -> list[Constraint]:

@@ -54,12 +54,15 @@ def take_custom_tools(
     if endpoint not in _NESTED and endpoint not in _FLAT:
         return frozenset()
     nested = endpoint in _NESTED
+    calls = list(_calls(body, nested=nested))
+    if not calls and not body.keys() & {"tools", FIELD}:
+        return frozenset()
     tools = body.get("tools")
     taker = _Taker(nested, on_unknown)
     if isinstance(tools, list):
         body["tools"] = [taker.tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     taker.replace_choice(body)
-    for holder, index, call, path in list(_calls(body, nested=nested)):
+    for holder, index, call, path in calls:
         holder[index] = taker.call(call, path)
     return frozenset(taker.names)
 
@@ -173,9 +176,11 @@ def _calls(body: JsonObject, *, nested: bool) -> Iterator[tuple[list[Any], int, 
     if not isinstance(turns, list):
         return
     for index, turn in enumerate(turns):
-        if not nested and get_field(turn, "type") in (CALL, _OUTPUT):
+        if not isinstance(turn, dict):
+            continue
+        if not nested and turn.get("type") in (CALL, _OUTPUT):
             yield turns, index, turn, f"input[{index}]"
-        calls = get_field(turn, "tool_calls") if nested else None
+        calls = turn.get("tool_calls") if nested else None
         if not isinstance(calls, list):
             continue
         for place, call in enumerate(calls):

@@ -104,7 +104,8 @@ class EngineClient(AsyncLLM):
                 raise ContextLengthError(
                     f"The prompt has {len(ids)} tokens; at most {most} leave room for an answer."
                 )
-            check_logprobs(params, prompt, self.model_config.get_vocab_size())
+            if params.logprobs is not None or params.prompt_logprobs is not None:
+                check_logprobs(params, prompt, self.model_config.get_vocab_size())
             if params.bad_words:
                 tokenizer = self.renderer.tokenizer
                 params._bad_words_token_ids = bad_word_ids(params.bad_words, tokenizer)
@@ -127,7 +128,7 @@ class EngineClient(AsyncLLM):
         if record is None:
             return await super().add_request(request_id, prompt, params, *args, **kwargs)
         length = 0 if ids is None else len(ids)
-        if not record.has_beams:
+        if record.key_use is not None and not record.has_beams:
             # An answer without a bound counts no tokens.
             bounds_answer = record.bounds_answer and isinstance(params, SamplingParams)
             answer = (params.max_tokens or 0) * params.n if bounds_answer else 0
@@ -145,7 +146,21 @@ class EngineClient(AsyncLLM):
         if record.tier is not None and record.tier.engine_priority is not None:
             kwargs["priority"] = record.tier.engine_priority
         collector = await super().add_request(request_id, prompt, params, *args, **kwargs)
-        self._add_counts(record, self._states(request_id, collector), predicted)
+        # The states of the request just added: one for each of its answers. Requests of other
+        # clients may have the same id, but none has the same collector.
+        processor = self.output_processor
+        known = map(processor.request_states.get, processor.external_req_ids[request_id])
+        states = [state for state in known if state is not None and state.queue is collector]
+        # Counts of tokens, which are read once the HTTP request ends.
+        if record.tier is Tier.FLEX:
+            self._flex += states
+        if not record.has_beams:
+            record.tokens.used.append(lambda: _used_tokens(states))
+        record.tokens.prefix = lambda: (
+            (states[0].num_cached_tokens, states[0].num_cache_creation_tokens) if states else (0, 0)
+        )
+        if predicted:
+            record.tokens.prediction = lambda: prediction_counts(predicted, states)
         return collector
 
     async def _add_request(
@@ -232,28 +247,6 @@ class EngineClient(AsyncLLM):
             raise refusal(job[0], "its form has no rewriting")
         if grammar is not None:
             params.structured_outputs = StructuredOutputsParams(grammar=grammar)
-
-    def _add_counts(
-        self, record: RequestRecord, states: list[RequestState], predicted: list[int]
-    ) -> None:
-        """Add the counts of tokens, which are read once the HTTP request ends."""
-        if record.tier is Tier.FLEX:
-            self._flex += states
-        if not record.has_beams:
-            record.tokens.used.append(lambda: _used_tokens(states))
-        # Read from and written to the prefix cache, once they are known.
-        record.tokens.prefix = lambda: (
-            (states[0].num_cached_tokens, states[0].num_cache_creation_tokens) if states else (0, 0)
-        )
-        if predicted:
-            record.tokens.prediction = lambda: prediction_counts(predicted, states)
-
-    def _states(self, request_id: str, collector: RequestOutputCollector) -> list[RequestState]:
-        """Return the states of the request just added: one for each of its answers."""
-        # Requests of other clients may have the same id, but none has the same collector.
-        processor = self.output_processor
-        states = (processor.request_states.get(i) for i in processor.external_req_ids[request_id])
-        return [state for state in states if state is not None and state.queue is collector]
 
 
 def _used_tokens(states: list[RequestState]) -> tuple[int, int]:

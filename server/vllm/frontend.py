@@ -39,8 +39,8 @@ from server.host.tasks import in_thread
 from server.lora.registry import AdapterRegistry
 from server.observability.tracing import OPERATIONS, Tracing
 from server.request.endpoints import forms_of
-from server.request.options import check_priority_header, check_rank_header, check_tier
-from server.request.record import RequestRecord, record_of
+from server.request.options import check_headers
+from server.request.record import RequestRecord
 from server.request.rules import IGNORED_HEADER
 from server.request.tables import extra_schemas, refused_fields
 from server.settings import ServerSettings
@@ -222,7 +222,7 @@ class VllmFrontend:
     async def handle(
         self, endpoint: Endpoint, parsed: ParsedRequest, extra_fields: JsonObject, request: Request
     ) -> bytes | AsyncGenerator[str, None]:
-        record = record_of(request.scope)
+        record: RequestRecord = request.state.record
         record.drafts = parsed.drafts
         record.custom_tools = parsed.custom_tools
         fields = parsed.fields
@@ -233,13 +233,27 @@ class VllmFrontend:
             record.answer_headers[IGNORED_HEADER] = ", ".join(parsed.ignored)
         if record.span is not None:
             describe_request(record.span, endpoint, fields)
-        name = await self._find_model(fields, record)
+        name = fields.get("model")
+        if not isinstance(name, str):
+            name = str(self._models.model_name())
+        elif not self._models.is_base_model(name) and (
+            self.adapters is None or not lease(self.adapters, name, record)
+        ):
+            served = ", ".join(repr(card["id"]) for card in await self.models())
+            raise ModelNotFoundError(
+                f"The model {describe(name)} does not exist; this server has {served}.",
+                param="model",
+            )
         if record.span is not None:
             name_model(record.span, endpoint, name)
-        check_priority_header(request.headers, has_priorities=self._limits.has_priorities)
-        check_tier(parsed.fields, request.headers, record.tier)
-        check_rank_header(request.headers, self._num_ranks)
-        if self.grammars is not None:
+        check_headers(
+            request.headers,
+            fields.get("priority"),
+            record.tier,
+            has_priorities=self._limits.has_priorities,
+            num_ranks=self._num_ranks,
+        )
+        if self.grammars is not None and parsed.constraints:
             record.grammars = await self.grammars.check(parsed.constraints, record.guided_by)
         large_var.set(parsed.is_large)
         context = RequestContext(
@@ -286,20 +300,6 @@ class VllmFrontend:
             return handler.to_body(result, extra_fields, record)
         frames: AsyncGenerator[Any, None] = result
         return frames
-
-    async def _find_model(self, fields: JsonObject, record: RequestRecord) -> str:
-        """Return the model or adapter that answers. Raises `ModelNotFoundError`."""
-        name = fields.get("model")
-        if not isinstance(name, str):
-            return str(self._models.model_name())
-        if self._models.is_base_model(name):
-            return name
-        if self.adapters is not None and lease(self.adapters, name, record):
-            return name
-        served = ", ".join(repr(card["id"]) for card in await self.models())
-        raise ModelNotFoundError(
-            f"The model {describe(name)} does not exist; this server has {served}.", param="model"
-        )
 
     async def _frames(
         self, frames: AsyncGenerator[str, None], context: RequestContext, record: RequestRecord

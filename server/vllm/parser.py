@@ -299,10 +299,17 @@ def object_call_parser(parser: type[Parser] | None) -> type[Parser] | None:
 class ObjectCallParser:
     """Mixed into a class of vLLM's parsers, of which there is one for each answer."""
 
+    _reasoning_parser: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._arguments = args, kwargs
-        self._marked = self._take_reasoning()
+        # The parser of reasoning by markers, which vLLM's class then has not; else None.
+        self._marked: Any = None
+        if hasattr(self._reasoning_parser, "reader"):
+            self._marked, self._reasoning_parser = self._reasoning_parser, None
+            if hasattr(self._tool_parser, "skip_reasoning_parsing"):  # type: ignore[attr-defined]
+                self._tool_parser.skip_reasoning_parsing = True  # type: ignore[attr-defined]
         self._reading: Any = None
         self._prompt_ids: Sequence[int] = ()
         self._behind: list[int] = []
@@ -318,16 +325,6 @@ class ObjectCallParser:
         self._space = ""
         # Without tools or reasoning there is nothing to parse.
         self._only_text = self.reasoning_parser is None and not self._engine_based  # type: ignore[attr-defined]
-
-    def _take_reasoning(self) -> Any:
-        """Return the parser of reasoning by markers, which vLLM's class then has not; else None."""
-        marked: Any = self._reasoning_parser
-        if not hasattr(marked, "reader"):
-            return None
-        self._reasoning_parser: Any = None
-        if hasattr(self._tool_parser, "skip_reasoning_parsing"):  # type: ignore[attr-defined]
-            self._tool_parser.skip_reasoning_parsing = True  # type: ignore[attr-defined]
-        return marked
 
     @property
     def reasoning_parser(self) -> ReasoningParser | None:

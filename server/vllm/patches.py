@@ -368,21 +368,17 @@ def count_whole_prompts() -> None:
     from vllm.renderers.params import TokenizeParams
 
     upstream = TokenizeParams.get_encode_kwargs
-    if upstream.__name__ == _encode_whole.__name__:
+    if upstream.__name__ == "encode_whole":
         return
 
-    def encode(self: TokenizeParams) -> dict[str, Any]:
-        return _encode_whole(self, upstream(self))
-
-    encode.__name__ = _encode_whole.__name__
-    TokenizeParams.get_encode_kwargs = encode  # type: ignore[method-assign]
-
-
-def _encode_whole(params: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    if params.truncate_prompt_tokens is not None:
+    def encode_whole(self: TokenizeParams) -> dict[str, Any]:
+        arguments = upstream(self)
+        if self.truncate_prompt_tokens is None:
+            arguments.pop("max_length", None)
+            arguments["truncation"] = False
         return arguments
-    untruncated = {name: value for name, value in arguments.items() if name != "max_length"}
-    return {**untruncated, "truncation": False}
+
+    TokenizeParams.get_encode_kwargs = encode_whole  # type: ignore[method-assign]
 
 
 def keep_special_tokens(tokenizer: Any) -> None:

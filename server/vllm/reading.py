@@ -62,6 +62,7 @@ from server.request.options import (
     PROGRESS_FIELD,
     TEMPLATE_FIELDS,
     THINKING_FIELDS,
+    TIER_FIELD,
     DraftOptions,
     TemplateVariables,
     ThinkingSupport,
@@ -83,14 +84,14 @@ from server.request.rules import (
     unknown_field,
 )
 from server.request.sizes import RequestLimits, check_call_arguments, check_sizes
-from server.request.tables import error_field, plain_fields
+from server.request.tables import content_fields, error_field
 from server.request.values import REPORT_MODE, bound_tokens, check_values
 from server.settings import ServerSettings
 from server.storage.compaction import expand_compactions, summarise, take_trigger
 from server.storage.response_table import StorageOptions, shown_request, take_storage_options
 from server.structured_outputs.constraint import Constraint, constraints_of
 from server.structured_outputs.custom_tools import take_custom_tools
-from server.tools import FIELD, ToolChoice, ToolSupport, check_choice, check_tools
+from server.tools import FIELD, TOOL_FIELDS, ToolChoice, ToolSupport, check_choice, check_tools
 from server.vllm.errors import RequestContext, from_exception, from_validation
 from server.vllm.rendering import MARK, Rendered, render
 from server.vllm.sampling import FORBIDDING
@@ -226,7 +227,7 @@ class BodyReader:
             if form in self._rules.offered:
                 _fail_fast_validator(self._models[form])
 
-    def read(
+    def read(  # noqa: C901, PLR0912 (the list of all steps, in their order)
         self,
         endpoint: Endpoint,
         raw: bytes,
@@ -254,14 +255,16 @@ class BodyReader:
                 one["text"] if isinstance(one, dict) and one.keys() == {"text"} else one
                 for one in body["documents"]
             ]
-        # What the answer shows of the request is what the client sent, so before any change.
-        extra_fields = shown_request(body, rules.sampling) if endpoint is Endpoint.RESPONSES else {}
-        # The stored conversation goes in front; without it, only the options are known.
-        options = take_storage_options(endpoint, body, before)
-        if options is not None and options.previous is not None and before is None:
-            return options
-        compacts = False
-        if options is not None:
+        extra_fields: JsonObject = {}
+        options, compacts = None, False
+        if endpoint.takes_items:
+            if endpoint is Endpoint.RESPONSES:
+                # The answer shows what the client sent of the request, so before any change.
+                extra_fields = shown_request(body, rules.sampling)
+            # The stored conversation goes in front; without it, only the options are known.
+            options = take_storage_options(endpoint, body, before)
+            if options.previous is not None and before is None:
+                return options
             expand_compactions(body)
             compacts = take_trigger(body)
             if compacts:
@@ -271,13 +274,15 @@ class BodyReader:
         check_sizes(endpoint, body, rules.limits)
         check_call_arguments(body, rules.max_json_depth)
         # Fields that vLLM's models do not have leave the body.
-        drop_billing_line(endpoint, body)
-        tier = pop_tier(endpoint, body)
+        if endpoint.anthropic:
+            drop_billing_line(body)
+        tier = pop_tier(endpoint, body) if TIER_FIELD in body else None
         returns_progress, ignored = False, list[str]()
         if PROGRESS_FIELD in body:
             returns_progress, ignored = pop_progress(endpoint, body)
         # Custom tools and their calls become functions, and the conversation is checked with these.
-        check_tools(endpoint, body)
+        if TOOL_FIELDS & body.keys():
+            check_tools(endpoint, body)
         custom_tools = take_custom_tools(
             endpoint,
             body,
@@ -318,8 +323,10 @@ class BodyReader:
             # In this API an upper bound, which may exceed the context.
             bound_tokens(endpoint, fields, rules.limits)
         check_values(endpoint, fields, rules.limits, rules.sampling)
-        rules.tools.check(endpoint, fields)
-        check_choice(endpoint, fields)
+        if rules.tools.prompt == "none":
+            rules.tools.check(endpoint, fields)
+        if FIELD in fields:
+            check_choice(endpoint, fields)
         constraints: list[list[Constraint]] = []
         name = "structured_outputs"
         if shape := shapes_of(model).get(name):
@@ -327,11 +334,12 @@ class BodyReader:
         if rules.guided:
             constraints = constraints_of(endpoint, fields, rewrites_tools=rules.rewrites_tools)
         # vLLM's model last: types, then unknown fields of nested objects.
+        others = content_fields(endpoint)
         return ParsedRequest(
             answers=answers_in(endpoint, fields),
-            fields=plain_fields(endpoint, fields),
+            fields={name: value for name, value in fields.items() if name not in others},
             form=form,
-            model=self._choosing_model(endpoint, form, fields, unset),
+            model=self._model(endpoint, form, fields, unset),
             error_field=error_field(endpoint, fields),
             constraints=constraints,
             custom_tools=custom_tools,
@@ -346,27 +354,19 @@ class BodyReader:
             is_large=is_large,
         )
 
-    def _choosing_model(
-        self, endpoint: Endpoint, form: str, fields: JsonObject, unset: list[str]
-    ) -> BaseModel:
-        """Return the request model, with the names of the tools that may be called."""
-        choice = ToolChoice.of(fields.get(FIELD))
-        if endpoint.chats and FIELD in fields:
-            # vLLM's chat model has no list of tools, and treats null as a choice.
-            sent = fields.pop(FIELD)
-            fields |= {} if sent is None else {FIELD: choice.mode if choice.listed else sent}
-        model = self._model(endpoint, form, fields, unset)
-        if choice.listed:
-            allow_names(model, choice)
-        return model
-
     def _model(
         self, endpoint: Endpoint, form: str, fields: JsonObject, unset: list[str]
     ) -> BaseModel:
         """Return the request model; for Anthropic's API, vLLM's chat request.
 
-        `unset` takes the places of unknown fields that are null.
+        It has the names of the tools that may be called. `unset` takes the places of unknown fields
+        that are null.
         """
+        choice = ToolChoice.of(fields[FIELD]) if FIELD in fields else ToolChoice()
+        if endpoint.chats and FIELD in fields:
+            # vLLM's chat model has no list of tools, and treats null as a choice.
+            sent = fields.pop(FIELD)
+            fields |= {} if sent is None else {FIELD: choice.mode if choice.listed else sent}
         with self._validation_errors(endpoint, form, fields):
             # JSON's own rules and no coercion: a string is not a number, and true is not 1.
             model: BaseModel = _fail_fast_validator(self._models[form]).validate_json(
@@ -387,7 +387,9 @@ class BodyReader:
             unset += check_shape(shape, fields.get(name), name, self._rules.unknown_fields)
         if endpoint.anthropic:
             with self._validation_errors(endpoint, form, fields):
-                return as_chat_request(model, merge_inline_system=self._rules.merge_inline_system)
+                model = as_chat_request(model, merge_inline_system=self._rules.merge_inline_system)
+        if choice.listed:
+            allow_names(model, choice)
         return model
 
     @contextmanager

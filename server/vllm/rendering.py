@@ -94,10 +94,12 @@ class ControlTokens:
 
     def may_occur(self, conversation: Any, variables: Mapping[str, Any]) -> bool:
         """Return False if no string can become a control token or a part of one."""
+        if any(message.get("role") not in self.roles for message in conversation):
+            return True
         data = to_json([conversation, variables], serialize_unknown=True, inf_nan_mode="constants")
-        return self._everywhere.may_match(data) or any(
-            message.get("role") not in self.roles for message in conversation
-        )
+        whole, head, tail = self._everywhere.rough
+        begins = any(char.encode() in data for char in self._everywhere.first)
+        return (begins and bool(whole.search(data) or head.search(data))) or bool(tail.search(data))
 
     def mark(
         self, conversation: Any, variables: Mapping[str, Any]
@@ -181,13 +183,7 @@ class _Pattern:
         # Of JSON: a text, or what may be the beginning or the end of one beside a quotation mark.
         # Three patterns, because an alternative that begins with a class slows the search down.
         rough = (one_of(map(_in_json, texts)), f'{first}{inner}"', f'"{inner}{last}')
-        self._rough = tuple(re.compile(pattern.encode()) for pattern in rough)
-
-    def may_match(self, data: bytes) -> bool:
-        """Return False if no string of the JSON text needs a mark."""
-        whole, head, tail = self._rough
-        begins = any(char.encode() in data for char in self.first)
-        return (begins and bool(whole.search(data) or head.search(data))) or bool(tail.search(data))
+        self.rough = tuple(re.compile(pattern.encode()) for pattern in rough)
 
     def mark(self, text: str) -> str:
         """Return `text` with a mark inside of each text, and where one may go on outside."""
@@ -442,18 +438,18 @@ class RemoteTemplates:
         small = not getattr(_thread, "is_large", False) and len(conversation) <= SMALL_MESSAGES
         # The loop's own thread must not wait for the loop; it renders the warm-up alone.
         if arguments.get("tokenize", True) or threading.get_ident() == self._loop_thread:
-            return self._bounded(here(conversation, **arguments))
-        control = None if self._tokens_of is None else self._tokens_of(template or "")
-        rendering = Rendering(conversation, arguments, tokens, control)
-        if small and template in self._in_place:
-            return self._bounded(rendering.run(here))
-        job = rendering.as_job()
-        done = asyncio.run_coroutine_threadsafe(self._send(job), self._loop).result()
-        if done.reason is not None:
-            raise TemplateError(done.reason)
-        return self._bounded(done.prompt)
-
-    def _bounded(self, prompt: Any) -> Any:
+            prompt = here(conversation, **arguments)
+        else:
+            control = None if self._tokens_of is None else self._tokens_of(template or "")
+            rendering = Rendering(conversation, arguments, tokens, control)
+            if small and template in self._in_place:
+                prompt = rendering.run(here)
+            else:
+                sent = self._send(rendering.as_job())
+                done = asyncio.run_coroutine_threadsafe(sent, self._loop).result()
+                if done.reason is not None:
+                    raise TemplateError(done.reason)
+                prompt = done.prompt
         if isinstance(prompt, str) and len(prompt) > self._max_chars:
             raise ContextLengthError(
                 f"The chat template makes {len(prompt)} characters of the conversation; at most "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -282,7 +282,14 @@ class Chats(GenerationServing, OpenAIServingChat):
     ) -> AsyncGenerator[str, None]:
         parsers: list[Any] = []
         serving: Any = copy.copy(self)
-        serving.parser_cls = _collecting(self.parser_cls, parsers)
+        if (parser_cls := self.parser_cls) is not None:
+
+            def make(*args: Any, **kwargs: Any) -> Any:
+                parsers.append(parser_cls(*args, **kwargs))
+                return parsers[-1]
+
+            make.tool_parser_cls = parser_cls.tool_parser_cls  # type: ignore[attr-defined]
+            serving.parser_cls = make
         has_unsent = request.logprobs and request.include_reasoning
         unsent = UnsentLogprobs() if has_unsent else None
         frames = super(Chats, serving).chat_completion_stream_generator(
@@ -350,19 +357,6 @@ def mark_unfinished(parser: Any, output: Any, request: Any, result: Any) -> None
         output.finish_reason = "length"
         if output.stop_reason is None and output.token_ids:
             output.stop_reason = output.token_ids[-1]
-
-
-def _collecting(parser: Callable[..., Any] | None, parsers: list[Any]) -> Callable[..., Any] | None:
-    """Return a maker of parsers that adds each to a list; None where there are none."""
-    if parser is None:
-        return None
-
-    def make(*args: Any, **kwargs: Any) -> Any:
-        parsers.append(parser(*args, **kwargs))
-        return parsers[-1]
-
-    make.tool_parser_cls = parser.tool_parser_cls  # type: ignore[attr-defined]
-    return make
 
 
 async def _with_endings(

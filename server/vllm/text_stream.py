@@ -228,7 +228,8 @@ class DirectState(RequestState):
             return None
         # The stream must have taken all earlier outputs.
         is_read = self.queue is not None and self.queue.output is None
-        if finish_reason is None and self.direct.is_open and is_read:
+        writer = self.direct.writer
+        if finish_reason is None and writer is not None and is_read and writer.is_ready:
             assert self.detokenizer is not None
             # vLLM's generators know what becomes of an empty text, and take it once more.
             if text := self.detokenizer.get_next_output_text(finished=False, delta=True):

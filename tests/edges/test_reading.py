@@ -124,6 +124,15 @@ def test_every_form_is_read_and_can_be_sent_between_processes(
 
 
 @pytest.mark.engine
+def test_the_billing_line_leaves_requests_of_one_api(reader: BodyReader) -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1.37;"
+    system = {"role": "system", "content": f"{line}\na"}
+    for endpoint, content in ((Endpoint.CHAT, f"{line}\na"), (Endpoint.MESSAGES, "a")):
+        given = reader.read(endpoint, raw(messages=[system, USER], max_tokens=5))
+        assert given.model.messages[0]["content"] == content
+
+
+@pytest.mark.engine
 def test_parts_that_pydantic_reads_late_are_read_at_once(reader: BodyReader) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     for role in ("user", "developer", "assistant", "system"):

@@ -101,7 +101,7 @@ class ScriptedFrontend:
         self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
     ) -> ParsedRequest | StorageOptions:
         body = parse_json_object(raw, self.max_json_depth)
-        options = take_storage_options(endpoint, body, before)
+        options = take_storage_options(endpoint, body, before) if endpoint.takes_items else None
         if options is not None and options.previous is not None and before is None:
             return options
         tier = pop_tier(endpoint, body)

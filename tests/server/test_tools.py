@@ -153,8 +153,6 @@ def test_tools_and_calls_that_would_not_be_shown(
     with pytest.raises(UnsupportedFieldError, match="shows no tools") as caught:
         NONE.check(Endpoint[endpoint], fields)
     assert caught.value.param == param
-    for prompt in ("template", "default"):
-        ToolSupport(prompt, "hermes", "").check(Endpoint[endpoint], fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

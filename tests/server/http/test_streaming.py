@@ -21,9 +21,7 @@ from server.request.body import ClientGoneError
 from server.settings import export_service_name
 from tests.server.scripted import Running, ScriptedLauncher, running
 
-
-def prelude(frame: str) -> bool:
-    return frame.startswith(":")
+PRELUDE = (":",)
 
 
 class Source:
@@ -54,19 +52,19 @@ async def collect(stream: HeldStream) -> list[str]:
 @pytest.mark.parametrize("frames", [(), ("a",), (":", "a", "b"), (":",), ("a", ":", "b")])
 async def test_nothing_is_lost_or_reordered(frames: tuple[str, ...]) -> None:
     source = Source(*frames)
-    assert await collect(await commit(source.stream(), prelude, 1.0)) == list(frames)
+    assert await collect(await commit(source.stream(), PRELUDE, 1.0)) == list(frames)
     assert source.closed
 
 
 async def test_an_error_after_prelude_only_raises() -> None:
     source = Source(":", InvalidValueError("bad"), "a")
     with pytest.raises(InvalidValueError):
-        await commit(source.stream(), prelude, 1.0)
+        await commit(source.stream(), PRELUDE, 1.0)
     assert source.closed
 
 
 async def test_an_error_after_content_stays_in_the_stream() -> None:
-    stream = await commit(Source("a", InvalidValueError("bad")).stream(), prelude, 1.0)
+    stream = await commit(Source("a", InvalidValueError("bad")).stream(), PRELUDE, 1.0)
     assert await anext(stream) == "a"
     with pytest.raises(InvalidValueError):
         await anext(stream)
@@ -74,7 +72,7 @@ async def test_an_error_after_content_stays_in_the_stream() -> None:
 
 async def test_a_slow_stream_is_returned_at_the_timeout_and_goes_on() -> None:
     source = Source(":", "wait", "a", "b")
-    stream = await commit(source.stream(), prelude, 0.01)
+    stream = await commit(source.stream(), PRELUDE, 0.01)
     assert await anext(stream) == ":"
     source.go_on.set()
     assert await collect(stream) == ["a", "b"]
@@ -82,7 +80,7 @@ async def test_a_slow_stream_is_returned_at_the_timeout_and_goes_on() -> None:
 
 async def test_a_slow_stream_may_end_without_a_frame() -> None:
     source = Source("wait")
-    stream = await commit(source.stream(), prelude, 0.01)
+    stream = await commit(source.stream(), PRELUDE, 0.01)
     source.go_on.set()
     assert await collect(stream) == []
 
@@ -90,7 +88,7 @@ async def test_a_slow_stream_may_end_without_a_frame() -> None:
 @pytest.mark.parametrize("consumed", [0, 1])
 async def test_closing_a_waiting_stream_closes_the_source(consumed: int) -> None:
     source = Source(":", "wait", "a")
-    stream = await commit(source.stream(), prelude, 0.01)
+    stream = await commit(source.stream(), PRELUDE, 0.01)
     for _ in range(consumed):
         await anext(stream)
     await stream.aclose()
@@ -100,7 +98,7 @@ async def test_closing_a_waiting_stream_closes_the_source(consumed: int) -> None
 
 async def test_cancelling_the_commit_closes_the_source() -> None:
     source = Source("wait")
-    task = asyncio.create_task(commit(source.stream(), prelude, 10.0))
+    task = asyncio.create_task(commit(source.stream(), PRELUDE, 10.0))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

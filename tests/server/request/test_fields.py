@@ -30,7 +30,7 @@ from server.errors import (
     UnknownFieldError,
     UnsupportedFieldError,
 )
-from server.request.options import Tier, check_priority_header, check_tier
+from server.request.options import Tier, check_headers
 from server.request.rules import accepted_fields, apply_field_rules
 from server.request.sizes import RequestLimits
 from server.request.tables import FIELDS, FieldAction, extra_schemas, refused_fields
@@ -189,17 +189,27 @@ def test_extra_arguments_are_those_that_something_reads() -> None:
             check({"vllm_xargs": {name: "a"}}, processors)
 
 
+def _check_headers(
+    headers: Headers,
+    priority: object = None,
+    tier: Tier | None = None,
+    *,
+    has_priorities: bool = True,
+) -> None:
+    check_headers(headers, priority, tier, has_priorities=has_priorities, num_ranks=1)
+
+
 def test_a_tier_with_a_priority_of_its_own_has_no_other() -> None:
     headers = Headers({"X-Vllm-Priority": "-3"})
     for tier in (None, Tier.DEFAULT):
-        check_tier({"priority": 5}, headers, tier)
+        _check_headers(headers, 5, tier)
     for tier in (Tier.FLEX, Tier.PRIORITY):
-        check_tier({"priority": 0}, Headers({}), tier)
+        _check_headers(Headers({}), 0, tier)
         with pytest.raises(UnsupportedFieldError, match=f"service tier '{tier.value}'") as caught:
-            check_tier({"priority": 5}, Headers({}), tier)
+            _check_headers(Headers({}), 5, tier)
         assert caught.value.param == "priority"
         with pytest.raises(UnsupportedFieldError) as caught:
-            check_tier({}, headers, tier)
+            _check_headers(headers, tier=tier)
         assert caught.value.param == "X-Vllm-Priority"
 
 
@@ -207,24 +217,24 @@ def test_priorities_stay_between_the_service_tiers() -> None:
     limits = dataclasses.replace(LIMITS, has_priorities=True)
     for value in (FIRST_PRIORITY + 1, -1, 1, BACKGROUND_PRIORITY - 1):
         check({"priority": value}, limits)
-        check_priority_header(Headers({"X-Vllm-Priority": str(value)}), has_priorities=True)
+        _check_headers(Headers({"X-Vllm-Priority": str(value)}), has_priorities=True)
     for value in (FIRST_PRIORITY, -(2**31), BACKGROUND_PRIORITY, 2**31, 2**62):
         with pytest.raises(InvalidValueError):
             check({"priority": value}, limits)
         with pytest.raises(InvalidValueError):
-            check_priority_header(Headers({"X-Vllm-Priority": str(value)}), has_priorities=True)
+            _check_headers(Headers({"X-Vllm-Priority": str(value)}), has_priorities=True)
 
 
 @pytest.mark.parametrize("value", ["high", "1.5", "", "1_0", "9" * 5000])
 def test_a_priority_in_a_header_must_be_a_small_integer(value: str) -> None:
-    check_priority_header(Headers({"X-Vllm-Priority": "-3"}), has_priorities=True)
-    check_priority_header(Headers({}), has_priorities=False)
-    check_priority_header(Headers({"X-Vllm-Priority": "0"}), has_priorities=False)
+    _check_headers(Headers({"X-Vllm-Priority": "-3"}), has_priorities=True)
+    _check_headers(Headers({}), has_priorities=False)
+    _check_headers(Headers({"X-Vllm-Priority": "0"}), has_priorities=False)
     with pytest.raises(InvalidValueError) as caught:
-        check_priority_header(Headers({"X-Vllm-Priority": value}), has_priorities=True)
+        _check_headers(Headers({"X-Vllm-Priority": value}), has_priorities=True)
     assert caught.value.param == "X-Vllm-Priority"
     with pytest.raises(UnsupportedFieldError):
-        check_priority_header(Headers({"X-Vllm-Priority": "1"}), has_priorities=False)
+        _check_headers(Headers({"X-Vllm-Priority": "1"}), has_priorities=False)
 
 
 # -------------------------------------------------------------------------------------- field rules

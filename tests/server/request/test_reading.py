@@ -25,7 +25,7 @@ from server.request.endpoints import INVOKED, forms_of, invoked_endpoint
 from server.request.record import record_of
 from server.request.rules import check_shape, model_field_names, shape_of, shapes_of
 from server.request.sizes import check_call_arguments
-from server.request.tables import SHARED, FieldKind, fields_by_name, kind_of_field, prompt_fields
+from server.request.tables import SHARED, FieldKind, fields_by_name, prompt_fields
 from server.vllm.models import request_models
 from server.wire import Endpoint
 from tests.edges.corpus import BODIES, endpoint_of, large_fields
@@ -186,8 +186,8 @@ def part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def dropped(body: dict[str, Any], endpoint: Endpoint = Endpoint.MESSAGES) -> dict[str, Any]:
-    drop_billing_line(endpoint, body)
+def dropped(body: dict[str, Any]) -> dict[str, Any]:
+    drop_billing_line(body)
     return body
 
 
@@ -199,11 +199,6 @@ def test_the_line_never_reaches_a_model() -> None:
     assert dropped({"system": BILLING, "messages": []})["system"] == ""
     inline = {"role": "system", "content": f"{BILLING}\nYou are"}
     assert dropped({"messages": [inline]})["messages"] == [{"role": "system", "content": "You are"}]
-
-
-def test_other_apis_keep_it() -> None:
-    body = {"messages": [{"role": "system", "content": BILLING}]}
-    assert dropped(deepcopy(body), Endpoint.CHAT) == body
 
 
 @pytest.mark.parametrize(
@@ -351,7 +346,8 @@ def test_every_endpoint_has_its_forms_and_prompts() -> None:
         fields = set().union(*(models[form].model_fields for form in forms))
         named = {*prompt_fields(endpoint)}
         assert named & fields, endpoint
-        content = {name for name in fields if kind_of_field(endpoint, name) in CONTENT}
+        rows = fields_by_name(endpoint)
+        content = {name for name in fields if name in rows and rows[name].kind in CONTENT}
         # Text that goes with prompts of the kinds that are counted, blamed and looked into.
         assert content - named <= {"instruction", "documents", "prompt_embeds", "suffix"}, endpoint
 
