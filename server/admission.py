@@ -64,7 +64,7 @@ class Admission:
         self.rows: tuple[int, ...] = ()
         self.keys = KeyLedger()
         """Use of the API keys' own limits."""
-        self._shares = PermitShares(dict)
+        self._shares: PermitShares | None = None
         self._max_in_flight = max_in_flight
         self._clock = clock
         self._held_s: float | None = None
@@ -86,7 +86,7 @@ class Admission:
         """Raise `OverloadedError` unless `more` permits are free for a request of `weight`."""
         if self.in_flight + more > self.limit:
             raise self._refusal(weight)
-        if not self._shares.fits(owner, more, self.limit):
+        if self._shares is not None and not self._shares.fits(owner, more, self.limit):
             raise self._refusal(weight, kept="; the free permits are kept for other API keys")
 
     def acquire(self, owner: str = "") -> Permit:
@@ -143,7 +143,8 @@ class Admission:
 
     def _count(self, owner: str, more: int) -> None:
         self.in_flight += more
-        self._shares.add(owner, more)
+        if self._shares is not None:
+            self._shares.add(owner, more)
 
     def _refusal(
         self, weight: int, in_use: int | None = None, of: str = "", kept: str = ""

@@ -83,7 +83,8 @@ def create_app(
 
     storage = StorageServices(settings, lifecycle, admission, metrics.decode_times)
     access = Access(settings, storage.owner_salt)
-    admission.divide(access.weights)
+    if settings.api_key or settings.api_key_file is not None:
+        admission.divide(access.weights)
     advice = BucketAdvice(run_dir)
     history = History(partial(read_traffic, run_dir / "metrics"))
     shown = ShownPaths(settings.lora_root)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
@@ -426,7 +426,14 @@ def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
     if not prompt or not hasattr(detokenizer, "stream") or tokenizer is None:
         return
     skip = detokenizer.skip_special_tokens
-    tail = list(_last_shown(tokenizer, prompt, skip))[::-1]
+    # The last tokens that have a text: one more than may be open.
+    tail: list[int] = []
+    for token in reversed(prompt):
+        if len(tail) > _MOST_OPEN_BYTES:
+            break
+        if tokenizer.decode([token], skip_special_tokens=skip):
+            tail.append(token)
+    tail.reverse()
     if not tokenizer.decode(tail, skip_special_tokens=skip).endswith(_REPLACEMENT):
         return
     pieces = [token_bytes.of(token) for token in tail]
@@ -439,17 +446,6 @@ def keep_prompt_out(state: RequestState, token_bytes: TokenBytes) -> None:
     open_tokens = tail[len(tail) - tokens :]
     stream = _StreamBehindOpenCharacter(tokenizer, open_tokens, chars, skip, token_bytes)
     use_decode_stream(detokenizer, stream)
-
-
-def _last_shown(tokenizer: Tokenizer, prompt: Sequence[int], skip: bool) -> Iterator[int]:
-    """Yield the last tokens that have a text, the latest first: one more than may be open."""
-    count = 0
-    for token in reversed(prompt):
-        if count > _MOST_OPEN_BYTES:
-            return
-        if tokenizer.decode([token], skip_special_tokens=skip):
-            count += 1
-            yield token
 
 
 def _open_bytes(end: bytes) -> int:

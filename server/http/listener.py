@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -56,9 +57,13 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=[])
         loop = asyncio.get_running_loop()
         tls = self.config.ssl
+        config, state = self.config, self.lifespan.state
+        connection = partial(
+            Connection, config, self.server_state, state, self._settings, self._connections
+        )
         for listener in sockets or ():
             server = await loop.create_server(
-                self._connection,
+                connection,
                 sock=listener,
                 backlog=self.config.backlog,
                 ssl=tls,
@@ -66,11 +71,6 @@ class HttpServer(uvicorn.Server):
                 ssl_shutdown_timeout=None if tls is None else bounds.LINGER_S,
             )
             self.servers.append(server)
-
-    def _connection(self) -> Connection:
-        return Connection(
-            self.config, self.server_state, self.lifespan.state, self._settings, self._connections
-        )
 
 
 async def serve_http(server: HttpServer, listener: socket.socket, tls: Tls | None) -> None:

@@ -248,30 +248,28 @@ def normalize_conversation(endpoint: Endpoint, body: JsonObject) -> None:
     messages, items = body.get("messages"), body.get("input")
     if isinstance(messages, list) and not endpoint.anthropic:
         for index, message in enumerate(messages):
-            if isinstance(message, dict):
-                _normalize_message(message, f"messages[{index}]")
+            if not isinstance(message, dict):
+                continue
+            path = f"messages[{index}]"
+            for name in _MESSAGE_TEXTS:
+                _check(message, name, str, path)
+            # Many clients send vLLM's `reasoning` by this name.
+            if (reasoning := message.pop("reasoning_content", None)) is not None:
+                message.setdefault("reasoning", reasoning)
+            calls = _check(message, "tool_calls", list, path)
+            for number, call in enumerate(calls or ()):
+                _check_call(call, f"{path}.tool_calls[{number}]")
+            content = message.get("content")
+            if content is None and message.get("role") == "tool":
+                message["content"] = ""
+            elif content is not None and not isinstance(content, str | list):
+                raise _wrong_type(f"{path}.content", "a string or an array of parts", content)
     if isinstance(items, list) and endpoint.takes_items:
         body["input"] = [
             _normalized_item(item, f"input[{index}]") for index, item in enumerate(items)
         ]
     elif endpoint.takes_items and items is not None and not isinstance(items, str):
         raise _wrong_type("input", "a string or an array of items", items)
-
-
-def _normalize_message(message: JsonObject, path: str) -> None:
-    for name in _MESSAGE_TEXTS:
-        _check(message, name, str, path)
-    # Many clients send vLLM's `reasoning` by this name.
-    if (reasoning := message.pop("reasoning_content", None)) is not None:
-        message.setdefault("reasoning", reasoning)
-    calls = _check(message, "tool_calls", list, path)
-    for index, call in enumerate(calls or ()):
-        _check_call(call, f"{path}.tool_calls[{index}]")
-    content = message.get("content")
-    if content is None and message.get("role") == "tool":
-        message["content"] = ""
-    elif content is not None and not isinstance(content, str | list):
-        raise _wrong_type(f"{path}.content", "a string or an array of parts", content)
 
 
 def _check_call(call: Any, path: str) -> None:

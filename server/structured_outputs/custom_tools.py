@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -54,7 +54,20 @@ def take_custom_tools(
     if endpoint not in _NESTED and endpoint not in _FLAT:
         return frozenset()
     nested = endpoint in _NESTED
-    calls = list(_calls(body, nested=nested))
+    # The list, the index and the path of each call of a custom tool or its output.
+    calls: list[tuple[list[Any], int, str]] = []
+    turns = body.get("messages" if nested else "input")
+    for index, turn in enumerate(turns if isinstance(turns, list) else ()):
+        if not isinstance(turn, dict):
+            continue
+        if not nested:
+            if turn.get("type") in (CALL, _OUTPUT):
+                calls.append((turns, index, f"input[{index}]"))
+            continue
+        made = turn.get("tool_calls")
+        for number, call in enumerate(made if isinstance(made, list) else ()):
+            if get_field(call, "type") == KIND:
+                calls.append((made, number, f"messages[{index}].tool_calls[{number}]"))
     if not calls and not body.keys() & {"tools", FIELD}:
         return frozenset()
     tools = body.get("tools")
@@ -62,8 +75,8 @@ def take_custom_tools(
     if isinstance(tools, list):
         body["tools"] = [taker.tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     taker.replace_choice(body)
-    for holder, index, call, path in calls:
-        holder[index] = taker.call(call, path)
+    for holder, index, path in calls:
+        holder[index] = taker.call(holder[index], path)
     return frozenset(taker.names)
 
 
@@ -168,24 +181,6 @@ class _Taker:
             return value, path
         found: JsonObject = _field(value, KIND, path, dict)
         return found, f"{path}.{KIND}"
-
-
-def _calls(body: JsonObject, *, nested: bool) -> Iterator[tuple[list[Any], int, JsonObject, str]]:
-    """Yield each call of a custom tool or its output: its list, its index and its path."""
-    turns = body.get("messages" if nested else "input")
-    if not isinstance(turns, list):
-        return
-    for index, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            continue
-        if not nested and turn.get("type") in (CALL, _OUTPUT):
-            yield turns, index, turn, f"input[{index}]"
-        calls = turn.get("tool_calls") if nested else None
-        if not isinstance(calls, list):
-            continue
-        for place, call in enumerate(calls):
-            if get_field(call, "type") == KIND:
-                yield calls, place, call, f"messages[{index}].tool_calls[{place}]"
 
 
 def _field(value: Any, name: str, path: str, kind: type[T]) -> T:

@@ -256,7 +256,8 @@ class BodyReader:
                 for one in body["documents"]
             ]
         extra_fields: JsonObject = {}
-        options, compacts = None, False
+        options: StorageOptions | None = None
+        compacts = False
         if endpoint.takes_items:
             if endpoint is Endpoint.RESPONSES:
                 # The answer shows what the client sent of the request, so before any change.

@@ -7,7 +7,7 @@ events before it.
 
 Of an item, `opening` yields the events that announce it, `grow` those for one of vLLM's (deltas of
 the item, nothing for others), and `closing` those that end it; `cut`: the response is incomplete
-and ends here. `final` returns the item of the response, once it is closed.
+and ends here. Then `item` is the item of the response.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Any
 
 from openai.types.responses.response import IncompleteDetails
 from openai.types.responses.response_text_delta_event import Logprob
@@ -54,19 +54,19 @@ class TextItem:
         self._name = "output_text" if self.is_message else "reasoning_text"
         self._delta = f"response.{self._name}.delta"
         head: JsonObject = {"role": "assistant"} if self.is_message else {"summary": []}
-        self._item: JsonObject = {
+        self.item: JsonObject = {
             "id": _new_id(kind),
             "type": kind,
             "status": "in_progress",
             **head,
             "content": [],
         }
-        self._place = {"item_id": self._item["id"], "content_index": 0}
+        self._place = {"item_id": self.item["id"], "content_index": 0}
         self._texts: list[str] = []
         self.logprobs: list[JsonObject] = []
 
     def opening(self) -> Events:
-        yield {"type": "response.output_item.added", "item": self._item}
+        yield {"type": "response.output_item.added", "item": self.item}
         yield {"type": "response.content_part.added", **self._place, "part": self._part("")}
 
     def grow(self, event: Any) -> Events:
@@ -86,11 +86,8 @@ class TextItem:
         yield done | ({"logprobs": self.logprobs} if self.is_message else {})
         yield {"type": "response.content_part.done", **self._place, "part": part}
         status = "incomplete" if cut else "completed"
-        self._item = {**self._item, "status": status, "content": [part]}
-        yield {"type": "response.output_item.done", "item": self._item}
-
-    def final(self) -> JsonObject:
-        return self._item
+        self.item = {**self.item, "status": status, "content": [part]}
+        yield {"type": "response.output_item.done", "item": self.item}
 
     def _part(self, text: str) -> JsonObject:
         part: JsonObject = {"type": self._name, "text": text}
@@ -101,98 +98,59 @@ _ARGUMENTS = "response.function_call_arguments"
 """Prefix of the types of vLLM's events about arguments."""
 
 
-class _ClientCall:
-    """A call that the client runs; its text, in one field of the item, grows with the arguments."""
+class ClientCall:
+    """A call that the client runs; its text, in one field of the item, grows with the arguments.
 
-    _kind: ClassVar[str]
-    _field: ClassVar[str]
-    _events: ClassVar[str]
-    """Prefix of the types of the text's events."""
+    `custom`: of a custom tool, whose text is the input that the arguments hold.
+    """
 
-    def __init__(self, added: Any) -> None:
+    def __init__(self, added: Any, *, custom: bool = False) -> None:
         """`added` is the item as vLLM announces it."""
-        self._item: JsonObject = {
-            "id": _new_id(self._kind),
-            "type": self._kind,
+        kind, self._field, self._events = "function_call", "arguments", _ARGUMENTS
+        if custom:
+            kind, self._field, self._events = CALL, "input", "response.custom_tool_call_input"
+        self._reader = InputReader() if custom else None
+        self.item: JsonObject = {
+            "id": _new_id(kind),
+            "type": kind,
             "status": "in_progress",
             "call_id": added.call_id,
             "name": added.name,
             self._field: "",
         }
+        if not custom and (namespace := getattr(added, "namespace", None)) is not None:
+            self.item["namespace"] = namespace
         self._arguments: list[str] = []
         self._pieces: list[str] = []
 
     def opening(self) -> Events:
-        yield {"type": "response.output_item.added", "item": self._item}
+        yield {"type": "response.output_item.added", "item": self.item}
 
     def grow(self, event: Any) -> Events:
         if event.type == f"{_ARGUMENTS}.delta":
             self._arguments.append(event.delta)
-            yield from self._grow(event.delta)
+            text = event.delta if self._reader is None else self._reader.read(event.delta)
+            if text or self._reader is None:
+                yield self._piece(text)
 
     def closing(self, *, cut: bool) -> Events:
-        yield from self._rest()
+        # The text that was held back.
+        if self._reader is not None and (rest := self._reader.end()):
+            yield self._piece(rest)
         text = "".join(self._pieces)
         cut = cut and not is_whole("".join(self._arguments))
         if not cut:
             # Clients run calls at this event.
-            done = {"type": f"{self._events}.done", "item_id": self._item["id"]}
-            yield {**done, **self._named(), self._field: text}
+            done = {"type": f"{self._events}.done", "item_id": self.item["id"]}
+            named = {"name": self.item["name"]} if self._reader is None else {}
+            yield {**done, **named, self._field: text}
         status = "incomplete" if cut else "completed"
-        self._item = {**self._item, "status": status, self._field: text}
-        yield {"type": "response.output_item.done", "item": self._item}
-
-    def final(self) -> JsonObject:
-        return self._item
-
-    def _grow(self, arguments: str) -> Events:
-        yield self._piece(arguments)
-
-    def _rest(self) -> Events:
-        """Yield the text that was held back."""
-        yield from ()
-
-    def _named(self) -> JsonObject:
-        """Return what the last event of the text repeats of the item."""
-        return {}
+        self.item = {**self.item, "status": status, self._field: text}
+        yield {"type": "response.output_item.done", "item": self.item}
 
     def _piece(self, text: str) -> JsonObject:
         self._pieces.append(text)
-        return {"type": f"{self._events}.delta", "item_id": self._item["id"], "delta": text}
-
-
-class FunctionCall(_ClientCall):
-    _kind, _field = "function_call", "arguments"
-    _events = _ARGUMENTS
-
-    def __init__(self, added: Any) -> None:
-        super().__init__(added)
-        if (namespace := getattr(added, "namespace", None)) is not None:
-            self._item["namespace"] = namespace
-
-    def _named(self) -> JsonObject:
-        return {"name": self._item["name"]}
-
-
-class CustomToolCall(_ClientCall):
-    """A call of a client's custom tool, with the input that the arguments hold."""
-
-    _kind, _field = CALL, "input"
-    _events = "response.custom_tool_call_input"
-
-    def __init__(self, added: Any) -> None:
-        super().__init__(added)
-        self._reader = InputReader()
-
-    def _grow(self, arguments: str) -> Events:
-        yield from self._known(self._reader.read(arguments))
-
-    def _rest(self) -> Events:
-        yield from self._known(self._reader.end())
-
-    def _known(self, text: str) -> Events:
-        if text:
-            yield self._piece(text)
+        return {"type": f"{self._events}.delta", "item_id": self.item["id"], "delta": text}
 
 
 def custom_call(item: JsonObject) -> JsonObject:
@@ -205,7 +163,7 @@ class ServerToolCall:
     """A call of a built-in tool of gpt-oss; vLLM's events are passed on."""
 
     def __init__(self) -> None:
-        self._item: JsonObject = {}
+        self.item: JsonObject = {}
 
     def opening(self) -> Events:
         """Yield nothing: vLLM's own event is passed on by `grow`."""
@@ -214,18 +172,15 @@ class ServerToolCall:
     def grow(self, event: Any) -> Events:
         event_json: JsonObject = event.model_dump(mode="json", by_alias=True, exclude_none=True)
         if "item" in event_json:
-            self._item = event_json["item"]
+            self.item = event_json["item"]
         yield event_json
 
     def closing(self, *, cut: bool) -> Events:  # noqa: ARG002 (it was ended before)
         """Yield nothing: vLLM has ended it."""
         return iter(())
 
-    def final(self) -> JsonObject:
-        return self._item
 
-
-OutputItem = TextItem | FunctionCall | CustomToolCall | ServerToolCall
+OutputItem = TextItem | ClientCall | ServerToolCall
 
 
 def output_item(added: Any, custom_tools: Collection[str]) -> OutputItem:
@@ -233,10 +188,8 @@ def output_item(added: Any, custom_tools: Collection[str]) -> OutputItem:
 
     Calls of the functions that replace `custom_tools` are calls of those.
     """
-    if added.type == "function_call" and added.name in custom_tools:
-        return CustomToolCall(added)
     if added.type == "function_call":
-        return FunctionCall(added)
+        return ClientCall(added, custom=added.name in custom_tools)
     if added.type in ("message", "reasoning"):
         return TextItem(added.type)
     return ServerToolCall()
@@ -519,7 +472,7 @@ class _ResponseStream:
         if self._open is None:
             return
         yield from self._within(self._open.closing(cut=cut))
-        self._items.append(self._open.final())
+        self._items.append(self._open.item)
         self._open = None
 
     def _end(self, event: Any) -> Iterator[str]:

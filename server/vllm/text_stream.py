@@ -165,21 +165,20 @@ def _is_text(fields: dict[str, Any], idle: tuple[str, ...]) -> bool:
     return True
 
 
+@dataclass(slots=True)
 class TextChunk:
-    """A chunk with one TextChoice; vLLM may set the two public attributes afterwards."""
+    """A chunk with one TextChoice; vLLM may set the last two attributes afterwards."""
 
-    __slots__ = ("_fields", "_makers", "system_fingerprint", "usage")
-
-    def __init__(self, makers: CompletionMakers, fields: dict[str, Any]) -> None:
-        self._makers, self._fields = makers, fields
-        self.usage: Any = None
-        self.system_fingerprint: str | None = None
+    makers: CompletionMakers
+    fields: dict[str, Any]
+    usage: Any = None
+    system_fingerprint: str | None = None
 
     def model_dump_json(self, **options: Any) -> str:
         """Return the JSON that vLLM's model would have."""
-        fields = self._fields
+        fields = self.fields
         if options != _OPTIONS or self.usage is not None or self.system_fingerprint is not None:
-            whole = self._makers.whole(fields)
+            whole = self.makers.whole(fields)
             for name in ("usage", "system_fingerprint"):
                 if (value := getattr(self, name)) is not None:
                     setattr(whole, name, value)
@@ -187,7 +186,7 @@ class TextChunk:
         choice: TextChoice = fields["choices"][0]
         head = _head(fields["id"], fields["object"], fields["created"], fields["model"])
         text = to_json(choice.text).decode()
-        before, after = self._makers.around
+        before, after = self.makers.around
         if (record := record_var.get()) is not None:
             record.direct.note_text(text, after)
         return f"{head}{choice.index},{before}{text}{after}"
