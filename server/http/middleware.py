@@ -235,8 +235,13 @@ class AccessMiddleware:
             else:
                 self._admit_internal(record, record.internal)
             for name, value in scope["headers"]:
-                if name == b"content-encoding":
-                    _check_encoding(value)
+                if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                    raise ContentEncodingError(
+                        f"The Content-Encoding {describe(value.decode('latin-1'))} is not "
+                        "supported; send the body as it is.",
+                        # RFC 9110: the content codings that are accepted.
+                        headers={"accept-encoding": "identity"},
+                    )
             if not record.route.needs_ready:
                 await self._app(scope, receive, send)
                 return
@@ -279,16 +284,6 @@ class AccessMiddleware:
                 error.retry_in(self._admission.retry_after_s())
             raise
         record.on_end.append(lambda: use.end(sum(record.tokens.total())))
-
-
-def _check_encoding(value: bytes) -> None:
-    if value.strip().lower() not in (b"", b"identity"):
-        raise ContentEncodingError(
-            f"The Content-Encoding {describe(value.decode('latin-1'))} is not supported; send the "
-            "body as it is.",
-            # RFC 9110: the content codings that are accepted.
-            headers={"accept-encoding": "identity"},
-        )
 
 
 # Errors, as a response or as the last frame of a stream that has begun.

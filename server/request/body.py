@@ -11,8 +11,9 @@ import asyncio
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 from typing import Any
 
 from pydantic_core import from_json
@@ -132,12 +133,33 @@ def parse_json_object(raw: bytes, max_depth: int) -> JsonObject:
     if not isinstance(body, dict):
         raise InvalidJsonError(f"The request body must be a JSON object, got {json_type(body)}.")
     # Counting brackets is cheap and rules out nearly every body.
-    if raw.count(b"{") + raw.count(b"[") > max_depth and _is_deeper(body, max_depth):
-        raise InvalidJsonError(f"The request body is nested deeper than the limit of {max_depth}.")
-    if MANY_DIGITS.search(raw) is not None and _has_huge_number(body):
+    if raw.count(b"{") + raw.count(b"[") > max_depth:
+        below = next(islice(_levels(body), max_depth, None), [])
+        if any(isinstance(value, dict | list) for value in below):
+            raise InvalidJsonError(
+                f"The request body is nested deeper than the limit of {max_depth}."
+            )
+    if MANY_DIGITS.search(raw) is not None and any(
+        isinstance(value, int) and abs(value) >= 10**MAX_DIGITS
+        for level in _levels(body)
+        for value in level
+    ):
         # Python refuses to format integers of thousands of digits, in error messages too.
         raise InvalidJsonError(f"A number in the request body has more than {MAX_DIGITS} digits.")
     return body
+
+
+def _levels(body: JsonObject) -> Iterator[list[object]]:
+    """Yield the values of each level of nesting, `body` first."""
+    level: list[object] = [body]
+    while level:
+        yield level
+        level = [
+            child
+            for value in level
+            if isinstance(value, dict | list)
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
 
 
 def _with_whole_inputs(raw: bytes) -> bytes:
@@ -179,35 +201,6 @@ def _halved_text(raw: bytes) -> str | None:
             pending += [(path, name) for name in value]
             pending += [(f"{path}.{name}" if path else name, value[name]) for name in value]
     return None
-
-
-def _has_huge_number(body: JsonObject) -> bool:
-    level: list[object] = [body]
-    while level:
-        if any(isinstance(value, int) and abs(value) >= 10**MAX_DIGITS for value in level):
-            return True
-        level = [
-            child
-            for value in level
-            if isinstance(value, dict | list)
-            for child in (value.values() if isinstance(value, dict) else value)
-        ]
-    return False
-
-
-def _is_deeper(body: JsonObject, max_depth: int) -> bool:
-    """Return True if containers are nested more than `max_depth` deep, `body` being the first."""
-    level: list[object] = [body]
-    for _ in range(max_depth):
-        level = [
-            child
-            for value in level
-            for child in (value.values() if isinstance(value, dict) else value)  # type: ignore[attr-defined]
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 _MESSAGE_TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")

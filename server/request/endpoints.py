@@ -172,17 +172,12 @@ def answers_in(endpoint: Endpoint, body: JsonObject) -> int:
     answers = n if type(n) is int and n > 1 else 1
     if endpoint is Endpoint.COMPLETION or endpoint.pools:
         counted = error_field(endpoint, body)
-        answers *= 1 if counted is None else _prompts(body[counted])
+        prompts = None if counted is None else body[counted]
+        # Each is a text, a list of token ids or a list of messages.
+        if isinstance(prompts, list) and prompts:
+            first = prompts[0]
+            answers *= 1 if isinstance(first, int) or is_message(first) else len(prompts)
     return answers
-
-
-def _prompts(value: object) -> int:
-    """Return the number of prompts: each is a text, a list of token ids or a list of messages."""
-    if not isinstance(value, list) or not value:
-        return 1
-    first = value[0]
-    is_one = isinstance(first, int) or is_message(first)
-    return 1 if is_one else len(value)
 
 
 _SAME: Mapping[Endpoint, Endpoint] = {

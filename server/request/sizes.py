@@ -125,7 +125,13 @@ def check_sizes(endpoint: Endpoint, body: JsonObject, limits: RequestLimits) -> 
                 if _are_tokens(value):
                     _check_length(name, value, most)
                     continue
-                nested = _check_token_lists(name, value, most)
+                # Prompts of token ids are measured here, and the other prompts below.
+                nested = []
+                for index, item in enumerate(value):
+                    if isinstance(item, list) and _are_tokens(item):
+                        _check_length(f"{name}[{index}]", item, most)
+                    else:
+                        nested.append(item)
             if not isinstance(value, str) and len(value) > size.items:
                 raise InvalidValueError(
                     f"'{name}' must have at most {size.items} items on this server, got "
@@ -133,17 +139,6 @@ def check_sizes(endpoint: Endpoint, body: JsonObject, limits: RequestLimits) -> 
                     param=name,
                 )
             _check_nested(name, nested, kind, size)
-
-
-def _check_token_lists(name: str, prompts: list[object], most: int) -> list[object]:
-    """Check prompts of token ids against `most`; return the other prompts."""
-    others = []
-    for index, item in enumerate(prompts):
-        if isinstance(item, list) and _are_tokens(item):
-            _check_length(f"{name}[{index}]", item, most)
-        else:
-            others.append(item)
-    return others
 
 
 def _are_tokens(items: list[object]) -> bool:

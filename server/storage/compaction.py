@@ -101,7 +101,14 @@ def summarise(body: JsonObject, max_model_len: int) -> list[JsonObject]:
         )
     if not isinstance(items, list):
         return []
-    body["input"] = _with_instruction(items)
+    # The instruction ends the last user message, or is a new one: some chat templates reject two
+    # messages of one role in a row.
+    last = items[-1]
+    if _role(last) == "user":
+        parts = [*_parts(last.get("content")), *_parts(_INSTRUCTION)]
+        body["input"] = [*items[:-1], {**last, "content": parts}]
+    else:
+        body["input"] = [*items, _user(_INSTRUCTION)]
     body["max_output_tokens"] = max_summary_tokens(max_model_len)
     body["temperature"] = 0.0
     return _retained(items)
@@ -148,18 +155,6 @@ def _role(item: Any) -> str | None:
     is_message = isinstance(item, dict) and item.get("type", "message") == "message"
     role = item.get("role") if is_message else None
     return role if isinstance(role, str) else None
-
-
-def _with_instruction(items: list[Any]) -> list[Any]:
-    """Append the instruction to the last user message, or as a new one.
-
-    Some chat templates reject two messages of one role in a row.
-    """
-    last = items[-1]
-    if _role(last) != "user":
-        return [*items, _user(_INSTRUCTION)]
-    parts = [*_parts(last.get("content")), *_parts(_INSTRUCTION)]
-    return [*items[:-1], {**last, "content": parts}]
 
 
 def _retained(items: list[Any]) -> list[JsonObject]:

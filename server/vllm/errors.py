@@ -138,12 +138,6 @@ def _internal(error: Any, _context: RequestContext) -> ServerError:
     return InternalError("Internal error; the server's log has it under the request id.")
 
 
-def _generate_failed(error: Any, context: RequestContext) -> ServerError:
-    return (
-        from_exception(error.__cause__, context) if error.__cause__ else _internal(error, context)
-    )
-
-
 def _not_generated(error: Any, context: RequestContext) -> ServerError:
     """The engine ends an answer with an error where no token is left to sample."""
     # Stop ids are forbidden before the minimum length, and in the middle of a grammar.
@@ -172,13 +166,21 @@ def _refused(error: Any, context: RequestContext) -> ServerError:
     return _invalid(error.message, error.param, context)
 
 
-_Translation = Callable[[Any, RequestContext], ServerError]
-_TRANSLATIONS: tuple[tuple[tuple[type[Exception], ...], _Translation], ...] = (
+_TRANSLATIONS: tuple[
+    tuple[tuple[type[Exception], ...], Callable[[Any, RequestContext], ServerError]], ...
+] = (
     ((ServerError,), lambda error, _: error),
     ((ValidationError,), lambda error, context: from_validation(error, context.fields)),
     ((RefusedError,), _refused),
     ((EngineDeadError,), lambda *_: engine_failed()),
-    ((EngineGenerateError,), _generate_failed),
+    (
+        (EngineGenerateError,),
+        lambda error, context: (
+            from_exception(error.__cause__, context)
+            if error.__cause__
+            else _internal(error, context)
+        ),
+    ),
     ((GenerationError,), _not_generated),
     (
         (BacklogError,),
