@@ -84,7 +84,9 @@ async def commit(
     """
     first_frames: list[str] = []
     deadline = time.monotonic() + timeout_s
-    early = [] if begun is None else [asyncio.ensure_future(begun.wait())]
+    early: list[asyncio.Future[Any]] = []
+    if begun is not None:
+        early.append(asyncio.ensure_future(begun.wait()))
     pending: asyncio.Future[str | None] | None = None
     try:
         while True:
