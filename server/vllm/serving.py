@@ -282,7 +282,8 @@ class Chats(GenerationServing, OpenAIServingChat):
     ) -> AsyncGenerator[str, None]:
         parsers: list[Any] = []
         serving: Any = copy.copy(self)
-        if (parser_cls := self.parser_cls) is not None:
+        parser_cls: Any = self.parser_cls
+        if parser_cls is not None:
 
             def make(*args: Any, **kwargs: Any) -> Any:
                 parsers.append(parser_cls(*args, **kwargs))
