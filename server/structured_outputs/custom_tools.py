@@ -56,7 +56,7 @@ def take_custom_tools(
     nested = endpoint in _NESTED
     # The list, the index and the path of each call of a custom tool or its output.
     calls: list[tuple[list[Any], int, str]] = []
-    turns = body.get("messages" if nested else "input")
+    turns: Any = body.get("messages" if nested else "input")
     for index, turn in enumerate(turns if isinstance(turns, list) else ()):
         if not isinstance(turn, dict):
             continue
@@ -64,7 +64,7 @@ def take_custom_tools(
             if turn.get("type") in (CALL, _OUTPUT):
                 calls.append((turns, index, f"input[{index}]"))
             continue
-        made = turn.get("tool_calls")
+        made: Any = turn.get("tool_calls")
         for number, call in enumerate(made if isinstance(made, list) else ()):
             if get_field(call, "type") == KIND:
                 calls.append((made, number, f"messages[{index}].tool_calls[{number}]"))
