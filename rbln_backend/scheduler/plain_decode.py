@@ -46,10 +46,12 @@ class PlainDecode:
         self._stops: set[int] = set()
         self._left = 0
         """Tokens before one of them reaches its limit."""
+        self._reported: tuple[int, int, int] | None = None
+        """What statistics that were sent since then say: requests that wait, and free blocks."""
 
     def note(self, output: SchedulerOutput) -> None:
         """Look at a step that was scheduled in full: the next one may be plain."""
-        self._requests = []
+        self._requests, self._reported = [], None
         running, counts = self._scheduler.running, output.num_scheduled_tokens
         if not self._is_allowed or not running or output.scheduled_new_reqs:
             return
@@ -142,7 +144,11 @@ class PlainDecode:
                 if params is not None and params.num_logprobs is not None:
                     row = rows[output_.request_id]
                     output_.new_logprobs = result.logprobs.slice_request(row, 1)
-        stats = scheduler.make_stats()
+        blocks = self._manager.block_pool.get_num_free_blocks()
+        state = len(scheduler.waiting), len(scheduler.skipped_waiting), blocks
+        # All else that they say is of steps that are not plain.
+        stats = None if state == self._reported else scheduler.make_stats()
+        self._reported = state
         return {running[0].client_index: EngineCoreOutputs(outputs=outputs, scheduler_stats=stats)}
 
     def _allocate(self, request: Request) -> BlockIds | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import AsyncOutputFuture, UniProcExecutor
@@ -12,8 +12,6 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
-
-    from rbln_backend.worker.worker import RblnWorker
 
 
 StepOutput: TypeAlias = "ModelRunnerOutput | None"
@@ -29,14 +27,23 @@ class DirectExecutor(UniProcExecutor):
     def execute_model(  # type: ignore[override]
         self, scheduler_output: SchedulerOutput, non_block: bool = False
     ) -> StepOutput | Future[StepOutput]:
-        output = cast("StepOutput", self.driver_worker.execute_model(scheduler_output))
-        return _done(output) if non_block else output
+        worker: Any = self.driver_worker
+        if not scheduler_output.scheduled_new_reqs:
+            # Its wrapper looks for the media of new requests alone.
+            worker = worker.worker
+        output: StepOutput = worker.execute_model(scheduler_output)
+        if not non_block:
+            return output
+        return _RAN if output is None else _done(output)
 
     def sample_tokens(  # type: ignore[override]
         self, grammar_output: GrammarOutput | None, non_block: bool = False
     ) -> StepOutput | Future[StepOutput]:
+        worker: Any = self.driver_worker
         try:
-            output = cast("RblnWorker", self.driver_worker.worker).sample_tokens(grammar_output)
+            output: StepOutput | AsyncModelRunnerOutput = worker.worker.sample_tokens(
+                grammar_output
+            )
         except Exception as error:
             if not non_block:
                 raise
@@ -54,6 +61,10 @@ def _done(output: StepOutput) -> Future[StepOutput]:
     future: Future[StepOutput] = Future()
     future.set_result(output)
     return future
+
+
+_RAN = _done(None)
+"""The result of steps that sample later: a future with its lock costs a step ten calls."""
 
 
 class RanksExecutor(MultiprocExecutor):

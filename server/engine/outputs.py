@@ -324,10 +324,10 @@ class DeferredStats(StatLoggerManager):
         self.pending.append((scheduler_stats, iteration_stats, mm_cache_stats, engine_idx))
         # Running requests got tokens in this step, and nothing else happened.
         is_decode = (
-            scheduler_stats is not None
-            and iteration_stats is not None
-            and scheduler_stats.num_running_reqs
+            iteration_stats is not None
             and iteration_stats.num_generation_tokens
+            # The engine leaves them out where they are those of the step before.
+            and (scheduler_stats is None or scheduler_stats.num_running_reqs)
             and not iteration_stats.finished_requests
             and not iteration_stats.time_to_first_tokens_iter
             and not iteration_stats.num_preempted_reqs

@@ -15,6 +15,7 @@ import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.metrics.stats import PrefixCacheStats
 
 from rbln_backend.core import UsefulRows
 from rbln_backend.devices.emulated.compiler import EmulatedGraph
@@ -369,6 +370,10 @@ class Trace:
     """Steps of the scheduler, and of the runner, that took the short path."""
     plain_runs: int = 0
     preempted: int = 0
+    stats: Any = None
+    """The latest statistics of the scheduler that were sent."""
+    quiet: int = 0
+    """Steps that sent none."""
     blocks: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def numbers(self, group: int, blocks: list[int]) -> list[int]:
@@ -429,6 +434,18 @@ def traced(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, plain: bool) -> I
         def count(name: str, result: Any) -> None:
             setattr(trace, name, getattr(trace, name) + (result is not None))
 
+        def reported(outputs: Any, *_: Any) -> None:
+            sent = [step.scheduler_stats for step in outputs.values() if step.scheduler_stats]
+            trace.quiet += not sent
+            trace.stats = stats = sent[-1] if sent else trace.stats
+            known = stats.num_running_reqs, stats.num_waiting_reqs, stats.kv_cache_usage
+            counts = len(scheduler.running), len(scheduler.waiting)
+            assert known == (*counts, scheduler.kv_cache_manager.usage)
+
+        patch.setattr(scheduler, "log_stats", True)
+        patch.setattr(scheduler.kv_cache_manager, "log_stats", True)
+        patch.setattr(scheduler.kv_cache_manager, "prefix_cache_stats", PrefixCacheStats())
+        around(scheduler, "update_from_output", reported)
         around(scheduler, "schedule", lambda output, *_: trace.scheduled(output))
         around(scheduler, "_preempt_request", lambda *_: count("preempted", True))
         around(scheduler._plain, "schedule", lambda found, *_: count("plain", found))
@@ -498,7 +515,8 @@ def test_plain_steps_have_the_inputs_of_full_ones(
             play(engine, seed, plain, pace)
         for number, (expected, found) in enumerate(zip(full.steps, plain.steps, strict=True)):
             assert found == expected, f"seed {seed}, record {number}"
-        assert (full.plain, full.plain_runs) == (0, 0)
+        assert (full.plain, full.plain_runs, full.quiet) == (0, 0, 0)
+        assert plain.quiet
         plain_steps += min(plain.plain, plain.plain_runs)
         preempted += plain.preempted
     assert plain_steps > 40

@@ -354,6 +354,18 @@ async def test_decode_steps_are_recorded_together(
 
 
 @pytest.mark.engine
+async def test_steps_without_statistics_of_the_scheduler_wait_too(
+    manager: DeferredStats, recorded: Recorded
+) -> None:
+    manager.record(*step(0))
+    for number in (1, 2):
+        manager.record(None, step(number)[1])
+    assert not recorded.steps
+    manager.flush()
+    assert (recorded.steps, recorded.gauges) == ([0, 1, 2], [0])
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(
     "fields",
     [
