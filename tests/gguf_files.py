@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,14 @@ def write_gguf(
     `keys` are added or replace keys (None removes one), `extra` tensors are added. Tensors whose
     name has `without` in it are left out.
     """
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
-    config = model.config
+    config, tensors = _loaded(checkpoint)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32 if kind == F32 else 7)
     for key, value in (_keys(config) | _tokenizer_keys(checkpoint) | dict(keys or {})).items():
         _add(writer, key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, weight in model.named_parameters():
-        values = weight.detach().numpy()
+    for name, values in tensors.items():
         for part, count in heads.items():
             if part in name:
                 # As llama.cpp's converter interleaves rows of queries and keys.
@@ -60,6 +59,13 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@cache
+def _loaded(checkpoint: Path) -> tuple[Any, dict[str, NDArray[np.float32]]]:
+    """Return the configuration and the parameters of a checkpoint."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+    return model.config, {name: x.detach().numpy() for name, x in model.named_parameters()}
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

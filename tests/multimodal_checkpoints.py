@@ -111,10 +111,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "qwen3_vl": {
-        "text_config": {
-            **_TEXT,
-            "rope_parameters": {**_MROPE, "mrope_interleaved": True},
-        },
+        "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
         "vision_config": {**_VL_TOWER, "deepstack_visual_indexes": [0]},
         **_VL_TOKENS,
         "tie_word_embeddings": False,

@@ -226,20 +226,7 @@ BAD_IN_TAGS: tuple[tuple[Schema, str], ...] = (
 
 
 _WORDS = (
-    "a",
-    "id",
-    "kind",
-    "é",
-    'q"x',
-    "x\\y",
-    "x y",
-    "a/b",
-    "",
-    '"',
-    "\\",
-    "\n",
-    "\x01",
-    "\x7f",
+    *("a", "id", "kind", "é", 'q"x', "x\\y", "x y", "a/b", "", '"', "\\", "\n", "\x01", "\x7f"),
     "😀",
 )
 _PATTERNS = (

@@ -188,14 +188,8 @@ def link(kind: bytes) -> tarfile.TarInfo:
 @pytest.mark.parametrize(
     "name",
     [
-        "../outside",
-        "rbln/../../outside",
-        "/rbln/graphs/aa/x",
-        "rbln/graphs/../x",
-        "rbln//x",
-        "rbln/.hidden",
-        "rbln/a/b/c/d/e",
-        "other/file",
+        *("../outside", "rbln/../../outside", "/rbln/graphs/aa/x", "rbln/graphs/../x", "rbln//x"),
+        *("rbln/.hidden", "rbln/a/b/c/d/e", "other/file"),
     ],
 )
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
@@ -348,12 +342,6 @@ def test_order_and_kind_of_container_do_not_matter() -> None:
 )
 def test_any_change_of_a_name_or_value_is_another_key(changed: dict[str, Any]) -> None:
     assert CacheKey(changed) != CacheKey({"bucket": 8})
-
-
-def test_a_key_is_not_its_digest() -> None:
-    key = CacheKey({"a": 1})
-    assert key != key.digest
-    assert repr(key) == f"CacheKey({key.digest})"
 
 
 def test_a_key_does_not_follow_later_changes_of_its_source() -> None:

@@ -21,6 +21,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rbln_backend.checkpoints.folders import (
@@ -335,14 +336,8 @@ def test_what_is_not_the_model_is_not_kept(
     "name",
     [
         *("/nowhere", "./nowhere", "../nowhere", "~/nowhere", "~nobody/x", "a/b/c", "here/nowhere"),
-        *(
-            "none.gguf",
-            "~nobody/none.gguf",
-            "org/none.gguf",
-            "org/none.GGUF",
-            "here/file.txt",
-            "x" * 5000,
-        ),
+        *("none.gguf", "~nobody/none.gguf", "org/none.gguf", "org/none.GGUF", "here/file.txt"),
+        "x" * 5000,
     ],
 )
 def test_what_can_only_be_a_path_is_not_a_name_of_a_hub(
@@ -383,9 +378,8 @@ def checkpoint(checkpoints: CheckpointCache) -> Path:
     return checkpoints("llama", num_hidden_layers=1)
 
 
-def weights_of(folder: Path) -> dict[str, Any]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    return dict(model.named_parameters())
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
 
 
 def test_a_plain_file_is_the_checkpoint_that_it_was_made_of(
@@ -410,13 +404,15 @@ def test_a_plain_file_is_the_checkpoint_that_it_was_made_of(
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_0"])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", *(pytest.param(kind, marks=pytest.mark.wide) for kind in ("Q4_1", "Q5_0"))]
+)
 def test_blocks_become_bfloat16(kind: str, checkpoint: Path, tmp_path: Path) -> None:
     form = gguf.GGMLQuantizationType[kind]
     convert(write_gguf(checkpoint, tmp_path / "tiny.gguf", kind=form), tmp_path / "out")
     found = weights_of(tmp_path / "out")
     for name, weight in weights_of(checkpoint).items():
-        values = weight.detach().float().numpy()
+        values = weight.float().numpy()
         if weight.dim() > 1:
             # Blocks lie along a row, so the order of rows changes none.
             values = gguf.quants.dequantize(gguf.quants.quantize(values, form), form)
@@ -448,7 +444,7 @@ def test_what_is_not_read_in_full_is_refused(
 def test_damaged_files_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     file = write_gguf(checkpoint, tmp_path / "tiny.gguf")
     content = file.read_bytes()
-    cuts = [0, 3, 20, 100, *random.Random(61).sample(range(len(content)), 6), len(content) - 10]
+    cuts = [0, 3, 20, 100, *random.Random(61).sample(range(len(content)), 3), len(content) - 10]
     for size in cuts:
         file.write_bytes(content[:size])
         with pytest.raises(CheckpointError, match=r"^tiny\.gguf is damaged"):

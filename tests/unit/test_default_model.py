@@ -49,7 +49,9 @@ def _answer(model: Any, tokenizer: Any, pinned: Pinned) -> str:
     return text
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16]
+)
 def test_greedy_answers(tokenizer: Any, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=dtype)
     given = {pinned.question: _answer(model, tokenizer, pinned) for pinned in ALL}

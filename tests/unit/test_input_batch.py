@@ -444,19 +444,11 @@ def test_decode_pads_rows_with_the_null_block() -> None:
     assert paged.seq_idx.tolist() == [[2], [40], [0], [0]]
     assert paged.block_tables.tolist() == [[3, 0, 0], [5, 6, 8], [0, 0, 0], [0, 0, 0]]
     assert window.cache_seq_len.tolist() == [[2], [24], [0], [0]]
+    assert inputs.tensors["seq_idx.0"].tolist() == [[2], [40], [0], [0]]
+    assert inputs.metadata == {"a": paged.metadata, "b": window.metadata, "c": window.metadata}
     # A padded row has no new token: its offset equals its length.
     assert window.cache_offset.tolist() == [[3], [25], [0], [0]]
     assert window.block_tables.tolist() == [[1], [4], [0], [0]]
-
-
-def test_arrays_are_views_of_the_graph_inputs() -> None:
-    inputs, paged, window = allocate(Phase.DECODE, 2)
-    rows = [np.array([[3, 0, 0]]), np.array([[1]])]
-    inputs.fill_decode(np.array([11]), np.array([2]), rows)
-    assert inputs.tensors["input_ids"].tolist() == [[11], [0]]
-    assert inputs.tensors["seq_idx.0"].tolist() == [[2], [0]]
-    assert inputs.tensors["local_block_tables.1"].tolist() == [[1], [0]]
-    assert inputs.metadata == {"a": paged.metadata, "b": window.metadata, "c": window.metadata}
 
 
 def test_adapter_slots_are_per_request_and_initially_none() -> None:

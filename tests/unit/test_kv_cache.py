@@ -208,25 +208,23 @@ def budget(**overrides: int | float) -> int:
     return kv_budget_bytes(**facts)  # type: ignore[arg-type]
 
 
-def test_the_budget_is_at_most_what_requests_can_use() -> None:
-    assert budget() == (2 * 8 * 16 + 1) << 20
-
-
-def test_at_most_half_of_the_free_memory() -> None:
-    assert budget(max_num_seqs=10_000) == 6 * GIB
-
-
-def test_utilization_bounds_the_whole_process() -> None:
-    assert budget(max_num_seqs=10_000, utilization=0.25) == 3 * GIB
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # What requests can use; half of the free memory; a share of the process; without windows.
+        ({}, (2 * 8 * 16 + 1) << 20),
+        ({"max_num_seqs": 10_000}, 6 * GIB),
+        ({"max_num_seqs": 10_000, "utilization": 0.25}, 3 * GIB),
+        ({"max_num_seqs": 10_000, "window_bytes": 2 * GIB}, 4 * GIB),
+    ],
+)
+def test_the_budget_has_four_bounds(changes: dict[str, int | float], expected: int) -> None:
+    assert budget(**changes) == expected
 
 
 def test_too_little_memory_names_the_numbers_and_the_flags() -> None:
     with pytest.raises(DeviceMemoryError, match=r"17 MiB.*8 MiB.*--max-model-len"):
         budget(available_bytes=16 << 20)
-
-
-def test_window_layers_get_their_bytes_first() -> None:
-    assert budget(max_num_seqs=10_000, window_bytes=2 * GIB) == 4 * GIB
     with pytest.raises(DeviceMemoryError, match=r"6144 MiB for window layers"):
         budget(window_bytes=6 * GIB)
 

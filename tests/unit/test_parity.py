@@ -90,10 +90,7 @@ def _checkpoint(folder: Path, **fields: object) -> str:
 
 
 def test_engine_arguments_fit_the_model(tmp_path: Path) -> None:
-    fields = {
-        "max_position_embeddings": 500,
-        "vocab_size": 300,
-    }
+    fields = {"max_position_embeddings": 500, "vocab_size": 300}
     jobs = Jobs(parse(["--model", _checkpoint(tmp_path, **fields)]))
     rbln, cpu = jobs.generate("rbln").engine_args, jobs.generate("cpu").engine_args
     assert (rbln["max_model_len"], rbln["block_size"]) == (500, 512)
@@ -130,9 +127,7 @@ def test_expert_parallelism_needs_experts(tmp_path: Path) -> None:
     Jobs(parse(["--model", _checkpoint(tmp_path, num_local_experts=4), "--ep"]))
 
 
-def test_sides_have_the_documented_environments(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sides_have_the_documented_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_RBLN_SUB_BLOCK_CACHE", "0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/somewhere")
@@ -164,9 +159,7 @@ CPU = Answer(
 )
 # The second and the third have changed places.
 RBLN = replace(
-    CPU,
-    top_ids=np.array([[7, 9, 8]]),
-    logprobs=np.array([[-0.5, -1.0, -1.125]], dtype=np.float32),
+    CPU, top_ids=np.array([[7, 9, 8]]), logprobs=np.array([[-0.5, -1.0, -1.125]], dtype=np.float32)
 )
 
 
@@ -406,11 +399,7 @@ def test_the_first_layers_stay_and_all_that_is_no_layer(checkpoint: Path) -> Non
     with first_layers(_job(checkpoint, 2)) as job:
         folder = Path(job.model)
         kept = {name for file in folder.glob("*.safetensors") for name in load_file(file)}
-        assert kept == {
-            *WEIGHTS["model-1.safetensors"],
-            "transformer.h.1.weight",
-            "lm_head.weight",
-        }
+        assert kept == {*WEIGHTS["model-1.safetensors"], "transformer.h.1.weight", "lm_head.weight"}
         # The list of the weights would name files that are not there.
         names = {path.name for path in folder.iterdir()}
         assert names == {

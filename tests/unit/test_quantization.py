@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from rbln_backend.devices.emulated.kernel_set import load_kernels
 from rbln_backend.devices.emulated.packing import dequantize
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.layers import quantized_linear
@@ -27,8 +25,9 @@ from rbln_backend.layers.schemes import (
     check_modelopt,
     summary,
 )
-from tests.kernel_cache import share_kernels
 from tests.quantized_checkpoints import Recipe, floats, integers, quantization_config
+
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 KNOWN = [
     Recipe(format=written, bits=bits, group_size=group)  # type: ignore[arg-type]
@@ -65,27 +64,73 @@ def test_the_documented_weights_are_taken(recipe: Recipe) -> None:
     check(quantization_config(recipe))
 
 
-@pytest.mark.parametrize(
-    ("fields", "named", "reason"),
-    [
-        ({"bits": 3}, "bits is 3", "Weight type int3 not supported"),
-        ({"sym": False}, "sym is False", "Asymmetric quantization not supported"),
-        ({"group_size": 32}, "group_size is 32", "Group size 32 not supported"),
-        ({"desc_act": True}, "desc_act is True", "Group/dynamic activation ordering not supported"),
-        ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'", "marlin not supported"),
-        (
-            {"dynamic": {"+:.*down.*": {"group_size": 256}}},
-            "dynamic['+:.*down.*'].group_size is 256",
-            "Group size 256 not supported",
-        ),
-    ],
-)
-def test_gptq_refusals(fields: dict[str, Any], named: str, reason: str) -> None:
-    config = quantization_config(Recipe(format="gptq", bits=4, group_size=128)) | fields
+GPTQ, INT4 = Recipe(format="gptq", group_size=128), Recipe(group_size=128)
+BYTES, OPT = Recipe(format="float-quantized"), Recipe(format="modelopt", block=(0, 0))
+BLOCKS, AWQ = Recipe(format="fp8", block=(128, 128)), Recipe(format="awq")
+LONG_GROUP = {"+:.*down.*": {"group_size": 256}}
+HEADS = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}}
+MIXED = {"quant_algo": "MIXED_PRECISION"}
+PLAIN = MIXED | {"quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}}}
+LONG = MIXED | {"quantized_layers": {"a.experts": {"quant_algo": "NVFP4", "group_size": 64}}}
+ORDER, GROUPS = "activation ordering not supported", "per group or channel"
+REFUSALS: list[tuple[Recipe, str, dict[str, Any], str, str]] = [
+    # The fields of the recipe's configuration at a place of it, and what is said of them.
+    (GPTQ, "config", {"bits": 3}, "bits is 3", "Weight type int3 not supported"),
+    (GPTQ, "config", {"sym": False}, "sym is False", "Asymmetric quantization not supported"),
+    (GPTQ, "config", {"group_size": 32}, "group_size is 32", "Group size 32 not supported"),
+    (GPTQ, "config", {"desc_act": True}, "desc_act is True", f"Group/dynamic {ORDER}"),
+    (GPTQ, "config", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'", "marlin"),
+    (GPTQ, "config", {"dynamic": LONG_GROUP}, "dynamic['+:.*down.*'].group_size is 256", "256 not"),
+    (INT4, "weights", {"num_bits": 2}, "weights.num_bits is 2", "Weight type int2 not supported"),
+    (INT4, "weights", {"type": "float"}, "is 4", "Weight type float4"),
+    (INT4, "weights", {"group_size": 32}, "weights.group_size is 32", "Group size 32 not"),
+    (INT4, "weights", {"actorder": "group"}, "weights.actorder is 'group'", "ordering not"),
+    (INT4, "weights", {"strategy": "tensor"}, "weights.strategy is 'tensor'", GROUPS),
+    (INT4, "weights", {"dynamic": True}, "weights.dynamic is True", GROUPS),
+    (INT4, "group", {"output_activations": {"num_bits": 8}}, "output_activations", "outputs not"),
+    (INT4, "group", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-", "not supported"),
+    (INT4, "group", {"input_activations": {"num_bits": 8}}, "input_activations", "activations not"),
+    (INT4, "config", HEADS, "kv_cache_scheme.strategy is 'attn_head'", "remove kv_cache_scheme"),
+    (INT4, "config", {"transform_config": {"a": 1}}, "transform_config", "only weights"),
+    (BYTES, "weights", {"num_bits": 4}, "weights.num_bits is 4", "Weight type float4"),
+    (BYTES, "weights", {"symmetric": False}, "weights.symmetric is False", "Asymmetric"),
+    (BYTES, "weights", {"strategy": "group"}, "weights.strategy is 'group'", "tensor or channel"),
+    (
+        *(BYTES, "weights", {"strategy": "block", "block_structure": [128, 96]}),
+        *("weights.block_structure is [128, 96]", "a multiple of 64 inputs"),
+    ),
+    (BLOCKS, "config", {"fmt": "e5m2"}, "fmt is 'e5m2'", "Weight type e5m2 not supported"),
+    (BLOCKS, "config", {"weight_block_size": [1, 32]}, "weight_block_size is [1, 32]", "of 64"),
+    (BLOCKS, "config", {"weight_block_size": [128]}, "weight_block_size is [128]", "of rows"),
+    (BLOCKS, "config", {"store_dtype": "mxfp4"}, "store_dtype is 'mxfp4'", "weights of e4m3"),
+    (AWQ, "config", {"version": "gemv"}, "version is 'gemv'", "Weight order gemv not supported"),
+    (AWQ, "config", {"bits": 8}, "bits is 8", "Weight type int8 not supported"),
+    (AWQ, "config", {"group_size": 32}, "group_size is 32", "Group size 32 not supported"),
+    (AWQ, "config", {"zero_point": False}, "zero_point is False", "with zero points"),
+    (OPT, "config", {"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'", "NVFP4"),
+    (OPT, "config", {"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'", "NVFP4"),
+    (OPT, "config", {"quant_algo": "fp8_pb_wo"}, "quant_algo is 'fp8_pb_wo'", "NVFP4"),
+    # As hf_quant_config.json has it.
+    (OPT, "config", {"quantization": {"quant_algo": "MXFP8"}}, "quant_algo is 'MXFP8'", "NVFP4"),
+    (OPT, "config", PLAIN, "quantized_layers['b'].quant_algo is 'NVFP4'", "NVFP4"),
+    (OPT, "config", LONG, "quantized_layers['a.experts'].group_size is 64", "NVFP4"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "place", "fields", "named", "reason"), REFUSALS)
+def test_a_refusal_names_the_field_and_the_reason(
+    recipe: Recipe, place: str, fields: dict[str, Any], named: str, reason: str
+) -> None:
+    config = quantization_config(recipe)
+    group = config.get("config_groups", {}).get("group_0", {})
+    {"config": config, "group": group, "weights": group.get("weights")}[place].update(fields)
     with pytest.raises(UnsupportedModelError) as caught:
         check(config)
-    for part in (f"quantization_config.{named}", reason, "bfloat16 copy"):
-        assert part in str(caught.value)
+    text = str(caught.value)
+    assert text.startswith(f"quantization_config.{named if place == 'config' else ''}")
+    assert named in text
+    assert reason in text
+    assert fields is HEADS or "bfloat16 copy" in text
 
 
 def test_orders_and_rules_that_change_nothing_are_taken() -> None:
@@ -95,123 +140,11 @@ def test_orders_and_rules_that_change_nothing_are_taken() -> None:
     check(channel | {"dynamic": {"-:.*lm_head.*": {}, "+:.*": {"bits": 4}}})
 
 
-@pytest.mark.parametrize(
-    ("place", "fields", "named", "reason"),
-    [
-        ("weights", {"num_bits": 2}, "weights.num_bits is 2", "Weight type int2 not supported"),
-        ("weights", {"type": "float"}, "is 4", "Weight type float4 not supported"),
-        ("weights", {"group_size": 32}, "weights.group_size is 32", "Group size 32 not supported"),
-        ("weights", {"actorder": "group"}, "weights.actorder is 'group'", "ordering not supported"),
-        ("weights", {"strategy": "tensor"}, "weights.strategy is 'tensor'", "per group or channel"),
-        ("weights", {"dynamic": True}, "weights.dynamic is True", "per group or channel"),
-        ("group", {"output_activations": {"num_bits": 8}}, "output_activations", "outputs not"),
-        ("group", {"format": "nvfp4-pack-quantized"}, "format is 'nvfp4-pack-", "not supported"),
-        ("group", {"input_activations": {"num_bits": 8}}, "input_activations", "activations not"),
-        (
-            "config",
-            {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}},
-            "kv_cache_scheme.strategy is 'attn_head'",
-            "remove kv_cache_scheme",
-        ),
-        ("config", {"transform_config": {"a": 1}}, "transform_config", "only weights"),
-    ],
-)
-def test_compressed_tensors_refusals(
-    place: str, fields: dict[str, Any], named: str, reason: str
-) -> None:
-    config = quantization_config(Recipe(bits=4, group_size=128))
-    group = config["config_groups"]["group_0"]
-    {"config": config, "group": group, "weights": group["weights"]}[place].update(fields)
-    with pytest.raises(UnsupportedModelError) as caught:
-        check(config)
-    text = str(caught.value)
-    assert text.startswith("quantization_config.")
-    assert named in text
-    assert reason in text
-
-
-@pytest.mark.parametrize(
-    ("fields", "named", "reason"),
-    [
-        ({"num_bits": 4}, "weights.num_bits is 4", "Weight type float4 not supported"),
-        ({"symmetric": False}, "weights.symmetric is False", "Asymmetric quantization"),
-        ({"strategy": "group"}, "weights.strategy is 'group'", "tensor or channel or block"),
-        (
-            {"strategy": "block", "block_structure": [128, 96]},
-            "weights.block_structure is [128, 96]",
-            "a multiple of 64 inputs",
-        ),
-    ],
-)
-def test_refusals_of_bytes(fields: dict[str, Any], named: str, reason: str) -> None:
-    config = quantization_config(Recipe(format="float-quantized"))
-    config["config_groups"]["group_0"]["weights"].update(fields)
-    with pytest.raises(UnsupportedModelError) as caught:
-        check(config)
-    assert named in str(caught.value)
-    assert reason in str(caught.value)
-
-
 def test_integers_in_bytes_come_with_activations() -> None:
     config = quantization_config(Recipe(format="int-quantized"))
     config["config_groups"]["group_0"]["input_activations"] = None
     with pytest.raises(UnsupportedModelError, match="input_activations is None: vLLM reads"):
         check(config)
-
-
-@pytest.mark.parametrize(
-    ("written", "fields", "named", "reason"),
-    [
-        ("fp8", {"fmt": "e5m2"}, "fmt is 'e5m2'", "Weight type e5m2 not supported"),
-        ("fp8", {"weight_block_size": [1, 32]}, "weight_block_size is [1, 32]", "multiple of 64"),
-        ("fp8", {"weight_block_size": [128]}, "weight_block_size is [128]", "blocks of rows"),
-        ("fp8", {"store_dtype": "mxfp4"}, "store_dtype is 'mxfp4'", "weights of e4m3"),
-        ("awq", {"version": "gemv"}, "version is 'gemv'", "Weight order gemv not supported"),
-        ("awq", {"bits": 8}, "bits is 8", "Weight type int8 not supported"),
-        ("awq", {"group_size": 32}, "group_size is 32", "Group size 32 not supported"),
-        ("awq", {"zero_point": False}, "zero_point is False", "with zero points"),
-    ],
-)
-def test_refusals_of_fp8_and_awq(
-    written: Any, fields: dict[str, Any], named: str, reason: str
-) -> None:
-    config = quantization_config(Recipe(format=written, block=(128, 128))) | fields
-    with pytest.raises(UnsupportedModelError) as caught:
-        check(config)
-    for part in (f"quantization_config.{named}", reason, "bfloat16 copy"):
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'"),
-        ({"quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
-        ({"quant_algo": "fp8_pb_wo"}, "quant_algo is 'fp8_pb_wo'"),
-        # As hf_quant_config.json has it.
-        ({"quantization": {"quant_algo": "MXFP8"}}, "quant_algo is 'MXFP8'"),
-        (
-            {
-                "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4"}},
-            },
-            "quantized_layers['b'].quant_algo is 'NVFP4'",
-        ),
-        (
-            {
-                "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {"a.experts": {"quant_algo": "NVFP4", "group_size": 64}},
-            },
-            "quantized_layers['a.experts'].group_size is 64",
-        ),
-    ],
-)
-def test_refusals_of_modelopt(fields: dict[str, Any], named: str) -> None:
-    config = quantization_config(Recipe(format="modelopt", block=(0, 0))) | fields
-    with pytest.raises(UnsupportedModelError) as caught:
-        check(config)
-    for part in (f"quantization_config.{named}", "NVFP4", "bfloat16 copy"):
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "w4a16_nvfp4"])
@@ -252,12 +185,6 @@ def test_what_a_model_says_of_its_layers() -> None:
 FP8 = ByteWeights(is_float=True, scope="channel")
 
 
-@pytest.fixture
-def native_kernels(tmp_path: Path) -> None:
-    load_kernels(share_kernels(tmp_path / "kernels"), "native")
-
-
-@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize(
     ("stored", "block"),
     [
@@ -280,14 +207,12 @@ def test_memory_is_packed_where_it_lies(stored: ByteWeights, block: tuple[int, i
     assert torch.equal(dequantize(words, scales, None, 48, written), meant)
 
 
-@pytest.mark.usefixtures("native_kernels")
 def test_parts_without_a_scale_have_the_first_one() -> None:
     stored = ByteWeights(is_float=True, scope="tensor")
     scales = stored.pack_scales(torch.tensor([0.5, math.nan]), [16, 32], 64)
     assert torch.equal(scales, torch.full((3, 1, 16), 0.5))
 
 
-@pytest.mark.usefixtures("native_kernels")
 def test_a_weight_that_is_not_quantised_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("rank", 0), ("world_size", 1)):
         place = f"vllm.model_executor.parameter.get_tensor_model_parallel_{name}"
@@ -300,7 +225,6 @@ def test_a_weight_that_is_not_quantised_is_reported(monkeypatch: pytest.MonkeyPa
         scheme.process_weights_after_loading(layer)
 
 
-@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize(
     ("stored", "depth", "reason"),
     [
@@ -317,7 +241,6 @@ def test_inputs_that_do_not_fit_are_refused(stored: ByteWeights, depth: int, rea
             )
 
 
-@pytest.mark.usefixtures("native_kernels")
 def test_activations_that_are_not_quantised_are_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -26,12 +25,11 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from rbln_backend.config import NO_TOKEN
 from rbln_backend.core import StepOutputs
-from rbln_backend.devices.emulated.kernel_set import load_kernels
 from rbln_backend.worker.inputs import DecodeRows, LongestFirst
 from rbln_backend.worker.sampling import GreedySampler, KernelPicks, KernelSampler, RowSampler
-from tests.kernel_cache import share_kernels
 
 VOCABULARY, ROWS = 30, 256
+pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
 class FreeMinP(MinPLogitsProcessor):
@@ -50,12 +48,6 @@ def known_min_p() -> MinPLogitsProcessor:
     processor = MinPLogitsProcessor.__new__(MinPLogitsProcessor)
     FreeMinP.__init__(processor)  # type: ignore[arg-type]
     return processor
-
-
-@pytest.fixture
-def native_kernels(tmp_path: Path) -> None:
-    load_kernels(share_kernels(tmp_path), "native")
-    torch.manual_seed(0)
 
 
 def metadata_of(
@@ -80,7 +72,6 @@ def counts(sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, steps: 
     return total
 
 
-@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,7 +98,6 @@ def test_the_distribution_is_vllms(options: dict[str, Any]) -> None:
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
-@pytest.mark.usefixtures("native_kernels")
 def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
     logits = torch.randn(4, VOCABULARY)
     mine = {"seed": 11, "temperature": 1.3, "top_p": 0.9}
@@ -125,7 +115,6 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
     assert len(set(drawn[0])) > 3
 
 
-@pytest.mark.usefixtures("native_kernels")
 def test_greedy_rows_beside_others_take_the_largest() -> None:
     logits = torch.randn(2, VOCABULARY)
     metadata = metadata_of({"temperature": 0.0}, {"temperature": 2.0})
@@ -134,7 +123,6 @@ def test_greedy_rows_beside_others_take_the_largest() -> None:
         assert int(drawn.sampled_token_ids[0]) == int(logits[0].argmax())
 
 
-@pytest.mark.usefixtures("native_kernels")
 def test_what_the_kernel_does_not_know_is_vllms() -> None:
     logits = torch.randn(1, VOCABULARY)
     ours, theirs = (
@@ -151,7 +139,6 @@ def test_what_the_kernel_does_not_know_is_vllms() -> None:
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 
 
-@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", MODES)
 def test_reports_of_a_row_change_no_draw(mode: str, dtype: torch.dtype) -> None:
@@ -173,7 +160,6 @@ def test_reports_of_a_row_change_no_draw(mode: str, dtype: torch.dtype) -> None:
     assert len(set(drawn[0])) > 3
 
 
-@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("mode", MODES[2:])
 def test_processed_reports_are_vllms(mode: str) -> None:
     requests: list[dict[str, Any]] = [
@@ -191,7 +177,6 @@ def test_processed_reports_are_vllms(mode: str) -> None:
     assert (ours.logprobs[:, 0] > -torch.inf).all()
 
 
-@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("sampler", [KernelSampler, RowSampler])
 @pytest.mark.parametrize("mode", MODES)
@@ -210,7 +195,6 @@ def test_a_row_in_which_all_is_forbidden_has_no_token(
         assert found.sampled_token_ids.flatten().tolist() == [NO_TOKEN, largest, NO_TOKEN]
 
 
-@pytest.mark.usefixtures("native_kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
 def test_reports_are_vllms_of_logits_without_penalties(mode: str, dtype: torch.dtype) -> None:
@@ -225,7 +209,6 @@ def test_reports_are_vllms_of_logits_without_penalties(mode: str, dtype: torch.d
     assert torch.equal(own.selected_token_ranks, other.selected_token_ranks)
 
 
-@pytest.mark.usefixtures("native_kernels")
 def test_named_tokens_change_no_other_rows_values() -> None:
     logits = torch.randn(2, VOCABULARY) * 3
     greedy = {"temperature": 0.0}
@@ -261,11 +244,6 @@ class NoMinTokens(MinTokensLogitsProcessor):
         self.logits_slice = (torch.tensor([], dtype=torch.int32),) * 2
 
 
-@pytest.fixture
-def greedy_kernels(tmp_path: Path) -> None:
-    load_kernels(share_kernels(tmp_path), "native")
-
-
 def batch_of(*requests: dict[str, Any]) -> InputBatch:
     return sampling_batch(
         [SamplingParams(**({"temperature": 0.0} | options)) for options in requests],
@@ -276,7 +254,6 @@ def batch_of(*requests: dict[str, Any]) -> InputBatch:
     )
 
 
-@pytest.mark.usefixtures("greedy_kernels")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "options",
@@ -300,7 +277,6 @@ def test_tokens_and_logprobs_are_vllms(options: dict[str, Any], dtype: torch.dty
     assert (sampled.logprobs_tensors is None) == (expected.logprobs_tensors is None)
 
 
-@pytest.mark.usefixtures("greedy_kernels")
 def test_a_bias_added_or_removed_is_noticed() -> None:
     """The metadata of a batch does not change with it."""
     batch, sampler = batch_of({}), GreedySampler()
@@ -322,16 +298,10 @@ def test_a_bias_added_or_removed_is_noticed() -> None:
 PICKS_ROWS, PICKS_VOCABULARY = 4, 300
 
 
-@pytest.fixture
-def native(tmp_path: Path) -> None:
-    load_kernels(share_kernels(tmp_path), "native")
-
-
 def largest(logits: torch.Tensor) -> list[list[int]]:
     return logits.float().argmax(-1, keepdim=True).tolist()
 
 
-@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_logits_of_a_graph_change_from_run_to_run(dtype: torch.dtype) -> None:
     pick = KernelPicks()
@@ -345,7 +315,6 @@ def test_the_logits_of_a_graph_change_from_run_to_run(dtype: torch.dtype) -> Non
         assert pick(StepOutputs([logits]), 3) == largest(logits)[:3]
 
 
-@pytest.mark.usefixtures("native")
 def test_tokens_come_back_in_the_schedulers_order() -> None:
     pick, order = KernelPicks(), LongestFirst()
     blocks = [np.zeros((3, 1), dtype=np.int32)]
@@ -357,7 +326,6 @@ def test_tokens_come_back_in_the_schedulers_order() -> None:
         assert pick(StepOutputs([logits], order.restore), 3) == [[10], [11], [12]]
 
 
-@pytest.mark.usefixtures("native")
 def test_logits_that_are_new_in_each_run_are_not_kept() -> None:
     pick = KernelPicks()
     for _ in range(5):
@@ -368,7 +336,6 @@ def test_logits_that_are_new_in_each_run_are_not_kept() -> None:
     assert seen() is None
 
 
-@pytest.mark.usefixtures("native")
 def test_every_graph_is_recorded_and_a_released_one_is_forgotten() -> None:
     """More graphs than any earlier limit; each replays after all of them have run."""
     pick, graphs = KernelPicks(), [torch.randn(PICKS_ROWS, PICKS_VOCABULARY) for _ in range(200)]

@@ -21,32 +21,7 @@ from rbln_backend.reports.metrics import MetricsBoard
 from rbln_backend.scheduler.priorities import PrefillOrder, Rows
 from rbln_backend.scheduler.prompts import StepBounds, prompts_together
 from rbln_backend.scheduler.scheduler import QueueExpiry, drafts_to_check, rows_of_other_steps
-from rbln_backend.scheduler.steps import (
-    AGING,
-    can_decode,
-    decode_share,
-    is_prefill,
-    with_drafts,
-)
-
-
-@pytest.mark.parametrize(
-    ("num_computed", "num_tokens", "expected"),
-    [
-        pytest.param(0, 1, False, id="one-token prompt decodes at once"),
-        pytest.param(0, 2, True, id="fresh prompt"),
-        pytest.param(99, 100, False, id="prefix hit that leaves one token"),
-        pytest.param(98, 100, True, id="last chunk of two tokens"),
-        pytest.param(100, 101, False, id="decoding"),
-    ],
-)
-def test_is_prefill(num_computed: int, num_tokens: int, expected: bool) -> None:
-    assert is_prefill(num_computed, num_tokens) is expected
-
-
-@pytest.mark.parametrize(("num_computed", "num_tokens"), [(0, 1), (99, 100)])
-def test_a_request_that_pools_never_decodes(num_computed: int, num_tokens: int) -> None:
-    assert is_prefill(num_computed, num_tokens, pools=True)
+from rbln_backend.scheduler.steps import AGING, can_decode, decode_share, with_drafts
 
 
 @dataclass
@@ -391,13 +366,7 @@ def staged(name: str, computed: int, status: RequestStatus = RequestStatus.RUNNI
 
 def test_a_step_takes_the_first_requests_that_no_stage_computes() -> None:
     # Of the first a stage computes a token, of the second two drafts as well.
-    rows = Rows(
-        [
-            staged("a", 5),
-            staged("b", 7),
-            *(staged(name, 4) for name in "cde"),
-        ]
-    )
+    rows = Rows([staged("a", 5), staged("b", 7), *(staged(name, 4) for name in "cde")])
     assert rows_of_other_steps(rows, 2) == ({"a", "b", "e"}, True)
     assert rows_of_other_steps(rows, 4) == ({"a", "b"}, False)
 

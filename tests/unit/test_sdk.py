@@ -157,7 +157,7 @@ def test_chunks_divide_the_block() -> None:
     with pytest.raises(ConfigError, match=r"chunk of 384 tokens .* block of 1024"):
         limits.check_chunks(1024, (128, 384))
     assert [limits.fitting_chunk(1024, n) for n in (1, 200, 256, 257, 5000)] == [
-        *(1, 256, 256, 512, 1024),
+        *(1, 256, 256, 512, 1024)
     ]
 
 

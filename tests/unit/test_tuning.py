@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import forward_context
+from vllm.config import VllmConfig
 
 from rbln_backend.buckets import BucketTable
 from rbln_backend.errors import BucketError
@@ -298,22 +299,19 @@ def test_processes_add_up(tmp_path: Path) -> None:
     assert read_log(path, TABLES).phases["decode"].steps_by_size == {1: 180, 6: 20}
 
 
-_REAL_STEPS = """
-from vllm import envs
-envs.environment_variables["VLLM_LOG_BATCHSIZE_INTERVAL"] = lambda: 0.0
-from vllm.config import VllmConfig
-from vllm.forward_context import set_forward_context
-for size in (3, 3, 3, 300, 300):
-    with set_forward_context({}, VllmConfig(), num_tokens=size):
-        pass
-"""
-
-
-def test_what_vllm_itself_logs_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "vllm.log"
-    with path.open("w") as log:
-        command = [sys.executable, "-c", _REAL_STEPS]
-        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+def test_what_vllm_itself_logs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As vLLM reads VLLM_LOG_BATCHSIZE_INTERVAL=0 when it is imported.
+    monkeypatch.setattr(forward_context, "track_batchsize", True)
+    monkeypatch.setattr(forward_context, "batchsize_logging_interval", 0.0)
+    monkeypatch.setattr(forward_context, "batchsize_forward_time", defaultdict(list))
+    lines: list[str] = []
+    monkeypatch.setattr(
+        forward_context.logger, "info", lambda line, *args: lines.append(line % args)
+    )
+    for size in (3, 3, 3, 300, 300):
+        with forward_context.set_forward_context({}, VllmConfig(), num_tokens=size):
+            pass
+    (path := tmp_path / "vllm.log").write_text("\n".join(lines))
     usage = read_log(path, TABLES)
     assert usage.phases["decode"].steps_by_size == {3: 3}
     assert usage.phases["prefill"].steps_by_size == {256: 2, 44: 2}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +16,15 @@ from tests.e4m3 import kept_as_e4m3
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Half a unit in the last place relative to the value, doubled for the rounding of f32 sums.
 RELATIVE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def one_dtype_each(cases: Iterable[Any]) -> list[Any]:
+    """Pairs of a case and a dtype: the dtypes in turn, and all the other pairs in the wide run."""
+    return [
+        pytest.param(case, dtype, marks=() if n % 3 == i else pytest.mark.wide)
+        for n, case in enumerate(cases)
+        for i, dtype in enumerate(DTYPES)
+    ]
 
 
 def assert_near(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:

@@ -1,32 +1,21 @@
-"""The native kernels, built once for all test runs, and back to one thread after each test."""
+"""Every test here is of the native kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import rbln_backend.layers.attention_ops  # noqa: F401  defines the attention ops
-from rbln_backend.devices.emulated import kernel_set
-from rbln_backend.devices.emulated.kernel_set import KernelSet, load_kernels, set_threads
-from tests.kernel_cache import build_variant, share_kernels
-
-
-@pytest.fixture(scope="session")
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KernelSet:
-    """This CPU's, or those that ``--kernel-variant`` names."""
-    variant = request.config.getoption("--kernel-variant")
-    if variant is not None:
-        kernel_set._Active.native = kernel_set._open_library(build_variant(variant), "for a test")
-        assert kernel_set._Active.native.isa == variant
-    return load_kernels(share_kernels(tmp_path_factory.mktemp("kernels")), "native")
+from tests.unit.emulator.windows import BODIES, Bodies
 
 
 @pytest.fixture(autouse=True)
-def native_kernels(kernels: KernelSet) -> Iterator[Path]:
-    torch.manual_seed(0)
-    assert kernels.library is not None
-    yield kernels.library
-    set_threads(1)
+def every_test(native_kernels: Path) -> None:
+    """Load them."""
+
+
+@pytest.fixture(params=BODIES)
+def bodies(request: pytest.FixtureRequest) -> Bodies:
+    """Attention ops by name, of the kernels and in PyTorch."""
+    return BODIES[request.param]

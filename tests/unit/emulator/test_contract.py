@@ -94,10 +94,14 @@ def attention_calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16]
+)
 def test_opcheck(dtype: torch.dtype) -> None:
     for name, arguments in calls(dtype):
+        # The functions of an activation differ in a word.
+        if name == "activate" and arguments[1] != "silu":
+            continue
         torch.library.opcheck(getattr(OPS, name).default, arguments)
     for name, arguments in attention_calls(dtype):
         torch.library.opcheck(getattr(ATTENTION, name).default, arguments)

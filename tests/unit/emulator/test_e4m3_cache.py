@@ -9,21 +9,11 @@ from torch import Tensor
 from rbln_backend.devices.emulated import fallback
 from tests.e4m3 import rounded_to_e4m3
 from tests.unit.emulator.cases import DTYPES, Attention, assert_near
-from tests.unit.emulator.windows import NAN, Bodies, Windows
+from tests.unit.emulator.windows import NAN, NATIVE, Bodies, Windows
 
-NATIVE: Bodies = {
-    name: getattr(torch.ops.rbln_emulated_ops, name)
-    for name in fallback.BODIES["rbln_emulated_ops"]
-}
-BODIES = {"native": NATIVE, "aten": fallback.BODIES["rbln_emulated_ops"]}
 SCALES = torch.tensor(0.0625), torch.tensor(0.37)
 # kv_heads, group, head_size, block_size, length
 CASES = [(2, 1, 32, 16, 50), (1, 6, 20, 48, 97), (2, 4, 64, 64, 200), (1, 16, 128, 128, 130)]
-
-
-@pytest.fixture(params=BODIES)
-def bodies(request: pytest.FixtureRequest) -> Bodies:
-    return BODIES[request.param]
 
 
 def make(case: tuple[int, int, int, int, int], dtype: torch.dtype, **more: object) -> Attention:
@@ -45,7 +35,11 @@ def kept(x: Tensor, bodies: Bodies, scale: float) -> Tensor:
     return cache[1, 0, 0, 0].float()
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.37, 30.0])
+@pytest.mark.parametrize(
+    ("bodies", "scale"),
+    [("native", 1.0), ("native", 0.37), ("native", 30.0), ("aten", 0.37)],
+    indirect=["bodies"],
+)
 def test_keeps_the_nearest_number_of_e4m3(scale: float, bodies: Bodies) -> None:
     halves = torch.arange(1 << 16).to(torch.int32).to(torch.int16)
     steps = torch.arange(-512, 512, 2**-6) * scale

@@ -300,11 +300,7 @@ def test_both_ways_to_choose_and_the_pytorch_body_agree() -> None:
     ("place", "value", "message"),
     [
         (0, torch.zeros(5, dtype=torch.int32), "over 12 rows"),
-        (
-            0,
-            torch.full((12,), EXPERT_SLOTS, dtype=torch.int32),
-            rf"slots\[0\] is {EXPERT_SLOTS}",
-        ),
+        (0, torch.full((12,), EXPERT_SLOTS, dtype=torch.int32), rf"slots\[0\] is {EXPERT_SLOTS}"),
         (3, None, "wrong slices"),
         (4, torch.zeros(5, 3, 1, 23, 16), "a has shape"),
         (6, 0, "without a rank"),

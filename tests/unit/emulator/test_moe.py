@@ -263,7 +263,9 @@ def test_pytorch_bodies_agree_with_the_kernels(
     torch.testing.assert_close(actual, expected, rtol=4 * step, atol=1e-5 + 8 * step)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16]
+)
 def test_opcheck(dtype: torch.dtype) -> None:
     layer = Experts(dtype=dtype)
     logits = torch.randn(6, layer.count).to(dtype)

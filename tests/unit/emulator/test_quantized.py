@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rbln_backend.devices.emulated.packing import (
     pack_words,
     unpack_fields,
 )
-from tests.unit.emulator.cases import DTYPES, RELATIVE, for_thread_counts
+from tests.unit.emulator.cases import DTYPES, RELATIVE, for_thread_counts, one_dtype_each
 
 OPS = torch.ops.rbln_emulator
 WHOLE = -1
@@ -132,11 +133,9 @@ def test_the_first_field_is_the_lowest() -> None:
     assert unpack_fields(words[:, :1], 8).tolist() == [[0x10 - 128, 0x32 - 128, 0x54 - 128, -10]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("written", "rows", "columns", "depth", "group"), SHAPES)
-def test_equals_float64(
-    written: str, rows: int, columns: int, depth: int, group: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("case", "dtype"), one_dtype_each(SHAPES))
+def test_equals_float64(case: tuple[str, int, int, int, int], dtype: torch.dtype) -> None:
+    written, rows, columns, depth, group = case
     weight = Weight(written, columns, depth, group, dtype)
     x, bias = torch.randn(rows, depth).to(dtype), torch.randn(columns).to(dtype)
     assert_near(weight.product(x, bias), x, weight, bias)
@@ -188,12 +187,12 @@ def test_every_row_has_the_bits_it_has_alone(written: str, dtype: torch.dtype) -
         assert torch.equal(result, alone)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("written", ["int8", "uint4", "e4m3", "e2m1", "blocks8"])
-def test_a_row_that_is_not_finite_stays_alone(
-    value: float, dtype: torch.dtype, written: str
-) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    one_dtype_each(product(["int8", "uint4", "e4m3", "e2m1", "blocks8"], [math.nan, math.inf])),
+)
+def test_a_row_that_is_not_finite_stays_alone(case: tuple[str, float], dtype: torch.dtype) -> None:
+    written, value = case
     weight = Weight(written, 40, 128, smallest_group(written), dtype)
     x = torch.randn(9, 128).to(dtype)
     clean = weight.product(x)
@@ -204,21 +203,15 @@ def test_a_row_that_is_not_finite_stays_alone(
     assert torch.equal(dirty[others], clean[others])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("first", "second", "activation"),
-    [
-        ("int4", "int4", "silu"),
-        ("e2m1", "e2m1", "swigluoai"),
-        ("uint4", "int8", "silu"),
-        ("int8", "uint4", "silu"),
-        ("e4m3", "e2m1", "silu"),
-        ("blocks8", "blocks8", "silu"),
-    ],
-)
-def test_experts_equal_plain_ones(
-    first: str, second: str, activation: str, dtype: torch.dtype
-) -> None:
+EXPERTS = [
+    *("int4 int4 silu", "e2m1 e2m1 swigluoai", "uint4 int8 silu", "int8 uint4 silu"),
+    *("e4m3 e2m1 silu", "blocks8 blocks8 silu"),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), one_dtype_each(EXPERTS))
+def test_experts_equal_plain_ones(case: str, dtype: torch.dtype) -> None:
+    first, second, activation = case.split()
     count, hidden, inner, rows = 5, 128, 64, 9
     w13, w2 = (
         [Weight(written, columns, depth, smallest_group(written), dtype) for _ in range(count)]

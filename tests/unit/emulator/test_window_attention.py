@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 
 from rbln_backend.devices.emulated import fallback, fallback_attention
-from tests.unit.emulator.cases import DTYPES, assert_near, for_thread_counts
-from tests.unit.emulator.windows import DECODE, NAN, PREFILL, Bodies, Windows
+from tests.unit.emulator.cases import DTYPES, assert_near, for_thread_counts, one_dtype_each
+from tests.unit.emulator.windows import DECODE, NAN, NATIVE, PREFILL, Bodies, Windows
 
-NATIVE: Bodies = {
-    name: getattr(torch.ops.rbln_emulated_ops, name)
-    for name in fallback.BODIES["rbln_emulated_ops"]
-}
-BODIES = {"native": NATIVE, "aten": fallback.BODIES["rbln_emulated_ops"]}
 # window, chunk, prompts of a batch, kv_heads, group, head_size
 CASES = [
     (1, 1, (1, 2, 5), 2, 1, 32),
@@ -31,12 +26,8 @@ CASES = [
     (100, 100, (300,), 1, 6, 64),
     (256, 128, (150, 300), 2, 2, 64),
 ]
-DECODE_STEPS = 100
-
-
-@pytest.fixture(params=BODIES)
-def bodies(request: pytest.FixtureRequest) -> Bodies:
-    return BODIES[request.param]
+# The bodies in PyTorch take milliseconds a step.
+DECODE_STEPS = {"native": 100, "aten": 12}
 
 
 def feed(run: Windows, prompt: int, chunk: int, row: int = 0) -> Tensor:
@@ -50,19 +41,19 @@ def feed(run: Windows, prompt: int, chunk: int, row: int = 0) -> Tensor:
     return torch.cat(pieces, dim=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), one_dtype_each(CASES))
 def test_prefill_and_decode_equal_a_full_cache(
     case: tuple[int, int, tuple[int, ...], int, int, int], dtype: torch.dtype, bodies: Bodies
 ) -> None:
     window, chunk, prompts, kv_heads, group, head_size = case
+    decode_steps = DECODE_STEPS["native" if bodies is NATIVE else "aten"]
     # Every type meets every combination in some cases.
     options = (CASES.index(case) + DTYPES.index(dtype)) % 4
     run = Windows(
         bodies=bodies,
         dtype=dtype,
         window=window,
-        length=max(prompts) + DECODE_STEPS,
+        length=max(prompts) + decode_steps,
         batch=len(prompts),
         kv_heads=kv_heads,
         group=group,
@@ -77,23 +68,24 @@ def test_prefill_and_decode_equal_a_full_cache(
     padded = run.batch + 1
     steps = [
         run.decode({row: prompt + step for row, prompt in enumerate(prompts)}, padded)
-        for step in range(DECODE_STEPS)
+        for step in range(decode_steps)
     ]
     decoded = torch.cat(steps, dim=3)
     assert not decoded[run.batch :].any()
     for row, prompt in enumerate(prompts):
-        end = prompt + DECODE_STEPS
+        end = prompt + decode_steps
         assert_near(decoded[row], expected[row][:, :, prompt:end])
         assert torch.equal(run.held(end, row), run.kept(end, row))
     assert run.cache[0].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "group"), [(1, 2), (3, 4), (64, 1), (100, 3), (128, 8)])
+@pytest.mark.parametrize(
+    ("case", "dtype"), one_dtype_each([(1, 2), (3, 4), (64, 1), (100, 3), (128, 8), (100, 4)])
+)
 def test_every_chunking_and_decode_give_the_same_bits(
-    window: int, group: int, dtype: torch.dtype
+    case: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    length = 290
+    (window, group), length = case, 290
     run = Windows(
         bodies=NATIVE,
         dtype=dtype,
@@ -106,13 +98,14 @@ def test_every_chunking_and_decode_give_the_same_bits(
     )
     whole = run.prefill(0, length)
     assert whole.isfinite().all()
-    for chunk in (1, 7, 64, 100, 128, 289):
+    for chunk in (7, 64, 100, 128, 289):
         run.cache.fill_(NAN)
         assert torch.equal(feed(run, length, chunk), whole), chunk
         assert torch.equal(run.held(length), run.kept(length))
     run.cache.fill_(NAN)
     prompt = 40
-    feed(run, prompt, 32)
+    # Chunks of one token, then decode steps.
+    assert torch.equal(feed(run, prompt, 1), whole[:, :, :prompt])
     for position in range(prompt, length):
         assert torch.equal(run.decode({0: position})[0, :, :, 0], whole[:, :, position]), position
 
@@ -147,13 +140,13 @@ def test_prefill_does_not_depend_on_the_threads() -> None:
 
 
 def test_a_window_of_thousands_slides(bodies: Bodies) -> None:
-    run = Windows(bodies=bodies, window=4096, length=4700, kv_heads=1, group=1)
-    feed(run, 4000, 2000)
-    steps = [run.decode({0: position}) for position in range(4000, 4090)]
-    steps.append(run.prefill(4090, 4690, padded=640)[None, :, :, :600])
-    steps += [run.decode({0: position}) for position in range(4690, 4700)]
-    assert_near(torch.cat(steps, dim=3)[0], run.expected()[:, :, 4000:])
-    assert torch.equal(run.held(4700), run.kept(4700))
+    run = Windows(bodies=bodies, window=2048, length=2700, kv_heads=1, group=1)
+    feed(run, 2000, 1000)
+    steps = [run.decode({0: position}) for position in range(2000, 2060)]
+    steps.append(run.prefill(2060, 2690, padded=640)[None, :, :, :630])
+    steps += [run.decode({0: position}) for position in range(2690, 2700)]
+    assert_near(torch.cat(steps, dim=3)[0], run.expected()[:, :, 2000:])
+    assert torch.equal(run.held(2700), run.kept(2700))
 
 
 @pytest.mark.parametrize("swapped", [(2, 3, 1, 0, 4, 5), (0, 1, 4, 3, 2, 5)])
@@ -485,8 +478,7 @@ class Request:
         return torch.einsum("hts,sc->thc", weights, self.parts[0].double())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", LATENT_CASES)
+@pytest.mark.parametrize(("case", "dtype"), one_dtype_each(LATENT_CASES))
 def test_values_and_every_chunking(case: Case, dtype: torch.dtype) -> None:
     request = Request(case, dtype)
     one, whole = for_thread_counts(lambda: request.run(0, request.length))

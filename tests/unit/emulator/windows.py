@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbln_backend.devices.emulated import fallback
 from tests.e4m3 import kept_as_e4m3
 
 NAN = float("nan")
 PREFILL = "sliding_window_attention_naive_prefill"
 DECODE = "sliding_window_attention_naive_decode"
 Bodies = Mapping[str, Callable[..., Any]]
+OPS = "rbln_emulated_ops"
+NATIVE: Bodies = {name: getattr(torch.ops.rbln_emulated_ops, name) for name in fallback.BODIES[OPS]}
+BODIES = {"native": NATIVE, "aten": fallback.BODIES[OPS]}
 
 
 def int32(values: list[int]) -> Tensor:
