@@ -14,6 +14,8 @@ from rbln_backend.config import RblnConfig
 from rbln_backend.errors import ConfigError
 from rbln_backend.settings import EngineSettings, resolve
 
+STRATEGY, BUCKETS = "decode_batch_bucket_strategy", "decode_batch_bucket_manual_buckets"
+
 
 def from_options(**options: object) -> RblnConfig:
     return resolve({"rbln": options}, {}).config
@@ -28,35 +30,17 @@ def from_options(**options: object) -> RblnConfig:
         ({"hot_path_policy": "ignore"}, "Valid choices: error, warn"),
         ({"sampler": "true"}, "Invalid sampler: 'true', Valid choices: true, false"),
         ({"sampler": 1}, "Invalid sampler: 1, Valid choices: true, false"),
-        (
-            {"decode_batch_bucket_min": 0},
-            "Invalid decode_batch_bucket_min: 0, must be greater than 0 (from additional_config)",
-        ),
+        ({"num_threads": 0}, "num_threads: 0, must be greater than 0 (from additional_config)"),
         ({"decode_batch_bucket_step": True}, "bucket_step: True, must be a valid integer"),
         ({"decode_batch_bucket_limit": "4"}, "bucket_limit: '4', must be a valid integer"),
         ({"num_threads": -1}, "num_threads: -1, must be greater than 0"),
         ({"decode_batch_bucket_step": 1}, "step must be greater than 1, step: 1"),
-        (
-            {"decode_batch_bucket_strategy": "quadratic"},
-            "Valid choices: exponential, exp, linear, manual",
-        ),
-        (
-            {"decode_batch_bucket_strategy": "manual"},
-            "decode_batch_bucket_strategy='manual' needs at least one entry in",
-        ),
-        (
-            {"decode_batch_bucket_manual_buckets": [0, 4]},
-            "decode_batch_bucket_manual_buckets: [0, 4], each must be greater than 0",
-        ),
-        (
-            {"decode_batch_bucket_manual_buckets": [4, 4]},
-            "decode_batch_bucket_manual_buckets: [4, 4], all must be unique",
-        ),
-        (
-            {"decode_batch_bucket_manual_buckets": "1,2"},
-            "decode_batch_bucket_manual_buckets: '1,2', must be a list",
-        ),
-        ({"decode_batch_bucket_manual_buckets": [1, "2"]}, "each must be a valid integer"),
+        ({STRATEGY: "quadratic"}, "Valid choices: exponential, exp, linear, manual"),
+        ({STRATEGY: "manual"}, f"{STRATEGY}='manual' needs at least one entry in"),
+        ({BUCKETS: [0, 4]}, f"{BUCKETS}: [0, 4], each must be greater than 0"),
+        ({BUCKETS: [4, 4]}, f"{BUCKETS}: [4, 4], all must be unique"),
+        ({BUCKETS: "1,2"}, f"{BUCKETS}: '1,2', must be a list"),
+        ({BUCKETS: [1, "2"]}, "each must be a valid integer"),
         ({"prefill_chunk_buckets": []}, "prefill_chunk_buckets: [], must have at least one entry"),
     ],
 )

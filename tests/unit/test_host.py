@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -91,20 +92,23 @@ def test_nor_is_what_belongs_to_another_user(entry: Path, root: Path, what: str)
     assert (state, why.partition(" ")[2]) == ("untrusted", f"belongs to another user ({OTHER_UID})")
 
 
+@contextmanager
+def another_user() -> Iterator[None]:
+    os.seteuid(OTHER_UID)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
 @AS_ROOT
 def test_what_root_has_made_is_for_everybody_and_what_another_has_is_not(entry: Path) -> None:
     """The image: its user is an arbitrary one, its bundle root's, its cache a third one's."""
-    os.seteuid(OTHER_UID)
-    try:
+    with another_user():
         assert examine(entry) == ("whole", "")
-    finally:
-        os.seteuid(0)
     os.chown(entry, 10_001, -1)
-    os.seteuid(OTHER_UID)
-    try:
+    with another_user():
         assert examine(entry)[0] == "untrusted"
-    finally:
-        os.seteuid(0)
 
 
 @AS_ROOT
@@ -112,11 +116,8 @@ def test_a_sticky_folder_is_roots(entry: Path, root: Path) -> None:
     root.chmod(0o1777)
     for path in (root, *root.rglob("*")):
         os.chown(path, OTHER_UID, -1)
-    os.seteuid(OTHER_UID)
-    try:
+    with another_user():
         assert examine(entry) == ("untrusted", f"others may write {root} (mode 1777)")
-    finally:
-        os.seteuid(0)
 
 
 def test_a_link_is_judged_by_where_it_leads(entry: Path, root: Path) -> None:
