@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -102,6 +102,14 @@ class RealServer:
             time.sleep(0.05)
         raise AssertionError(self.log.read_text())
 
+    def reason_of_death(self) -> str:
+        """Wait for the end of a start that fails, or of the engine, and return its reason."""
+        while (body := self.client.get("/readyz").json())["status"] in ("starting", "ready"):
+            assert time.monotonic() - self.started < READY_TIMEOUT_S
+            time.sleep(0.02)
+        assert body["status"] == "dead"
+        return str(body["reason"])
+
     def terminate(self) -> None:
         """Ask the server to stop, as an orchestrator does."""
         self.process.send_signal(signal.SIGTERM)
@@ -118,6 +126,14 @@ class RealServer:
         """The sum of the metrics whose line starts so."""
         page = self.client.get("/metrics").text
         return sum(float(x.split()[-1]) for x in page.splitlines() if x.startswith(start))
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it does not become true"
+        time.sleep(0.01)
 
 
 def descendants(pid: int) -> dict[int, str]:

@@ -103,11 +103,7 @@ def test_a_killed_engine_is_noticed(server: RealServer) -> None:
         received: dict[str, list[str]] = {path: [] for path in STREAMS}
         streams = [in_flight(server, received[path], path, body) for path, body in STREAMS.items()]
         os.kill(server.engine_pid(), signal.SIGKILL)
-        while server.client.get("/readyz").status_code == 200:
-            time.sleep(0.01)
-        body = server.client.get("/readyz").json()
-        assert body["status"] == "dead"
-        assert "exit code -9" in body["reason"]
+        assert "exit code -9" in server.reason_of_death()
         for stream, (path, texts) in zip(streams, received.items(), strict=True):
             stream.join(10)
             assert error_codes("".join(texts)) == ["engine_failed"], path
@@ -133,7 +129,7 @@ def test_nothing_survives_a_killed_server(
             assert time.monotonic() < deadline, alive
             time.sleep(0.02)
         (abandoned,) = tmp_path.glob("rbln-serve-*")
-    with RealServer(checkpoint, tmp_path, "--engine-start", how, own_imports=True):
+    with RealServer(checkpoint, tmp_path, "--engine-start", how):
         assert not abandoned.exists()
 
 
@@ -206,11 +202,7 @@ def test_an_engine_that_runs_no_step_for_a_request_is_killed(
         for _ in range(3):
             other = server.client.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 3})
             assert other.status_code == 200
-        deadline = time.monotonic() + 60
-        while server.client.get("/readyz").status_code == 200:
-            assert time.monotonic() < deadline, "a stalled engine goes on"
-            time.sleep(0.05)
-        reason = server.client.get("/readyz").json()["reason"]
+        reason = server.reason_of_death()
         # The watch looks a few times a second, later on a busy machine.
         assert re.search(r"has 1 requests and ran no step for [4-9] s, the limit of --step", reason)
         waits.join(20)

@@ -534,6 +534,18 @@ def test_a_conversion_and_a_folder_without_weights_are_warned_of(
 # `serve ORG/REPO` downloads from a hub, and needs none afterwards.
 
 
+def answers_while_it_starts(server: RealServer) -> None:
+    """The imports of vLLM, a dozen seconds, have just begun."""
+    assert server.client.get("/livez").status_code == 200
+    starting = server.client.get("/readyz")
+    assert (starting.status_code, starting.json()["status"]) == (503, "starting")
+    assert "retry-after" in starting.headers
+    hi = [{"role": "user", "content": "hi"}]
+    refused = server.client.post("/v1/chat/completions", json={"messages": hi})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+    assert "rbln_serve_phase" in server.client.get("/metrics").text
+
+
 @pytest.mark.engine
 def test_a_model_of_a_hub_is_served(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     hub = HubServer()
@@ -547,6 +559,7 @@ def test_a_model_of_a_hub_is_served(checkpoints: CheckpointCache, tmp_path: Path
         with RealServer(
             Path("org/tiny"), tmp_path, environment=environment, own_imports=True
         ) as server:
+            answers_while_it_starts(server)
             server.until_ready()
             body = {"model": "tiny", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
             answer = server.client.post("/v1/completions", json=body).json()
