@@ -1,4 +1,4 @@
-"""200 random requests up to every limit, some aborted: nothing leaks, nothing compiles."""
+"""Random requests up to every limit, some aborted: nothing leaks, nothing compiles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.server.test_real_server_end import gone, in_flight
 
 pytestmark = pytest.mark.engine
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 120
 CONCURRENCY = 24
 MAX_MODEL_LEN = 256
 OUTCOMES = "rbln_http_requests_total{"

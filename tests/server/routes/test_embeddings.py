@@ -292,6 +292,7 @@ def test_a_result_that_is_not_finite_is_an_error_of_the_server(
             assert "not finite" in answer.json()["error"]["message"]
 
 
+@pytest.mark.wide
 def test_an_encoder_embeds(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     checkpoint = encoder("Bert", checkpoints("llama"), tmp_path / "bert")
     with RealServer(checkpoint, tmp_path) as server:

@@ -472,7 +472,9 @@ def test_a_stop_strings_tokens_have_entries(logprobs_server: RealServer, stop: s
     assert joined(entries).startswith(text.encode())
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.wide) for n in range(4, 12))]
+)
 def test_bytes_that_are_no_characters(logprobs_server: RealServer, seed: int) -> None:
     fields = {"allowed_token_ids": BYTES, "temperature": 1, "seed": seed, "max_tokens": 12}
     text, entries, _ = chat_entries(logprobs_server, top_logprobs=3, **fields)
@@ -584,8 +586,15 @@ def test_offsets_count_the_characters_before(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("most", [0, 3])
-@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize(
+    ("most", "ids"),
+    [
+        (0, True),
+        (3, False),
+        pytest.param(0, False, marks=pytest.mark.wide),
+        pytest.param(3, True, marks=pytest.mark.wide),
+    ],
+)
 def test_the_echoed_prompt_is_what_the_model_reads(
     logprobs_server: RealServer,
     fields: dict[str, Any],
@@ -615,8 +624,14 @@ def test_the_echoed_prompt_is_what_the_model_reads(
 LONG = "word " * CONTEXT
 
 
-@pytest.mark.parametrize("kept", [-1, CONTEXT, CONTEXT - 1, CONTEXT - 2])
-@pytest.mark.parametrize("side", [{}, {"truncation_side": "left"}, {"truncation_side": "right"}])
+@pytest.mark.parametrize(
+    ("kept", "side"),
+    [
+        *((kept, {}) for kept in (-1, CONTEXT, CONTEXT - 1, CONTEXT - 2)),
+        (CONTEXT - 1, {"truncation_side": "left"}),
+        (CONTEXT - 2, {"truncation_side": "right"}),
+    ],
+)
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -58,8 +58,7 @@ def padded(source: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = checkpoints("llama", num_hidden_layers=2)
-    return padded(source, tmp_path_factory.mktemp("m") / "model")
+    return padded(checkpoints("llama", dtype="float32"), tmp_path_factory.mktemp("m") / "model")
 
 
 @pytest.fixture(scope="module")
