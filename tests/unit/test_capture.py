@@ -428,6 +428,28 @@ def test_two_graphs_in_one_arena_do_not_disturb_each_other() -> None:
             assert all(torch.equal(x, y) for x, y in zip(outputs, values, strict=True))
 
 
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_an_embedding_is_repeated_by_the_kernels_alone(dtype: torch.dtype) -> None:
+    model = nn.Embedding(9, 6).to(dtype)
+    step = {"x": torch.tensor([[3], [0], [8]])}
+    table = TensorTable(OPS.pack_linear_weight)
+    table.add_model(model)
+    program = lower_graph(
+        capture(lambda x: model(x.view(-1)), (*step.values(),), table, step), pack_linear=True
+    )
+    tensors = table.resolve_all(program.bindings, step)
+    graph = EmulatedGraph(GraphSpec("decode", 3), program.graph, tensors, start_recording)
+    for rows in ([3, 0, 8], [8, 8, 1]):
+        step["x"][:, 0] = torch.tensor(rows)
+        assert torch.equal(graph.run()[0], model.weight[rows])
+    assert graph._is_native
+    step["x"][1] = 9
+    with pytest.raises(RuntimeError, match="row 9 of 9"):
+        graph.run()
+
+
 def chunk_layer(
     x: Tensor, weight: Tensor, packed: Tensor, ends: Tensor, slots: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, ...]:

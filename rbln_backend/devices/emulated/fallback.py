@@ -293,6 +293,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox: bool) 
     return torch.cat((joined, kept), dim=-1).to(x.dtype).reshape(x.shape).contiguous()
 
 
+def take_rows(x: Tensor, numbers: Tensor) -> Tensor:
+    return x[numbers]
+
+
 def greedy(logits: Tensor) -> Tensor:
     return logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).argmax(-1, keepdim=True).int()
 
@@ -466,7 +470,7 @@ BODIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         for body in (
             *(pack_linear_weight, pack_linear_weight_, linear, linear_heads, quantized_linear),
             *(rms_norm, fused_add_rms_norm, layer_norm, activate, rotary_embedding, greedy),
-            *(self_attention, add_lora_),
+            *(take_rows, self_attention, add_lora_),
             *(sample, penalize_, top_logprobs),
             *(fallback_attention.shared_attention, fallback_attention.latent_attention),
             *(moe_route, moe, moe_masked, quantized_moe, quantized_moe_masked),

@@ -598,6 +598,12 @@ def _call_kernels(graph: fx.Graph) -> None:
                 continue
             eps = 1e-5 if eps is None else eps
             node.target, node.args = ops.layer_norm.default, (node.args[0], weight, bias, eps)
+        elif node.target is torch.nn.functional.embedding and _given(node, 3, "max_norm") is None:
+            numbers, table = (_given(node, i, n) for i, n in enumerate(("input", "weight")))
+            rows = example(numbers)
+            if rows is None or rows.dtype != torch.int64 or not rows.is_contiguous():
+                continue
+            node.target, node.args = ops.take_rows.default, (table, numbers)
         else:
             continue
         node.kwargs = {}

@@ -136,6 +136,12 @@ def rotary_embedding(
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
+@_op("(Tensor x, Tensor numbers) -> Tensor")
+def take_rows(x: Tensor, numbers: Tensor) -> Tensor:
+    """x [N, K] and numbers int64 [...] to the rows of these numbers [..., K]."""
+    return x.new_empty(*numbers.shape, x.shape[1])
+
+
 @_op("(Tensor logits) -> Tensor")
 def greedy(logits: Tensor) -> Tensor:
     """logits [n, V] to int32 [n, 1]: first index of each row's largest value; 0 if all are NaN."""

@@ -44,6 +44,7 @@ def calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
             for function in fallback.ACTIVATIONS
             for gated in (True, False)
         ),
+        ("take_rows", (x[::2], torch.tensor([[2, 0], [1, 1]]))),
         ("sample", sample_arguments(x)),
         ("rotary_embedding", (torch.arange(6), x, residual[:, :32], cache, 16, True)),
     ]

@@ -1,7 +1,8 @@
-// Norms, activations, rotary embedding and greedy sampling over tensors.
+// Norms, activations, rotary embedding, numbered rows and greedy sampling over tensors.
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <string_view>
 #include <tuple>
@@ -116,6 +117,33 @@ std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& positions, const Tenso
   return {q_out, k_out};
 }
 
+Tensor take_rows(const Tensor& x, const Tensor& numbers) {
+  TORCH_CHECK(x.dim() == 2 && numbers.scalar_type() == at::kLong && numbers.is_contiguous(),
+              "x has shape ", x.sizes(), " and numbers are ", numbers.scalar_type(),
+              "; they are [rows, width] and int64");
+  const Rows source(x);
+  std::vector<int64_t> sizes = numbers.sizes().vec();
+  sizes.push_back(source.width);
+  const Tensor out = empty_like_dtype(sizes, x);
+  const auto size = int64_t(x.element_size());
+  struct {
+    const char* x;
+    int64_t count, bytes, stride, rows;
+    const int64_t* numbers;
+    char* out;
+  } args{static_cast<const char*>(source.data()), source.count, source.width * size,
+         source.stride * size, numbers.numel(), numbers.const_data_ptr<int64_t>(),
+         static_cast<char*>(out.mutable_data_ptr())};
+  launch_rows(args, [](const auto& useful) {
+    for (int64_t r = 0; r < useful.rows; ++r) {
+      const int64_t number = useful.numbers[r];
+      TORCH_CHECK_INDEX(number >= 0 && number < useful.count, "row ", number, " of ", useful.count);
+      std::memcpy(useful.out + r * useful.bytes, useful.x + number * useful.stride, useful.bytes);
+    }
+  });
+  return out;
+}
+
 Tensor greedy(const Tensor& logits) {
   TORCH_CHECK(logits.dim() == 2 && logits.size(1) > 0, "logits has shape ", logits.sizes(),
               " instead of [rows, vocabulary]");
@@ -135,6 +163,7 @@ TORCH_LIBRARY_IMPL(rbln_emulator, CPU, m) {
   m.impl("layer_norm", TORCH_FN(layer_norm));
   m.impl("activate", TORCH_FN(activate));
   m.impl("rotary_embedding", TORCH_FN(rotary_embedding));
+  m.impl("take_rows", TORCH_FN(take_rows));
   m.impl("greedy", TORCH_FN(greedy));
 }
 
