@@ -18,9 +18,9 @@ from typing import Any, cast
 from vllm import SamplingParams
 
 from tests.engine.conftest import Engines
-from tests.engine.support import MOST, AnyLength, Oracle, make_prompts
+from tests.engine.support import FEWER, MOST, AnyLength, Oracle, make_prompts
 from tests.engine.test_draft_models import REFERENCES, Drafted, record_drafts
-from tests.engine.test_speculation import FEW, OFF, greedy, results, texts_of
+from tests.engine.test_speculation import OFF, greedy, results, texts_of
 
 SHARED = ("kv_cache_dtype",)
 """Options of both engines."""
@@ -144,7 +144,7 @@ def main(
     own = engines.fresh(
         checkpoint=Path(drafted),
         speculative_config=speculation,
-        rbln=FEW,
+        rbln=FEWER,
         num_gpu_blocks_override=34,
         disable_log_stats=False,
         **options,

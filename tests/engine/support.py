@@ -7,14 +7,16 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 
 from rbln_backend.speculation.drafter import DraftedRequest
 from tests.engine.conftest import Engine
-from tests.reference import reference_generate
+from tests.reference import Reference, reference_generate
 
 NUM_TOKENS = 33
 PAD_TOKEN = 0
@@ -22,6 +24,14 @@ KNOWN_TO_ALL = 512
 """Tokens that every tiny checkpoint has."""
 MOST = 3
 """Drafts of a request in a step."""
+# Each graph takes a second to capture, so that tests with another subject than buckets have few: a
+# chunk, steps of 1 and 4 requests, and the LM head; with drafts also steps of 2 and 4 tokens each.
+FEW: dict[str, Any] = {
+    "prefill_chunk_buckets": [64],
+    "decode_batch_bucket_strategy": "manual",
+    "decode_batch_bucket_manual_buckets": [1, 4],
+}
+FEWER = FEW | {"decode_batch_bucket_manual_buckets": [4], "verify_lengths": [MOST + 1]}
 
 
 @dataclass
@@ -89,6 +99,72 @@ class Seldom(AnyLength):
         return 0 if self.steps % 8 else MOST
 
 
+class Stepped:
+    """Requests, by name, of an engine that is stepped by hand."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.core = engine, engine.llm.llm_engine
+        self.requests: dict[str, tuple[list[int], SamplingParams, LoRARequest | None]] = {}
+        """Those that were not aborted."""
+        self.outputs: dict[str, Any] = {}
+        """The latest of each request."""
+        self.tokens: dict[str, list[int]] = {}
+        self.begun: list[str] = []
+        """In the order of their first tokens."""
+        self.finished: list[str] = []
+
+    @property
+    def going(self) -> list[str]:
+        return [name for name in self.requests if name not in self.finished]
+
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        params: SamplingParams,
+        lora: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> None:
+        inputs = {"prompt_token_ids": prompt}
+        self.core.add_request(name, inputs, params, lora_request=lora, priority=priority)
+        self.requests[name], self.tokens[name] = (prompt, params, lora), []
+
+    def abort(self, name: str) -> None:
+        self.core.abort_request([name])
+        del self.requests[name]
+        self.outputs.pop(name, None)
+
+    def step(self, times: int = 1) -> list[str]:
+        """Return the requests that got tokens, in their order."""
+        moved = []
+        for _ in range(times):
+            for output in self.core.step():
+                name, tokens = output.request_id, list(output.outputs[0].token_ids)
+                if len(tokens) > len(self.tokens[name]):
+                    moved.append(name)
+                    if not self.tokens[name]:
+                        self.begun.append(name)
+                self.outputs[name], self.tokens[name] = output, tokens
+                if output.finished:
+                    self.finished.append(name)
+        return moved
+
+    def until_begun(self, number: int) -> None:
+        while len(self.begun) < number:
+            self.step()
+
+    def to_the_end(self) -> None:
+        while self.core.has_unfinished_requests():
+            self.step()
+
+    def assert_exact(self) -> None:
+        """Assert that each ended with the greedy tokens of transformers and left no block."""
+        for name, (prompt, params, _) in self.requests.items():
+            expected = reference_generate(self.engine.checkpoint, prompt, params.max_tokens)
+            assert self.tokens[name] == expected.token_ids, name
+        assert self.engine.used_blocks() == 0
+
+
 def make_prompts(lengths: list[int], seed: int = 7) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(10, 500) for _ in range(length)] for length in lengths]
@@ -98,18 +174,27 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True,
 
 
 def assert_equals_reference(
-    engine: Engine, prompts: list[list[int]], outputs: list, num_tokens: int = NUM_TOKENS
+    engine: Engine,
+    prompts: list[list[int]],
+    outputs: list,
+    num_tokens: int = NUM_TOKENS,
+    checkpoint: Path | None = None,
 ) -> None:
-    for prompt, output in zip(prompts, outputs, strict=True):
-        expected = reference_generate(engine.checkpoint, prompt, num_tokens)
-        completion = output.outputs[0]
-        assert list(completion.token_ids) == expected.token_ids, f"prompt of {len(prompt)} tokens"
-        for position, token in enumerate(expected.token_ids):
-            actual = completion.logprobs[position]
-            for token_id, entry in actual.items():
-                reference = float(expected.logprobs[position, token_id])
-                assert entry.logprob == pytest.approx(reference, abs=1e-3)
-            assert token in actual
+    """Assert the tokens of transformers; of ``checkpoint`` if the engine's is not one of its."""
+    path = checkpoint or engine.checkpoint
+    assert_equal(outputs, [reference_generate(path, prompt, num_tokens) for prompt in prompts])
+
+
+def assert_equal(outputs: list[Any], expected: list[Reference], tolerance: float = 1e-3) -> None:
+    """Assert tokens, and every log-probability that there is within ``tolerance``."""
+    for output, reference in zip(outputs, expected, strict=True):
+        length, (completion,) = len(output.prompt_token_ids), output.outputs
+        assert list(completion.token_ids) == reference.token_ids, f"prompt of {length} tokens"
+        for position, entries in enumerate(completion.logprobs):
+            assert reference.token_ids[position] in entries
+            for token, entry in entries.items():
+                wanted = float(reference.logprobs[position, token])
+                assert entry.logprob == pytest.approx(wanted, abs=tolerance)
 
 
 def poison_padding(checkpoint: Path, target: Path) -> Path:

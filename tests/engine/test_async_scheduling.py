@@ -12,8 +12,9 @@ from vllm.lora.request import LoRARequest
 
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
-from tests.engine.support import make_prompts
+from tests.engine.support import FEW, FEWER, make_prompts
 from tests.engine.test_equality import FEATURES, PREEMPTING, Company
+from tests.engine.test_lora import LORA
 
 pytestmark = pytest.mark.engine
 
@@ -52,19 +53,17 @@ def play(engine: Engine, work: Work, seed: int) -> Company:
     engine.core.scheduler.reset_prefix_cache()
     company, rng = Company(engine), random.Random(seed)
     for number, (prompt, options) in enumerate(work):
-        company.add(str(number), prompt, options)
-        for _ in range(rng.randrange(5)):
-            company.step()
+        company.ask(str(number), prompt, options)
+        company.step(rng.randrange(5))
         if number % 7 == 6 and company.going:
-            company.abort(leaving := rng.choice(sorted(company.going)))
-            company.answers.pop(leaving, None)
+            company.abort(rng.choice(sorted(company.going)))
     company.to_the_end()
     return company
 
 
 @pytest.mark.parametrize(
     ("arch", "options"),
-    [("llama", {}), ("llama", PREEMPTING), ("gemma3_text", {}), ("qwen3_moe", {})],
+    [("llama", {}), ("llama", PREEMPTING), ("gemma3_text", {}), ("qwen3_moe", {"rbln": FEW})],
     ids=["llama", "preempted", "windows", "experts"],
 )
 def test_answers_are_the_same(
@@ -81,13 +80,13 @@ def test_answers_are_the_same(
 
     monkeypatch.setattr(engine.core.scheduler, "_preempt_request", seen)
     company = play(engine, work, 2)
-    both = plain.answers.keys() & company.answers.keys()
+    both = plain.requests.keys() & company.requests.keys()
     assert len(both) > len(work) / 2
     for name in both:
-        assert company.answers[name] == plain.answers[name], work[int(name)]
+        assert company.answer(name) == plain.answer(name), work[int(name)]
     assert engine.total("rbln_recompiles_after_warmup_total") == 0
     # Some while a step computes a token of theirs.
-    assert any(preempted) == bool(options)
+    assert any(preempted) == (options == PREEMPTING)
 
 
 def test_a_step_is_planned_while_another_runs(
@@ -105,11 +104,11 @@ def test_a_step_is_planned_while_another_runs(
 
     monkeypatch.setattr(scheduler, "schedule", seen)
     company = Company(engine)
-    company.add("0", make_prompts([20], seed=1)[0], {"max_tokens": 12})
+    company.ask("0", make_prompts([20], seed=1)[0], {"max_tokens": 12})
     company.to_the_end()
     # All but the first, and one after the last.
     assert planned.count(True) >= 12
-    assert len(company.answers["0"][0]) == 12
+    assert len(company.tokens["0"]) == 12
 
 
 @pytest.mark.parametrize(
@@ -117,9 +116,9 @@ def test_a_step_is_planned_while_another_runs(
     [
         {},
         {"async_scheduling": True},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, "rbln": FEWER},
     ],
-    ids=str,
+    ids=["plain", "in flight", "drafts"],
 )
 def test_a_request_without_a_token_left_ends_alone(
     engines: Engines, options: dict[str, Any]
@@ -130,15 +129,15 @@ def test_a_request_without_a_token_left_ends_alone(
     stays = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
     others: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"temperature": 1.0, "seed": 1}]
     (prompt,) = make_prompts([40], seed=9)
-    company.add("alone", prompt, stays)
+    company.ask("alone", prompt, stays)
     company.to_the_end()
-    company.add("beside", prompt, stays)
+    company.ask("beside", prompt, stays)
     for number, other in enumerate(others):
-        company.add(str(number), prompt, ends | other)
+        company.ask(str(number), prompt, ends | other)
     company.to_the_end()
-    assert company.answers["beside"] == company.answers["alone"]
+    assert company.answer("beside") == company.answer("alone")
     for number in range(len(others)):
-        assert company.answers[str(number)][:2] == ([4] * 4, "error")
+        assert company.answer(str(number))[:2] == ([4] * 4, "error")
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
@@ -147,29 +146,29 @@ def test_what_is_computed_after_a_stop_is_dropped(engines: Engines, arch: str) -
     plain, engine = engines(arch), engines(arch, async_scheduling=True)
     (prompt,) = make_prompts([40], seed=9)
     whole = Company(plain)
-    whole.add("0", prompt, {"max_tokens": 60})
+    whole.ask("0", prompt, {"max_tokens": 60})
     whole.to_the_end()
-    tokens = whole.answers["0"][0]
+    tokens = whole.tokens["0"]
     engine.core.scheduler.reset_prefix_cache()
     company = Company(engine)
     for end in (1, 8, 24, 25, 39):
         stop = tokens[end]
         first = tokens.index(stop)
-        company.add(f"stop-{end}", prompt, {"max_tokens": 60, "stop_token_ids": [stop]})
+        company.ask(f"stop-{end}", prompt, {"max_tokens": 60, "stop_token_ids": [stop]})
         company.to_the_end()
-        assert company.answers[f"stop-{end}"][:2] == (tokens[: first + 1], "stop")
+        assert company.answer(f"stop-{end}")[:2] == (tokens[: first + 1], "stop")
         # Its beginning is the whole answer: a hit, up to the last whole unit of it.
         rest = {"max_tokens": 60 - first - 1}
-        company.add(f"rest-{end}", prompt + tokens[: first + 1], rest)
+        company.ask(f"rest-{end}", prompt + tokens[: first + 1], rest)
         company.to_the_end()
-        assert company.answers[f"rest-{end}"][0] == tokens[first + 1 :]
+        assert company.tokens[f"rest-{end}"] == tokens[first + 1 :]
 
 
 def test_adapters_are_loaded_and_removed_while_a_step_runs(
     engines: Engines, tmp_path: Path
 ) -> None:
     """Beside an answer without an adapter; each adapter takes the slot of the one before."""
-    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    lora = LORA | {"max_loras": 1, "rbln": FEW}
     plain, engine = engines("llama", **lora), engines("llama", async_scheduling=True, **lora)
     base, prompt = make_prompts([20, 30], seed=12)
     adapters = [
@@ -232,11 +231,11 @@ def test_tokens_that_a_reset_drops_are_computed_again(engines: Engines) -> None:
     for number, options in enumerate(({}, {"async_scheduling": True})):
         engine = engines("llama", **options)
         company = Company(engine)
-        company.add(str(number), prompt, {"max_tokens": 30})
+        company.ask(str(number), prompt, {"max_tokens": 30})
         for step in range(12):
             company.step()
             if number and step in (5, 9):
                 assert engine.core.reset_prefix_cache(reset_running_requests=True)
         company.to_the_end()
-        answers.append(company.answers[str(number)][0])
+        answers.append(company.tokens[str(number)])
     assert answers[1] == answers[0]

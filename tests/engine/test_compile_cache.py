@@ -27,8 +27,9 @@ from tests.warm_process import warm_process
 
 pytestmark = pytest.mark.engine
 
-# prefill 16, 32, 64; decode 1, 2, 4; the LM head.
+# prefill 16, 32, 64; decode 1, 2, 4; the LM head. Of one layer, as each is captured often.
 NUM_GRAPHS = 7
+ONE_LAYER = {"num_hidden_layers": 1}
 PROMPT = make_prompts([70], seed=200)[0]
 
 
@@ -41,8 +42,12 @@ def filled(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def start(engines: Engines, root: Path, **rbln: Any) -> Engine:
-    return engines.fresh("llama", rbln={"cache_root": str(root), **rbln})
+def start(
+    engines: Engines, root: Path, arch: str = "llama", *, options: Any = None, **rbln: Any
+) -> Engine:
+    checkpoint = engines.checkpoints(arch, **ONE_LAYER)
+    rbln = {"cache_root": str(root), **rbln}
+    return engines.fresh(checkpoint=checkpoint, rbln=rbln, **(options or {}))
 
 
 def compiled(engine: Engine) -> int:
@@ -166,18 +171,17 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_another_shape_is_another_key(engines: Engines, copied: Path) -> None:
-    engine = engines.fresh("llama", rbln={"cache_root": str(copied)}, max_num_seqs=2)
+    engine = start(engines, copied, options={"max_num_seqs": 2})
     # The decode graphs of 1 and 2 rows and the rest are shared, but for the chunk of 64, which
     # held four prompts.
     assert compiled(engine) == 1
-    other = engines.fresh("llama", rbln={"cache_root": str(copied)}, block_size=32)
+    other = start(engines, copied, options={"block_size": 32})
     # The LM head does not depend on the block size, but the key is the whole configuration.
     assert compiled(other) == NUM_GRAPHS
 
 
 def test_another_model_never_reads_these_graphs(engines: Engines, copied: Path) -> None:
-    engine = engines.fresh("qwen2", rbln={"cache_root": str(copied)})
-    assert compiled(engine) == NUM_GRAPHS
+    assert compiled(start(engines, copied, "qwen2")) == NUM_GRAPHS
 
 
 def test_a_read_only_store_serves_and_is_left_alone(engines: Engines, copied: Path) -> None:
@@ -251,7 +255,7 @@ def test_two_starts_share_the_work(checkpoints: CheckpointCache, tmp_path: Path)
         run_dir.mkdir()
         rbln = {"cache_root": str(root), "run_dir": str(run_dir), "num_threads": 1}
         options = DEFAULTS | {"additional_config": {"rbln": rbln}}
-        argument = json.dumps([str(checkpoints("llama")), options])
+        argument = json.dumps([str(checkpoints("llama", **ONE_LAYER)), options])
         with (run_dir / "log").open("wb") as log:
             process = warm_process().start(
                 argument, environ=environment, output=log, errors=log, script=script

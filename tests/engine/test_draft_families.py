@@ -17,17 +17,17 @@ from vllm.sampling_params import StructuredOutputsParams
 from rbln_backend.errors import UnsupportedModelError
 from tests.draft_checkpoints import NARROW, fitted_eagle, fitted_eagle3, random_eagle3
 from tests.engine.conftest import Engine, Engines
-from tests.engine.support import MOST, AnyLength, make_prompts
-from tests.engine.test_draft_models import FEWER, GREEDY, PROMPTS, Drafted, record_drafts, start
-from tests.engine.test_quantized import E4M3
-from tests.engine.test_speculation import (
-    FEW,
-    OFF,
-    WAYS,
-    greedy,
-    results,
-    seeded,
+from tests.engine.support import FEW, FEWER, MOST, AnyLength, make_prompts
+from tests.engine.test_draft_models import (
+    GREEDY,
+    PROMPTS,
+    Drafted,
+    record_drafts,
+    start,
+    texts_of,
 )
+from tests.engine.test_quantized import E4M3
+from tests.engine.test_speculation import OFF, WAYS, greedy, results, seeded
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 
@@ -60,10 +60,8 @@ def family(
     engines: Engines, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[MtpFamilyRun]:
     maker, folder = MtpMaker(request.param, engines.checkpoints), tmp_path_factory.mktemp("mtp")
-    plain = engines(maker.family.served)
-    answers = results(plain, PROMPTS, GREEDY)
-    texts = [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    own = maker.fitted(folder, texts, last=41)
+    plain = engines(maker.family.served, rbln=FEW)
+    own = maker.fitted(folder, texts_of(plain), last=41)
     yield MtpFamilyRun(Drafted(plain, mtp_start(engines, own), "mtp"), maker)
 
 
@@ -181,16 +179,14 @@ def quantized(
 ) -> QuantizedMtp:
     (name, recipe), folder = request.param, tmp_path_factory.mktemp("quantized")
     maker = quantized_maker(name, folder, recipe, **SIZES[name])
-    return QuantizedMtp(engines.fresh(checkpoint=maker.stored), maker)
+    return QuantizedMtp(engines.fresh(checkpoint=maker.stored, rbln=FEW), maker)
 
 
 def test_quantized_mtp_saves_steps_and_changes_nothing(
     engines: Engines, quantized: QuantizedMtp, tmp_path: Path
 ) -> None:
-    answers = results(quantized.plain, PROMPTS, GREEDY)
-    texts = [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    own = quantized.maker.fitted(tmp_path, texts, last=41)
-    drafted = Drafted(quantized.plain, mtp_start(engines, own), "mtp")
+    own = quantized.maker.fitted(tmp_path, texts_of(quantized.plain), last=41)
+    drafted = Drafted(quantized.plain, mtp_start(engines, own, rbln=FEWER), "mtp")
     drafted.assert_fewer_steps(0.5)
     drafted.check(AnyLength())
     prompts = make_prompts([100, 101, 102, 103], seed=41)
@@ -201,7 +197,7 @@ def test_drafts_are_those_of_the_dequantized_layer(
     engines: Engines, quantized: QuantizedMtp, tmp_path: Path
 ) -> None:
     own = quantized.maker.random(tmp_path)
-    drafted = Drafted(quantized.plain, mtp_start(engines, own), "mtp")
+    drafted = Drafted(quantized.plain, mtp_start(engines, own, rbln=FEWER), "mtp")
     assert_right_drafts(drafted, quantized.maker, own)
     drafted.run(PROMPTS[:3], [greedy(), seeded(1), seeded(2)])
     assert drafted.share() < 0.1
@@ -238,7 +234,7 @@ def test_a_layer_that_the_checkpoint_leaves_in_floats(engines: Engines, tmp_path
     """By the names of ``modules_to_not_convert``; a layer without them needs scales."""
     maker = half_left(engines, tmp_path / "served")
     own = maker.random(tmp_path / "own")
-    engine = mtp_start(engines, own)
+    engine = mtp_start(engines, own, rbln=FEWER)
     assert_right_drafts(Drafted(engine, engine, "mtp"), maker, own)
     config = json.loads((own / "config.json").read_text())
     config["quantization_config"]["modules_to_not_convert"] = []
@@ -273,16 +269,8 @@ def test_eagle3_saves_steps_and_changes_nothing(
     engines: Engines, tmp_path: Path, arch: str
 ) -> None:
     plain = engines(arch)
-    answers = results(plain, PROMPTS, GREEDY)
-    texts = [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    own = fitted_eagle3(tmp_path, plain.checkpoint, texts, last=41)
-    drafted = Drafted(plain, start(engines, own, "eagle3", arch=arch, rbln=FEWER), "eagle3")
-    drafted.check(AnyLength(MOST + 1))
-    drafted.run(PROMPTS, GREEDY)
-    assert drafted.share() > 0.6
-    drafted.check(AnyLength())
-    prompts = make_prompts([100, 101, 102, 103], seed=41)
-    drafted.run(prompts, [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), greedy()])
+    own = fitted_eagle3(tmp_path, plain.checkpoint, texts_of(plain), last=41)
+    run_beside(plain, start(engines, own, "eagle3", arch=arch, rbln=FEWER), "eagle3", 0.6)
 
 
 @pytest.mark.parametrize(
@@ -299,16 +287,11 @@ def test_quantised_models_answer_the_same(
 ) -> None:
     """The layer is not quantised; its cache is of the served model's dtype."""
     served = make_quantized_checkpoint(arch, tmp_path / "served", recipe, intermediate_size=128)
-    plain = engines.fresh(arch, checkpoint=served, kv_cache_dtype=cache)
-    answers = results(plain, PROMPTS, GREEDY)
-    texts = [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    own = fitted_eagle3(tmp_path / "own", served / "plain", texts, last=41)
-    options = {"checkpoint": served, "kv_cache_dtype": cache, "rbln": FEWER}
-    drafted = Drafted(plain, start(engines, own, "eagle3", arch=arch, **options), "eagle3")
-    drafted.check(AnyLength(MOST + 1))
-    drafted.run(PROMPTS, GREEDY)
-    assert drafted.share() > share
-    drafted.run(PROMPTS[:3], [greedy(), seeded(1), seeded(2)])
+    options: dict[str, Any] = {"checkpoint": served, "kv_cache_dtype": cache}
+    plain = engines.fresh(arch, rbln=FEW, **options)
+    own = fitted_eagle3(tmp_path / "own", served / "plain", texts_of(plain), last=41)
+    engine = start(engines, own, "eagle3", arch=arch, rbln=FEWER, **options)
+    run_beside(plain, engine, "eagle3", share)
 
 
 @pytest.mark.parametrize(
@@ -359,11 +342,6 @@ def run_beside(plain: Any, own: Any, method: str, share: float) -> Drafted:
     return drafted
 
 
-def texts_of(plain: Any) -> list[list[int]]:
-    answers = results(plain, PROMPTS, GREEDY)
-    return [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
-
-
 def scales_of(engine: Any) -> list[tuple[float, float]]:
     """Return the scales of keys and values by layer, the draft layer's last."""
     layers = engine.core.vllm_config.compilation_config.static_forward_context.values()
@@ -375,7 +353,7 @@ def scales_of(engine: Any) -> list[tuple[float, float]]:
 
 def test_a_layer_of_eagle(engines: Engines, tmp_path: Path) -> None:
     """It is not quantised, so that vLLM has no scales for it: they are 1.0."""
-    plain = engines.fresh("llama", **E4M3)
+    plain = engines.fresh("llama", rbln=FEW, **E4M3)
     # Fitted to states over keys and values that are not rounded.
     own = fitted_eagle(tmp_path, plain.checkpoint, texts_of(plain), last=41)
     engine = start(engines, own, "eagle", rbln=FEWER, **E4M3)
@@ -404,7 +382,7 @@ def test_scales_of_an_mtp_layer_are_the_checkpoints(
     folder = tmp_path / "made"
     maker = quantized_maker(name, folder, recipe, cache_scales=SCALES, **SIZES[name])
     wrong = maker.random(tmp_path / "random")
-    plain = engines.fresh(checkpoint=wrong, **E4M3)
+    plain = engines.fresh(checkpoint=wrong, rbln=FEW, **E4M3)
     own = maker.fitted(tmp_path / "fitted", texts_of(plain), last=41)
     engine = mtp_start(engines, own, rbln=FEWER, **E4M3)
     run_beside(plain, engine, "mtp", 0.3)
@@ -430,7 +408,7 @@ def share_of_same_drafts(drafted: Drafted, maker: MtpMaker, own: Path) -> float:
 @pytest.mark.wide
 def test_an_mtp_layer_of_floats_has_scales_of_one(engines: Engines, tmp_path: Path) -> None:
     maker = MtpMaker("glm4_moe", engines.checkpoints)
-    plain = engines.fresh("glm4_moe", **E4M3)
+    plain = engines.fresh("glm4_moe", rbln=FEW, **E4M3)
     own = maker.fitted(tmp_path, texts_of(plain), last=41)
     engine = mtp_start(engines, own, rbln=FEWER, **E4M3)
     run_beside(plain, engine, "mtp", 0.3)

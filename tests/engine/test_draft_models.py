@@ -34,9 +34,8 @@ from tests.draft_checkpoints import (
     random_medusa,
 )
 from tests.engine.conftest import DEFAULTS, Engine, Engines
-from tests.engine.support import MOST, AnyLength, Seldom, make_prompts
+from tests.engine.support import FEW, FEWER, MOST, AnyLength, Seldom, make_prompts
 from tests.engine.test_speculation import (
-    FEW,
     OFF,
     WAYS,
     Crowd,
@@ -50,12 +49,6 @@ from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 
 pytestmark = pytest.mark.engine
 
-FEWER = {
-    "prefill_chunk_buckets": [64],
-    "decode_batch_bucket_strategy": "manual",
-    "decode_batch_bucket_manual_buckets": [4],
-    "verify_lengths": [MOST + 1],
-}
 PROMPTS = make_prompts([1, 17, 63, 130, 5, 200], seed=31)
 GREEDY = [greedy(max_tokens=n) for n in (40, 33, 7, 40, 1, 40)]
 
@@ -119,12 +112,11 @@ class Drafted:
         """Run requests that come, and of which some are aborted."""
         params = self._ways() * 2
         prompts = make_prompts([1, 90, 33, 100, 64, 7, 110, 48], seed=45)
-        crowd, expected = Crowd(prompts, params, rng), self.expected(prompts, params)
+        crowd, expected = Crowd(self.own), self.expected(prompts, params)
         self.check(AnyLength(rng=rng))
-        crowd.run(self.own.llm.llm_engine)
+        crowd.play(prompts, params, rng)
         crowd.assert_got(expected)
         self.assert_idle()
-        assert crowd.aborted
 
     def _ways(self) -> list[SamplingParams]:
         last = greedy(logprobs=self.logprobs)
@@ -155,10 +147,12 @@ class Drafted:
         return self.own.core.model_executor.driver_worker.worker._runner._drafting
 
 
-@pytest.fixture(scope="module")
-def texts(engines: Engines) -> list[list[int]]:
-    answers = results(engines("llama"), PROMPTS, GREEDY)
-    return [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
+def texts_of(
+    plain: Engine, prompts: list[list[int]] = PROMPTS, params: list[SamplingParams] = GREEDY
+) -> list[list[int]]:
+    """Return prompts and answers of an engine without speculation."""
+    answers = results(plain, prompts, params)
+    return [prompt + list(answer[0]) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 REFERENCES: dict[str, Any] = {"eagle": EagleReference, "eagle3": Eagle3Reference}
@@ -166,13 +160,11 @@ REFERENCES: dict[str, Any] = {"eagle": EagleReference, "eagle3": Eagle3Reference
 
 @pytest.fixture(scope="module", params=list(FITTED))
 def drafted(
-    engines: Engines,
-    texts: list[list[int]],
-    tmp_path_factory: pytest.TempPathFactory,
-    request: pytest.FixtureRequest,
+    engines: Engines, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Drafted:
     plain, method = engines("llama"), request.param
-    own = FITTED[method](tmp_path_factory.mktemp(method), plain.checkpoint, texts, last=41)
+    folder = tmp_path_factory.mktemp(method)
+    own = FITTED[method](folder, plain.checkpoint, texts_of(plain), last=41)
     return Drafted(plain, start(engines, own, method), method)
 
 
@@ -258,15 +250,19 @@ def test_wrong_drafts_cost_steps_no_tokens(
     assert wrong.own.total("rbln_compile_seconds_count", result="compiled") == 0
 
 
+NORMS = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+
+
 @pytest.mark.parametrize(
     ("method", "fields"),
     [
         ("eagle", {}),
         ("eagle3", {}),
-        ("eagle3", {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}),
-        ("eagle3", NARROW),
+        ("eagle3", NARROW | NORMS),
+        pytest.param("eagle3", NORMS, marks=pytest.mark.wide),
+        pytest.param("eagle3", NARROW, marks=pytest.mark.wide),
     ],
-    ids=["eagle", "eagle3", "eagle3-norms", "eagle3-narrow"],
+    ids=["eagle", "eagle3", "eagle3-both", "eagle3-norms", "eagle3-narrow"],
 )
 def test_drafts_are_those_of_the_whole_text(
     engines: Engines, tmp_path: Path, method: str, fields: dict[str, Any]
@@ -274,7 +270,8 @@ def test_drafts_are_those_of_the_whole_text(
     """With a strong attention: after chunks, after drafts that were wrong, and after hits."""
     plain = engines("llama")
     own = RANDOM[method](tmp_path, plain.checkpoint, **fields)
-    drafted = Drafted(plain, start(engines, own, method))
+    # Graphs of the fixture's engine, or few.
+    drafted = Drafted(plain, start(engines, own, method, rbln=FEWER if fields else FEW))
     drafted.check(AnyLength())
     reference = REFERENCES[method](plain.checkpoint, own)
     seen = record_drafts(drafted)
@@ -352,14 +349,12 @@ def test_heads_of_a_model_change_no_token(
     engines: Engines, checkpoints: CheckpointCache, tmp_path: Path, name: str
 ) -> None:
     checkpoint, readable = served_model(name, checkpoints, tmp_path)
-    plain = engines.fresh(checkpoint=checkpoint)
-    answers = results(plain, SERVED_PROMPTS, PARAMS)
-    texts = [
-        prompt + list(answer[0]) for prompt, answer in zip(SERVED_PROMPTS, answers, strict=True)
-    ]
+    plain = engines.fresh(checkpoint=checkpoint, rbln=FEW)
+    texts = texts_of(plain, SERVED_PROMPTS, PARAMS)
     heads = fitted_medusa(tmp_path / "heads", readable, texts, last=41)
     own = engines.fresh(
         checkpoint=checkpoint,
+        rbln=FEWER,
         speculative_config=speculation_of("medusa", heads),
         disable_log_stats=False,
     )
@@ -425,23 +420,25 @@ def embedding_of(served: Path) -> Tensor:
     return load_file(served / "model.safetensors")["model.embed_tokens.weight"]
 
 
-def assert_right(engines: Engines, engine: Engine, method: str, own: Path) -> None:
+def assert_right(engine: Engine, method: str, own: Path) -> None:
     """Assert that the engine drafts as the layer in ``own`` does in plain PyTorch."""
-    drafted = Drafted(engines("llama"), engine, method)
+    drafted = Drafted(engine, engine, method)
     drafted.check(AnyLength())
     seen = record_drafts(drafted)
     drafted.own.generate(make_prompts([70, 9], seed=47), greedy(max_tokens=12))
-    reference = REFERENCES[method](engines.checkpoints("llama"), own)
+    reference = REFERENCES[method](engine.checkpoint, own)
     assert len(seen) > 10
     for text, drafts in seen[:8]:
         assert drafts == reference.drafts(text, MOST)
 
 
-@pytest.mark.parametrize("method", ["eagle", pytest.param("eagle3", marks=pytest.mark.wide)])
+@pytest.mark.parametrize(
+    ("method", "layers"), [("eagle", 1), pytest.param("eagle3", 3, marks=pytest.mark.wide)]
+)
 def test_only_layers_that_share_the_embedding_share_graphs(
-    engines: Engines, tmp_path: Path, method: str
+    engines: Engines, tmp_path: Path, method: str, layers: int
 ) -> None:
-    served = engines.checkpoints("llama")
+    served = engines.checkpoints("llama", num_hidden_layers=layers)
     table, layer = embedding_of(served), RANDOM[method](tmp_path / "layer", served)
     others = torch.randn(table.shape, generator=torch.Generator().manual_seed(8))
     own = with_embedding(layer, tmp_path / "own", others)
@@ -449,19 +446,23 @@ def test_only_layers_that_share_the_embedding_share_graphs(
     root = tmp_path / "cache"
     share_kernels(root)
     first, second, third = (
-        start(engines, folder, method, rbln=FEWER | {"cache_root": str(root)})
+        start(
+            *(engines, folder, method),
+            checkpoint=served,
+            rbln=FEWER | {"cache_root": str(root)},
+        )
         for folder in (layer, own, same)
     )
-    assert_right(engines, second, method, own)
+    assert_right(second, method, own)
     assert second.total("rbln_compile_seconds_count", result="compiled") > 0
-    assert_right(engines, third, method, layer)
+    assert_right(third, method, layer)
     assert third.total("rbln_compile_seconds_count", result="compiled") == 0
     assert weight_bytes(third) == weight_bytes(first) < weight_bytes(second)
 
 
 def test_compile_and_check_read_the_checkpoint(engines: Engines, tmp_path: Path) -> None:
     """They load no weights; the layer is in a file of torch, as EAGLE's are often published."""
-    served = engines.checkpoints("llama")
+    served = engines.checkpoints("llama", num_hidden_layers=1)
     layer, table = RANDOM["eagle"](tmp_path / "layer", served), embedding_of(served)
     own = with_embedding(layer, tmp_path / "own", table.flip(0).contiguous())
     stored = with_embedding(layer, tmp_path / "stored", table.flip(0).contiguous(), archive=True)
@@ -475,6 +476,8 @@ def test_compile_and_check_read_the_checkpoint(engines: Engines, tmp_path: Path)
     ).create_engine_config()
     compile_model(config, [])
     assert {graph.state for graph in survey_store(config, str(root)).graphs} == {"stored"}
-    engine = start(engines, stored, "eagle", rbln=FEWER | {"cache_root": str(root)})
+    engine = start(
+        engines, stored, "eagle", checkpoint=served, rbln=FEWER | {"cache_root": str(root)}
+    )
     assert engine.total("rbln_compile_seconds_count", result="compiled") == 0
-    assert_right(engines, engine, "eagle", own)
+    assert_right(engine, "eagle", own)

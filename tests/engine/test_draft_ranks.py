@@ -12,10 +12,10 @@ from tests.draft_checkpoints import FITTED
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.script import run_script
-from tests.engine.support import MOST
+from tests.engine.support import FEW, MOST
 from tests.engine.test_draft_families import BLOCKS, CHANNELS, MTP, SIZES, TENSORS
-from tests.engine.test_draft_models import GREEDY, PROMPTS, REFERENCES, speculation_of
-from tests.engine.test_speculation import FEW, NGRAM, results
+from tests.engine.test_draft_models import PROMPTS, REFERENCES, speculation_of, texts_of
+from tests.engine.test_speculation import NGRAM
 from tests.graph_cache import graph_cache
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
 from tests.quantized_checkpoints import Recipe
@@ -26,11 +26,6 @@ SCRIPT = Path(__file__).with_name("draft_ranks_script.py")
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 OFTEN = "eagle3"
 WHOLE_EXPERTS = {"enable_expert_parallel": True}
-
-
-def texts_of(engine: Engine) -> list[list[int]]:
-    answers = results(engine, PROMPTS, GREEDY)
-    return [prompt + list(answer[0]) for prompt, answer in zip(PROMPTS, answers, strict=True)]
 
 
 def assert_same_tokens(

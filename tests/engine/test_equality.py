@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -23,10 +24,13 @@ from tests.adapters import make_adapter
 from tests.checkpoint_families import REQUIRED
 from tests.checkpoint_weights import LOGIT_STD
 from tests.checkpoints import CheckpointCache
+from tests.draft_checkpoints import hidden_states
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
 from tests.engine.support import (
+    FEW,
     GREEDY,
+    Stepped,
     assert_equals_reference,
     make_prompts,
     poison_padding,
@@ -36,23 +40,27 @@ from tests.engine.test_scheduling import greedy, tokens
 from tests.reference import reference_generate
 
 # The biases of qwen2 are also in test_families.py, as those of opt.
-ARCHITECTURES = ["llama", pytest.param("qwen2", marks=pytest.mark.wide), "qwen3"]
+ARCHITECTURES = [
+    ("llama", {}),
+    ("qwen3", {"rbln": FEW}),
+    pytest.param("qwen2", {}, marks=pytest.mark.wide),
+]
 # One token, both sides of a block (16), of a chunk (64), several chunks, up to the context's end.
 PROMPT_LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 130, 223]
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_each_prompt_alone(engines: Engines, arch: str) -> None:
-    engine = engines(arch)
+@pytest.mark.parametrize(("arch", "options"), ARCHITECTURES)
+def test_each_prompt_alone(engines: Engines, arch: str, options: dict[str, Any]) -> None:
+    engine = engines(arch, **options)
     for prompt in make_prompts(PROMPT_LENGTHS):
         assert_equals_reference(engine, [prompt], engine.generate([prompt], GREEDY))
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_all_prompts_in_one_batch(engines: Engines, arch: str) -> None:
-    engine = engines(arch)
+@pytest.mark.parametrize(("arch", "options"), ARCHITECTURES)
+def test_all_prompts_in_one_batch(engines: Engines, arch: str, options: dict[str, Any]) -> None:
+    engine = engines(arch, **options)
     prompts = make_prompts(PROMPT_LENGTHS, seed=8)
     assert_equals_reference(engine, prompts, engine.generate(prompts, GREEDY))
 
@@ -62,16 +70,18 @@ def test_prompt_logprobs(engines: Engines) -> None:
     engine = engines("llama")
     prompts = make_prompts([1, 2, 64, 65, 150], seed=9)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, prompt_logprobs=2)
-    for prompt, output in zip(prompts, engine.generate(prompts, params), strict=True):
+    head = load_file(engine.checkpoint / "model.safetensors")["lm_head.weight"]
+    states, outputs = hidden_states(engine.checkpoint, prompts), engine.generate(prompts, params)
+    for prompt, rows, output in zip(prompts, states, outputs, strict=True):
         assert len(output.prompt_logprobs) == len(prompt)
         assert output.prompt_logprobs[0] is None
+        expected = (rows @ head.T).log_softmax(-1)
         for position in range(1, len(prompt)):
-            reference = reference_generate(engine.checkpoint, prompt[:position], 1)
             entries = output.prompt_logprobs[position]
             assert prompt[position] in entries
             for token_id, entry in entries.items():
-                expected = float(reference.logprobs[0, token_id])
-                assert entry.logprob == pytest.approx(expected, abs=1e-3)
+                wanted = float(expected[position - 1, token_id])
+                assert entry.logprob == pytest.approx(wanted, abs=1e-3)
 
 
 @pytest.mark.engine
@@ -108,7 +118,7 @@ def test_tokens_equal_the_reference_also_after_a_prefix_hit(engines: Engines, ar
     for prompt in PROMPTS:
         # Before the engine: vLLM wraps classes of transformers.
         reference_generate(engines.checkpoints(arch), prompt, 33)
-    engine = engines(arch)
+    engine = engines(arch, rbln=FEW)
     assert_equals_reference(engine, PROMPTS, engine.generate(PROMPTS, GREEDY))
     again = engine.generate(PROMPTS, GREEDY)
     assert any(output.num_cached_tokens for output in again)
@@ -167,7 +177,7 @@ def test_greedy_continuations_have_clear_margins_and_do_not_repeat(
 )
 def test_nan_in_padding_changes_no_token(engines: Engines, arch: str, tmp_path: Path) -> None:
     poisoned = poison_padding(engines.checkpoints(arch), tmp_path / "model")
-    engine = engines.fresh(arch, checkpoint=poisoned, max_num_seqs=4)
+    engine = engines.fresh(arch, checkpoint=poisoned, rbln=FEW)
     for cache in engine.kv_caches():
         cache.fill_(float("nan"))
     # Prompts of 5 and 70 leave padded rows in their chunks, three requests one in the batch.
@@ -229,53 +239,27 @@ FEATURES: tuple[dict[str, Any], ...] = (
 )
 
 
-class Company:
-    """Requests of an engine that is stepped by hand."""
+class Company(Stepped):
+    """Requests with options of parameters."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._core = engine.llm.llm_engine
-        self.answers: dict[str, Any] = {}
-        self.going: set[str] = set()
-
-    def add(
-        self,
-        name: str,
-        prompt: list[int],
-        options: dict[str, Any],
-        adapter: LoRARequest | None = None,
+    def ask(
+        self, name: str, prompt: list[int], options: dict[str, Any], lora: LoRARequest | None = None
     ) -> None:
         options = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True} | options
         if rules := options.pop("structured_outputs", None):
             options["structured_outputs"] = StructuredOutputsParams(**rules)
-        params, inputs = SamplingParams(**options), {"prompt_token_ids": prompt}
-        self._core.add_request(name, inputs, params, lora_request=adapter)
-        self.going.add(name)
-
-    def abort(self, name: str) -> None:
-        self._core.abort_request([name])
-        self.going.discard(name)
-
-    def step(self) -> None:
-        for output in self._core.step():
-            self.answers[output.request_id] = said(output)
-            if output.finished:
-                self.going.discard(output.request_id)
+        self.add(name, prompt, SamplingParams(**options), lora)
 
     def to_the_end(self) -> None:
-        while self.going:
-            self.step()
+        super().to_the_end()
         assert self.engine.used_blocks() == 0
 
-
-def said(output: Any) -> tuple[Any, ...]:
-    (completion,) = output.outputs
-    places = [
-        *(completion.logprobs or ()),
-        *(place or {} for place in output.prompt_logprobs or ()),
-    ]
-    logprobs = [{token: (entry.logprob, entry.rank) for token, entry in p.items()} for p in places]
-    return list(completion.token_ids), completion.finish_reason, logprobs
+    def answer(self, name: str) -> tuple[Any, ...]:
+        """Return tokens, the reason of the end, and all log-probabilities with their ranks."""
+        output, (completion,) = self.outputs[name], self.outputs[name].outputs
+        places = [*(completion.logprobs or ()), *filter(None, output.prompt_logprobs or ())]
+        logprobs = [{token: (e.logprob, e.rank) for token, e in place.items()} for place in places]
+        return self.tokens[name], completion.finish_reason, logprobs
 
 
 @pytest.mark.engine
@@ -283,21 +267,18 @@ def test_a_mask_ends_with_its_request(engines: Engines) -> None:
     """A stream; B with allowed tokens beside it; A ends, so that B moves; others come after it."""
     company = Company(engines("llama"))
     prompts = make_prompts([20, 21, 22, 23], seed=3)
-    company.add("a", prompts[0], {})
-    for _ in range(4):
-        company.step()
-    company.add("b", prompts[1], {"allowed_token_ids": [300], "max_tokens": 60})
+    company.ask("a", prompts[0], {})
+    company.step(4)
+    company.ask("b", prompts[1], {"allowed_token_ids": [300], "max_tokens": 60})
     while "a" in company.going:
         company.step()
-    for _ in range(3):
-        company.step()
-    company.add("c", prompts[2], {})
-    company.add("d", prompts[3], {})
+    company.step(3)
+    company.ask("c", prompts[2], {})
+    company.ask("d", prompts[3], {})
     company.to_the_end()
-    assert company.answers["b"][0] == [300] * 60
-    for name, prompt in zip("acd", (prompts[0], *prompts[2:]), strict=True):
-        expected = reference_generate(company.engine.checkpoint, prompt, 12).token_ids
-        assert company.answers[name][0] == expected, name
+    assert company.tokens["b"] == [300] * 60
+    del company.requests["b"]
+    company.assert_exact()
 
 
 PREEMPTING = {"num_gpu_blocks_override": 18, "enable_prefix_caching": True}
@@ -333,20 +314,19 @@ def test_arrivals_and_departures_change_no_answer(
         for prompt in make_prompts([3 + 7 * (n % 9) for n in range(60)], seed=12)
     ]
     for number, request in enumerate(requests):
-        company.add(f"alone-{number}", *request)
+        company.ask(f"alone-{number}", *request)
         company.to_the_end()
     aborted = set()
     for number, request in rng.sample([*enumerate(requests)], len(requests)):
-        company.add(f"beside-{number}", *request)
-        for _ in range(rng.randrange(7)):
-            company.step()
+        company.ask(f"beside-{number}", *request)
+        company.step(rng.randrange(7))
         if company.going and rng.random() < 0.15:
             aborted.add(leaving := rng.choice(sorted(company.going)))
             company.abort(leaving)
     company.to_the_end()
     for number, (_, features, _) in enumerate(requests):
         if f"beside-{number}" not in aborted:
-            together, alone = (company.answers[f"{when}-{number}"] for when in ("beside", "alone"))
+            together, alone = (company.answer(f"{when}-{number}") for when in ("beside", "alone"))
             assert together[0] == alone[0], features
             assert together == alone, features
     assert engine.total("rbln_recompiles_after_warmup_total") == 0

@@ -24,7 +24,14 @@ from tests.checkpoints import make_checkpoint
 from tests.draft_checkpoints import fitted_eagle3
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import NUM_TOKENS, assert_as_one_rank, run_ranks
-from tests.engine.support import GREEDY, assert_equals_reference, make_prompts, poison_padding
+from tests.engine.support import (
+    FEW,
+    GREEDY,
+    assert_equal,
+    assert_equals_reference,
+    make_prompts,
+    poison_padding,
+)
 from tests.engine.test_draft_models import speculation_of
 from tests.engine.test_scheduling import greedy, tokens
 from tests.graph_cache import graph_cache
@@ -40,8 +47,8 @@ from tests.reference import Reference, reference_generate
 pytestmark = pytest.mark.engine
 
 # One of each kind of attention, position and norm; the others are wide. The norms of qwen3 are in
-# test_equality.py.
-# Llama is in most other tests, windows are in gemma3_text.
+# test_equality.py, llama is in most other tests. gemma3_text has windows and norms of its own,
+# gpt_neox a partial rotation and parallel layers, opt learned positions.
 ALWAYS = {"gemma3_text", "gpt_neox", "opt"}
 
 
@@ -127,17 +134,6 @@ def running(
         gc.collect()
 
 
-def assert_equal(outputs: list[Any], expected: list[Reference], tolerance: float = 1e-3) -> None:
-    for output, reference in zip(outputs, expected, strict=True):
-        length, (completion,) = len(output.prompt_token_ids), output.outputs
-        assert list(completion.token_ids) == reference.token_ids, f"prompt of {length} tokens"
-        for position, entries in enumerate(completion.logprobs):
-            assert reference.token_ids[position] in entries
-            for token, entry in entries.items():
-                wanted = float(reference.logprobs[position, token])
-                assert entry.logprob == pytest.approx(wanted, abs=tolerance)
-
-
 def references(checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> list[Reference]:
     """To be made before any engine: vLLM wraps the classes of transformers that it runs itself."""
     return [reference_generate(checkpoint, prompt, num_tokens) for prompt in prompts]
@@ -220,6 +216,7 @@ def test_another_family(engines: Engines, tmp_path: Path, arch: str) -> None:
 # The text of multimodal checkpoints: tokens equal those of transformers' multimodal classes.
 
 
+# Windows and a projector; the positions of three axes.
 USUAL = ("gemma3", "qwen2_5_vl")
 MEMBERS = [
     pytest.param(name, marks=[] if name in USUAL else [pytest.mark.wide]) for name in CONFIGS
@@ -232,16 +229,10 @@ TEXT = {"disable_mm": True}
 def assert_equals_transformers(
     engines: Engines, checkpoint: Path, reference_of: Path | None = None
 ) -> None:
-    engine = engines.fresh(checkpoint=checkpoint, rbln=TEXT)
+    engine = engines.fresh(checkpoint=checkpoint, rbln=TEXT | FEW)
     prompts = make_prompts(PROMPT_LENGTHS, seed=7)
-    for prompt, output in zip(prompts, engine.generate(prompts, TEXT_GREEDY), strict=True):
-        reference = reference_generate(reference_of or checkpoint, prompt, TEXT_TOKENS)
-        (completion,) = output.outputs
-        assert list(completion.token_ids) == reference.token_ids, f"prompt of {len(prompt)}"
-        for position, entries in enumerate(completion.logprobs):
-            for token, entry in entries.items():
-                wanted = float(reference.logprobs[position, token])
-                assert entry.logprob == pytest.approx(wanted, abs=1e-3)
+    outputs = engine.generate(prompts, TEXT_GREEDY)
+    assert_equals_reference(engine, prompts, outputs, TEXT_TOKENS, reference_of)
     weights = dict(engine.core.model_executor.driver_worker.worker.get_model().named_parameters())
     assert [name for name in weights if "vision" in name or "visual" in name] == []
 
@@ -304,7 +295,7 @@ LATENT_PROMPTS = make_prompts([1, 17, 64, 130], seed=70)
 
 
 def test_tokens_equal_the_reference_also_after_a_prefix_hit(engines: Engines) -> None:
-    engine = engines("deepseek_v3")
+    engine = engines("deepseek_v3", rbln=FEW)
     assert_equals_reference(engine, LATENT_PROMPTS, engine.generate(LATENT_PROMPTS, GREEDY))
     # 48 compressed numbers and 16 rotated ones of a token, for four heads of 40 and 40.
     assert {cache.shape[1:] for cache in engine.kv_caches()} == {(1, 1, 1, 16, 64)}
@@ -362,7 +353,7 @@ GPT_GREEDY = SamplingParams(temperature=0.0, max_tokens=GPT_TOKENS, ignore_eos=T
 
 @pytest.mark.parametrize("kernels", ["native", pytest.param("aten", marks=pytest.mark.wide)])
 def test_each_prompt_alone(engines: Engines, kernels: str) -> None:
-    engine = engines("gpt_oss", rbln={"kernels": kernels})
+    engine = engines("gpt_oss", rbln=FEW | {"kernels": kernels})
     for prompt in make_prompts(GPT_LENGTHS, seed=40):
         outputs = engine.generate([prompt], GPT_GREEDY)
         assert_equals_reference(engine, [prompt], outputs, GPT_TOKENS)
@@ -370,13 +361,13 @@ def test_each_prompt_alone(engines: Engines, kernels: str) -> None:
 
 @pytest.mark.parametrize("kernels", ["native", "aten"])
 def test_all_prompts_in_one_batch(engines: Engines, kernels: str) -> None:
-    engine = engines("gpt_oss", rbln={"kernels": kernels})
+    engine = engines("gpt_oss", rbln=FEW | {"kernels": kernels})
     prompts = make_prompts(GPT_LENGTHS, seed=41)
     assert_equals_reference(engine, prompts, engine.generate(prompts, GPT_GREEDY), GPT_TOKENS)
 
 
 def test_a_prefix_hit_changes_no_token(engines: Engines) -> None:
-    engine = engines("gpt_oss", rbln={"kernels": "native"})
+    engine = engines("gpt_oss", rbln=FEW | {"kernels": "native"})
     head, *tails = make_prompts([130, 1, 30, 60], seed=42)
     engine.generate([head], greedy(1))
     prompts = [head + tail for tail in tails]
@@ -387,7 +378,7 @@ def test_a_prefix_hit_changes_no_token(engines: Engines) -> None:
 
 def test_nan_in_padded_rows_changes_no_token(engines: Engines, tmp_path: Path) -> None:
     poisoned = poison_padding(engines.checkpoints("gpt_oss"), tmp_path / "model")
-    engine = engines.fresh("gpt_oss", checkpoint=poisoned)
+    engine = engines.fresh("gpt_oss", checkpoint=poisoned, rbln=FEW)
     # Prompts of 5 and 70 leave padded rows in their chunks, three requests one in the batch.
     prompts = make_prompts([5, 70, 130], seed=43)
     for prompt, output in zip(prompts, engine.generate(prompts, greedy(30)), strict=True):
@@ -396,9 +387,9 @@ def test_nan_in_padded_rows_changes_no_token(engines: Engines, tmp_path: Path) -
 
 
 def test_stored_programs_read_the_weights_and_sinks_of_the_model_at_hand(engines: Engines) -> None:
-    engines("gpt_oss", rbln={"kernels": "native"})
+    engines("gpt_oss", rbln=FEW | {"kernels": "native"})
     other = engines.checkpoints("gpt_oss", seed=1)
-    engine = engines.fresh("gpt_oss", checkpoint=other, rbln={"kernels": "native"})
+    engine = engines.fresh("gpt_oss", checkpoint=other, rbln=FEW)
     assert engine.total("rbln_compile_cache_requests_total", result="miss") == 0
     assert engine.total("rbln_compile_cache_requests_total", result="hit") > 0
     prompts = make_prompts([20, 100], seed=44)
@@ -406,7 +397,7 @@ def test_stored_programs_read_the_weights_and_sinks_of_the_model_at_hand(engines
 
 
 def test_bfloat16_stays_close_to_the_reference(engines: Engines) -> None:
-    engine = engines("gpt_oss", dtype="bfloat16")
+    engine = engines("gpt_oss", dtype="bfloat16", rbln=FEW)
     (prompt,) = make_prompts([100], seed=45)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
     (output,) = engine.generate([prompt], params)

@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 
 from rbln_backend.errors import ConfigError, UnsupportedModelError
 from tests.engine.conftest import Engine, Engines
-from tests.engine.support import make_prompts
+from tests.engine.support import FEW, make_prompts
 
 # `make test-nixl` installs the package; elsewhere a double copies between engines of a process.
 if importlib.util.find_spec("nixl") is None:
@@ -113,7 +113,8 @@ def test_tokens_are_those_of_one_engine(
 
 
 @pytest.mark.parametrize(
-    ("arch", "options"), [("deepseek_v2", {}), ("llama", {"kv_cache_dtype": "fp8"})]
+    ("arch", "options"),
+    [("deepseek_v2", {"rbln": FEW}), ("llama", {"kv_cache_dtype": "fp8", "rbln": FEW})],
 )
 def test_latent_and_rounded_caches(engines: Engines, arch: str, options: dict[str, Any]) -> None:
     prompts = make_prompts(LENGTHS, seed=33)
@@ -131,7 +132,7 @@ def test_heads_of_blocks_that_were_read_are_hit(engines: Engines) -> None:
     (prompt,) = make_prompts([200], seed=8)
     shared = [prompt[:88] + prompt[150:160]]
     params = SamplingParams(**GREEDY)
-    both = make_pair(engines, "llama", block_size=64)
+    both = make_pair(engines, "llama", block_size=64, rbln=FEW)
     (first,) = both.answers([prompt], both.offers([prompt]), **GREEDY)
     (second,) = both.decode.generate(shared, params)
     assert (first.num_cached_tokens, second.num_cached_tokens) == (200, 80)

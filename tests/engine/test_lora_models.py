@@ -20,10 +20,10 @@ from tests.checkpoints import CheckpointCache
 from tests.engine import parallel_runs
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import run_ranks
-from tests.engine.support import make_prompts
+from tests.engine.support import FEW, make_prompts
 from tests.engine.test_families import BATCHES, CHUNKS, references, running
 from tests.engine.test_lora import LORA, NUM_TOKENS, bits, generate, tokens, worker
-from tests.engine.test_parallel import DATA, PIPELINE, TENSOR
+from tests.engine.test_parallel import DATA, FEW_GRAPHS, PIPELINE, TENSOR
 from tests.graph_cache import graph_cache
 from tests.reference import reference_generate
 
@@ -87,7 +87,7 @@ def test_experts_and_head(
         checkpoint, tmp_path / "1", rank=8, targets=EXPERTS, experts=experts, seed=1
     )
     some = make_adapter(checkpoint, tmp_path / "2", rank=3, targets=ATTENTION[:1], seed=2)
-    engine = engines(arch, **LORA, **({"rbln": options} if options else {}))
+    engine = engines(arch, **LORA, rbln=FEW | options)
     check_batch(engine, {1: every, 2: some}, tmp_path)
 
 
@@ -129,7 +129,8 @@ def _stacked_and_single(engine: Engine, folder: Path) -> list[Path]:
 
 
 def test_stacks_of_a_block_that_transformers_renamed(engines: Engines, tmp_path: Path) -> None:
-    engine = engines("mixtral", **LORA)
+    one_layer = engines.checkpoints("mixtral", num_hidden_layers=1)
+    engine = engines.fresh(checkpoint=one_layer, **LORA, rbln=FEW)
     torch.manual_seed(3)
     requests = [
         LoRARequest(path.name, next(_numbers), str(path))
@@ -144,7 +145,7 @@ def test_stacks_of_a_block_that_transformers_renamed(engines: Engines, tmp_path:
 
 
 def test_one_matrix_of_one_expert(engines: Engines, tmp_path: Path) -> None:
-    engine = engines("qwen3_moe", **LORA)
+    engine = engines("qwen3_moe", **LORA, rbln=FEW)
     one = make_adapter(engine.checkpoint, tmp_path / "1", rank=16, targets=MLP, experts="single")
     _keep(one, "experts.3.up_proj", "layers.1.mlp.experts.5.down_proj")
     stack = make_adapter(engine.checkpoint, tmp_path / "2", rank=2, targets=(), experts="stacked")
@@ -235,7 +236,7 @@ WHOLE_EXPERTS = {"enable_expert_parallel": True}
 @pytest.mark.parametrize(
     ("arch", "fields", "options"),
     [
-        ("llama", ONE_KEY_HEAD, TENSOR),
+        ("llama", ONE_KEY_HEAD | {"num_hidden_layers": 2}, TENSOR | FEW_GRAPHS),
         pytest.param("llama", {}, PIPELINE, marks=wide),
         pytest.param("llama", {}, TENSOR | PIPELINE, marks=wide),
         pytest.param("llama", {}, DATA, marks=wide),

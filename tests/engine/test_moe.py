@@ -14,7 +14,7 @@ from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.settings import configured
 from tests.checkpoint_families import MIXTURES
 from tests.engine.conftest import Engine, Engines
-from tests.engine.support import GREEDY, NUM_TOKENS, assert_equals_reference, make_prompts
+from tests.engine.support import FEW, GREEDY, NUM_TOKENS, assert_equals_reference, make_prompts
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
@@ -31,7 +31,7 @@ PROMPTS = make_prompts(PROMPT_LENGTHS, seed=50)
 
 
 def engine_on(engines: Engines, arch: str, path: str, **rbln: Any) -> Engine:
-    return engines(arch, rbln={**PATHS[path], **rbln})
+    return engines(arch, rbln={**FEW, **PATHS[path], **rbln})
 
 
 def assert_alone_and_together(engine: Engine) -> None:
@@ -65,7 +65,7 @@ def test_every_family_on_every_path(engines: Engines, arch: str, path: str) -> N
 
 
 def test_routing_in_groups_by_biased_scores(engines: Engines) -> None:
-    engine = engines("glm4_moe")
+    engine = engines("glm4_moe", rbln=FEW)
     prompts = make_prompts([17, 65, 130], seed=52)
     assert_equals_reference(engine, prompts, engine.generate(prompts, GREEDY))
 

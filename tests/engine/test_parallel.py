@@ -19,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.engine.conftest import DEFAULTS, Engine, Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
-from tests.engine.support import assert_equals_reference, make_prompts
+from tests.engine.support import FEW, assert_equals_reference, make_prompts
 from tests.engine.test_moe import PATHS
 from tests.graph_cache import graph_cache
 from tests.kernel_cache import share_kernels
@@ -31,6 +31,7 @@ PROMPTS = make_prompts([1, 17, 64, 65, 130, 200], seed=500)
 TENSOR: dict[str, Any] = {"tensor_parallel_size": 2}
 PIPELINE: dict[str, Any] = {"pipeline_parallel_size": 2}
 DATA: dict[str, Any] = {"data_parallel_size": 2}
+FEW_GRAPHS: dict[str, Any] = {"additional_config": {"rbln": {"num_threads": 1} | FEW}}
 # Ranks add up their parts of a sum; stages and engines compute what one rank computes.
 ROUNDING, NONE = 1e-4, 0.0
 wide = pytest.mark.wide
@@ -40,7 +41,7 @@ wide = pytest.mark.wide
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
-        (TENSOR, ROUNDING),
+        (TENSOR | FEW_GRAPHS, ROUNDING),
         pytest.param(TENSOR | {"async_scheduling": True}, ROUNDING, marks=wide),
         pytest.param(PIPELINE, NONE, marks=wide),
         pytest.param(TENSOR | PIPELINE, ROUNDING, marks=wide),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 
@@ -20,7 +21,7 @@ from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import write_medusa
 from tests.engine.conftest import DEFAULTS, Engines
 from tests.engine.script import run_script
-from tests.engine.support import make_prompts
+from tests.engine.support import FEW, make_prompts
 from tests.graph_cache import graph_cache
 from tests.quantized_checkpoints import Recipe, quantization_config
 from tests.reference import reference_generate
@@ -234,7 +235,9 @@ def test_a_profile_is_written(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RBLN_PROFILER", "1")
-    engine = engines.fresh("llama", rbln={"cache_root": str(tmp_path)})
+    rbln = FEW | {"cache_root": str(tmp_path)}
+    checkpoint = engines.checkpoints("llama", num_hidden_layers=1)
+    engine = engines.fresh(checkpoint=checkpoint, rbln=rbln)
     engine.core.profile(True)
     engine.generate([[5, 6, 7]], None)
     engine.core.profile(False)
@@ -248,9 +251,7 @@ def test_the_custom_kernel_computes_the_same(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
     monkeypatch.setenv("RBLN_USE_CUSTOM_KERNEL", "1")
-    engine = engines.fresh(arch)
-    from vllm import SamplingParams
-
+    engine = engines.fresh(arch, rbln=FEW)
     prompt = make_prompts([90], seed=300)[0]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     expected = reference_generate(engine.checkpoint, prompt, 20).token_ids
@@ -282,9 +283,7 @@ def test_model_classes_are_looked_at_in_this_process(
 
 def test_one_block_per_request(engines: Engines) -> None:
     """block_size == max_model_len takes the ops that know no paging."""
-    from vllm import SamplingParams
-
-    engine = engines.fresh("llama", block_size=256)
+    engine = engines.fresh("llama", block_size=256, rbln=FEW)
     prompt = make_prompts([90], seed=301)[0]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     (output,) = engine.generate([prompt], params)

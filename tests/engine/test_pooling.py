@@ -33,6 +33,8 @@ pytestmark = pytest.mark.engine
 LENGTHS = [1, 2, 16, 17, 63, 64, 65, 129, 200, 255, 256]
 # As the server's command line has it: vLLM requires the option for some poolers.
 EMBED: dict[str, Any] = {"runner": "pooling", "convert": "embed", "enable_chunked_prefill": True}
+# Few graphs, where chunks are not the subject.
+ONE_CHUNK = {"prefill_chunk_buckets": [64]}
 TOLERANCE = 1e-4
 
 
@@ -43,8 +45,10 @@ def encode(engine: Engine, prompts: list[list[int]], task: str, **params: Any) -
     return outputs
 
 
-def vectors(engine: Engine, prompts: list[list[int]], **params: Any) -> list[Tensor]:
-    return [output.outputs.data for output in encode(engine, prompts, "embed", **params)]
+def vectors(
+    engine: Engine, prompts: list[list[int]], task: str = "embed", **params: Any
+) -> list[Tensor]:
+    return [output.outputs.data for output in encode(engine, prompts, task, **params)]
 
 
 def assert_close(actual: Tensor, expected: Tensor, about: str) -> None:
@@ -137,7 +141,7 @@ def test_results_outlive_the_steps_after_them(engines: Engines) -> None:
 
 def test_a_bare_decoder_pools_by_itself(engines: Engines, tmp_path: Path) -> None:
     checkpoint = bare_model(engines.checkpoints("llama"), tmp_path / "bare")
-    engine = engines.fresh(checkpoint=checkpoint, runner="pooling")
+    engine = engines.fresh(checkpoint=checkpoint, runner="pooling", rbln=ONE_CHUNK)
     assert engine.core.get_supported_tasks() == ("embed", "token_embed")
     (prompt,) = make_prompts([100], seed=46)
     (actual,) = vectors(engine, [prompt])
@@ -149,7 +153,7 @@ def test_sentence_transformers_files_are_obeyed(engines: Engines, tmp_path: Path
     checkpoint = sentence_transformer(
         engines.checkpoints("qwen3"), tmp_path / "st", dense=dense, matryoshka_dimensions=[32, 96]
     )
-    engine = engines.fresh(checkpoint=checkpoint)
+    engine = engines.fresh(checkpoint=checkpoint, rbln=ONE_CHUNK)
     (prompt,) = make_prompts([90], seed=47)
     projected = dense @ hidden_states(checkpoint, prompt)[-1]
     for dimensions in (None, 96, 32):
@@ -163,7 +167,7 @@ def test_sentence_transformers_files_are_obeyed(engines: Engines, tmp_path: Path
 
 def test_a_classifier_scores_the_last_token(engines: Engines, tmp_path: Path) -> None:
     checkpoint = classifier(engines.checkpoints("qwen3"), tmp_path / "classifier", num_labels=3)
-    engine = engines.fresh(checkpoint=checkpoint)
+    engine = engines.fresh(checkpoint=checkpoint, rbln=ONE_CHUNK)
     prompts = make_prompts([1, 65, 140], seed=48)
     for prompt, output in zip(prompts, encode(engine, prompts, "classify"), strict=True):
         expected = class_logits(checkpoint, prompt).softmax(-1)
@@ -173,7 +177,7 @@ def test_a_classifier_scores_the_last_token(engines: Engines, tmp_path: Path) ->
 @pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.wide), "float16"])
 def test_a_half_precision_model_pools_in_float32(engines: Engines, dtype: str) -> None:
     # By default vLLM converts float32 checkpoints of pooling models to float16.
-    engine = engines.fresh("qwen3", **EMBED, dtype=dtype)
+    engine = engines.fresh("qwen3", **EMBED, dtype=dtype, rbln=ONE_CHUNK)
     prompts = make_prompts([5, 130], seed=49)
     for prompt, actual in zip(prompts, vectors(engine, prompts), strict=True):
         assert actual.dtype == torch.float32
@@ -203,15 +207,7 @@ def test_an_aborted_prompt_leaves_nothing_behind(engines: Engines) -> None:
 # Both sides of each bucket (16 to 256); most leave padding in their graph.
 ENCODER_LENGTHS = [1, 2, 15, 16, 17, 64, 65, 100, 255, 256]
 FAMILIES = ["Bert", "XLMRoberta", "ModernBert"]
-
-
-def encoders_encode(
-    engine: Engine, prompts: list[list[int]], task: str, **params: Any
-) -> list[Tensor]:
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    wish = PoolingParams(**params) if params else None
-    outputs = engine.llm.encode(inputs, wish, pooling_task=task, use_tqdm=False)
-    return [output.outputs.data for output in outputs]
+WHOLE = {"prefill_chunk_buckets": [256]}
 
 
 @pytest.mark.parametrize(
@@ -226,7 +222,7 @@ def test_the_first_token_pools(engines: Engines, tmp_path: Path, family: str) ->
     assert engine.core.vllm_config.scheduler_config.max_num_batched_tokens == 256
     assert engine.metric("rbln_device_memory_bytes", kind="kv") == 0
     prompts = make_prompts(ENCODER_LENGTHS, seed=60)
-    for prompt, actual in zip(prompts, encoders_encode(engine, prompts, "embed"), strict=True):
+    for prompt, actual in zip(prompts, vectors(engine, prompts), strict=True):
         assert_close(actual, pooled(checkpoint, prompt, "CLS"), f"{len(prompt)} tokens")
     assert engine.total("rbln_bucket_steps_total", phase="pooling") == len(prompts)
 
@@ -236,14 +232,13 @@ def test_every_token_and_their_mean(engines: Engines, tmp_path: Path, family: st
     checkpoint = encoder(family, engines.checkpoints("llama"), tmp_path / family)
     prompts = make_prompts([1, 17, 70], seed=61)
     options: dict[str, Any] = {"checkpoint": checkpoint, "enable_chunked_prefill": True}
+    options["rbln"] = WHOLE
     tokens = engines.fresh(**options, pooler_config=PoolerConfig(task="token_embed"))
-    for prompt, actual in zip(
-        prompts, encoders_encode(tokens, prompts, "token_embed"), strict=True
-    ):
+    for prompt, actual in zip(prompts, vectors(tokens, prompts, "token_embed"), strict=True):
         expected = normalize(hidden_states(checkpoint, prompt), dim=-1)
         assert_close(actual, expected, f"{len(prompt)} tokens")
     mean = engines.fresh(**options, pooler_config=PoolerConfig(seq_pooling_type="MEAN"))
-    for prompt, actual in zip(prompts, encoders_encode(mean, prompts, "embed"), strict=True):
+    for prompt, actual in zip(prompts, vectors(mean, prompts), strict=True):
         assert_close(actual, pooled(checkpoint, prompt, "MEAN"), f"{len(prompt)} tokens")
 
 
@@ -254,21 +249,22 @@ def test_a_decoder_made_to_look_ahead(engines: Engines) -> None:
         convert="embed",
         hf_overrides={"is_causal": False},
         enable_chunked_prefill=True,
+        rbln=WHOLE,
     )
     prompts = make_prompts([1, 16, 65, 200], seed=62)
-    for prompt, actual in zip(prompts, encoders_encode(engine, prompts, "embed"), strict=True):
+    for prompt, actual in zip(prompts, vectors(engine, prompts), strict=True):
         rows = hidden_states(engine.checkpoint, prompt, sees_all=True)
         assert_close(actual, normalize(rows[-1], dim=-1), f"{len(prompt)} tokens")
 
 
 def test_a_cross_encoder_tells_query_from_document(engines: Engines, tmp_path: Path) -> None:
     checkpoint = encoder("Bert", engines.checkpoints("llama"), tmp_path / "pairs", num_labels=1)
-    engine = engines.fresh(checkpoint=checkpoint, enable_chunked_prefill=True)
+    engine = engines.fresh(checkpoint=checkpoint, enable_chunked_prefill=True, rbln=WHOLE)
     (prompt,) = make_prompts([40], seed=63)
     scores: list[float] = []
     for start in (None, 10, 39):
         params = {} if start is None else {"extra_kwargs": {"compressed_token_type_ids": start}}
-        (actual,) = encoders_encode(engine, [prompt], "classify", **params)
+        (actual,) = vectors(engine, [prompt], "classify", **params)
         expected = class_logits(checkpoint, prompt, document_start=start).sigmoid()
         assert_close(actual, expected, f"document from {start}")
         scores.append(float(actual))
@@ -287,6 +283,6 @@ def test_a_half_precision_encoder(engines: Engines, tmp_path: Path, dtype: str) 
     checkpoint = encoder("Bert", engines.checkpoints("llama"), tmp_path / "half")
     engine = engines.fresh(checkpoint=checkpoint, dtype=dtype, enable_chunked_prefill=True)
     prompts = make_prompts([5, 70], seed=64)
-    for prompt, actual in zip(prompts, encoders_encode(engine, prompts, "embed"), strict=True):
+    for prompt, actual in zip(prompts, vectors(engine, prompts), strict=True):
         assert torch.isfinite(actual).all()
         assert float(actual @ pooled(checkpoint, prompt, "CLS")) > 0.99

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from tests.adapters import EVERY_LINEAR, HEAD, assert_worth_merged_weights, make_adapter, merge
+from tests.checkpoint_families import FULL, SLIDING
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import assert_as_one_rank, run_ranks
-from tests.engine.support import make_prompts
+from tests.engine.support import FEW, assert_equals_reference, make_prompts
 from tests.quantized_checkpoints import CHANNEL, Recipe, make_quantized_checkpoint
 from tests.reference import reference_generate
 
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.engine
 PROMPT_LENGTHS, NUM_TOKENS = [1, 17, 64, 130], 32
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
 W4 = Recipe(bits=4, group_size=64)
+# The time of a capture is that of the layers.
+TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
 FP8_BLOCKS = Recipe(format="fp8", block=(128, 128))
 # The sizes that blocks want; the last block of 192 inputs is cut.
 BLOCKS = {"hidden_size": 192, "num_key_value_heads": 4}
@@ -57,16 +60,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 def assert_equals_plain(engine: Engine, checkpoint: Path, seed: int) -> None:
     prompts = make_prompts(PROMPT_LENGTHS, seed=seed)
-    for prompt, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
-        reference = reference_generate(checkpoint / "plain", prompt, NUM_TOKENS)
-        (completion,) = output.outputs
-        assert list(completion.token_ids) == reference.token_ids, f"prompt of {len(prompt)}"
-        for position, entries in enumerate(completion.logprobs):
-            for token, entry in entries.items():
-                wanted = float(reference.logprobs[position, token])
-                assert entry.logprob == pytest.approx(wanted, abs=1e-3)
+    outputs = engine.generate(prompts, GREEDY)
+    assert_equals_reference(engine, prompts, outputs, NUM_TOKENS, checkpoint / "plain")
     # Alone, and after a prefix that is there already.
-    again, (alone,) = output, engine.generate(prompts[-1:], GREEDY)
+    again, (alone,) = outputs[-1], engine.generate(prompts[-1:], GREEDY)
     assert alone.num_cached_tokens > 0
     assert alone.outputs[0].token_ids == again.outputs[0].token_ids
 
@@ -121,13 +118,13 @@ def wide(*cases: Any) -> list[Any]:
 def test_tokens_equal_those_of_the_plain_weights(
     engines: Engines, make: Make, arch: str, recipe: Recipe
 ) -> None:
-    checkpoint = make(arch, recipe, **(BLOCKS if recipe == FP8_BLOCKS else {}))
-    engine = engines.fresh(checkpoint=checkpoint)
+    checkpoint = make(arch, recipe, **TWO_LAYERS, **(BLOCKS if recipe == FP8_BLOCKS else {}))
+    engine = engines.fresh(checkpoint=checkpoint, rbln=FEW)
     assert_equals_plain(engine, checkpoint, seed=70)
     assert_holds_nothing_else(engine, recipe.of("down_proj.weight"))
 
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     # Whole blocks of 64 for each of two ranks.
     "llama": {"num_key_value_heads": 4},
     "qwen2_moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
@@ -167,8 +164,9 @@ NATIVE = {"moe_use_opt_kernel": False, "moe_custom_kernel": False}
 def test_experts_equal_those_of_the_plain_weights(
     engines: Engines, make: Make, arch: str, recipe: Recipe, rbln: dict[str, Any]
 ) -> None:
-    checkpoint = make(arch, recipe, **SIZES.get(arch, {}))
-    engine = engines.fresh(checkpoint=checkpoint, rbln=rbln)
+    kinds = {"layer_types": [SLIDING, FULL]} if arch == "gpt_oss" else {}
+    checkpoint = make(arch, recipe, **SIZES.get(arch, {}), **TWO_LAYERS, **kinds)
+    engine = engines.fresh(checkpoint=checkpoint, rbln=FEW | rbln)
     assert_equals_plain(engine, checkpoint, seed=71)
 
 
@@ -307,7 +305,7 @@ def test_tokens_are_those_of_rounded_keys_and_values(
     engines: Engines, checkpoints: CheckpointCache, arch: str
 ) -> None:
     checkpoint, prompts = checkpoints(arch), make_prompts(LENGTHS, seed=90)
-    engine = engines.fresh(arch, **E4M3)
+    engine = engines.fresh(arch, **E4M3, rbln=FEW)
     together = answers_of(engine, prompts)
     assert_equals_rounded(together, prompts, checkpoint, unscaled(checkpoint))
     assert {cache.dtype for cache in engine.kv_caches()} == {torch.float8_e4m3fn}
@@ -335,8 +333,7 @@ SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": Tru
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        # An MTP layer's test has those of fp8.
-        pytest.param(Recipe(format="fp8", block=(0, 0)), E4M3, marks=pytest.mark.wide),
+        (Recipe(format="fp8", block=(0, 0)), E4M3),
         # The checkpoint asks for it.
         (Recipe(format="float-quantized", fields={"kv_cache_scheme": SCHEME}), {}),
     ],
@@ -347,14 +344,15 @@ def test_scales_are_the_checkpoints(
 ) -> None:
     checkpoint = make_quantized_checkpoint("llama", tmp_path / "fp8", recipe)
     scales = tuple((0.013 * (n + 1), 0.4 / (n + 1)) for n in range(len(unscaled(checkpoint))))
-    engine = engines.fresh(checkpoint=with_scales(checkpoint, scales), **options)
+    engine = engines.fresh(checkpoint=with_scales(checkpoint, scales), **options, rbln=FEW)
     prompts = make_prompts(LENGTHS, seed=91)
     assert_equals_rounded(answers_of(engine, prompts), prompts, checkpoint / "plain", scales)
     assert {cache.dtype for cache in engine.kv_caches()} == {torch.float8_e4m3fn}
 
 
 def test_a_token_takes_half_the_bytes_of_bfloat16(engines: Engines) -> None:
-    memory = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 20}
+    memory: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 20}
+    memory["rbln"] = {"enable_warm_up": False}
     whole = engines.fresh("llama", **memory)
     half = engines.fresh("llama", **memory, **E4M3)
     sizes = [engine.core.vllm_config.cache_config.num_gpu_blocks for engine in (whole, half)]

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from rbln_backend.config import BACKGROUND_PRIORITY, QUEUE_TIMEOUT
 from rbln_backend.scheduler import priorities
 from tests.engine.conftest import Engine, Engines
-from tests.engine.support import AnyLength, Oracle, make_prompts
+from tests.engine.support import FEW, AnyLength, Oracle, Stepped, make_prompts
 from tests.engine.test_equality import KINDS, outcome
 from tests.engine.test_lora import LORA, Adapters, worker
-from tests.engine.test_speculation import FEW, SUFFIX, Pair, results, texts_of
-from tests.reference import reference_generate
+from tests.engine.test_speculation import SUFFIX, Pair, results, texts_of
 
 pytestmark = pytest.mark.engine
 
@@ -52,109 +51,85 @@ def clock(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Clock:
     return CLOCK
 
 
-def add(engine: Engine, request_id: str, prompt: list[int], tokens: int, priority: int = 0) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    params.output_kind = RequestOutputKind.CUMULATIVE
-    engine.llm.llm_engine.add_request(
-        request_id, {"prompt_token_ids": prompt}, params, priority=priority
-    )
+@pytest.fixture
+def queue(engine: Engine) -> Stepped:
+    return Stepped(engine)
 
 
-def step(engine: Engine, done: dict[str, Any]) -> None:
-    for output in engine.llm.llm_engine.step():
-        done[output.request_id] = output.outputs[0]
+def greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
 
 
-def finish(engine: Engine, done: dict[str, Any]) -> None:
-    while engine.llm.llm_engine.has_unfinished_requests():
-        step(engine, done)
-    engine.llm.llm_engine.step()
-    assert engine.used_blocks() == 0
+def finish(queue: Stepped) -> None:
+    queue.to_the_end()
+    queue.core.step()
+    queue.assert_exact()
 
 
-def test_a_request_that_waits_too_long_ends_and_no_other(engine: Engine, clock: Clock) -> None:
+def test_a_request_that_waits_too_long_ends_and_no_other(queue: Stepped, clock: Clock) -> None:
     prompts = make_prompts([5, 6, 7, 8, 20, 30], seed=8)
-    done: dict[str, Any] = {}
     for number, prompt in enumerate(prompts[:4]):
-        add(engine, f"runs-{number}", prompt, 20)
-    add(engine, "waits", prompts[4], 2)
-    for _ in range(6):
-        step(engine, done)
+        queue.add(f"runs-{number}", prompt, greedy(20))
+    queue.add("waits", prompts[4], greedy(2))
+    queue.step(6)
     clock.now += MAX_QUEUE_S - 1
-    add(engine, "later", prompts[5], 2)
-    step(engine, done)
-    assert "waits" not in done
+    queue.add("later", prompts[5], greedy(2))
+    queue.step()
+    assert "waits" not in queue.outputs
     clock.now += 1.5
-    step(engine, done)
-    assert done["waits"].finish_reason == "error"
-    assert done["waits"].stop_reason == QUEUE_TIMEOUT
-    assert list(done["waits"].token_ids) == []
-    finish(engine, done)
-    for number, prompt in enumerate(prompts[:4]):
-        expected = reference_generate(engine.checkpoint, prompt, 20).token_ids
-        assert list(done[f"runs-{number}"].token_ids) == expected
-    # It waited for a second and a half of its own.
-    expected = reference_generate(engine.checkpoint, prompts[5], 2).token_ids
-    assert list(done["later"].token_ids) == expected
+    queue.step()
+    assert_waited_too_long(queue)
+    # The last one waited for a second and a half of its own.
+    finish(queue)
 
 
-def test_the_last_waiting_request_ends_although_nothing_runs(engine: Engine, clock: Clock) -> None:
-    (prompt,) = make_prompts([20], seed=9)
-    done: dict[str, Any] = {}
-    add(engine, "waits", prompt, 2)
+def assert_waited_too_long(queue: Stepped) -> None:
+    (completion,) = queue.outputs["waits"].outputs
+    ended = completion.finish_reason, completion.stop_reason, list(completion.token_ids)
+    assert ended == ("error", QUEUE_TIMEOUT, [])
+    del queue.requests["waits"]
+
+
+def test_the_last_waiting_request_ends_although_nothing_runs(queue: Stepped, clock: Clock) -> None:
+    queue.add("waits", make_prompts([20], seed=9)[0], greedy(2))
     clock.now += MAX_QUEUE_S + 1
-    step(engine, done)
-    assert done["waits"].finish_reason == "error"
-    assert not engine.llm.llm_engine.has_unfinished_requests()
-    finish(engine, done)
+    queue.step()
+    assert_waited_too_long(queue)
+    assert not queue.core.has_unfinished_requests()
+    finish(queue)
 
 
-def test_a_long_prefill_is_not_waiting(engine: Engine, clock: Clock) -> None:
-    (prompt,) = make_prompts([200], seed=10)
-    done: dict[str, Any] = {}
-    add(engine, "long", prompt, 3)
-    step(engine, done)
+def test_a_long_prefill_is_not_waiting(queue: Stepped, clock: Clock) -> None:
+    queue.add("long", make_prompts([200], seed=10)[0], greedy(3))
+    queue.step()
     clock.now += 2 * MAX_QUEUE_S
-    finish(engine, done)
-    assert (
-        list(done["long"].token_ids) == reference_generate(engine.checkpoint, prompt, 3).token_ids
-    )
+    finish(queue)
 
 
-def test_an_aborted_or_finished_request_is_not_missed(engine: Engine, clock: Clock) -> None:
+def test_an_aborted_or_finished_request_is_not_missed(queue: Stepped, clock: Clock) -> None:
     prompts = make_prompts([5, 6], seed=11)
-    done: dict[str, Any] = {}
-    add(engine, "finishes", prompts[0], 1)
-    finish(engine, done)
-    add(engine, "aborted", prompts[1], 1)
-    engine.llm.llm_engine.abort_request(["aborted"])
+    queue.add("finishes", prompts[0], greedy(1))
+    finish(queue)
+    queue.add("aborted", prompts[1], greedy(1))
+    queue.abort("aborted")
     clock.now += 2 * MAX_QUEUE_S
-    add(engine, "next", prompts[1], 1)
-    finish(engine, done)
-    assert done["next"].finish_reason == "length"
+    queue.add("next", prompts[1], greedy(1))
+    finish(queue)
 
 
-def test_waiting_requests_are_served_by_priority(engine: Engine) -> None:
+def test_waiting_requests_are_served_by_priority(queue: Stepped) -> None:
     prompts = make_prompts([5, 6, 7, 8, 9, 10, 11], seed=12)
-    done: dict[str, Any] = {}
     for number, prompt in enumerate(prompts[:4]):
-        add(engine, f"runs-{number}", prompt, 8 + 4 * number)
-    for _ in range(8):
-        step(engine, done)
-    add(engine, "low", prompts[4], 3, priority=5)
-    add(engine, "middle", prompts[5], 3)
-    add(engine, "high", prompts[6], 3, priority=-5)
-    begun: list[str] = []
-    while engine.llm.llm_engine.has_unfinished_requests():
-        for output in engine.llm.llm_engine.step():
-            if output.request_id not in begun and "runs" not in output.request_id:
-                begun.append(output.request_id)
-    assert begun == ["high", "middle", "low"]
+        queue.add(f"runs-{number}", prompt, greedy(8 + 4 * number))
+    queue.step(8)
+    for number, (name, priority) in enumerate((("low", 5), ("middle", 0), ("high", -5)), 4):
+        queue.add(name, prompts[number], greedy(3), priority=priority)
+    finish(queue)
+    assert queue.begun[4:] == ["high", "middle", "low"]
 
 
-def test_the_lowest_priority_is_preempted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = engine.core.scheduler
-    preempted: list[int] = []
+def test_the_lowest_priority_is_preempted(queue: Stepped, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, preempted = queue.engine.core.scheduler, list[int]()
     original = scheduler._preempt_request
 
     def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,17 +137,11 @@ def test_the_lowest_priority_is_preempted(engine: Engine, monkeypatch: pytest.Mo
         return original(request, *args, **kwargs)
 
     monkeypatch.setattr(scheduler, "_preempt_request", noting)
-    prompts = make_prompts([40, 45, 50, 55], seed=13)
-    done: dict[str, Any] = {}
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(make_prompts([40, 45, 50, 55], seed=13)):
         # The first one, which by the order of arrival would be the last to go.
-        add(engine, str(number), prompt, 40, priority=9 if number == 0 else 0)
-    finish(engine, done)
-    assert preempted
+        queue.add(str(number), prompt, greedy(40), priority=9 if number == 0 else 0)
+    finish(queue)
     assert preempted[0] == 9
-    for number, prompt in enumerate(prompts):
-        expected = reference_generate(engine.checkpoint, prompt, 40).token_ids
-        assert list(done[str(number)].token_ids) == expected
 
 
 # --------------------------------------------------------------------------------------- background
@@ -188,47 +157,13 @@ BUCKETS = {
 NUM_TOKENS = 40
 
 
-class Run:
-    """Requests of both classes in one engine, stepped by hand."""
+class Run(Stepped):
+    """Requests of both classes."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._core = engine, engine.llm.llm_engine
-        self.prompts: dict[str, list[int]] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.finished: list[str] = []
-
-    def add(self, name: str, prompt: list[int], *, behind: bool = False) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        priority = BACKGROUND_PRIORITY if behind else 0
-        self._core.add_request(name, {"prompt_token_ids": prompt}, params, priority=priority)
-        self.prompts[name], self.tokens[name] = prompt, []
-
-    def step(self) -> list[str]:
-        """The requests that got a token."""
-        moved = []
-        for output in self._core.step():
-            tokens = list(output.outputs[0].token_ids)
-            if len(tokens) > len(self.tokens[output.request_id]):
-                moved.append(output.request_id)
-            self.tokens[output.request_id] = tokens
-            if output.finished:
-                self.finished.append(output.request_id)
-        return moved
-
-    def until(self, number: int) -> None:
-        """Step until so many have their first token."""
-        while sum(map(bool, self.tokens.values())) < number:
-            self.step()
-
-    def to_the_end(self) -> None:
-        while self._core.has_unfinished_requests():
-            self.step()
-
-    def assert_exact(self) -> None:
-        for name, prompt in self.prompts.items():
-            expected = reference_generate(self._engine.checkpoint, prompt, NUM_TOKENS).token_ids
-            assert self.tokens[name] == expected, name
-        assert self._engine.used_blocks() == 0
+    def ask(self, name: str, prompt: list[int]) -> None:
+        """Of the background if its name begins with "behind"."""
+        priority = BACKGROUND_PRIORITY if name.startswith("behind") else 0
+        self.add(name, prompt, greedy(NUM_TOKENS), priority=priority)
 
 
 def rows(engine: Engine, kind: str) -> float:
@@ -240,7 +175,7 @@ def run(engines: Engines) -> Any:
     engine = engines("gemma3_text", max_num_seqs=8, rbln=BUCKETS)
     mixed = Run(engine)
     yield engine, mixed
-    engine.llm.llm_engine.abort_request(list(mixed.prompts), internal=False)
+    engine.llm.llm_engine.abort_request(list(mixed.requests))
 
 
 def test_it_fills_the_bucket_of_who_comes_and_waits_otherwise(run: tuple[Engine, Run]) -> None:
@@ -248,15 +183,15 @@ def test_it_fills_the_bucket_of_who_comes_and_waits_otherwise(run: tuple[Engine,
     prompts = make_prompts([20, 70, 33, 50, 41, 25, 130], seed=90)
     alone, padding = rows(engine, "alone"), rows(engine, "padding")
     for number in range(4):
-        mixed.add(f"behind-{number}", prompts[number], behind=True)
-    mixed.until(4)
+        mixed.ask(f"behind-{number}", prompts[number])
+    mixed.until_begun(4)
     assert set(mixed.step()) == {f"behind-{number}" for number in range(4)}
     assert rows(engine, "alone") > alone
     assert rows(engine, "padding") == padding
     # The longest prompt of all is read before anything else moves, but for what is owed a step.
     for number in range(4, 7):
-        mixed.add(f"front-{number}", prompts[number])
-    mixed.until(7)
+        mixed.ask(f"front-{number}", prompts[number])
+    mixed.until_begun(7)
     # Three of the front have the bucket of four: one row is left, always the same one's.
     for _ in range(5):
         moved = set(mixed.step())
@@ -278,11 +213,11 @@ def test_the_front_takes_places_and_blocks(engines: Engines) -> None:
     mixed = Run(engine)
     prompts = make_prompts([40, 45, 50, 55, 90, 120], seed=91)
     for number in range(4):
-        mixed.add(f"behind-{number}", prompts[number], behind=True)
-    mixed.until(4)
+        mixed.ask(f"behind-{number}", prompts[number])
+    mixed.until_begun(4)
     # There is no place, and hardly a block.
     for number in (4, 5):
-        mixed.add(f"front-{number}", prompts[number])
+        mixed.ask(f"front-{number}", prompts[number])
     mixed.to_the_end()
     assert engine.total("rbln_background_preemptions_total") >= 2
     assert mixed.finished[:2] == ["front-4", "front-5"]
@@ -292,9 +227,9 @@ def test_the_front_takes_places_and_blocks(engines: Engines) -> None:
 def test_prompts_of_the_background_come_seldom_beside_streams(run: tuple[Engine, Run]) -> None:
     _, mixed = run
     front, behind = make_prompts([30, 60], seed=92)
-    mixed.add("front", front)
-    mixed.until(1)
-    mixed.add("behind", behind, behind=True)
+    mixed.ask("front", front)
+    mixed.until_begun(1)
+    mixed.ask("behind", behind)
     while "front" not in mixed.finished:
         assert mixed.step() == ["front"], "no chunk took its step"
     mixed.to_the_end()
@@ -313,14 +248,14 @@ def test_a_prompt_that_comes_seldom_is_not_cut(
 
     front, alone, behind = make_prompts([30, 40, 40], seed=93)
     before = chunks()
-    mixed.add("alone", alone, behind=True)
-    mixed.until(1)
+    mixed.ask("behind-alone", alone)
+    mixed.until_begun(1)
     assert chunks() == before + 2
-    mixed.add("front", front)
-    mixed.until(2)
+    mixed.ask("front", front)
+    mixed.until_begun(2)
     before = chunks()
-    mixed.add("behind", behind, behind=True)
-    mixed.until(3)
+    mixed.ask("behind", behind)
+    mixed.until_begun(3)
     assert chunks() == before + 1
     mixed.to_the_end()
     mixed.assert_exact()
@@ -353,51 +288,26 @@ CHOOSY = params(
 )
 
 
-class Mixed:
-    """Streams and lines of the background in one engine, stepped by hand."""
+class Mixed(Stepped):
+    """Streams and lines of the background."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._core = engine, engine.llm.llm_engine
-        self._requests: dict[str, tuple[list[int], SamplingParams, Any]] = {}
-        self.done: dict[str, Any] = {}
-
-    def add(self, name: str, prompt: list[int], params: SamplingParams, lora: Any = None) -> None:
-        """Names of lines begin with "line"."""
+    def ask(self, name: str, prompt: list[int], params: SamplingParams, lora: Any = None) -> None:
+        """Of the background if its name begins with "line"."""
         priority = BACKGROUND_PRIORITY if name.startswith("line") else 0
-        inputs = {"prompt_token_ids": prompt}
-        self._core.add_request(name, inputs, params, lora_request=lora, priority=priority)
-        self._requests[name] = (prompt, params, lora)
-
-    def step(self, times: int = 1) -> None:
-        for _ in range(times):
-            for output in self._core.step():
-                if output.finished:
-                    self.done[output.request_id] = output
-
-    def until(self, name: str) -> None:
-        while name not in self.done:
-            self.step()
-
-    def to_the_end(self) -> None:
-        while self._core.has_unfinished_requests():
-            self.step()
-
-    def abort(self, name: str) -> None:
-        self._core.abort_request([name], internal=False)
-        del self._requests[name]
+        self.add(name, prompt, params, lora, priority)
 
     def assert_as_alone(self, plain: Engine | None = None) -> None:
         """Assert that every request gives the outcome that it has alone, in `plain` if given."""
-        plain = plain or self._engine
-        assert self._engine.used_blocks() == 0
-        assert self._engine.total("rbln_recompiles_after_warmup_total") == 0
-        for name, (prompt, params, lora) in self._requests.items():
+        plain = plain or self.engine
+        assert self.engine.used_blocks() == 0
+        assert self.engine.total("rbln_recompiles_after_warmup_total") == 0
+        for name, (prompt, params, lora) in self.requests.items():
             plain.core.scheduler.reset_prefix_cache()
             (alone,) = plain.llm.generate(
                 [{"prompt_token_ids": prompt}], params, use_tqdm=False, lora_request=lora
             )
-            if outcome(alone) != outcome(self.done[name]):
-                pytest.fail(f"{name}: {outcome(self.done[name])[0]}, not {outcome(alone)[0]}")
+            if outcome(alone) != outcome(self.outputs[name]):
+                pytest.fail(f"{name}: {self.tokens[name]}, not {outcome(alone)[0]}")
 
 
 def chunks(engine: Engine) -> float:
@@ -412,7 +322,7 @@ def start(engine: Engine) -> Mixed:
     """One stream, whose prompt is read; nothing is hit."""
     engine.core.scheduler.reset_prefix_cache()
     mixed = Mixed(engine)
-    mixed.add("stream", make_prompts([20], seed=11)[0], STREAM)
+    mixed.ask("stream", make_prompts([20], seed=11)[0], STREAM)
     mixed.step()
     return mixed
 
@@ -421,9 +331,9 @@ def assert_prefilled_in_rows(engine: Engine, lines: list[SamplingParams]) -> Non
     mixed, before, earlier = start(engine), chunks(engine), prefilled(engine)
     prompts = make_prompts([70, 33, 1, 45], seed=12)
     for number, (prompt, wanted) in enumerate(zip(prompts, lines, strict=True)):
-        mixed.add(f"line-{number}", prompt, wanted)
+        mixed.ask(f"line-{number}", prompt, wanted)
     steps = 0
-    while not mixed.done:
+    while not mixed.finished:
         mixed.step()
         steps += 1
     mixed.to_the_end()
@@ -438,7 +348,7 @@ def test_the_stream_is_held_up_by_nothing(engines: Engines) -> None:
     assert_prefilled_in_rows(engine, [params(), SEEDED, params(), CHOOSY])
     mixed = start(engine)
     for number, prompt in enumerate(make_prompts([70, 60, 50], seed=13)):
-        mixed.add(f"line-{number}", prompt, params())
+        mixed.ask(f"line-{number}", prompt, params())
     for length in range(2, 60):
         mixed.step()
         (stream,) = (r for r in engine.core.scheduler.running if r.request_id.startswith("stream"))
@@ -467,11 +377,11 @@ def test_grammars_do_not_move_while_a_prompt_is_read(engines: Engines) -> None:
         )
 
     mixed = start(engine)
-    mixed.add("other stream", make_prompts([9], seed=16)[0], grammar())
+    mixed.ask("other stream", make_prompts([9], seed=16)[0], grammar())
     for number, prompt in enumerate(make_prompts([40, 30], seed=14)):
-        mixed.add(f"line-{number}", prompt, grammar())
+        mixed.ask(f"line-{number}", prompt, grammar())
     mixed.to_the_end()
-    assert mixed.done["line-0"].outputs[0].text.startswith("[")
+    assert mixed.outputs["line-0"].outputs[0].text.startswith("[")
     mixed.assert_as_alone()
 
 
@@ -482,7 +392,7 @@ def test_rows_of_several_adapters(engines: Engines, tmp_path: Path) -> None:
     mixed, before = start(engine), chunks(engine)
     prompts = make_prompts([40, 30, 35, 20], seed=15)
     for number, (prompt, lora) in enumerate(zip(prompts, (one, two, three, None), strict=True)):
-        mixed.add(f"line-{number}", prompt, params(), lora)
+        mixed.ask(f"line-{number}", prompt, params(), lora)
     mixed.to_the_end()
     assert chunks(engine) == before
     mixed.assert_as_alone()
@@ -495,9 +405,9 @@ def test_a_prefix_is_read_once(engines: Engines) -> None:
     mixed, earlier = start(engine), prefilled(engine)
     (stem,) = make_prompts([48], seed=17)
     for number, tail in enumerate(make_prompts([5, 6, 7], seed=18)):
-        mixed.add(f"line-{number}", stem + tail, params())
+        mixed.ask(f"line-{number}", stem + tail, params())
     mixed.to_the_end()
-    assert [mixed.done[f"line-{n}"].num_cached_tokens for n in range(3)] == [0, 48, 48]
+    assert [mixed.outputs[f"line-{n}"].num_cached_tokens for n in range(3)] == [0, 48, 48]
     assert prefilled(engine) - earlier == 48 + 4 + 5 + 6
     mixed.assert_as_alone()
 
@@ -509,7 +419,7 @@ def test_chunks_take_the_prompt_of_which_most_is_left(
     engine = engines("llama", rbln=ONE_BUCKET)
     mixed, before = start(engine), chunks(engine)
     for number, prompt in enumerate(make_prompts([50, 120], seed=19)):
-        mixed.add(f"line-{number}", prompt, params())
+        mixed.ask(f"line-{number}", prompt, params())
     mixed.step(24)
     assert chunks(engine) == before + 1
     left = {
@@ -530,7 +440,7 @@ def test_scores_of_prompts_come_from_chunks(
     monkeypatch.setattr(priorities, "STEPS_PER_CHUNK", 10)
     engine = engines("llama", rbln=ONE_BUCKET)
     mixed, before, earlier = start(engine), chunks(engine), prefilled(engine)
-    mixed.add("line-0", make_prompts([30], seed=20)[0], params(prompt_logprobs=1))
+    mixed.ask("line-0", make_prompts([30], seed=20)[0], params(prompt_logprobs=1))
     mixed.to_the_end()
     assert (chunks(engine), prefilled(engine)) == (before + 1, earlier)
     mixed.assert_as_alone()
@@ -543,15 +453,15 @@ def test_decode_prefill_is_preempted_parked_and_aborted(engines: Engines) -> Non
     mixed = start(engine)
     prompts = make_prompts([60, 60, 60, 90, 12, 13], seed=21)
     for number in range(3):
-        mixed.add(f"line-{number}", prompts[number], params())
+        mixed.ask(f"line-{number}", prompts[number], params())
     mixed.step(30)
     before = engine.total("rbln_background_preemptions_total")
     # Blocks are few, and then rows.
-    mixed.add("stream 2", prompts[3], STREAM)
+    mixed.ask("stream 2", prompts[3], STREAM)
     mixed.step(10)
     assert engine.total("rbln_background_preemptions_total") > before
-    mixed.add("stream 3", prompts[4], params(max_tokens=30))
-    mixed.add("stream 4", prompts[5], params(max_tokens=30))
+    mixed.ask("stream 3", prompts[4], params(max_tokens=30))
+    mixed.ask("stream 4", prompts[5], params(max_tokens=30))
     mixed.step(10)
     mixed.abort("line-0")
     mixed.to_the_end()
@@ -568,7 +478,7 @@ def test_beside_steps_that_check_drafts(engines: Engines) -> None:
     mixed, before, earlier = Mixed(engine), chunks(engine), prefilled(engine)
     with Pair(plain, engine).asking(oracle, AnyLength(2)):
         for request in zip(names, prompts, wanted, strict=True):
-            mixed.add(*request)
+            mixed.ask(*request)
         mixed.to_the_end()
     assert engine.total("rbln_bucket_steps_total", phase="verify") > 20
     assert chunks(engine) <= before + 2
@@ -593,10 +503,10 @@ def test_any_mix(engines: Engines, arch: str, num_blocks: int, seed: int) -> Non
             max_tokens=rng.randrange(1, 60),
             prompt_logprobs=rng.choice([None, None, None, 1]),
         )
-        mixed.add(name, make_prompts([length], seed=number % 7)[0], wanted)
+        mixed.ask(name, make_prompts([length], seed=number % 7)[0], wanted)
         names.append(name)
         mixed.step(rng.randrange(12))
-        running = [n for n in names if n not in mixed.done]
+        running = [n for n in names if n not in mixed.finished]
         if running and rng.random() < 0.2:
             mixed.abort(running[0])
             names.remove(running[0])

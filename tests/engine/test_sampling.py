@@ -14,6 +14,8 @@ import torch
 from jsonschema import Draft202012Validator
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import Engine, Engines
@@ -229,15 +231,7 @@ TAG = {
 }
 
 
-@pytest.fixture(scope="module")
-def grammar_engine(engines: Engines) -> Engine:
-    return engines()
-
-
 def generate(engine: Engine, prompts: list[str], kinds: list[Any], **options: Any) -> list[str]:
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
     params = [
         SamplingParams(
             temperature=0.0,
@@ -252,7 +246,7 @@ def generate(engine: Engine, prompts: list[str], kinds: list[Any], **options: An
     return [output.outputs[0].text for output in outputs]
 
 
-def test_every_kind_in_a_batch_with_free_requests(grammar_engine: Engine) -> None:
+def test_every_kind_in_a_batch_with_free_requests(engine: Engine) -> None:
     kinds: list[Any] = [
         None,
         {"json": SCHEMA},
@@ -265,7 +259,7 @@ def test_every_kind_in_a_batch_with_free_requests(grammar_engine: Engine) -> Non
         {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"enum": [1, None, "é\t"]}}}},
     ]
     prompts = [f"prompt number {index}" for index in range(len(kinds))]
-    texts = generate(grammar_engine, prompts, kinds)
+    texts = generate(engine, prompts, kinds)
     checker = Draft202012Validator(SCHEMA)
     checker.validate(json.loads(texts[1]))
     assert re.fullmatch("[a-c]{3}-[0-9]{2}", texts[2])
@@ -279,39 +273,35 @@ def test_every_kind_in_a_batch_with_free_requests(grammar_engine: Engine) -> Non
     # The texts without a grammar are the same as alone.
     free = [index for index, kind in enumerate(kinds) if kind is None]
     for index in free:
-        assert generate(grammar_engine, [prompts[index]], [None]) == [texts[index]]
+        assert generate(engine, [prompts[index]], [None]) == [texts[index]]
 
 
 def test_json_holds_no_control_characters_and_ends_its_blanks(
-    grammar_engine: Engine,
+    engine: Engine,
 ) -> None:
     # The likeliest tokens are those that a string of a bounded length must not have.
-    tokenizer = grammar_engine.llm.get_tokenizer()
+    tokenizer = engine.llm.get_tokenizer()
     odd = [i for i in range(len(tokenizer)) if set(tokenizer.decode([i])) & set("\t\r\x01\x07\x1f")]
     assert odd
     (text,) = generate(
-        grammar_engine,
+        engine,
         ["x"],
         [{"json": SCHEMA}],
         logit_bias=dict.fromkeys(odd[:300], 50.0),
     )
     Draft202012Validator(SCHEMA).validate(json.loads(text))
     blank = [i for i in range(len(tokenizer)) if tokenizer.decode([i]).isspace()]
-    (text,) = generate(
-        grammar_engine, ["x"], [{"json": SCHEMA}], logit_bias=dict.fromkeys(blank, 50.0)
-    )
+    (text,) = generate(engine, ["x"], [{"json": SCHEMA}], logit_bias=dict.fromkeys(blank, 50.0))
     Draft202012Validator(SCHEMA).validate(json.loads(text))
 
 
 @pytest.mark.parametrize(
     "kind", [{"json": {"type": "array", "uniqueItems": True}}, {"regex": "(("}, {"grammar": "x ="}]
 )
-def test_what_no_grammar_can_do_is_refused(grammar_engine: Engine, kind: dict[str, Any]) -> None:
-    from vllm.exceptions import VLLMValidationError
-
+def test_what_no_grammar_can_do_is_refused(engine: Engine, kind: dict[str, Any]) -> None:
     with pytest.raises(VLLMValidationError):
-        generate(grammar_engine, ["x"], [kind])
-    assert len(generate(grammar_engine, ["x"], [None])) == 1
+        generate(engine, ["x"], [kind])
+    assert len(generate(engine, ["x"], [None])) == 1
 
 
 def thinking_checkpoint(checkpoints: CheckpointCache, path: Path) -> Path:
@@ -329,9 +319,6 @@ def thinking_checkpoint(checkpoints: CheckpointCache, path: Path) -> Path:
 def test_a_grammar_begins_where_the_reasoning_ends(
     engines: Engines, checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
     path = thinking_checkpoint(checkpoints, tmp_path / "model")
     config = {"reasoning_parser": "deepseek_r1"}
     engine = engines.fresh(checkpoint=path, structured_outputs_config=config)

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from rbln_backend.config import BACKGROUND_PRIORITY, FIRST_PRIORITY
 from tests.engine.conftest import Engine, Engines
-from tests.engine.support import make_prompts
+from tests.engine.support import FEW, Stepped, make_prompts
 from tests.reference import reference_generate
 
 pytestmark = pytest.mark.engine
@@ -63,7 +62,7 @@ def _preemptions(engine: Engine) -> int:
 # What one prompt of 150 tokens leaves for the next: whole blocks of 16, or the end of the last
 # chunk that filled a window, or heads of blocks of 64 and pages of 8.
 EVENTS = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
-HEADS = {"block_size": 64, "rbln": {"sub_block_size": 8}, **EVENTS}
+HEADS: dict[str, Any] = {"block_size": 64, "rbln": FEW | {"sub_block_size": 8}, **EVENTS}
 REUSE = [
     ("llama", {}, 144),
     ("mistral", {}, 144),
@@ -137,25 +136,18 @@ def test_cache_salt_isolates_prefixes(engines: Engines) -> None:
 @KINDS
 def test_decodes_go_on_between_the_chunks_of_a_long_prompt(engines: Engines, arch: str) -> None:
     engine = engines(arch)
-    llm_engine = engine.llm.llm_engine
-    short, long = make_prompts([5, 250], seed=5)
-    _add(llm_engine, "short", short, greedy(30))
-    for _ in range(3):
-        llm_engine.step()
-    _add(llm_engine, "long", long, greedy(2))
-    progress = []
-    done: dict[str, Any] = {}
-    while llm_engine.has_unfinished_requests():
-        for output in llm_engine.step():
-            done[output.request_id] = output
-            if output.request_id == "short" and "long" not in done:
-                progress.append(len(output.outputs[0].token_ids))
+    queue, (short, long) = Stepped(engine), make_prompts([5, 250], seed=5)
+    queue.add("short", short, greedy(30))
+    queue.step(3)
+    queue.add("long", long, greedy(2))
+    progress = 0
+    while "long" not in queue.begun:
+        moved = queue.step()
+        progress += "long" not in moved and "short" in moved
     # Four chunks of the long prompt, and a token of the short stream between any two.
-    assert len(progress) >= 3
-    assert tokens([done["short"], done["long"]]) == [
-        reference_generate(engine.checkpoint, short, 30).token_ids,
-        reference_generate(engine.checkpoint, long, 2).token_ids,
-    ]
+    assert progress >= 3
+    queue.to_the_end()
+    queue.assert_exact()
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(0, [0, 0, 0]), (3, [3, 3, 3])])
@@ -163,29 +155,20 @@ def test_the_ratio_of_decode_steps_to_chunks_is_a_setting(
     engines: Engines, steps: int, expected: list[int]
 ) -> None:
     engine = engines("llama", rbln={"decode_steps_per_chunk": steps}, enable_prefix_caching=False)
-    llm_engine = engine.llm.llm_engine
-    short, long = make_prompts([5, 250], seed=5)
-    _add(llm_engine, "short", short, greedy(60))
-    for _ in range(3):
-        llm_engine.step()
-    _add(llm_engine, "long", long, greedy(2))
+    queue, (short, long) = Stepped(engine), make_prompts([5, 250], seed=5)
+    queue.add("short", short, greedy(60))
+    queue.step(3)
+    queue.add("long", long, greedy(2))
     phases = []
     while len(phases) < 40 and phases.count("prefill") < 4:
         before = engine.total("rbln_bucket_steps_total", phase="prefill")
-        llm_engine.step()
+        queue.step()
         ran_chunk = engine.total("rbln_bucket_steps_total", phase="prefill") > before
         phases.append("prefill" if ran_chunk else "decode")
     chunks = [index for index, phase in enumerate(phases) if phase == "prefill"]
     between = [later - earlier - 1 for earlier, later in itertools.pairwise(chunks)]
     assert between == expected
-    while llm_engine.has_unfinished_requests():
-        llm_engine.step()
-
-
-def _add(llm_engine: Any, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-    params = params.clone()
-    params.output_kind = RequestOutputKind.CUMULATIVE
-    llm_engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+    queue.to_the_end()
 
 
 # Window blocks of "mistral" are vLLM's own pool: three requests' worth make the fourth wait.
@@ -202,30 +185,18 @@ def test_any_mix_of_requests_and_aborts_returns_every_block(
     engines: Engines, arch: str, num_blocks: int, seed: int
 ) -> None:
     engine = engines(arch, num_gpu_blocks_override=num_blocks)
-    llm_engine = engine.llm.llm_engine
-    rng = random.Random(seed)
-    open_ids: set[str] = set()
-    finished: set[str] = set()
-    aborted: set[str] = set()
+    rng, queue = random.Random(seed), Stepped(engine)
     for number in range(60):
-        request_id = f"{seed}-{number}"
         length = rng.choice([1, 2, 16, 17, 64, 65, 128, 200, 250])
         params = _random_params(rng, max_tokens=rng.randrange(1, 256 - length + 1))
-        _add(llm_engine, request_id, make_prompts([length], seed=number % 7)[0], params)
-        open_ids.add(request_id)
-        for _ in range(rng.randrange(0, 12)):
-            finished |= {o.request_id for o in llm_engine.step() if o.finished}
-        candidates = sorted(open_ids - finished - aborted)
-        if rng.random() < 0.3 and candidates:
-            victim = rng.choice(candidates)
-            llm_engine.abort_request([victim])
-            aborted.add(victim)
-    while llm_engine.has_unfinished_requests():
-        finished |= {o.request_id for o in llm_engine.step() if o.finished}
-    llm_engine.step()
-    assert finished | aborted == open_ids
-    assert not finished & aborted
-    assert aborted
+        queue.add(str(number), make_prompts([length], seed=number % 7)[0], params)
+        queue.step(rng.randrange(0, 12))
+        if rng.random() < 0.3 and queue.going:
+            queue.abort(rng.choice(queue.going))
+    queue.to_the_end()
+    queue.core.step()
+    assert sorted(queue.finished) == sorted(queue.requests), "none ends twice or after its abort"
+    assert len(queue.requests) < 60
     assert engine.used_blocks() == 0
     assert engine.total("rbln_kv_blocks_used") == 0
     assert engine.total("rbln_recompiles_after_warmup_total") == 0
@@ -299,26 +270,22 @@ def run(
     engine: Engine, arrivals: list[tuple[int, list[int], int, int]], seed: int | None = None
 ) -> list[list[int]]:
     """The tokens of requests (step of its arrival, prompt, number of tokens, priority)."""
-    heat = 0.0 if seed is None else 1.0
-    core, tokens = engine.llm.llm_engine, dict[str, list[int]]()
+    heat, queue = 0.0 if seed is None else 1.0, Stepped(engine)
     for step in range(STEPS):
         for number, (at, prompt, count, priority) in enumerate(arrivals):
             if at == step:
-                inputs = {"prompt_token_ids": prompt}
                 params = SamplingParams(
                     temperature=heat, seed=seed, max_tokens=count, ignore_eos=True
                 )
-                core.add_request(str(number), inputs, params, priority=priority)
-        for output in core.step():
-            if output.finished:
-                tokens[output.request_id] = list(output.outputs[0].token_ids)
-        if len(tokens) == len(arrivals):
+                queue.add(str(number), prompt, params, priority=priority)
+        queue.step()
+        if len(queue.finished) == len(arrivals):
             break
-    left = {*map(str, range(len(arrivals)))} - tokens.keys()
-    core.abort_request(list(left))
-    core.step()
-    assert left == set(), f"unfinished after {STEPS} steps"
-    return [tokens[str(number)] for number in range(len(arrivals))]
+    left = queue.going
+    queue.core.abort_request(left)
+    queue.core.step()
+    assert left == [], f"unfinished after {STEPS} steps"
+    return [queue.tokens[str(number)] for number in range(len(arrivals))]
 
 
 def test_a_short_prompt_ends_beside_a_long_one_that_is_cut(engines: Engines) -> None:
@@ -385,7 +352,7 @@ def test_every_request_ends(engines: Engines, options: dict[str, Any]) -> None:
     counts = [rng.randrange(1, 20) for _ in prompts]
     alone = [run(engine, [(0, *case, 0)])[0] for case in zip(prompts, counts, strict=True)]
     order = engine.core.scheduler._order
-    for _ in range(12):
+    for _ in range(6):
         limits = {
             "long_prefill_token_threshold": rng.choice([0, 0, 1, 7, 16, 33, 50, 100]),
             "max_num_scheduled_tokens": rng.choice([64, 64, 50, 17]),
@@ -410,45 +377,13 @@ def test_every_request_ends(engines: Engines, options: dict[str, Any]) -> None:
 # Priority requests are admitted before all other waiting requests, with the same tokens.
 
 
-NUM_TOKENS = 12
-
-
-class Queue:
-    """Requests of which two run at a time."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._core = engine, engine.llm.llm_engine
-        self._prompts: dict[str, list[int]] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.begun: list[str] = []
-
-    def add(self, name: str, prompt: list[int], priority: int = 0) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        self._core.add_request(name, {"prompt_token_ids": prompt}, params, priority=priority)
-        self._prompts[name] = prompt
-
-    def to_the_end(self) -> None:
-        while self._core.has_unfinished_requests():
-            for output in self._core.step():
-                if output.request_id not in self.tokens:
-                    self.begun.append(output.request_id)
-                self.tokens[output.request_id] = list(output.outputs[0].token_ids)
-
-    def assert_exact(self) -> None:
-        for name, prompt in self._prompts.items():
-            expected = reference_generate(self._engine.checkpoint, prompt, NUM_TOKENS).token_ids
-            assert self.tokens[name] == expected, name
-        assert self._engine.used_blocks() == 0
-
-
 def test_they_pass_all_who_wait(engines: Engines) -> None:
-    engine = engines.fresh("llama", max_num_seqs=2)
-    queue = Queue(engine)
+    queue = Stepped(engines.fresh("llama", max_num_seqs=2))
     prompts = make_prompts([20, 33, 41, 25, 50, 60], seed=93)
     for number in range(4):
-        queue.add(f"came-{number}", prompts[number])
+        queue.add(f"came-{number}", prompts[number], greedy(12))
     for number in (4, 5):
-        queue.add(f"first-{number}", prompts[number], FIRST_PRIORITY)
+        queue.add(f"first-{number}", prompts[number], greedy(12), priority=FIRST_PRIORITY)
     queue.to_the_end()
     # No request had begun. Shorter prompts come first within a class; with room for both in a
     # chunk, the first two of a class begin together.
@@ -462,18 +397,15 @@ def test_they_pass_all_who_wait(engines: Engines) -> None:
 
 def first_tokens(engine: Engine, arrivals: list[tuple[int, list[int]]]) -> list[str]:
     """Return the names of requests (step of arrival, prompt) by their first tokens."""
-    from vllm import SamplingParams
-
-    core, names = engine.llm.llm_engine, list[str]()
-    step = 0
-    while len(names) < len(arrivals) or core.has_unfinished_requests():
+    queue = Stepped(engine)
+    for step in range(STEPS):
         for number, (at, prompt) in enumerate(arrivals):
             if at == step:
-                params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-                core.add_request(str(number), {"prompt_token_ids": prompt}, params)
-        names += [o.request_id for o in core.step() if o.request_id not in names]
-        step += 1
-    return names
+                queue.add(str(number), prompt, greedy(2))
+        queue.step()
+        if len(queue.finished) == len(arrivals):
+            break
+    return queue.begun
 
 
 def test_a_short_prompt_overtakes_a_long_one_in_its_prefill(engines: Engines) -> None:
@@ -501,9 +433,13 @@ def test_no_more_long_prompts_are_partly_computed_than_the_limit(engines: Engine
             assert first_tokens(engine, arrivals) == order
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text", "deepseek_v2"])
-def test_partly_computed_prompts_keep_their_tokens(engines: Engines, arch: str) -> None:
-    engine, rng = engines(arch), random.Random(63)
+@pytest.mark.parametrize(
+    ("arch", "options"), [("llama", {}), ("gemma3_text", {}), ("deepseek_v2", {"rbln": FEW})]
+)
+def test_partly_computed_prompts_keep_their_tokens(
+    engines: Engines, arch: str, options: dict[str, Any]
+) -> None:
+    engine, rng = engines(arch, **options), random.Random(63)
     prompts = make_prompts([rng.choice([5, 20, 60, 130, 200]) for _ in range(16)], seed=64)
     alone = [run(engine, [(0, prompt, 4, 0)])[0] for prompt in prompts]
     for _ in range(4):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,13 @@ from rbln_backend.graphs.bundles import collect, write_folder
 from tests.adapters import make_adapter
 from tests.engine.conftest import Engine, Engines
 from tests.engine.parallel_runs import run_ranks
-from tests.engine.support import MOST, AnyLength, Oracle, make_prompts
+from tests.engine.support import FEW, FEWER, MOST, AnyLength, Oracle, Stepped, make_prompts
 
 pytestmark = pytest.mark.engine
 
 LENGTH = 40
 NGRAM = {"method": "ngram", "num_speculative_tokens": MOST, "prompt_lookup_min": 2}
 SUFFIX = {"method": "suffix", "num_speculative_tokens": MOST}
-# Few of them, for each takes a while to capture: a chunk, steps of 1 and 4 requests with 1, 2 and 4
-# tokens of each, and the LM head.
-FEW: dict[str, Any] = {
-    "prefill_chunk_buckets": [64],
-    "decode_batch_bucket_strategy": "manual",
-    "decode_batch_bucket_manual_buckets": [1, 4],
-}
-NUM_GRAPHS = 8
 RESULTS = ("compiled", "loaded")
 OFF = {"speculation": {"off": True}}
 WIDE_FAMILIES = ("mistral", "gpt_oss", "mixtral", "deepseek_v2", "bloom", "gemma2")
@@ -129,25 +121,13 @@ def seeded(seed: int, **options: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("drafts")
-
-
-def start(engines: Engines, root: Path, **rbln: Any) -> Engine:
+def pair(engines: Engines) -> Pair:
     """With slots for adapters, and too few blocks for four long requests."""
-    return engines.fresh(
-        "llama",
-        rbln={"cache_root": str(root), **FEW, **rbln},
-        speculative_config=SUFFIX,
-        enable_lora=True,
-        max_loras=2,
-        num_gpu_blocks_override=34,
+    lora = {"enable_lora": True, "max_loras": 2}
+    drafted = engines.fresh(
+        "llama", rbln=FEW, speculative_config=SUFFIX, num_gpu_blocks_override=34, **lora
     )
-
-
-@pytest.fixture(scope="module")
-def pair(engines: Engines, root: Path) -> Pair:
-    return Pair(engines("llama"), start(engines, root))
+    return Pair(engines("llama"), drafted)
 
 
 @pytest.mark.parametrize("lies", [0.0, 0.2, 1.0])
@@ -271,42 +251,29 @@ def test_preemption_and_prefix_hits_change_nothing(pair: Pair) -> None:
     assert preempted
 
 
-@dataclass
-class Crowd:
-    """Requests that come at any time, some of which are taken back."""
+class Crowd(Stepped):
+    """Requests that come at any time, some of which are aborted."""
 
-    prompts: list[list[int]]
-    params: list[SamplingParams]
-    rng: random.Random
-    got: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    """The latest outcome by request."""
-    aborted: set[int] = field(default_factory=set)
-
-    def run(self, engine: Any) -> None:
-        waiting, here = list(range(len(self.prompts))), set[int]()
-        while waiting or here:
-            if waiting and (not here or self.rng.random() < 0.4):
-                here.add(waiting[0])
-                number = waiting.pop(0)
-                prompt = {"prompt_token_ids": self.prompts[number]}
-                engine.add_request(str(number), prompt, self.params[number])
-            for output in engine.step():
-                self.got[int(output.request_id)] = outcome(output.outputs[0])
-                if output.finished:
-                    here.discard(int(output.request_id))
-            if here and self.rng.random() < 0.08:
-                number = self.rng.choice(sorted(here))
-                here.discard(number)
-                self.aborted.add(number)
-                engine.abort_request([str(number)])
+    def play(
+        self, prompts: list[list[int]], params: list[SamplingParams], rng: random.Random
+    ) -> None:
+        waiting = list(enumerate(zip(prompts, params, strict=True)))
+        while waiting or self.going:
+            if waiting and (not self.going or rng.random() < 0.4):
+                number, request = waiting.pop(0)
+                self.add(str(number), *request)
+            self.step()
+            if self.going and rng.random() < 0.08:
+                self.abort(rng.choice(self.going))
 
     def assert_got(self, expected: list[tuple[Any, ...]]) -> None:
+        """Assert whole answers, the beginnings of those that were aborted; of these there are."""
         for number, whole in enumerate(expected):
-            if number not in self.aborted:
-                assert_same([self.got[number]], [whole])
-            elif number in self.got:
-                tokens = self.got[number][0]
-                assert tokens == whole[0][: len(tokens)]
+            if (name := str(number)) in self.requests:
+                assert_same([outcome(self.outputs[name].outputs[0])], [whole])
+            tokens = self.tokens[name]
+            assert tuple(tokens) == whole[0][: len(tokens)]
+        assert len(self.requests) < len(expected)
 
 
 @pytest.fixture(scope="module")
@@ -325,11 +292,10 @@ def test_any_drafts_at_any_length_with_aborts(
     prompts, params, expected = crowd
     rng = random.Random(seed)
     oracle = Oracle(texts_of(prompts, expected), rng.random() / 2, rng)
-    requests = Crowd(prompts, params, rng)
+    requests = Crowd(pair.drafted)
     with pair.asking(oracle, AnyLength(rng=rng)):
-        requests.run(pair.drafted.llm.llm_engine)
+        requests.play(prompts, params, rng)
     requests.assert_got(expected)
-    assert requests.aborted
 
 
 def test_a_stop_string_ends_the_same_text(pair: Pair) -> None:
@@ -341,15 +307,18 @@ def test_a_stop_string_ends_the_same_text(pair: Pair) -> None:
     assert theirs[3] == "stop"
 
 
-def test_a_bundle_holds_the_graphs_that_check_drafts(
-    engines: Engines, pair: Pair, root: Path, tmp_path: Path
-) -> None:
-    made = {how: pair.drafted.total("rbln_compile_seconds_count", result=how) for how in RESULTS}
-    assert made == {"compiled": NUM_GRAPHS, "loaded": 0}
-    write_folder(tmp_path / "bundle", collect(root, lambda *_: None, kernel_keys=()))
-    again = start(engines, tmp_path / "root", cache_bundles=[str(tmp_path / "bundle")])
-    made = {how: again.total("rbln_compile_seconds_count", result=how) for how in RESULTS}
-    assert made == {"compiled": 0, "loaded": NUM_GRAPHS}
+def test_a_bundle_holds_the_graphs_that_check_drafts(engines: Engines, tmp_path: Path) -> None:
+    """A chunk, a step of 4 requests and one with drafts of each, and the LM head."""
+    checkpoint, bundle = engines.checkpoints("llama", num_hidden_layers=1), tmp_path / "bundle"
+
+    def made(root: Path, *bundles: str) -> list[float]:
+        rbln = FEWER | {"cache_root": str(root), "cache_bundles": [*bundles]}
+        engine = engines.fresh(checkpoint=checkpoint, rbln=rbln, speculative_config=SUFFIX)
+        return [engine.total("rbln_compile_seconds_count", result=how) for how in RESULTS]
+
+    assert made(tmp_path / "one") == [4, 0]
+    write_folder(bundle, collect(tmp_path / "one", lambda *_: None, kernel_keys=()))
+    assert made(tmp_path / "two", str(bundle)) == [0, 4]
 
 
 @pytest.mark.parametrize(
@@ -357,8 +326,7 @@ def test_a_bundle_holds_the_graphs_that_check_drafts(
 )
 def test_other_layers_give_the_same(engines: Engines, arch: str) -> None:
     """Windows, which keep their whole context where drafts are checked, experts and others."""
-    few = FEW | {"decode_batch_bucket_manual_buckets": [4], "verify_lengths": [MOST + 1]}
-    drafted = engines.fresh(arch, speculative_config=NGRAM, rbln=few)
+    drafted = engines.fresh(arch, speculative_config=NGRAM, rbln=FEWER)
     prompts = make_prompts([5, 40, 130], seed=40)
     params = [greedy(), seeded(1), greedy(logprobs=1)]
     Pair(engines(arch), drafted).run(prompts, params, lies=0.15)
