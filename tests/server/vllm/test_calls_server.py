@@ -29,13 +29,14 @@ TEXT = {
     "additionalProperties": False,
 }
 WRITE = {"name": "write", "parameters": TEXT}
+CONTEXT = 1024
 OPEN = '<tool_call>\n{"name": "write", "arguments": {"text": "one two'
 Answer = tuple[str, list[tuple[str, str]]]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    flags = ("--max-model-len", "1024", "--dtype", "bfloat16")
+    flags = ("--max-model-len", str(CONTEXT), "--dtype", "bfloat16")
     with RealServer(CHECKPOINT, tmp_path_factory.mktemp("c"), *flags) as up:
         up.until_ready()
         yield up
@@ -292,7 +293,7 @@ Ask = Callable[[RealServer, Session], tuple[int, int]]
 def session_server(
     checkpoints: CheckpointCache, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealServer]:
-    checkpoint = checkpoints("llama", dtype="float32", max_position_embeddings=16384)
+    checkpoint = checkpoints("llama", max_position_embeddings=16384, num_hidden_layers=2)
     flags = ("--max-model-len", "16384", "--max-num-batched-tokens", "512")
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     with RealServer(checkpoint, tmp_path_factory.mktemp("a"), *flags, *tools) as up:
@@ -366,7 +367,6 @@ def test_a_changing_line_at_the_head_costs_all_hits(
 
 
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-CONTEXT = 512
 LOGPROBS_TEXT = "漢é日 <b> ok😀x"
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 CHAT_TOOLS = [{"type": "function", "function": FUNCTION}]
@@ -375,30 +375,14 @@ END = 3
 BYTES = list(range(4, 260))
 
 
-@pytest.fixture(scope="module")
-def logprobs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    flags = ("--max-model-len", str(CONTEXT), "--dtype", "bfloat16")
-    with RealServer(CHECKPOINT, tmp_path_factory.mktemp("l"), *flags) as up:
-        up.until_ready()
-        yield up
-
-
 def whole(server: RealServer, path: str, **body: Any) -> Any:
     answer = server.client.post(path, json={"model": "tiny", "temperature": 0, **body})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def logprobs_events(server: RealServer, path: str, **body: Any) -> list[Any]:
-    body = {"model": "tiny", "temperature": 0, "stream": True, **body}
-    answer = server.client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
-    return [json.loads(line) for line in lines if line.startswith("{")]
-
-
-def logprobs_say(text: str) -> dict[str, str]:
-    return {"grammar": "root ::= " + json.dumps(text, ensure_ascii=False)}
+def events_of(server: RealServer, path: str, **body: Any) -> list[dict[str, Any]]:
+    return events(server, path, {"model": "tiny", "temperature": 0, "stream": True, **body})
 
 
 def joined(entries: list[Any]) -> bytes:
@@ -411,7 +395,7 @@ def chat_entries(server: RealServer, **body: Any) -> tuple[str, list[Any], int]:
     answer = whole(server, CHAT, **body)
     choice = answer["choices"][0]
     text, entries = choice["message"]["content"], choice["logprobs"]["content"]
-    chunks = [one for event in logprobs_events(server, CHAT, **body) for one in event["choices"]]
+    chunks = [one for event in events_of(server, CHAT, **body) for one in event["choices"]]
     chunks = [chunk for chunk in chunks if chunk["index"] == 0]
     assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == text
     streamed = [one for c in chunks if c["logprobs"] for one in c["logprobs"]["content"]]
@@ -435,16 +419,16 @@ def chat_entries(server: RealServer, **body: Any) -> tuple[str, list[Any], int]:
     ids=str,
 )
 def test_bytes_of_a_chat_are_its_text(
-    logprobs_server: RealServer, fields: dict[str, Any], missing: int | None
+    server: RealServer, fields: dict[str, Any], missing: int | None
 ) -> None:
     if "use_beam_search" in fields:
         body = {"messages": [{"role": "user", "content": "漢字 😀"}], "logprobs": True, **fields}
-        choices = whole(logprobs_server, CHAT, **body)["choices"]
+        choices = whole(server, CHAT, **body)["choices"]
         pairs = [(one["message"]["content"], one["logprobs"]["content"]) for one in choices]
     else:
         text, entries, tokens = chat_entries(
-            logprobs_server,
-            structured_outputs=logprobs_say(LOGPROBS_TEXT),
+            server,
+            structured_outputs=say(LOGPROBS_TEXT),
             **fields,
         )
         pairs = [(text, entries)]
@@ -461,10 +445,10 @@ def test_bytes_of_a_chat_are_its_text(
 
 
 @pytest.mark.parametrize("stop", ["日", "é日 <"])
-def test_a_stop_strings_tokens_have_entries(logprobs_server: RealServer, stop: str) -> None:
+def test_a_stop_strings_tokens_have_entries(server: RealServer, stop: str) -> None:
     text, entries, tokens = chat_entries(
-        logprobs_server,
-        structured_outputs=logprobs_say(LOGPROBS_TEXT),
+        server,
+        structured_outputs=say(LOGPROBS_TEXT),
         stop=[stop],
     )
     assert text == LOGPROBS_TEXT.partition(stop)[0]
@@ -475,36 +459,34 @@ def test_a_stop_strings_tokens_have_entries(logprobs_server: RealServer, stop: s
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.wide) for n in range(4, 12))]
 )
-def test_bytes_that_are_no_characters(logprobs_server: RealServer, seed: int) -> None:
+def test_bytes_that_are_no_characters(server: RealServer, seed: int) -> None:
     fields = {"allowed_token_ids": BYTES, "temperature": 1, "seed": seed, "max_tokens": 12}
-    text, entries, _ = chat_entries(logprobs_server, top_logprobs=3, **fields)
+    text, entries, _ = chat_entries(server, top_logprobs=3, **fields)
     assert joined(entries).decode(errors="replace").removesuffix("\ufffd") == text.removesuffix(
         "\ufffd"
     )
     assert all(one["token"] for entry in entries for one in (entry, *entry["top_logprobs"]))
 
 
-def test_a_hidden_special_token_adds_no_bytes(logprobs_server: RealServer) -> None:
+def test_a_hidden_special_token_adds_no_bytes(server: RealServer) -> None:
     fields = {"allowed_token_ids": [END, *BYTES[60:90]], "ignore_eos": True, "max_tokens": 12}
     fields |= {"logit_bias": {str(END): 2}, "temperature": 1, "seed": 1}
-    text, entries, tokens = chat_entries(logprobs_server, **fields)
+    text, entries, tokens = chat_entries(server, **fields)
     assert len(entries) == tokens
     assert "<|im_end|>" in [entry["token"] for entry in entries]
     assert joined(entries).decode() == text
 
 
 @pytest.mark.parametrize("tools", [{}, {"tools": [{"type": "function", **FUNCTION}]}])
-def test_bytes_of_a_response_are_its_text(
-    logprobs_server: RealServer, tools: dict[str, Any]
-) -> None:
+def test_bytes_of_a_response_are_its_text(server: RealServer, tools: dict[str, Any]) -> None:
     fields = {"input": "Say", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    fields |= {"structured_outputs": logprobs_say(LOGPROBS_TEXT), **tools}
-    part = whole(logprobs_server, RESPONSES, **fields)["output"][0]["content"][0]
+    fields |= {"structured_outputs": say(LOGPROBS_TEXT), **tools}
+    part = whole(server, RESPONSES, **fields)["output"][0]["content"][0]
     assert (part["text"], joined(part["logprobs"]).decode()) == (
         LOGPROBS_TEXT,
         LOGPROBS_TEXT,
     )
-    found = logprobs_events(logprobs_server, RESPONSES, **fields)
+    found = events_of(server, RESPONSES, **fields)
     deltas = [event for event in found if event["type"] == "response.output_text.delta"]
     assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
     assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
@@ -524,7 +506,7 @@ ECHOES: list[dict[str, Any]] = [
     {"prompt": PROMPT_IDS, "truncate_prompt_tokens": 3, "truncation_side": "left"},
     {"prompt": "a", "allowed_token_ids": [END, *BYTES], "ignore_eos": True, "seed": 3},
     {"prompt": "a", "allowed_token_ids": [68, 249], "bad_words": ["aa"], "ignore_eos": True},
-    {"prompt": "a", "stop": ["!"], "structured_outputs": logprobs_say("b 漢!")},
+    {"prompt": "a", "stop": ["!"], "structured_outputs": say("b 漢!")},
     {"prompt": "a", "skip_special_tokens": False, "ignore_eos": True, "allowed_token_ids": [END]},
 ]
 
@@ -532,10 +514,10 @@ ECHOES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("echo", [True, False])
 @pytest.mark.parametrize("fields", ECHOES, ids=str)
 def test_offsets_count_the_characters_before(
-    logprobs_server: RealServer, fields: dict[str, Any], echo: bool
+    server: RealServer, fields: dict[str, Any], echo: bool
 ) -> None:
     fields = {"max_tokens": 6, "logprobs": 1, "echo": echo, "return_token_ids": True, **fields}
-    answer = whole(logprobs_server, COMPLETION, **fields)
+    answer = whole(server, COMPLETION, **fields)
     echoed = prompt = billed = 0
     for choice in answer["choices"]:
         text, found = choice["text"], choice["logprobs"]
@@ -563,7 +545,7 @@ def test_offsets_count_the_characters_before(
         answer["usage"]["completion_tokens"],
     )
     streamed: dict[int, dict[str, Any]] = {}
-    for event in logprobs_events(logprobs_server, COMPLETION, **fields):
+    for event in events_of(server, COMPLETION, **fields):
         for choice in event["choices"]:
             one = streamed.setdefault(choice["index"], {"text": "", "token_ids": []})
             one["text"] += choice["text"]
@@ -596,28 +578,28 @@ def test_offsets_count_the_characters_before(
     ],
 )
 def test_the_echoed_prompt_is_what_the_model_reads(
-    logprobs_server: RealServer,
+    server: RealServer,
     fields: dict[str, Any],
     text: str | None,
     most: int,
     ids: bool,
 ) -> None:
     shown = {**fields, "echo": True, "max_tokens": most, "return_token_ids": True}
-    read = whole(logprobs_server, COMPLETION, **shown)["choices"][0]["prompt_token_ids"]
+    read = whole(server, COMPLETION, **shown)["choices"][0]["prompt_token_ids"]
     kept = [token for token in read if token != 1]
     if text is None:
-        text = logprobs_server.client.post(
-            "/detokenize", json={"model": "tiny", "tokens": kept}
-        ).json()["prompt"]
+        text = server.client.post("/detokenize", json={"model": "tiny", "tokens": kept}).json()[
+            "prompt"
+        ]
     fields = {**fields, "max_tokens": most, "return_token_ids": ids}
-    rest = "" if not most else whole(logprobs_server, COMPLETION, **fields)["choices"][0]["text"]
-    answer = whole(logprobs_server, COMPLETION, **fields, echo=True)
+    rest = "" if not most else whole(server, COMPLETION, **fields)["choices"][0]["text"]
+    answer = whole(server, COMPLETION, **fields, echo=True)
     choice = answer["choices"][0]
     assert choice["text"] == text + rest
     assert choice["token_ids"] == ([] if not most else choice["token_ids"]) if ids else True
     assert answer["usage"]["completion_tokens"] == most
     assert answer["usage"]["prompt_tokens"] == len(read)
-    streamed = logprobs_events(logprobs_server, COMPLETION, **fields, echo=True)
+    streamed = events_of(server, COMPLETION, **fields, echo=True)
     assert "".join(one["text"] for event in streamed for one in event["choices"]) == text + rest
 
 
@@ -643,23 +625,21 @@ LONG = "word " * CONTEXT
     ids=["chat", "text", "ids", "echo"],
 )
 def test_a_cut_prompt_leaves_room_for_a_token(
-    logprobs_server: RealServer,
+    server: RealServer,
     path: str,
     body: dict[str, Any],
     side: dict[str, Any],
     kept: int,
 ) -> None:
-    usage = whole(logprobs_server, path, **body, **side, truncate_prompt_tokens=kept)["usage"]
+    usage = whole(server, path, **body, **side, truncate_prompt_tokens=kept)["usage"]
     # An answer of completions has 16 tokens, if nothing is said.
     most = CONTEXT - (1 if path == CHAT or kept > 0 else 16)
     assert usage["prompt_tokens"] == (min(kept, most) if kept > 0 else most)
     assert usage["completion_tokens"] >= 1
 
 
-def test_a_truncated_response_has_room_for_a_token(logprobs_server: RealServer) -> None:
+def test_a_truncated_response_has_room_for_a_token(server: RealServer) -> None:
     fields = {"input": LONG, "truncation": "auto"}
-    assert whole(logprobs_server, RESPONSES, **fields)["usage"]["input_tokens"] == CONTEXT - 1
-    counted = logprobs_server.client.post(
-        f"{RESPONSES}/input_tokens", json={"model": "tiny", **fields}
-    )
+    assert whole(server, RESPONSES, **fields)["usage"]["input_tokens"] == CONTEXT - 1
+    counted = server.client.post(f"{RESPONSES}/input_tokens", json={"model": "tiny", **fields})
     assert counted.json()["input_tokens"] == CONTEXT - 1
