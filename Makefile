@@ -39,10 +39,10 @@ serve: install ## Serve MODEL (a folder, smollm2) on HOST:PORT; ARGS go to the s
 	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: dev $(stamps)/test-kernels ## Run TESTS with pytest, except those marked wide; ARGS go to pytest
-	$(quiet) $(one_thread) $(python) -m pytest -m 'not wide' --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
+	$(quiet) $(one_thread) $(python) -m pytest -m 'not wide' --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
 
 test-fast: dev $(stamps)/test-kernels ## Tests of all parts that start no engine and take under ten seconds each
-	$(quiet) $(one_thread) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 2 --dist loadfile --max-worker-restart 0 $(TESTS) $(ARGS)
+	$(quiet) $(one_thread) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 3 --dist loadfile --max-worker-restart 0 $(TESTS) $(ARGS)
 
 test-tools: ## As root: install the Debian packages without which `make test` skips tests
 	$(scripts)/install_test_tools.sh

@@ -304,9 +304,11 @@ def test_rows_are_gathered_at_the_last_attention(make: type[Model]) -> None:
         outputs = graph.run(useful)
         count, rows = (2, 31) if useful else (3, TOKENS)
         torch.testing.assert_close(outputs[0][:count], logits[:count])
-        torch.testing.assert_close(outputs[1][:rows], hidden[:rows])
-        whole = OPS.linear(outputs[1][step["ends"][:count]], packed, None, VOCABULARY)
-        assert torch.equal(outputs[0][:count], whole)
+        if useful is None or useful.reads_hidden:
+            torch.testing.assert_close(outputs[1][:rows], hidden[:rows])
+            whole = OPS.linear(outputs[1][step["ends"]], packed, None, VOCABULARY)
+        # Hidden states that nobody reads may have given their memory to the logits' steps.
+        assert torch.equal(outputs[0][:count], whole[:count])
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,8 @@ def test_rows_behind_a_dropped_batch_axis_are_gathered(drop: Callable[[Tensor], 
         outputs = graph.run(useful)
         count = 2 if useful else 3
         torch.testing.assert_close(outputs[0][:count], logits[:count])
-    torch.testing.assert_close(outputs[1][:31], hidden[:31])
+        if useful is None or useful.reads_hidden:
+            torch.testing.assert_close(outputs[1][:31], hidden[:31])
 
 
 @torch.inference_mode()
