@@ -134,8 +134,6 @@ def _modules(
 #
 # A is [experts * r, inputs], expert by expert; B is [outputs, r * experts], its columns going
 # through the experts for each of the r (PEFT's ``ParamWrapper.get_delta_weight``).
-
-
 PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _FIRST, _SECOND = ("gate_up_proj", "down_proj")

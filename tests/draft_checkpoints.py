@@ -154,9 +154,6 @@ def _sizes(served: Path) -> tuple[int, int]:
 
 
 # ---------------------------------------------------------------------------------- eagle reference
-# EAGLE's drafts over a whole text, in plain PyTorch: the reference of the engine's drafts.
-
-
 class EagleReference:
     """The layer in ``own`` for the Llama ``served``, both float32."""
 
@@ -221,8 +218,6 @@ def _rotated(x: Tensor) -> Tensor:
 #
 # A fitted layer gives the hidden state of the next token: the served model's own after its last
 # layer, of which rows of the served LM head make the next token.
-
-
 CacheScales = tuple[tuple[float, float], ...]
 
 INNER = 512
@@ -440,8 +435,5 @@ def _write(folder: Path, config: Mapping[str, Any], weights: dict[str, Tensor]) 
 
 
 # ------------------------------------------------------------------------------------ fitted drafts
-# Draft models that are right for given texts, and never, by vLLM's name of the method.
-
-
 FITTED = {"medusa": fitted_medusa, "eagle": fitted_eagle, "eagle3": fitted_eagle3}
 RANDOM = {"medusa": random_medusa, "eagle": random_eagle, "eagle3": random_eagle3}

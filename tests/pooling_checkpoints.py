@@ -128,9 +128,6 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 # -------------------------------------------------------------------------------- pooling reference
-# Hidden states and class scores by transformers in float32: what pooling must come to.
-
-
 @lru_cache(maxsize=2)
 def _load(path: Path, kind: type) -> PreTrainedModel:
     model: PreTrainedModel = kind.from_pretrained(path, dtype=torch.float32)

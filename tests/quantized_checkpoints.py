@@ -236,8 +236,6 @@ def _group(targets: list[str], recipe: Recipe) -> dict[str, Any]:
 #
 # Packed here as the formats' documents say, with no code of the engine's. Scales of integers are
 # bfloat16 numbers, so that an engine of any dtype multiplies by the same weights.
-
-
 CHANNEL = -1
 Stored = tuple[Tensor, dict[str, Tensor]]
 """The weight [N, K] as it is meant, float32, and by suffix what stands for it in the file."""

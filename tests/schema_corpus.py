@@ -222,9 +222,6 @@ BAD_IN_TAGS: tuple[tuple[Schema, str], ...] = (
 
 
 # --------------------------------------------------------------------------------- schema generator
-# JSON schemas of many kinds from a seed, within what a grammar can follow and beyond it.
-
-
 _WORDS = (
     *("a", "id", "kind", "é", 'q"x', "x\\y", "x y", "a/b", "", '"', "\\", "\n", "\x01", "\x7f"),
     "😀",
@@ -423,9 +420,6 @@ class SchemaGenerator:
 
 
 # --------------------------------------------------------------------------------- schema instances
-# JSON texts near a schema: documents changed a little, and in other spellings of their strings.
-
-
 _VALUES: tuple[Any, ...] = (None, True, False, 0, 1, -1, 2.5, "", "a", "x", 'a"b', "a\\b", [], {})
 _SHORT = {'"': '\\"', "\\": "\\\\", "/": "\\/", "\n": "\\n", "\t": "\\t"}
 

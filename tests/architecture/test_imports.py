@@ -81,9 +81,6 @@ def test_registering_the_plugin_loads_nothing_heavy() -> None:
 
 
 # -------------------------------------------------------------------------------------- conventions
-# Rules on the sources that no linter setting covers, and pages that code writes.
-
-
 def test_generated_pages_are_fresh() -> None:
     done = subprocess.run(
         [sys.executable, "docs/generate.py", "--check"],

@@ -147,9 +147,6 @@ def test_raw_responses_carry_a_request_id(client: openai.OpenAI, model: str) -> 
 
 
 # -------------------------------------------------------------------------------------- completions
-# The completions endpoint.
-
-
 def complete(client: openai.OpenAI, model: str, **wish: Any) -> Any:
     wish = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, **wish}
     return client.completions.create(model=model, **wish)
@@ -228,9 +225,6 @@ def test_embeddings_of_a_model_that_generates_are_refused_cleanly(
 
 
 # ------------------------------------------------------------------------------------------- models
-# The list of models, and one of them.
-
-
 def test_the_list_has_the_model(client: openai.OpenAI, model: str) -> None:
     listed = client.models.list()
     assert listed.object == "list"
@@ -274,9 +268,6 @@ def test_a_wrong_method_has_the_envelope(http: httpx.Client) -> None:
 
 
 # ---------------------------------------------------------------------------------------- responses
-# The Responses API, as far as it needs no store; what does is in `test_stored`.
-
-
 def respond(client: openai.OpenAI, model: str, **wish: Any) -> Any:
     wish = {"input": "hi", "max_output_tokens": 8, "temperature": 0, **wish}
     try:
@@ -361,9 +352,6 @@ def test_what_needs_a_store_is_refused(client: openai.OpenAI, model: str) -> Non
 
 
 # ------------------------------------------------------------------------------------------ streams
-# Server-sent events: what is in a stream, how it ends, what happens when it is left.
-
-
 CHAT = "/v1/chat/completions"
 
 

@@ -308,9 +308,6 @@ def test_only_requests_have_spans_of_the_engine(target: Target) -> None:
 
 
 # -------------------------------------------------------------------------------- own observability
-# What this server says of a request elsewhere: its log line, the usage of its key.
-
-
 def body(**more: Any) -> dict[str, Any]:
     wish = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
     return {**wish, "ignore_eos": True, **more}
@@ -412,9 +409,6 @@ def test_keys_are_nowhere_to_be_read(target: Target) -> None:
 
 
 # -------------------------------------------------------------------------------------- own streams
-# A stream has the same text where its frames are pushed and where each passes every layer.
-
-
 CHAT_BODY, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 ODD = {"temperature": 1.9, "seed": 5, "max_tokens": 120, "ignore_eos": True}

@@ -121,9 +121,6 @@ def test_a_bad_schema_of_a_demanded_tool_is_refused(client: openai.OpenAI, model
 
 
 # ------------------------------------------------------------------------------------- custom tools
-# Custom tools through the SDK: texts as inputs, whole and streamed, and their outputs.
-
-
 GREETING: list[Any] = [{"role": "user", "content": "Set the dial."}]
 TOOL: Any = {"type": "custom", "custom": {"name": "dial", "format": {"type": "text"}}}
 FLAT: Any = {"type": "custom", "name": "dial", "format": {"type": "text"}}
@@ -206,9 +203,6 @@ def test_a_grammar_is_refused(client: openai.OpenAI, model: str) -> None:
 
 
 # --------------------------------------------------------------------------------------- structured
-# Answers under a schema. Random models finish some of them by chance; what finishes must fit.
-
-
 SCHEMA_PROMPT: list[Any] = [{"role": "user", "content": "Answer in JSON."}]
 SCHEMA: dict[str, Any] = {
     "type": "object",

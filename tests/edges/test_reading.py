@@ -451,9 +451,6 @@ def test_an_input_that_is_no_list_is_refused(reader: BodyReader, value: object) 
 
 
 # -------------------------------------------------------------------------------------- field sizes
-# How large a field may be, by what it holds; refusals name the field, its size and the limit.
-
-
 MESSAGE = {"role": "user", "content": "hi"}
 LONG = "x" * ((1 << 20) + 1)
 
@@ -569,8 +566,6 @@ def test_texts_are_measured_against_the_context() -> None:
 #
 # Time is the processor's, so that a busy machine is no failure. `make test ARGS='-m wide'` tries
 # many more than every run does.
-
-
 MAX_CPU_S = 2.0
 MAX_SMALL_CPU_S = 0.1
 """Of a body that is read on the event loop."""

@@ -284,9 +284,6 @@ def test_tests_that_miss_a_tool_are_skipped_and_counted(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- dockerfile
-# The Dockerfile where another file depends on it; test_image.py builds it.
-
-
 def instructions() -> list[tuple[str, str]]:
     """Every instruction and its words, with lines that go on joined."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -323,9 +320,6 @@ def test_kernels_are_built_from_what_their_stage_copies(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ compose
-# docker-compose.yml: valid, confined, and in step with what it starts.
-
-
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 SERVERS = ("rbln-serve", "rbln-serve-npu")

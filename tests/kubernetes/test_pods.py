@@ -273,9 +273,6 @@ def test_a_budget_needs_more_than_one_replica() -> None:
 
 
 # ------------------------------------------------------------------------------------------ presets
-# LeaderWorkerSet, and the values for llm-d with one role and with two.
-
-
 LLM_D: dict[str, Any] = yaml.safe_load((CHART.parent / "presets" / "llm-d.yaml").read_text())
 
 
@@ -391,9 +388,6 @@ def test_a_role_that_cannot_work_is_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------- sums
-# Memory, threads, image and start-up times of the chart follow the device and its count.
-
-
 _NPUS = {"device": {"kind": "plugin", "count": 4}}
 
 

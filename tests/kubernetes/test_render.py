@@ -255,9 +255,6 @@ def test_the_notes_say_how_to_ask() -> None:
 
 
 # ------------------------------------------------------------------------------------- surroundings
-# What stands around the pods: monitoring, scaling, gateways, the network policy.
-
-
 _DASHBOARDS = FOLDER.parent / "grafana" / "dashboards"
 
 

@@ -142,9 +142,6 @@ def test_a_roll_under_load_loses_nothing_and_starts_warm(
 
 
 # -------------------------------------------------------------------------------------------- nginx
-# nginx.conf as it lies there: what it writes, and where.
-
-
 BODY = b"x" * 1_000_000
 
 
@@ -198,9 +195,6 @@ def test_it_writes_in_the_folder_that_it_was_given_and_nowhere_else(replica: int
 
 
 # ----------------------------------------------------------------------------------------- download
-# The download container fetches a model that the server's environment finds without a network.
-
-
 @pytest.mark.engine
 def test_the_server_finds_what_the_container_downloaded(
     checkpoints: CheckpointCache, tmp_path: Path

@@ -25,9 +25,6 @@ def variables() -> list[dict[str, Any]]:
 
 
 # ------------------------------------------------------------------------------------- promql names
-# Which metrics and labels a PromQL expression names. No evaluation: Prometheus does that.
-
-
 _TOKEN = re.compile(
     r"""\s+ | (?P<string>"(?:[^"\\]|\\.)*") | (?P<range>\[[^\]]*\])
     | (?P<name>[A-Za-z_:][\w:]*) | (?P<number>\d[\w.]*) | (?P<sign>[!=]~|[!=<>]=|.)""",

@@ -230,8 +230,6 @@ def test_alerts_fire_when_there_is_reason(loaded: Scene) -> None:
 # One story in several tests, in order: the first server fills a store and dies, the store is
 # damaged, a second server takes its place at the same address, with a warm-up that leaves a graph
 # out.
-
-
 # A minute is long, and the graphs of a tiny model compile in seconds.
 BOUNDS = {"RblnEngineStalled": ("> 60", "> 3"), "RblnColdCache": ("> 30", "> 0")}
 COMPLETIONS = "/v1/completions"

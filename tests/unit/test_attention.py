@@ -47,9 +47,6 @@ def test_padding_holds_anything_and_reaches_nothing() -> None:
 
 
 # ------------------------------------------------------------------------------------------ options
-# Options of an attention layer beyond plain causal attention.
-
-
 def test_an_option_we_do_not_know_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="with chunk_lookback"):
         RblnAttentionImpl(4, 32, 0.125, chunk_lookback=2, layer_idx=3)

@@ -194,9 +194,6 @@ def test_a_run_that_ended_early_can_be_read_and_reported(tmp_path: Path) -> None
 
 
 # ------------------------------------------------------------------------------------------ figures
-# Figures of scenarios: repeats of disturbed samples, saved runs.
-
-
 def _figure(side: str, *values: float | None, name: str = "output", unit: str = "t/s") -> Figure:
     return Figure(name=name, model="m", side=side, unit=unit, values=[*values])
 
@@ -229,9 +226,6 @@ def test_a_saved_run_is_read_as_it_was(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------- load
-# The client of a load, against scripted servers on loopback.
-
-
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 _TOKEN = b'data: {"choices":[{"text":" bake"}]}\n\n'
 _USAGE = b'data: {"choices":[],"usage":{"completion_tokens":7}}\n\ndata: [DONE]\n\n'

@@ -192,9 +192,6 @@ def test_find_is_the_minimum_over_the_fitting_buckets(sizes: set[int], n: int) -
 
 
 # --------------------------------------------------------------------------------------- chunk plan
-# Prompts are cut where that computes less, and never otherwise.
-
-
 HALVES = BucketTable((16, 32, 64, 128, 256))
 
 
@@ -315,9 +312,6 @@ def test_prompts_that_share_a_chunk_fit_into_its_graph(
 
 
 # -------------------------------------------------------------------------------------------- usage
-# The record of bucket use adds up over processes and restarts, and survives damage.
-
-
 def counted(size: int, bucket: int, steps: int = 1) -> Usage:
     usage = Usage()
     for _ in range(steps):
@@ -373,9 +367,6 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, text: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------- verify
-# Sizes of steps that check drafts.
-
-
 TABLE = VerifyTable(BucketTable((1, 4, 8)), (8, 2, 4), 16)
 
 

@@ -294,9 +294,6 @@ def test_a_graph_that_fails_its_check_is_neither_imported_nor_exported(root: Pat
 
 
 # ---------------------------------------------------------------------------------------- cache key
-# A cache key depends on the names and values of its fields, and on nothing else.
-
-
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -401,9 +398,6 @@ def test_an_emptied_object_differs() -> None:
 
 
 # -------------------------------------------------------------------------------------- stored code
-# An NPU's binaries are code: they are loaded only from folders that no other user can write.
-
-
 KEY = CacheKey({"phase": "binaries", "graphs": ["decode-1"]})
 OWN, FOREIGN = {BINARIES: b"ours"}, {BINARIES: b"another user's"}
 

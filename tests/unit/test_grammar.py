@@ -32,9 +32,6 @@ def test_tokens_with_control_characters_are_known() -> None:
 
 
 # ------------------------------------------------------------------------------------- grammar mask
-# Grammar masks on logits, beside vLLM's own function.
-
-
 NAMES = ["a", "b", "c", "d"]
 
 
@@ -65,9 +62,6 @@ def test_rows_are_masked_as_vllm_masks_them(
 
 
 # --------------------------------------------------------------------------------------- step masks
-# Masks are filled while the engine's thread does something else, within the time of a step.
-
-
 Fill = Callable[[Any, int], None]
 
 

@@ -184,9 +184,6 @@ def test_a_stored_graph_that_does_not_fit_the_model_is_compiled_again(
 
 
 # ------------------------------------------------------------------------------------- capture pool
-# Graphs captured in forked children: what they deliver, and what becomes of children that fail.
-
-
 CAPTURED = [GraphSpec("decode", size) for size in (1, 2, 4, 8, 16)]
 
 
@@ -278,9 +275,6 @@ def test_children_are_killed_when_the_consumer_stops_early() -> None:
 
 
 # ----------------------------------------------------------------------------------- graph dispatch
-# After warm-up an unknown shape is refused or counted, by policy.
-
-
 @dataclass
 class Graph:
     spec: GraphSpec
@@ -336,9 +330,6 @@ def test_plan_covers_every_bucket_smallest_first() -> None:
 
 
 # ---------------------------------------------------------------------------------------- graph set
-# Which graph a step runs in.
-
-
 TABLES = {Phase.PREFILL: BucketTable((16, 64)), Phase.DECODE: BucketTable((1, 2, 4, 8))}
 
 
@@ -358,9 +349,6 @@ def test_select_returns_the_smallest_graph() -> None:
 
 
 # ------------------------------------------------------------------------------------------- warmup
-# Graphs that run before the first step.
-
-
 BUCKETS = BucketTable((1, 4, 8))
 VERIFY = VerifyTable(BUCKETS, (2, 4), 16)
 CHUNK = GraphSpec.of(Phase.PREFILL, 64)
@@ -396,9 +384,6 @@ def test_the_smallest_graph_of_each_phase_runs_and_the_others_are_prepared(tmp_p
 
 
 # ----------------------------------------------------------------------------------------- executor
-# The futures that the executor of one process gives vLLM's engine.
-
-
 EMPTY = ModelRunnerOutput(req_ids=[], req_id_to_index={})
 
 

@@ -206,9 +206,6 @@ def test_a_read_only_mount_is_taken_as_it_is(entry: Path, root: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------- cores
-# The cores of a process: its mask, SMT siblings and quotas, on machines described by files.
-
-
 V2_MOUNT = "41 31 0:38 / /sys/fs/cgroup rw,relatime - cgroup2 cgroup2 rw,nsdelegate\n"
 V1_MOUNT = "32 31 0:29 {root} /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
 GROUPS, MOUNTS = "proc/self/cgroup", "proc/self/mountinfo"
@@ -325,9 +322,6 @@ def test_lists_of_processors() -> None:
 
 
 # ------------------------------------------------------------------------------------------- memory
-# The memory that a process may have: the host's, or less where a control group says so.
-
-
 MIB = 1 << 20
 
 
@@ -394,9 +388,6 @@ def test_no_proc_is_no_limit(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ child process
-# How a job's process ends, and in which words that is told.
-
-
 def _run(how: str, timeout: float = 60.0) -> str:
     return run_child(
         "tests.unit.ending_child",
@@ -434,9 +425,6 @@ def test_a_job_that_takes_too_long_is_no_victim_of_a_signal() -> None:
 
 
 # --------------------------------------------------------------------------------------- vllm build
-# Either distribution of vLLM is found, and a version that is not supported is recognised.
-
-
 def _install(folder: Path, name: str, version: str) -> None:
     metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()

@@ -368,9 +368,6 @@ def test_a_row_has_the_state_of_its_request(history: list[Update], pools: bool) 
 
 
 # -------------------------------------------------------------------------------------- step inputs
-# The buffers of one graph hold real rows and harmless padding, whatever was there before.
-
-
 PAGED = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one_block=False)
 WINDOW = KvGroup(layer_names=("b", "c"), block_size=24, width=1, is_window=True, one_block=False)
 
@@ -502,9 +499,6 @@ def test_graphs_without_a_mask_have_no_mask_input() -> None:
 
 
 # -------------------------------------------------------------------------------------- host pooler
-# A pooler gets every row that it reads, whatever happens to the buffers they came in.
-
-
 def host_pooler(pooling: object, *, reuses_prefixes: bool = False) -> HostPooler:
     model = nn.Module()
     model.pooler = SequencePooler(pooling=pooling, head=lambda rows, _: rows)

@@ -178,9 +178,6 @@ def test_drafts_keep_windows_in_pages_and_nothing_that_is_shifted() -> None:
 
 
 # ------------------------------------------------------------------------------------------- layout
-# Block and byte arithmetic of the KV cache.
-
-
 GIB = 1 << 30
 
 
@@ -286,9 +283,6 @@ def test_the_log_is_within_its_bytes_but_holds_one_step() -> None:
 
 
 # --------------------------------------------------------------------------------------- window log
-# The prefix log against a plain list of what was added when.
-
-
 UNIT = 4
 
 
@@ -364,9 +358,6 @@ def test_longest_equals_the_definition(seed: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- fp8
-# Scales of layers that share a cache, and the log of scales.
-
-
 def layer(k_scale: float, v_scale: float, owner: str | None = None) -> Any:
     return SimpleNamespace(
         kv_cache=None,

@@ -61,9 +61,6 @@ def test_something_else_than_an_object_is_refused() -> None:
 
 
 # -------------------------------------------------------------------------------------------- slots
-# Which adapter lies where: no slot twice, none taken from a request, and an error when full.
-
-
 def test_slots_are_given_out_once_and_come_back() -> None:
     slots = Slots(2)
     assert {slots.reserve(7, (), passing=False), slots.reserve(9, (), passing=False)} == {0, 1}
@@ -118,9 +115,6 @@ def test_random_histories_keep_every_promise() -> None:
 
 
 # --------------------------------------------------------------------------------------- slot stack
-# Slots side by side, as graphs of an NPU multiply by them, against each row's own product.
-
-
 SLOTS, RANK, INPUTS, OUTPUTS = 3, 8, 20, (12, 4, 4)
 
 

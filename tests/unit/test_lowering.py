@@ -171,9 +171,6 @@ def test_gates_have_the_same_bits_in_every_batch() -> None:
 
 
 # ------------------------------------------------------------------------------- attention lowering
-# An attention layer as vLLM's models write it becomes one call, and computes the same bits.
-
-
 KV_HEADS, GROUP, HEAD_SIZE, WIDTH = 2, 2, 32, 48
 Q, KV = KV_HEADS * GROUP * HEAD_SIZE, KV_HEADS * HEAD_SIZE
 
@@ -305,9 +302,6 @@ def test_what_is_done_in_another_order_stays_in_it() -> None:
 
 
 # -------------------------------------------------------------------------------------------- views
-# Functions that have a kernel call it, and views that change nothing go.
-
-
 class Activated(nn.Module):
     """Functions of PyTorch that have a kernel, and views that change nothing."""
 
@@ -367,9 +361,6 @@ def test_a_buffer_read_before_its_copy_stays() -> None:
 
 
 # ---------------------------------------------------------------------------------------- constants
-# Constants of weights are computed once, when a program is bound.
-
-
 def folded(model: nn.Module, x: Tensor) -> tuple[list[str], Callable[[], Tensor]]:
     """The calls that are left of the captured model, and the model that makes them."""
     table = TensorTable(lambda weight: weight)

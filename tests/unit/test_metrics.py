@@ -193,9 +193,6 @@ def test_an_undeclared_name_kind_or_label_is_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------- store report
-# What is said of graphs that are missing: the nearest entry, and the fields that differ.
-
-
 FIELDS: dict[str, Any] = {
     "architecture": "LlamaForCausalLM",
     "dtype": "torch.bfloat16",
@@ -271,9 +268,6 @@ def test_graphs_of_several_ranks_are_told_apart() -> None:
 
 
 # ------------------------------------------------------------------------------------ computed rows
-# What the boards of a host say of the work for requests.
-
-
 ROWS = "rbln_bucket_useful_rows_total"
 
 
@@ -301,9 +295,6 @@ def test_nothing_is_known_where_an_engine_is_on_another_host(tmp_path: Path) -> 
 
 
 # ------------------------------------------------------------------------------------- draft counts
-# Drafts are counted by the size of the graph that checked them.
-
-
 def test_drafts_are_counted_by_size() -> None:
     board = MetricsBoard(None, 0)
     counts = DraftCounts(board, [(1, 4), (8, 4)])

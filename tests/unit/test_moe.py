@@ -175,9 +175,6 @@ def test_weights_by_expert_leave_other_ranks_experts_out() -> None:
 
 
 # -------------------------------------------------------------------------------------------- paths
-# Which path the switches lead to.
-
-
 @pytest.mark.parametrize(
     ("opt", "custom", "npu", "activation", "path"),
     [

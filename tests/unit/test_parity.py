@@ -146,9 +146,6 @@ def test_sides_have_the_documented_environments(monkeypatch: pytest.MonkeyPatch)
 
 
 # --------------------------------------------------------------------------------------------- text
-# Lines before the runs and about a position, in the documented terms.
-
-
 OPTIONS = parse(["--no-color", "--topk", "2"])
 CPU = Answer(
     prompt_ids=np.array([1, 2]),
@@ -215,9 +212,6 @@ def test_programs_get_a_json_object_a_line() -> None:
 
 
 # ---------------------------------------------------------------------------------------- positions
-# Figures of a position, by hand, and what is judged to fail.
-
-
 LIMITS = Limits(eps=0.5, min_pearson=0.99, max_mean_delta=0.1, max_outlier_share=0.01)
 
 
@@ -300,9 +294,6 @@ def test_no_common_token_fails() -> None:
 
 
 # ------------------------------------------------------------------------------------------- bisect
-# Which layer is said to depart.
-
-
 def _layers(*pairs: tuple[float, float]) -> list[LayerDelta]:
     return [
         LayerDelta(name=f"layers.{index}", prefill=prefill, decode=decode)
@@ -357,9 +348,6 @@ def test_sides_with_other_layers_are_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------- first layers
-# A checkpoint of fewer layers: what stays of the weights and of the configuration.
-
-
 WEIGHTS = {
     "model-1.safetensors": [
         "model.embed_tokens.weight",
@@ -437,9 +425,6 @@ def test_other_files_of_weights_are_refused(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ plain weights
-# Adapters as parts of the weights, against PEFT's sum.
-
-
 def test_an_adapter_is_added(tmp_path: Path) -> None:
     checkpoint = make_checkpoint("llama", tmp_path / "model", dtype="float32")
     adapter = make_adapter(checkpoint, tmp_path / "adapter", use_rslora=True)
@@ -469,9 +454,6 @@ def test_what_cannot_be_added_is_said(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------- conftest
-# A folder of the hub's library, as downloads leave it.
-
-
 class Hub:
     """Snapshots that have been downloaded; nothing else can be."""
 

@@ -329,9 +329,6 @@ def test_a_manager_with_unknown_attributes_is_rejected() -> None:
 
 
 # ------------------------------------------------------------------------------------------- events
-# A router that follows KV events knows at every moment which units an engine can reuse.
-
-
 FULL = {"kv_cache_report_mode": "full"}
 EXTRAS: list[dict[str, str] | None] = [None, FULL, {"kv_cache_report_mode": "incremental"}]
 NAMES = ("full", "sub-block", "hybrid", "hybrid, two windows", "one window", "hybrid in pages")

@@ -272,9 +272,6 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ------------------------------------------------------------------------------------------ program
-# Programs as data: what goes in comes out.
-
-
 def program_sample() -> Program:
     graph = fx.Graph()
     x, weight = graph.placeholder("x"), graph.placeholder("w")
@@ -326,9 +323,6 @@ def test_a_call_that_could_not_be_loaded_is_not_stored() -> None:
 
 
 # ---------------------------------------------------------------------------------------- operators
-# The operators that a stored program may name.
-
-
 @pytest.mark.parametrize(
     "name", sorted(f"{kind}.{name}" for kind, names in NAMES.items() for name in names)
 )
@@ -343,9 +337,6 @@ def test_every_name_is_torchs_and_is_stored_under_one_name(name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------- shapes
-# A program is tried on the shapes of its inputs, without memory.
-
-
 X, WEIGHT = torch.ones(3, 4), torch.ones(8, 4)
 
 
@@ -415,9 +406,6 @@ def test_a_program_that_reads_a_value_is_left_to_its_first_run() -> None:
 
 
 # ---------------------------------------------------------------------------------------- call list
-# Graphs as lists of calls: the same results as generated source, and values freed when read.
-
-
 def computation(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     """Calls of one to four arguments, keywords, sequences and slices that hold results."""
     rows = x.view(2, 6).split([2, 4], dim=-1)

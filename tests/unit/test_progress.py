@@ -278,9 +278,6 @@ def test_a_phase_with_steps_has_their_pace(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------- ranks
-# Several engines of several ranks in one run directory: what is counted once, and what by each.
-
-
 ENGINES, STAGES, TENSOR = 2, 2, 2
 RANKS = STAGES * TENSOR
 PLACES = [
@@ -383,9 +380,6 @@ def test_stories_and_descriptions_of_all_ranks_are_kept_apart(tmp_path: Path) ->
 
 
 # -------------------------------------------------------------------------------------- description
-# What a rank tells of itself: whole at every moment, and no reason for a start-up to fail.
-
-
 LIMITS = LimitsInfo(max_model_len=8, max_num_seqs=2, max_num_batched_tokens=4)
 
 
@@ -429,9 +423,6 @@ def test_neither_a_bad_disk_nor_a_bad_file_raises(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- last start
-# The seconds of the last start.
-
-
 def test_the_last_start_is_known_below_its_cache_root(tmp_path: Path) -> None:
     assert LastStart(tmp_path).seconds() is None
     LastStart(tmp_path).keep(9.0)

@@ -179,9 +179,6 @@ def test_what_a_model_says_of_its_layers() -> None:
 
 
 # -------------------------------------------------------------------------------------- byte linear
-# Weights of a byte each: packed where they lie, scales spread, and a missing one reported.
-
-
 FP8 = ByteWeights(is_float=True, scope="channel")
 
 

@@ -68,9 +68,6 @@ def test_named_devices_are_no_ranks() -> None:
 
 
 # ----------------------------------------------------------------------------------- step agreement
-# Data-parallel ranks find the same rounds from what each of them wants.
-
-
 PREFILL, POOLING, DECODE, IDLE = 0, 1, 2, -1
 
 
@@ -101,9 +98,6 @@ def test_every_phase_of_a_step_has_a_place_in_the_order() -> None:
 
 
 # ----------------------------------------------------------------------------------- usage recorder
-# Steps reach the file once a while and at the end; a disk that refuses them changes nothing.
-
-
 def recorded(file: UsageFile) -> dict[int, int]:
     return file.read().phases["decode"].steps_by_size
 
@@ -172,9 +166,6 @@ def test_each_configuration_has_its_own_file(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------- weight coverage
-# A checkpoint that lacks any tensor is refused by name, from its headers and while it loads.
-
-
 class Joined(nn.Module):
     """Two parameters, one of which files hold in two parts, and a tied one."""
 
@@ -201,9 +192,6 @@ def test_elements_are_counted_once_and_by_storage() -> None:
 
 
 # ------------------------------------------------------------------------------------------ channel
-# Two ranks of one host: sums through shared memory, through torch, and as an SDK gets them.
-
-
 SCRIPT = Path(__file__).parent / "channel_ranks.py"
 
 

@@ -225,11 +225,6 @@ def test_named_tokens_change_no_other_rows_values() -> None:
 
 
 # ------------------------------------------------------------------------------------------ sampler
-# The fast path of greedy steps gives vLLM's tokens, and is only used for plain greedy requests.
-#
-# Fields of the metadata are made by vLLM's own batch, from requests.
-
-
 SAMPLER_VOCABULARY = 97
 
 
@@ -292,9 +287,6 @@ def test_a_bias_added_or_removed_is_noticed() -> None:
 
 
 # -------------------------------------------------------------------------------------------- picks
-# Tokens of greedy steps: the first of the largest logits, in the scheduler's order.
-
-
 PICKS_ROWS, PICKS_VOCABULARY = 4, 300
 
 
@@ -360,9 +352,6 @@ def test_every_graph_is_recorded_and_a_released_one_is_forgotten() -> None:
 
 
 # --------------------------------------------------------------------------------- sampling batches
-# vLLM's own batch of requests, which makes the metadata that samplers get.
-
-
 def sampling_batch(
     requests: Sequence[SamplingParams],
     processor: LogitsProcessor,

@@ -69,9 +69,6 @@ def test_stages_share_what_decodes(
 
 
 # ------------------------------------------------------------------------------------ prefill order
-# The order of prompts: fewest tokens left first, and a bound for the delay of long ones.
-
-
 CHUNK = 64
 
 
@@ -205,9 +202,6 @@ def test_later_prompts_delay_a_prompt_by_a_bounded_number_of_tokens(seed: int) -
 
 
 # ------------------------------------------------------------------------------------------ sharing
-# Which prompts share a prefill step, and which wait for what another one computes.
-
-
 UNIT = 4
 HASH = get_hash_fn_by_name("sha256")
 PLAN = ChunkPlan(BucketTable((16, 32, 64, 128)), 16, prompts=4)
@@ -309,9 +303,6 @@ def test_all_of_them_are_within_the_budget_of_a_step() -> None:
 
 
 # ------------------------------------------------------------------------------------------- expiry
-# Which requests have waited too long, by the order in which they came.
-
-
 class Clock:
     now = 10.0
 
@@ -354,9 +345,6 @@ def test_without_a_limit_nothing_is_kept() -> None:
 
 
 # ------------------------------------------------------------------------------------- stage drafts
-# With pipeline stages, steps and drafts leave out requests whose step has not ended.
-
-
 def staged(name: str, computed: int, status: RequestStatus = RequestStatus.RUNNING) -> Request:
     """A request of 5 tokens."""
     made = Request(name, [7] * 5, SamplingParams(max_tokens=9), None)

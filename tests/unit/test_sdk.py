@@ -239,9 +239,6 @@ def test_no_more_blocks_than_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -------------------------------------------------------------------------------------- sdk modules
-# The module that the SDK is given: a graph module in all that it is used for.
-
-
 INPUTS = (torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0]))
 WANTED = torch.tensor([12.0, 24.0])
 
@@ -337,9 +334,6 @@ def test_a_change_of_its_graph_is_followed(module: fx.GraphModule) -> None:
 
 
 # ------------------------------------------------------------------------------------------- device
-# Which device is chosen, with packages called ``rebel`` that load, fail to, or are not there.
-
-
 SDK = """
 __version__ = "0.12.3"
 NPU_OF = {npus!r}
@@ -459,9 +453,6 @@ def test_torch_rbln_that_does_not_load_is_an_error(install: Install, tmp_path: P
 
 
 # ---------------------------------------------------------------------------------------- kv memory
-# Copies between an NPU's caches and host memory, over torch's CPU in place of ``rbln``.
-
-
 Pairs = list[tuple[Tensor, Tensor]]
 
 

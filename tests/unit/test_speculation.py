@@ -154,9 +154,6 @@ def test_limits_out_of_range_are_refused(wrong: dict[str, float]) -> None:
 
 
 # -------------------------------------------------------------------------------------------- ngram
-# n-grams of the request's own text.
-
-
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 
@@ -229,9 +226,6 @@ def test_there_are_no_n_grams_of_nothing() -> None:
 
 
 # --------------------------------------------------------------------------------------- prediction
-# A client's prediction as draft: found again after each kind of edit.
-
-
 TEXT = [n * n % 1009 for n in range(200)]
 
 
@@ -298,9 +292,6 @@ def test_an_answer_as_predicted_is_matched_token_by_token() -> None:
 
 
 # --------------------------------------------------------------------------------------- text index
-# The index finds what a linear search finds, in bounded memory.
-
-
 TEXTS = st.lists(st.sampled_from([GAP, 0, 1, 2, 200_000]), max_size=80)
 
 
@@ -346,9 +337,6 @@ def test_a_text_needs_tokens_to_be_found_by() -> None:
 
 
 # ------------------------------------------------------------------------------------- draft budget
-# Checks of drafts that do not pay cost little, and those that pay go on.
-
-
 DRAFTS = 3
 PLAIN_S = 0.05
 LONGEST_PAUSE = round(LARGEST_LOSS / SHARE)
@@ -475,9 +463,6 @@ def test_a_rank_that_does_not_decide_never_tells_a_longer_pause() -> None:
 
 
 # ------------------------------------------------------------------------------------------ drafter
-# Draft settings of a request in vLLM's extra arguments.
-
-
 def test_drafts_are_on_by_default() -> None:
     for extra_args in (None, {}, {EXTRA_ARGS: None}):
         assert DraftSettings.of(extra_args) == DraftSettings()
@@ -495,9 +480,6 @@ def test_anything_but_a_mapping_counts_as_absent(written: object) -> None:
 
 
 # -------------------------------------------------------------------------------------------- texts
-# Requests that tests pass to drafters.
-
-
 def answered(drafter: Drafter, name: str, answer: Sequence[int], *, key: str | None = None) -> None:
     """Begin a request of one prompt token, answer it and finish it."""
     drafter.begin(DraftedRequest(name, (0,), key=key))

@@ -110,9 +110,6 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------------- advice
-# Advice names what to set, and keeps quiet where nothing is known or gained.
-
-
 def usage(
     steps: Mapping[tuple[int, int], tuple[int, float]], buckets: Sequence[int] = (8,)
 ) -> Usage:
@@ -200,9 +197,6 @@ def test_nothing_is_said_of_an_unknown_engine() -> None:
 
 
 # ------------------------------------------------------------------------------------ batchsize log
-# What vLLM logs with VLLM_LOG_BATCHSIZE_INTERVAL becomes steps by size.
-
-
 TABLES = {"decode": BucketTable((1, 8, 32)), "prefill": BucketTable((16, 256))}
 
 
@@ -325,9 +319,6 @@ def test_a_log_without_it_is_refused(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ command
-# `rbln-serve tune` as its users run it.
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for name, sizes in (("org/one", (8,)), ("org/two", (1, 8))):

@@ -245,9 +245,6 @@ def test_blocks_outside_the_cache_are_refused() -> None:
 
 
 # ---------------------------------------------------------------------------------- attention calls
-# Attention op calls of a model's layers, in both namespaces.
-
-
 LENGTH, KV_HEADS, GROUP, HEAD_SIZE, BLOCK = 6, 2, 2, 32, 16
 START = torch.tensor([[0]], dtype=torch.int32)
 END = torch.tensor([[LENGTH]], dtype=torch.int32)
@@ -382,9 +379,6 @@ def test_the_custom_kernels_refuse_what_they_lack(case: Case) -> None:
 
 
 # ----------------------------------------------------------------------------------- self attention
-# The fused attention layer: bit for bit what its parts give one after the other.
-
-
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
 FUSED_KV_HEADS, FUSED_GROUP, FUSED_SIZE, BLOCK_SIZE = 2, 3, 32, 16
 HEADS = (FUSED_KV_HEADS * FUSED_GROUP, FUSED_KV_HEADS, FUSED_KV_HEADS)

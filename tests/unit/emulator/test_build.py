@@ -254,9 +254,6 @@ def test_levels_are_chosen_by_name(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- build killed
-# A process that is killed in the middle of a build leaves nothing that runs, or that stays.
-
-
 # Takes g++ -O2 far longer than this test waits.
 _FUNCTION = """
 double f{n}(double *x, int n) {{
@@ -376,9 +373,6 @@ def test_compilers_end_with_the_build() -> None:
 
 
 # -------------------------------------------------------------------------------------- build trust
-# Where a library is built, and which one is loaded, when others may write the cache root.
-
-
 PLANTED = b"code of another user"
 
 
@@ -528,8 +522,6 @@ def test_a_wheels_library_is_found_after_all_other_places(
 # The kernels for CPUs that are not here: AVX-512 by a stand-in of its intrinsics, and portable.
 #
 # Each runs the numeric tests of the others in a process of its own.
-
-
 HERE = Path(__file__).parent
 NUMERICS = (
     *("test_linear", "test_attention", "test_e4m3_cache", "test_window_attention"),

@@ -162,9 +162,6 @@ def test_mistakes_are_named() -> None:
 
 
 # ------------------------------------------------------------------------------------------ lm head
-# A head that will be tied takes no memory; any other is vLLM's own.
-
-
 SIZES = (1 << 15, 512)
 BYTES = 2 << 24
 
@@ -216,9 +213,6 @@ def test_any_other_has_its_memory_at_once() -> None:
 
 
 # ------------------------------------------------------------------------------------------- layers
-# Layers that call the kernels compute what vLLM's own layers of that name compute.
-
-
 @pytest.fixture
 def vllm_config() -> Iterator[None]:
     install_layers()
@@ -269,9 +263,6 @@ def test_scaled_rotaries(dtype: torch.dtype) -> None:
 
 
 # --------------------------------------------------------------------------------- interleaved rows
-# Rows as tiles read them: every word in its place, and nothing read or written beyond.
-
-
 SOURCE = Path(__file__).parent / "interleaved_rows.cpp"
 # The vectors of the level of bf16 products are those of AVX-512.
 WIDTHS = [
@@ -294,9 +285,6 @@ def test_every_word_is_in_its_place(level: Target, tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- small ops
-# Norms, activations and rotary embedding: vLLM's rounding, odd sizes, strides, invariance.
-
-
 SMALL_OPS_WIDTHS = (1, 7, 32, 100, 576, 2049)
 
 

@@ -183,9 +183,6 @@ def test_wrong_arguments_are_named(change: dict[int, object], message: str) -> N
 
 
 # ----------------------------------------------------------------------------------------- moe lora
-# Adapters of experts: values, rows without one, bits that do not depend on the company.
-
-
 EXPERT_SLOTS, RANK, ROWS, TOP_K = 3, 6, 12, 2
 
 

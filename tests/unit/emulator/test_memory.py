@@ -173,9 +173,6 @@ def is_advised(tensor: torch.Tensor) -> bool:
 
 
 # ------------------------------------------------------------------------------------------ runtime
-# Host resources that a rank takes, and their report.
-
-
 @pytest.fixture
 def runtime_restored() -> Iterator[None]:
     yield

@@ -202,9 +202,6 @@ def test_a_wrong_number_of_parameters_is_refused() -> None:
 
 
 # ---------------------------------------------------------------------------------- sampling levels
-# Every instruction set draws the same tokens and reports the same bits, in plain libraries.
-
-
 # The vectors of the level of bf16 products are those of AVX-512.
 WIDTHS = [level for level in LEVELS if level.name in ("avx512", "avx2", "portable")]
 DRIVER = Path(__file__).with_name("sampling_level.cpp")
@@ -258,9 +255,6 @@ def test_levels_agree_bit_by_bit(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- penalties
-# Penalties and log-probabilities of the kernels: vLLM's tensors, whatever a row has had.
-
-
 OPS = torch.ops.rbln_emulator
 
 
@@ -348,9 +342,6 @@ def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------------- greedy
-# The greedy kernel names the first of the largest values, whatever the width, type and stride.
-
-
 greedy = torch.ops.rbln_emulator.greedy
 
 

@@ -246,9 +246,6 @@ def test_a_soft_cap_must_be_positive(bodies: Bodies) -> None:
 
 
 # ----------------------------------------------------------------------------------- packed prompts
-# Requests that lie one after the other in a batch of one get what each gets by itself.
-
-
 OPS, ATTENTION = torch.ops.rbln_emulator, torch.ops.rbln_emulated_ops
 KV_HEADS, GROUP, SIZE, BLOCK = 2, 3, 32, 8
 # Padding rows at the end, a request without rows, one of one, and one that begins in a page.
@@ -432,9 +429,6 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 # --------------------------------------------------------------------------------- latent attention
-# Attention over one compressed head: values, and bits that no batch, chunk or split changes.
-
-
 EMULATOR = torch.ops.rbln_emulator
 # heads, compressed, rotated, block size, tokens
 LATENT_CASES = [
