@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from benchmarks.compare.report import figures, markdown
 from benchmarks.engines.worker_protocol import timed_answer
 from benchmarks.runner.command import Figure, FigureRun, read_run, repeat_disturbed, to_json
 from benchmarks.runner.command import markdown as figures_markdown
-from benchmarks.runner.machine import Limits, Machine, ModelWork, describe_machine
+from benchmarks.runner.machine import Limits, ModelWork, describe_machine
 from benchmarks.runner.records import (
     Failure,
     Header,
@@ -34,19 +34,10 @@ WORK = ModelWork(
 
 
 def _step(side: str, round_number: int, seconds: float) -> StepRecord:
-    return StepRecord(
-        model="m",
-        round=round_number,
-        side=side,
-        batch=1,
-        prompt_tokens=32,
-        output_tokens=9,
-        seconds=1.0,
-        first_token_seconds=[0.1],
-        step_seconds=[9.0, 9.0, *[seconds] * 6],
-        first_tokens=[5],
-        other_busy_cores=0.0,
-    )
+    sizes = {"model": "m", "batch": 1, "prompt_tokens": 32, "output_tokens": 9, "seconds": 1.0}
+    steps = {"first_token_seconds": [0.1], "step_seconds": [9.0, 9.0, *[seconds] * 6]}
+    steps |= {"first_tokens": [5], "other_busy_cores": 0.0}
+    return StepRecord(round=round_number, side=side, **sizes, **steps)
 
 
 def _http(
@@ -54,33 +45,15 @@ def _http(
 ) -> HttpRecord:
     """Make a load of two planned requests; each is (first, last, tokens, error)."""
     names = ("first", "last", "tokens", "error")
-    return HttpRecord(
-        model="m",
-        round=1,
-        side=side,
-        concurrency=2,
-        prompts=[32, 32],
-        output_tokens=11,
-        seconds=2.0,
-        gaps=[0.1, 0.1, 0.1],
-        requests=[{"sent": 0.0} | dict(zip(names, r, strict=True)) for r in requests],
-        http_cpu_seconds=0.5,
-        engine_cpu_seconds=1.0,
-        pss=1,
-        other_busy_cores=0.0,
-    )
+    sizes = {"model": "m", "round": 1, "concurrency": 2, "prompts": [32, 32], "output_tokens": 11}
+    costs = {"http_cpu_seconds": 0.5, "engine_cpu_seconds": 1.0, "pss": 1, "other_busy_cores": 0.0}
+    made = [{"sent": 0.0} | dict(zip(names, r, strict=True)) for r in requests]
+    return HttpRecord(side=side, seconds=2.0, gaps=[0.1] * 3, requests=made, **sizes, **costs)
 
 
 def test_work_is_counted_from_the_configuration(tmp_path: Path) -> None:
-    config = {
-        "hidden_size": 16,
-        "intermediate_size": 20,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 100,
-    }
+    config = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "head_dim": 8}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     work = ModelWork.of(tmp_path)
     assert work.layer_weights == 3 * (16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 20)
@@ -130,31 +103,12 @@ def test_the_rate_of_a_load_that_was_cut_off_is_carried_on_at_its_pace() -> None
 
 def _log(tmp_path: Path) -> Log:
     log = Log(tmp_path / "run.jsonl")
-    machine = Machine(
-        cpu="AMD EPYC",
-        lscpu={},
-        flags=["avx2"],
-        cores=2,
-        memory_bytes=1,
-        kernel="6",
-        versions={},
-        commit="abc",
-    )
-    log.add(
-        Header(
-            started="2026-11-21T00:00:00",
-            command="c",
-            machine=asdict(machine),
-            load_before=0.0,
-            peer_versions={},
-            sides={},
-        )
-    )
+    about = {"machine": asdict(describe_machine()), "load_before": 0.0, "peer_versions": {}}
+    log.add(Header(started="2026-11-21T00:00:00", command="c", sides={}, **about))
     log.add(ModelRecord(model="m", path="p", parameters=1_200_000_000, work=asdict(WORK)))
+    peak = {"bytes_per_s": 1e9, "flops_per_s": 1e12}
     for number in (1, 2, 3):
-        log.add(
-            LimitsRecord(model="m", round=number, part="steps", bytes_per_s=1e9, flops_per_s=1e12)
-        )
+        log.add(LimitsRecord(model="m", round=number, part="steps", **peak))
     return log
 
 
@@ -194,10 +148,6 @@ def test_a_run_that_ended_early_can_be_read_and_reported(tmp_path: Path) -> None
 
 
 # ------------------------------------------------------------------------------------------ figures
-def _figure(side: str, *values: float | None, name: str = "output", unit: str = "t/s") -> Figure:
-    return Figure(name=name, model="m", side=side, unit=unit, values=[*values])
-
-
 def test_a_disturbed_sample_is_repeated_to_a_limit() -> None:
     loads = iter([0.5, 0.05, 0.0])
     taken = repeat_disturbed(lambda attempt: Sample({"n": (attempt, "")}, next(loads)))
@@ -207,16 +157,10 @@ def test_a_disturbed_sample_is_repeated_to_a_limit() -> None:
 
 
 def test_a_saved_run_is_read_as_it_was(tmp_path: Path) -> None:
-    run = FigureRun(
-        started="2026-11-26T00:00:00",
-        command="c",
-        machine=describe_machine(),
-        load_before=0.0,
-        about="Sampling",
-        sides={"ours": "defaults"},
-        figures=[_figure("ours", 0.25, None, name="first token", unit="s")],
-        notes=["**Incomplete**"],
-    )
+    figure = Figure(name="first token", model="m", side="ours", unit="s", values=[0.25, None])
+    about = {"machine": describe_machine(), "load_before": 0.0, "about": "Sampling"}
+    about |= {"sides": {"ours": "defaults"}, "figures": [figure], "notes": ["**Incomplete**"]}
+    run = FigureRun(started="2026-11-26T00:00:00", command="c", **about)
     file = tmp_path / "2026-11-26-cpu-quick.json"
     file.write_text(to_json(run), encoding="utf-8")
     assert read_run(file) == run
@@ -233,15 +177,7 @@ _USAGE = b'data: {"choices":[],"usage":{"completion_tokens":7}}\n\ndata: [DONE]\
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
-def _send(
-    answer: Answer, *, requests: int, concurrency: int, budget: float, starts: Sequence[float] = ()
-) -> Outcome:
-    return uvloop.run(_serve_and_send(answer, requests, concurrency, budget, starts))
-
-
-async def _serve_and_send(
-    answer: Answer, requests: int, concurrency: int, budget: float, starts: Sequence[float]
-) -> Outcome:
+def _send(answer: Answer, *, requests: int, concurrency: int, budget: float) -> Outcome:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length:")[2].split()[0])
@@ -254,21 +190,17 @@ async def _serve_and_send(
         leaving.cancel()
         writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
-        bodies = [{"prompt": str(number)} for number in range(requests)]
-        load = Load(
-            port=port,
-            bodies=bodies,
-            concurrency=concurrency,
-            budget_seconds=budget,
-            starts=[*starts],
-        )
-        outcome = await run(load)
-    while len(asyncio.all_tasks()) > 1:
-        await asyncio.sleep(0.01)
-    return outcome
+    async def send() -> Outcome:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            bodies = [{"prompt": str(number)} for number in range(requests)]
+            limits = {"concurrency": concurrency, "budget_seconds": budget, "starts": []}
+            outcome = await run(Load(port=port, bodies=bodies, **limits))
+        while len(asyncio.all_tasks()) > 1:
+            await asyncio.sleep(0.01)
+        return outcome
+
+    return uvloop.run(send())
 
 
 def test_tokens_come_from_the_usage_or_else_from_the_texts() -> None:

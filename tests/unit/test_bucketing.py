@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,43 +28,29 @@ from rbln_backend.usage import PhaseUsage, Usage, UsageFile, about_engine
 
 
 @pytest.mark.parametrize(
-    ("strategy", "maximum", "smallest", "step", "limit", "buckets"),
+    ("options", "maximum", "buckets"),
     [
-        ("exponential", 8, 2, 2, 8, (2, 4, 8)),
-        ("exponential", 64, 2, 2, 8, (2, 4, 8, 16, 32, 64)),
-        ("exponential", 8, 1, 2, 8, (1, 2, 4, 8)),
-        ("exponential", 32, 2, 2, 4, (4, 8, 16, 32)),
-        ("linear", 16, 2, 4, 32, (4, 8, 12, 16)),
-        ("exponential", 8, 1, 2, 4, (1, 2, 4, 8)),
-        ("exponential", 8, 1, 2, 1, (8,)),
-        ("exponential", 100, 1, 3, 32, (1, 3, 11, 33, 100)),
-        ("exponential", 3, 1, 2, 32, (1, 3)),
-        ("exponential", 1, 1, 2, 32, (1,)),
-        ("linear", 10, 1, 3, 32, (1, 4, 7, 10)),
-        ("linear", 4, 4, 1, 32, (4,)),
+        ({"min": 2, "limit": 8}, 8, (2, 4, 8)),
+        ({"min": 2, "limit": 8}, 64, (2, 4, 8, 16, 32, 64)),
+        ({"min": 1, "limit": 8}, 8, (1, 2, 4, 8)),
+        ({"min": 2, "limit": 4}, 32, (4, 8, 16, 32)),
+        ({"strategy": "linear", "min": 2, "step": 4, "limit": 32}, 16, (4, 8, 12, 16)),
+        ({"min": 1, "limit": 4}, 8, (1, 2, 4, 8)),
+        ({"min": 1, "limit": 1}, 8, (8,)),
+        ({"min": 1, "step": 3, "limit": 32}, 100, (1, 3, 11, 33, 100)),
+        ({"min": 1, "limit": 32}, 3, (1, 3)),
+        ({"min": 1, "limit": 32}, 1, (1,)),
+        ({"strategy": "linear", "min": 1, "step": 3, "limit": 32}, 10, (1, 4, 7, 10)),
+        ({"strategy": "linear", "min": 4, "step": 1, "limit": 32}, 4, (4,)),
+        ({"strategy": "manual", "manual_buckets": (6, 1, 24)}, 24, (1, 6, 24)),
+        # Our defaults.
+        ({}, 64, (1, 2, 4, 8, 16, 32, 64)),
     ],
 )
-def test_worked_examples(
-    strategy: str, maximum: int, smallest: int, step: int, limit: int, buckets: tuple[int, ...]
-) -> None:
-    config = RblnConfig(
-        decode_batch_bucket_strategy=strategy,
-        decode_batch_bucket_min=smallest,
-        decode_batch_bucket_step=step,
-        decode_batch_bucket_limit=limit,
-    )
+def test_worked_examples(options: dict[str, Any], maximum: int, buckets: tuple[int, ...]) -> None:
+    options = ({"strategy": "exponential", "step": 2} | options) if options else {}
+    config = RblnConfig(**{f"decode_batch_bucket_{k}": v for k, v in options.items()})
     assert decode_bucket_table(config, maximum).sizes == buckets
-
-
-def test_our_defaults_give_every_power_of_two() -> None:
-    assert decode_bucket_table(RblnConfig(), 64).sizes == (1, 2, 4, 8, 16, 32, 64)
-
-
-def test_manual_buckets_are_taken_as_they_are() -> None:
-    config = RblnConfig(
-        decode_batch_bucket_strategy="manual", decode_batch_bucket_manual_buckets=(6, 1, 24)
-    )
-    assert decode_bucket_table(config, 24).sizes == (1, 6, 24)
 
 
 @pytest.mark.parametrize(
@@ -79,36 +64,16 @@ def test_manual_buckets_are_taken_as_they_are() -> None:
         ({"strategy": "fibonacci"}, r"strategy\n.*'exponential', 'exp', 'linear' or 'manual'"),
         ({"manual_buckets": (0, 8)}, r"manual_buckets\.0\n.*greater than 0"),
         ({"strategy": "manual"}, "at least one decode batch size in the manual buckets"),
+        *(
+            ({"strategy": "manual", "manual_buckets": (1, last)}, f"bucket {last} must equal .* 8")
+            for last in (4, 16)
+        ),
     ],
 )
 def test_impossible_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config = RblnConfig(**{f"decode_batch_bucket_{k}": v for k, v in options.items()})
         decode_bucket_table(config, 8)
-
-
-@pytest.mark.parametrize("maximum", [4, 16])
-def test_the_last_manual_bucket_must_be_the_maximum(maximum: int) -> None:
-    config = RblnConfig(
-        decode_batch_bucket_strategy="manual", decode_batch_bucket_manual_buckets=(1, 8)
-    )
-    with pytest.raises(BucketError, match=f"last manual bucket 8 must equal .* {maximum}"):
-        decode_bucket_table(config, maximum)
-
-
-def test_find_rounds_up_to_the_smallest_bucket() -> None:
-    table = BucketTable((1, 4, 8))
-    assert [table.find(n) for n in range(1, 9)] == [1, 4, 4, 4, 8, 8, 8, 8]
-    assert table.largest == 8
-    assert list(table) == [1, 4, 8]
-    assert len(table) == 3
-
-
-@pytest.mark.parametrize("n", [9, 0, -1])
-def test_a_size_without_bucket_is_refused(n: int) -> None:
-    table = BucketTable((1, 4, 8))
-    with pytest.raises(BucketError, match=f"No batch bucket found for batch size {n}"):
-        table.find(n)
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 1), (4, 2), (2, 2)])
@@ -146,13 +111,10 @@ def test_configured_chunks_are_taken_as_they_are() -> None:
     assert prefill_chunk_table(config, 100).sizes == (20, 100)
 
 
-def test_the_last_chunk_must_be_the_maximum() -> None:
+def test_the_last_chunk_must_be_the_maximum_and_hold_a_token() -> None:
     config = RblnConfig(prefill_chunk_buckets=(20, 100))
     with pytest.raises(BucketError, match="must equal max_num_batched_tokens 128"):
         prefill_chunk_table(config, 128)
-
-
-def test_a_chunk_must_hold_a_token() -> None:
     with pytest.raises(BucketError, match="max_num_batched_tokens must be greater than 0, got 0"):
         prefill_chunk_table(RblnConfig(), 0)
 
@@ -167,28 +129,23 @@ def test_a_chunk_must_hold_a_token() -> None:
 def test_generated_tables_end_at_the_maximum_and_respect_the_bounds(
     strategy: str, maximum: int, smallest: int, step: int, limit: int
 ) -> None:
-    smallest = min(smallest, maximum)
-    config = RblnConfig(
-        decode_batch_bucket_strategy=strategy,
-        decode_batch_bucket_min=smallest,
-        decode_batch_bucket_limit=limit,
-        decode_batch_bucket_step=step,
-    )
+    options = {"strategy": strategy, "min": min(smallest, maximum), "step": step, "limit": limit}
+    config = RblnConfig(**{f"decode_batch_bucket_{k}": v for k, v in options.items()})
     table = decode_bucket_table(config, maximum)
     assert table.largest == maximum
     assert len(table) <= limit
-    assert table.sizes[0] >= smallest
+    assert table.sizes[0] >= options["min"]
 
 
-@given(st.sets(st.integers(1, 300), min_size=1), st.integers(1, 300))
+@given(st.sets(st.integers(1, 300), min_size=1), st.integers(-1, 300))
 def test_find_is_the_minimum_over_the_fitting_buckets(sizes: set[int], n: int) -> None:
     table = BucketTable(tuple(sorted(sizes)))
-    fitting = list(itertools.dropwhile(lambda size: size < n, table))
-    if not fitting:
-        with pytest.raises(BucketError):
-            table.find(n)
-    else:
+    fitting = [size for size in table if 0 < n <= size]
+    if fitting:
         assert table.find(n) == fitting[0]
+    else:
+        with pytest.raises(BucketError, match=f"No batch bucket found for batch size {n}"):
+            table.find(n)
 
 
 # --------------------------------------------------------------------------------------- chunk plan
@@ -247,9 +204,6 @@ def test_a_plan_ends_fits_and_never_costs_more_than_one_chunk(
 def test_one_chunk_size_is_never_cut() -> None:
     plan = ChunkPlan(BucketTable((64,)), 0)
     assert [plan.next_chunk(left) for left in (1, 2, 63, 64, 65, 500)] == [1, 2, 63, 64, 64, 64]
-
-
-def test_a_negative_cost_is_refused() -> None:
     with pytest.raises(BucketError, match="-1"):
         ChunkPlan(HALVES, -1)
 

@@ -58,31 +58,20 @@ def test_greedy_answers(tokenizer: Any, dtype: torch.dtype) -> None:
     assert given == {pinned.question: pinned.answer for pinned in ALL}
 
 
-def _merge(model: Any, adapter: Path) -> None:
-    """Add the adapter's products to the weights, as PEFT defines them."""
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    with torch.no_grad():
-        for name, down in tensors.items():
-            if ".lora_A." in name:
-                up = tensors[name.replace("lora_A", "lora_B")].float()
-                layer = name.removeprefix("base_model.model.").split(".lora_A")[0]
-                model.get_submodule(layer).weight.add_(up @ down.float() * (ALPHA / RANK))
-
-
 def test_the_adapter_changes_the_style(tokenizer: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    _merge(model, CHECKPOINT / "adapter")
+    tensors = load_file(CHECKPOINT / "adapter" / "adapter_model.safetensors")
+    # The adapter's products are added to the weights, as PEFT defines them.
+    with torch.no_grad():
+        for name in (name for name in tensors if ".lora_A." in name):
+            up = tensors[name.replace("lora_A", "lora_B")].float()
+            layer = name.removeprefix("base_model.model.").split(".lora_A")[0]
+            model.get_submodule(layer).weight.add_(up @ tensors[name].float() * (ALPHA / RANK))
     given = {p.question: _answer(model, tokenizer, p) for p in CHAT if p.adapted}
     assert given == {p.question: p.adapted for p in CHAT if p.adapted}
 
 
 # --------------------------------------------------------------------------------------- checkpoint
-def test_it_is_small_enough_for_a_repository() -> None:
-    weights = list(CHECKPOINT.rglob("*.safetensors"))
-    assert len(weights) == 2
-    assert sum(path.stat().st_size for path in weights) < 12_000_000
-
-
 @pytest.mark.parametrize(
     "text", ["Hello world, it's 12:30.\n\n\tdone", "caf\u00e9 \ud55c\uad6d \U0001f389", "a  b"]
 )
@@ -122,14 +111,10 @@ def test_chat_template_refuses_an_unknown_role(tokenizer: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------- corpus
-def _drawn(count: int, seed: int = 1) -> list[Dialogue | str]:
-    rng = Random(seed)
-    return [mixture.draw(rng) for _ in range(count)]
-
-
 @pytest.fixture(scope="module")
 def trained() -> list[Dialogue]:
-    return [drawn for drawn in _drawn(4000) if isinstance(drawn, Dialogue)]
+    rng = Random(1)
+    return [drawn for _ in range(4000) if isinstance(drawn := mixture.draw(rng), Dialogue)]
 
 
 def _letters(text: str) -> str:
@@ -203,10 +188,6 @@ def finished(
     return run, folder
 
 
-def _weights(run: Run) -> dict[str, Any]:
-    return run.model.state_dict()
-
-
 @pytest.mark.slow
 def test_a_run_goes_on_to_the_same_bits(
     finished: tuple[Run, Path], recipe_tokenizer: Tokenizer, tmp_path: Path
@@ -218,10 +199,10 @@ def test_a_run_goes_on_to_the_same_bits(
     again = Run(PLAN, recipe_tokenizer, tmp_path)
     assert again.step == 2
     train(again, lambda line: None)
-    whole = _weights(finished[0])
-    fresh = _weights(Run(PLAN, recipe_tokenizer, tmp_path / "none"))
+    whole = finished[0].model.state_dict()
+    fresh = Run(PLAN, recipe_tokenizer, tmp_path / "none").model.state_dict()
     assert any(not torch.equal(whole[name], fresh[name]) for name in whole)
-    for name, tensor in _weights(again).items():
+    for name, tensor in again.model.state_dict().items():
         assert torch.equal(tensor, whole[name]), name
     assert again.tokens == finished[0].tokens
 

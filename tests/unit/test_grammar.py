@@ -62,59 +62,37 @@ def test_rows_are_masked_as_vllm_masks_them(
 
 
 # --------------------------------------------------------------------------------------- step masks
-Fill = Callable[[Any, int], None]
-
-
 class Grammar(StructuredOutputGrammar):
-    """A grammar whose masks are made by a function."""
+    """One whose masks are made by a function, and of which nothing else is asked."""
 
-    def __init__(self, fill: Fill) -> None:
-        self._fill = fill
+    accept_tokens = validate_tokens = rollback = reset = fill_bitmask = None  # type: ignore[assignment]
 
-    def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
-        self._fill(bitmask, idx)
+    def __init__(self, fill: Callable[[Any, int], None]) -> None:
+        self.fill_bitmask = fill  # type: ignore[method-assign]
 
     def is_terminated(self) -> bool:
         return False
 
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        raise NotImplementedError
 
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        raise NotImplementedError
-
-    def rollback(self, num_tokens: int) -> None:
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        raise NotImplementedError
-
-
-def request(fill: Fill, **fields: Any) -> Any:
-    given = {
-        "use_structured_output": True,
-        "is_prefill_chunk": False,
-        "sampling_params": SimpleNamespace(ignore_eos=False),
-        "structured_output_request": SimpleNamespace(grammar=Grammar(fill)),
-    }
-    return SimpleNamespace(**(given | fields))
+def request(fill: Callable[[Any, int], None], **fields: Any) -> Any:
+    return SimpleNamespace(
+        **{"use_structured_output": True, "is_prefill_chunk": False}
+        | {"sampling_params": SimpleNamespace(ignore_eos=False)}
+        | {"structured_output_request": SimpleNamespace(grammar=Grammar(fill))}
+        | fields
+    )
 
 
 def step(*names: str, **fields: Any) -> Any:
-    given = {
-        "has_structured_output_requests": True,
-        "pending_structured_output_tokens": False,
-        "scheduled_spec_decode_tokens": {},
-        "num_scheduled_tokens": dict.fromkeys(names, 1),
-    }
-    return SimpleNamespace(**(given | fields))
+    return SimpleNamespace(
+        **{"has_structured_output_requests": True, "pending_structured_output_tokens": False}
+        | {"scheduled_spec_decode_tokens": {}, "num_scheduled_tokens": dict.fromkeys(names, 1)}
+        | fields
+    )
 
 
-def numbered(number: int) -> Fill:
-    def fill(bits: Any, row: int) -> None:
-        bits[row] = number
-
-    return fill
+def numbered(number: int) -> Callable[[Any, int], None]:
+    return lambda bits, row: bits.__setitem__(row, number)
 
 
 class Fixture:
@@ -124,18 +102,18 @@ class Fixture:
         self.requests: dict[str, Any] = {}
         self.filled_all: list[Any] = []
         self.board = MetricsBoard(folder, "masks")
-
-    def make(self) -> StepMasks:
-        manager: Any = SimpleNamespace(
+        self.manager: Any = SimpleNamespace(
             backend=SimpleNamespace(allocate_token_bitmask=lambda n: torch.full((n, 3), -1)),
             _get_constraint_start=lambda *_: 0,
         )
-        return StepMasks(manager, self.requests, self.filled_all.append, self.board)
+        self.masks = StepMasks(self.manager, self.requests, self.filled_all.append, self.board)
 
 
 @pytest.fixture
 def fixture(tmp_path: Path) -> Iterator[Fixture]:
-    yield Fixture(tmp_path)
+    made = Fixture(tmp_path)
+    yield made
+    made.masks.close()
 
 
 def test_masks_are_filled_between_schedule_and_sampling(fixture: Fixture) -> None:
@@ -150,16 +128,15 @@ def test_masks_are_filled_between_schedule_and_sampling(fixture: Fixture) -> Non
 
     fixture.requests |= {"a": request(fill), "b": request(numbered(6))}
     fixture.requests["c"] = request(numbered(0), use_structured_output=False)
-    masks, output = fixture.make(), step("a", "c", "b")
-    masks.begin(output)
+    output = step("a", "c", "b")
+    fixture.masks.begin(output)
     assert began.wait(10)
-    # Here the graph runs.
-    may_end.set()
-    found: Any = masks.take(output)
+    # Here the graph runs, and ends before the mask is there.
+    threading.Timer(0.05, may_end.set).start()
+    found: Any = fixture.masks.take(output)
     assert found.structured_output_request_ids == ["a", "b"]
     assert found.grammar_bitmask.tolist() == [[5] * 3, [6] * 3]
     assert threads and threads[0] is not threading.current_thread()
-    masks.close()
 
 
 @pytest.mark.parametrize(
@@ -174,20 +151,19 @@ def test_masks_that_need_what_is_not_known_yet_are_filled_at_the_end(
     fixture: Fixture, fields: Any
 ) -> None:
     fixture.requests["a"] = request(numbered(1))
-    masks, output = fixture.make(), step("a", **fields)
-    masks.begin(output)
+    output = step("a", **fields)
+    fixture.masks.begin(output)
     assert fixture.filled_all == []
-    masks.take(output)
+    fixture.masks.take(output)
     assert fixture.filled_all == [output]
 
 
 def test_a_step_gets_no_masks_of_another(fixture: Fixture) -> None:
     fixture.requests["a"] = request(numbered(1))
-    masks, first, second = fixture.make(), step("a"), step("a")
-    masks.begin(first)
-    masks.take(second)
+    first, second = step("a"), step("a")
+    fixture.masks.begin(first)
+    fixture.masks.take(second)
     assert fixture.filled_all == [second]
-    masks.close()
 
 
 def test_a_failed_fill_fails_the_step(fixture: Fixture) -> None:
@@ -195,27 +171,10 @@ def test_a_failed_fill_fails_the_step(fixture: Fixture) -> None:
         raise TimeoutError("no grammar")
 
     fixture.requests["a"] = request(fill)
-    masks, output = fixture.make(), step("a")
-    masks.begin(output)
+    output = step("a")
+    fixture.masks.begin(output)
     with pytest.raises(TimeoutError, match="no grammar"):
-        masks.take(output)
-    masks.close()
-
-
-def test_a_slow_mask_holds_its_step(fixture: Fixture) -> None:
-    may_end = threading.Event()
-
-    def fill(bits: Any, row: int) -> None:
-        assert may_end.wait(10)
-        bits[row] = 4
-
-    fixture.requests["a"] = request(fill)
-    masks, output = fixture.make(), step("a")
-    masks.begin(output)
-    threading.Timer(0.05, may_end.set).start()
-    found: Any = masks.take(output)
-    assert found.grammar_bitmask.tolist() == [[4] * 3]
-    masks.close()
+        fixture.masks.take(output)
 
 
 def test_ends_are_withheld_under_ignore_eos_while_anything_else_may_follow(
@@ -229,13 +188,8 @@ def test_ends_are_withheld_under_ignore_eos_while_anything_else_may_follow(
         fixture.requests[name] = request(numbered(0), sampling_params=params)
     fixture.requests["e"] = request(numbered(0))
     given = [*rows, rows[0], rows[1], rows[0]]
-    manager: Any = SimpleNamespace(_get_constraint_start=lambda *_: 0)
-    masks = StepMasks(
-        manager,
-        fixture.requests,
-        lambda _: GrammarOutput([*"abcde"], np.array(given, dtype=np.int32)),
-        fixture.board,
-    )
+    grammar = GrammarOutput([*"abcde"], np.array(given, dtype=np.int32))
+    masks = StepMasks(fixture.manager, fixture.requests, lambda _: grammar, fixture.board)
     found = masks.take(output)
     assert found is not None
     expected = [[0b100000, 0, 1], rows[1], [0b100000, 0, 0], rows[3], [0b100000, 0, 1]]

@@ -26,7 +26,6 @@ from rbln_backend.kv_cache.layout import (
     kv_budget_bytes,
     kv_cache_shape,
     log_pages,
-    num_partitions,
     page_span,
     reuse_unit,
 )
@@ -117,8 +116,10 @@ def test_a_shared_cache_does_not_slide() -> None:
 def test_windows_alone_use_vllms_pool() -> None:
     (spec,) = plan({"a": window(48)}).values()
     assert isinstance(spec, WindowSpec)
-    assert spec.own_blocks == 0
-    assert spec.prefix_cacheable
+    assert (spec.own_blocks, spec.prefix_cacheable) == (0, True)
+    (spec,) = plan({"a": window(48)}, log_bytes=0).values()
+    assert isinstance(spec, WindowSpec)
+    assert spec.log_pages == 0
 
 
 def test_a_window_of_the_whole_context_is_paged() -> None:
@@ -144,16 +145,7 @@ def test_pages_fill_the_windows(windows: list[int], unit: int, chunk: int, expec
     )
     assert reuse_unit_of(specs.values(), 99) == expected
     assert {s.page_tokens for s in specs.values() if isinstance(s, WindowSpec)} == {expected}
-
-
-def test_without_windows_the_unit_stays() -> None:
-    assert reuse_unit_of(plan({"a": full()}).values(), 99) == 99
-
-
-def test_disabled_logs_take_no_memory() -> None:
-    (spec,) = plan({"a": window(48)}, log_bytes=0).values()
-    assert isinstance(spec, WindowSpec)
-    assert spec.log_pages == 0
+    assert reuse_unit_of([specs["full"]], 99) == 99
 
 
 def test_windows_need_the_hybrid_manager() -> None:
@@ -181,28 +173,14 @@ def test_drafts_keep_windows_in_pages_and_nothing_that_is_shifted() -> None:
 GIB = 1 << 30
 
 
-@pytest.mark.parametrize(
-    ("max_model_len", "block_size", "expected"), [(256, 64, 4), (257, 64, 5), (64, 64, 1)]
-)
-def test_num_partitions(max_model_len: int, block_size: int, expected: int) -> None:
-    assert num_partitions(max_model_len, block_size) == expected
-
-
 def test_shape_is_the_documented_layout() -> None:
     assert kv_cache_shape(10, 4, 128, 64) == (10, 2, 4, 1, 128, 64)
 
 
 def budget(**overrides: int | float) -> int:
-    facts = {
-        "total_bytes": 16 * GIB,
-        "available_bytes": 12 * GIB,
-        "utilization": 0.9,
-        "used_bytes": GIB,
-        "bytes_per_block": 1 << 20,
-        "blocks_per_request": 16,
-        "max_num_seqs": 8,
-    } | overrides
-    return kv_budget_bytes(**facts)  # type: ignore[arg-type]
+    facts = {"total_bytes": 16 * GIB, "available_bytes": 12 * GIB, "utilization": 0.9}
+    facts |= {"used_bytes": GIB, "bytes_per_block": 1 << 20, "blocks_per_request": 16}
+    return kv_budget_bytes(**facts | {"max_num_seqs": 8} | overrides)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -257,17 +235,9 @@ def test_page_span_covers_the_window(num_tokens: int, expected: tuple[int, int])
 
 
 def pages(**overrides: int | None) -> int:
-    facts: dict[str, int | None] = {
-        "window": 100,
-        "unit": 16,
-        "max_model_len": 1000,
-        "max_num_seqs": 8,
-        "chunk_tokens": 64,
-        "max_bytes": GIB,
-        "token_bytes": 1000,
-        "wanted_tokens": None,
-    } | overrides
-    return log_pages(**facts)  # type: ignore[arg-type]
+    facts = {"window": 100, "unit": 16, "max_model_len": 1000, "max_num_seqs": 8}
+    facts |= {"chunk_tokens": 64, "max_bytes": GIB, "token_bytes": 1000}
+    return log_pages(**facts | {"wanted_tokens": None} | overrides)  # type: ignore[arg-type]
 
 
 def test_the_log_holds_four_windows_per_request() -> None:
@@ -324,7 +294,6 @@ def test_clear_returns_every_page() -> None:
     log = WindowLog(num_pages=3, page_tokens=UNIT, window=UNIT)
     for block_hash in prefix_hashes("abcdefgh"):
         log.add(block_hash)
-    assert log.num_used == 2
     log.clear()
     assert log.num_used == 0
     assert sorted(log.add(h) or 0 for h in prefix_hashes("abcdefghijkl")) == [1, 2, 3]

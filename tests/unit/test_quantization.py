@@ -65,6 +65,7 @@ def test_the_documented_weights_are_taken(recipe: Recipe) -> None:
 
 
 GPTQ, INT4 = Recipe(format="gptq", group_size=128), Recipe(group_size=128)
+INT8 = Recipe(format="int-quantized")
 BYTES, OPT = Recipe(format="float-quantized"), Recipe(format="modelopt", block=(0, 0))
 BLOCKS, AWQ = Recipe(format="fp8", block=(128, 128)), Recipe(format="awq")
 LONG_GROUP = {"+:.*down.*": {"group_size": 256}}
@@ -99,6 +100,7 @@ REFUSALS: list[tuple[Recipe, str, dict[str, Any], str, str]] = [
         *(BYTES, "weights", {"strategy": "block", "block_structure": [128, 96]}),
         *("weights.block_structure is [128, 96]", "a multiple of 64 inputs"),
     ),
+    (INT8, "group", {"input_activations": None}, "input_activations is None", "vLLM reads"),
     (BLOCKS, "config", {"fmt": "e5m2"}, "fmt is 'e5m2'", "Weight type e5m2 not supported"),
     (BLOCKS, "config", {"weight_block_size": [1, 32]}, "weight_block_size is [1, 32]", "of 64"),
     (BLOCKS, "config", {"weight_block_size": [128]}, "weight_block_size is [128]", "of rows"),
@@ -133,32 +135,18 @@ def test_a_refusal_names_the_field_and_the_reason(
     assert fields is HEADS or "bfloat16 copy" in text
 
 
-def test_orders_and_rules_that_change_nothing_are_taken() -> None:
+def test_orders_rules_and_experts_that_can_be_served_are_taken() -> None:
     channel = quantization_config(Recipe(format="gptq", bits=8, group_size=CHANNEL))
     # With one scale per channel there are no groups to be out of order.
     check(channel | {"desc_act": True})
     check(channel | {"dynamic": {"-:.*lm_head.*": {}, "+:.*": {"bits": 4}}})
-
-
-def test_integers_in_bytes_come_with_activations() -> None:
-    config = quantization_config(Recipe(format="int-quantized"))
-    config["config_groups"]["group_0"]["input_activations"] = None
-    with pytest.raises(UnsupportedModelError, match="input_activations is None: vLLM reads"):
-        check(config)
-
-
-@pytest.mark.parametrize("algorithm", ["NVFP4", "w4a16_nvfp4"])
-def test_experts_in_nvfp4_are_taken(algorithm: str) -> None:
-    layers = {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": algorithm, "group_size": 16}}
-    recipe = Recipe(format="modelopt", block=(0, 0))
-    named = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    check(quantization_config(recipe) | named)
-
-
-def test_weights_that_were_ordered_before_are_taken() -> None:
-    config = quantization_config(Recipe(bits=4, group_size=128))
+    config = quantization_config(INT4)
     config["config_groups"]["group_0"]["weights"]["actorder"] = "static"
     check(config)
+    for algorithm in ("NVFP4", "w4a16_nvfp4"):
+        expert = {"quant_algo": algorithm, "group_size": 16}
+        layers = {"model.layers.0.mlp.experts.0.up_proj": expert}
+        check(quantization_config(OPT) | MIXED | {"quantized_layers": layers})
 
 
 def test_what_a_model_says_of_its_layers() -> None:

@@ -46,12 +46,17 @@ def test_rank_numbers_and_local_numbers_are_unique() -> None:
     assert [place.counts_steps for place in places] == [True, False, True, False]
 
 
-@pytest.mark.parametrize(("tensor", "stages", "replying"), [(1, 1, 0), (2, 1, 0), (2, 2, 2)])
-def test_the_first_rank_of_the_last_stage_replies(tensor: int, stages: int, replying: int) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "stages", "replying"), [(1, 1, 0), (2, 1, 0), (4, 1, 0), (2, 2, 2), (1, 4, 3)]
+)
+def test_the_first_rank_counts_and_that_of_the_last_stage_replies(
+    tensor: int, stages: int, replying: int
+) -> None:
     sizes = config(tensor_parallel_size=tensor, pipeline_parallel_size=stages)
     places = [rank_place(sizes, rank, rank) for rank in range(tensor * stages)]
-    assert [place.replies for place in places].index(True) == replying
-    assert sum(place.replies for place in places) == 1
+    assert [place.rank for place in places if place.counts_steps] == [0]
+    # The one whose output vLLM's executor takes.
+    assert [place.rank for place in places if place.replies] == [replying]
 
 
 def test_ray_sets_the_number_of_ranks_on_a_host() -> None:
@@ -71,30 +76,21 @@ def test_named_devices_are_no_ranks() -> None:
 PREFILL, POOLING, DECODE, IDLE = 0, 1, 2, -1
 
 
-def test_decode_uses_the_size_of_the_largest_batch() -> None:
-    wanted = [(DECODE, 1), (DECODE, 7), (IDLE, 0), (DECODE, 3)]
-    assert agreed(wanted) == [StepRound(Phase.DECODE, 7, (1, 7, 0, 3))]
-
-
-def test_chunks_come_before_batches() -> None:
-    wanted = [(DECODE, 4), (PREFILL, 20), (PREFILL, 64)]
-    assert agreed(wanted) == [
-        StepRound(Phase.PREFILL, 64, (0, 20, 64)),
-        StepRound(Phase.DECODE, 4, (4, 0, 0)),
-    ]
-
-
-def test_pooling_has_its_own_round() -> None:
-    assert agreed([(POOLING, 9), (IDLE, 0)]) == [StepRound(Phase.POOLING, 9, (9, 0))]
-
-
-def test_nothing_runs_when_all_are_idle() -> None:
-    assert agreed([(IDLE, 0), (IDLE, 0)]) == []
-
-
-def test_every_phase_of_a_step_has_a_place_in_the_order() -> None:
-    phases = [agreed([(number, 1)])[0].phase for number in (PREFILL, POOLING, DECODE)]
-    assert phases == [Phase.PREFILL, Phase.POOLING, Phase.DECODE]
+@pytest.mark.parametrize(
+    ("wanted", "rounds"),
+    [
+        # Batches have the size of the largest; chunks come before them, pooling has its own round.
+        ([(DECODE, 1), (DECODE, 7), (IDLE, 0), (DECODE, 3)], [(Phase.DECODE, 7, (1, 7, 0, 3))]),
+        (
+            [(DECODE, 4), (PREFILL, 20), (PREFILL, 64)],
+            [(Phase.PREFILL, 64, (0, 20, 64)), (Phase.DECODE, 4, (4, 0, 0))],
+        ),
+        ([(POOLING, 9), (IDLE, 0)], [(Phase.POOLING, 9, (9, 0))]),
+        ([(IDLE, 0), (IDLE, 0)], []),
+    ],
+)
+def test_ranks_agree_on_the_rounds_of_a_step(wanted: Any, rounds: Any) -> None:
+    assert agreed(wanted) == [StepRound(*one) for one in rounds]
 
 
 # ----------------------------------------------------------------------------------- usage recorder
@@ -102,27 +98,19 @@ def recorded(file: UsageFile) -> dict[int, int]:
     return file.read().phases["decode"].steps_by_size
 
 
-def test_counts_are_written_on_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize("period_s", [0.0, 60.0])
+def test_counts_are_written_periodically_and_on_close(tmp_path: Path, period_s: float) -> None:
     file = UsageFile(tmp_path / "model.json")
-    recorder = UsageRecorder(file)
-    for size in (3, 3, 1):
-        recorder.note("decode", size, 4, 0.01)
-    assert recorded(file) == {}
-    recorder.close()
-    assert recorded(file) == {3: 2, 1: 1}
-
-
-def test_counts_are_written_periodically(tmp_path: Path) -> None:
-    file = UsageFile(tmp_path / "model.json")
-    recorder = UsageRecorder(file, period_s=0.0)
+    recorder = UsageRecorder(file, period_s=period_s)
     recorder.note("decode", 2, 4, 0.01)
     deadline = time.monotonic() + 10
-    while recorded(file) != {2: 1} and time.monotonic() < deadline:
+    while not period_s and recorded(file) != {2: 1} and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert recorded(file) == {2: 1}
-    recorder.note("decode", 2, 4, 0.01)
+    assert recorded(file) == ({} if period_s else {2: 1})
+    for size in (2, 1):
+        recorder.note("decode", size, 4, 0.01)
     recorder.close()
-    assert recorded(file) == {2: 2}
+    assert recorded(file) == {2: 2, 1: 1}
 
 
 def test_steps_that_check_drafts_count_as_decode_steps(tmp_path: Path) -> None:

@@ -50,17 +50,43 @@ def known_min_p() -> MinPLogitsProcessor:
     return processor
 
 
+def sampling_batch(
+    requests: Sequence[SamplingParams],
+    processor: LogitsProcessor,
+    *,
+    vocabulary: int,
+    rows: int,
+    tokens: Sequence[int],
+) -> InputBatch:
+    """vLLM's own batch of at most `rows` requests that have generated `tokens`.
+
+    Logits pass the bias of each request and `processor`.
+    """
+    device = torch.device("cpu")
+    bias = LogitBiasLogitsProcessor(None, device, False)
+    sizes = {"max_num_reqs": rows, "max_model_len": 32, "max_num_batched_tokens": 32}
+    blocks = {"block_sizes": [16], "kernel_block_sizes": [16], "max_num_blocks_per_req": [2]}
+    processors = LogitsProcessors([bias, processor])
+    batch = InputBatch(
+        **sizes, **blocks, device=device, vocab_size=vocabulary, logitsprocs=processors
+    )
+    for number, params in enumerate(requests):
+        seeded = None if params.seed is None else torch.Generator().manual_seed(params.seed)
+        state = {"prompt_token_ids": [1, 2, 3], "mm_features": [], "num_computed_tokens": 2}
+        state |= {"sampling_params": params, "generator": seeded, "block_ids": ([number + 1],)}
+        batch.add_request(
+            CachedRequestState(req_id=str(number), output_token_ids=list(tokens), **state)
+        )
+    batch.refresh_metadata()
+    return batch
+
+
 def metadata_of(
     *requests: dict[str, Any], min_p: MinPLogitsProcessor | None = None
 ) -> SamplingMetadata:
-    batch = sampling_batch(
-        [SamplingParams(**options) for options in requests],
-        min_p or known_min_p(),
-        vocabulary=VOCABULARY,
-        rows=ROWS,
-        tokens=[5, 5, 6],
-    )
-    return batch.sampling_metadata
+    made = [SamplingParams(**options) for options in requests]
+    sizes = {"vocabulary": VOCABULARY, "rows": ROWS, "tokens": [5, 5, 6]}
+    return sampling_batch(made, min_p or known_min_p(), **sizes).sampling_metadata
 
 
 def counts(sampler: Sampler, logits: Tensor, metadata: SamplingMetadata, steps: int) -> Tensor:
@@ -160,21 +186,28 @@ def test_reports_of_a_row_change_no_draw(mode: str, dtype: torch.dtype) -> None:
     assert len(set(drawn[0])) > 3
 
 
-@pytest.mark.parametrize("mode", MODES[2:])
-def test_processed_reports_are_vllms(mode: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("mode", MODES)
+def test_reports_are_vllms(mode: str, dtype: torch.dtype) -> None:
+    """Raw ones of logits without penalties, processed ones of what a token was drawn from."""
     requests: list[dict[str, Any]] = [
         {"temperature": 0.7, "top_k": 9, "min_p": 0.01, "seed": 1, "logprobs": 5},
         {"temperature": 1.4, "repetition_penalty": 2.0, "top_p": 0.8},
         {"temperature": 0.0, "logit_bias": {3: 4.0}},
+        {"temperature": 0.0, "repetition_penalty": 3.0, "presence_penalty": 1.5},
     ]
-    logits = torch.randn(3, VOCABULARY)
-    ours, theirs = (
-        sampler(logits=logits.clone(), sampling_metadata=metadata_of(*requests)).logprobs_tensors
+    logits = (torch.randn(4, VOCABULARY) * 3).to(dtype)
+    found, wanted = (
+        sampler(logits=logits.clone(), sampling_metadata=metadata_of(*requests))
         for sampler in (KernelSampler(logprobs_mode=mode), Sampler(logprobs_mode=mode))
     )
+    ours, theirs = found.logprobs_tensors, wanted.logprobs_tensors
     assert torch.equal(ours.logprob_token_ids[:, 1:], theirs.logprob_token_ids[:, 1:])
-    assert torch.equal(ours.logprobs[:, 1:], theirs.logprobs[:, 1:])
+    torch.testing.assert_close(ours.logprobs[:, 1:], theirs.logprobs[:, 1:])
     assert (ours.logprobs[:, 0] > -torch.inf).all()
+    assert torch.equal(found.sampled_token_ids[2:], wanted.sampled_token_ids[2:])
+    torch.testing.assert_close(ours.logprobs[2:], theirs.logprobs[2:])
+    assert torch.equal(ours.selected_token_ranks[2:], theirs.selected_token_ranks[2:])
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -193,20 +226,6 @@ def test_a_row_in_which_all_is_forbidden_has_no_token(
         largest = int(logits[1].argmax())
         found = sampler(logprobs_mode=mode)(logits=logits, sampling_metadata=metadata)
         assert found.sampled_token_ids.flatten().tolist() == [NO_TOKEN, largest, NO_TOKEN]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
-def test_reports_are_vllms_of_logits_without_penalties(mode: str, dtype: torch.dtype) -> None:
-    logits = (torch.randn(3, VOCABULARY) * 3).to(dtype)
-    penalized = {"temperature": 0.0, "repetition_penalty": 3.0, "presence_penalty": 1.5}
-    metadata = metadata_of({"temperature": 0.0}, penalized, {"temperature": 0.0, "logprobs": 4})
-    theirs = Sampler(logprobs_mode=mode)(logits=logits.clone(), sampling_metadata=metadata)
-    ours = KernelSampler(logprobs_mode=mode)(logits=logits.clone(), sampling_metadata=metadata)
-    assert torch.equal(ours.sampled_token_ids, theirs.sampled_token_ids)
-    own, other = ours.logprobs_tensors, theirs.logprobs_tensors
-    torch.testing.assert_close(own.logprobs, other.logprobs)
-    assert torch.equal(own.selected_token_ranks, other.selected_token_ranks)
 
 
 def test_named_tokens_change_no_other_rows_values() -> None:
@@ -240,13 +259,9 @@ class NoMinTokens(MinTokensLogitsProcessor):
 
 
 def batch_of(*requests: dict[str, Any]) -> InputBatch:
-    return sampling_batch(
-        [SamplingParams(**({"temperature": 0.0} | options)) for options in requests],
-        NoMinTokens(),
-        vocabulary=SAMPLER_VOCABULARY,
-        rows=4,
-        tokens=[5, 5],
-    )
+    made = [SamplingParams(**({"temperature": 0.0} | options)) for options in requests]
+    sizes = {"vocabulary": SAMPLER_VOCABULARY, "rows": 4, "tokens": [5, 5]}
+    return sampling_batch(made, NoMinTokens(), **sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -349,46 +364,3 @@ def test_every_graph_is_recorded_and_a_released_one_is_forgotten() -> None:
     released = ref(graph)
     del graph, graphs
     assert released() is None
-
-
-# --------------------------------------------------------------------------------- sampling batches
-def sampling_batch(
-    requests: Sequence[SamplingParams],
-    processor: LogitsProcessor,
-    *,
-    vocabulary: int,
-    rows: int,
-    tokens: Sequence[int],
-) -> InputBatch:
-    """Return a batch of at most `rows` requests that have generated `tokens`.
-
-    Logits pass the bias of each request and `processor`.
-    """
-    device = torch.device("cpu")
-    batch = InputBatch(
-        max_num_reqs=rows,
-        max_model_len=32,
-        max_num_batched_tokens=32,
-        device=device,
-        vocab_size=vocabulary,
-        block_sizes=[16],
-        kernel_block_sizes=[16],
-        max_num_blocks_per_req=[2],
-        logitsprocs=LogitsProcessors([LogitBiasLogitsProcessor(None, device, False), processor]),
-    )
-    for number, params in enumerate(requests):
-        seeded = None if params.seed is None else torch.Generator().manual_seed(params.seed)
-        batch.add_request(
-            CachedRequestState(
-                req_id=str(number),
-                prompt_token_ids=[1, 2, 3],
-                mm_features=[],
-                sampling_params=params,
-                generator=seeded,
-                block_ids=([number + 1],),
-                num_computed_tokens=2,
-                output_token_ids=list(tokens),
-            )
-        )
-    batch.refresh_metadata()
-    return batch
