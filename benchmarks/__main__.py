@@ -8,7 +8,6 @@ import sys
 
 COMMANDS = {
     "compare": "compare.compare",
-    "decode": "in_process.decode",
     "kernels": "in_process.kernels",
     "peers": "engines.peers",
     "quantized": "compare.quantized",

@@ -21,7 +21,7 @@ from benchmarks.compare.report import figures, markdown
 from benchmarks.compare.steps import PART as STEPS
 from benchmarks.compare.steps import Subject, log_model, measure_steps
 from benchmarks.engines.peers import gguf_of, peers_python
-from benchmarks.engines.sides import SIDE_NAMES, server_side, step_side
+from benchmarks.engines.sides import SIDE_NAMES, before, server_side, step_side
 from benchmarks.models.shapes import CACHE_ROOT, SHAPES, find_checkpoint
 from benchmarks.models.text_checkpoint import text_checkpoint
 from benchmarks.runner.command import say
@@ -73,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--step-side", nargs="+", choices=SIDE_NAMES, default=DEFAULT_STEP_SIDES, help="in process"
     )
+    parser.add_argument(
+        "--before", type=Path, metavar="FOLDER", help="a side of its own: an earlier checkout of us"
+    )
     parser.add_argument("--quick", action="store_true", help="one round and small time budgets")
     parser.add_argument(
         "--save", action="store_true", help="write report and figures to benchmarks/results/"
@@ -84,15 +87,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
-    if "llama.cpp" in (*args.side, *args.step_side):
+    stepped = {name: step_side(name) for name in dict.fromkeys(("ours", *args.step_side))}
+    served = {name: server_side(name) for name in dict.fromkeys(("ours", *args.side))}
+    if args.before is not None:
+        stepped["before"], served["before"] = before(args.before.resolve())
+    if STEPS not in args.part:
+        stepped = {}
+    if set(args.part) <= {STEPS}:
+        served = {}
+    needs_llama = "llama.cpp" in stepped | served
+    if needs_llama:
         say("peers' environment")
         try:
             peers_python()
         except subprocess.CalledProcessError as error:
             # The other sides do not need it.
             log.add(Failure(model="", part="peers", side="llama.cpp", text=str(error)))
-    stepped = {name: step_side(name) for name in dict.fromkeys(("ours", *args.step_side))}
-    served = {name: server_side(name) for name in dict.fromkeys(("ours", *args.side))}
     log.add(
         header_of(
             command,
@@ -100,7 +110,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
             | {f"{name}, over HTTP": server.note for name, server in served.items()},
         )
     )
-    subjects = [_subject(name, quick=args.quick) for name in args.model]
+    subjects = [_subject(name, args.quick, needs_llama) for name in args.model]
     minutes = sum(subject.plan.minutes.get(part, 0.0) for subject in subjects for part in args.part)
     say(f"about {minutes:.0f} minutes on an idle 2-core machine without bfloat16 instructions")
     for subject in subjects:
@@ -122,17 +132,18 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
             say(f"{subject.name} took {(time.monotonic() - began) / 60:.1f} minutes")
 
 
-def _subject(name: str, *, quick: bool) -> Subject:
+def _subject(name: str, quick: bool, needs_llama: bool) -> Subject:
     say(f"checkpoint {name}")
     checkpoint = find_checkpoint(name)
     text_model = text_checkpoint(checkpoint.path)
     plan = plan_for(checkpoint.parameters)
-    try:
-        gguf = gguf_of(text_model)
-    except (OSError, subprocess.CalledProcessError) as error:
-        # llama.cpp reports this missing file as its failure.
-        say(f"no GGUF of {name}: {error}")
-        gguf = text_model / "missing.gguf"
+    # llama.cpp reports a missing file as its failure.
+    gguf = text_model / "missing.gguf"
+    if needs_llama:
+        try:
+            gguf = gguf_of(text_model)
+        except (OSError, subprocess.CalledProcessError) as error:
+            say(f"no GGUF of {name}: {error}")
     return Subject(
         checkpoint=checkpoint,
         text_model=text_model,

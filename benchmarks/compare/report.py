@@ -8,7 +8,6 @@ from functools import partial
 from operator import attrgetter
 from typing import TypeVar
 
-from benchmarks.engines.sides import SIDE_NAMES
 from benchmarks.runner.command import SHARE, Figure, disturbance, machine_lines, table
 from benchmarks.runner.machine import Machine, Work
 from benchmarks.runner.records import (
@@ -29,10 +28,11 @@ T = TypeVar("T")
 
 def figures(log: Log) -> list[Figure]:
     """Return the figures of a comparison, by model and side."""
+    sides = dict.fromkeys(r.side for r in log.records if isinstance(r, StepRecord | StartRecord))
     return [
         figure
         for model in log.of(ModelRecord)
-        for side in SIDE_NAMES
+        for side in sides
         for figure in (
             *_step_figures(log, model.model, side),
             *_http_figures(log, model.model, side),

@@ -261,23 +261,13 @@ class EngineProcess(SleepingProcess):
             raise
         return self
 
-    def generate(
-        self, prompts: list[list[int]], output_tokens: int
-    ) -> tuple[float, list[list[int]]]:
-        """Return the seconds the engine took and its tokens, `output_tokens` for every prompt.
-
-        Raises EngineProcessError if the engine dies, is late or returns fewer tokens.
-        """
-        self._send({"prompts": prompts, "output_tokens": output_tokens})
-        answer = self._answer(ANSWER_TIMEOUT_S)
-        if [len(row) for row in answer["tokens"]] != [output_tokens] * len(prompts):
-            raise self._error(f"returned other than {output_tokens} tokens for a prompt")
-        return float(answer["seconds"]), answer["tokens"]
-
     def ask_within(
         self, prompts: list[list[int]], output_tokens: int, budget_seconds: float
     ) -> dict[str, Any]:
-        """Return worker_protocol's answer, with fewer tokens if the engine takes longer."""
+        """Return worker_protocol's answer, with fewer tokens if the engine takes longer.
+
+        Raises EngineProcessError if the engine dies or is late.
+        """
         command = {"prompts": prompts, "output_tokens": output_tokens}
         self._send(command | {"budget_seconds": budget_seconds})
         return self._answer(budget_seconds + ANSWER_TIMEOUT_S)

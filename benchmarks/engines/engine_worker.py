@@ -2,13 +2,8 @@
 
 ``python -m benchmarks.engines.engine_worker '<keyword arguments of vllm.LLM as JSON>'``.
 VLLM_PLUGINS selects the platform. The first answer describes the engine, once it is ready. Then
-every line of standard input is a command, answered by one line:
-
-    {"prompts": [[1, 2, ...], ...], "output_tokens": 128}
-    {"seconds": 1.234, "tokens": [[5, 6, ...], ...]}
-
-A command that also has "budget_seconds" is answered step by step, as worker_protocol says; the
-first form is the one that ``LLM.generate`` gives its users.
+every line of standard input is a command,
+answered by one line, as worker_protocol says.
 """
 
 from __future__ import annotations
@@ -36,13 +31,7 @@ def main() -> None:
         llm = LLM(**json.loads(sys.argv[1]))
         answers.send(_describe(llm) | {"startup_seconds": time.perf_counter() - started})
         for command in answers.commands():
-            answers.send(_answer(llm, command))
-
-
-def _answer(llm: LLM, command: dict[str, Any]) -> dict[str, Any]:
-    if "budget_seconds" in command:
-        return _generate_stepwise(llm, command)
-    return _generate(llm, command["prompts"], command["output_tokens"])
+            answers.send(_generate(llm, command))
 
 
 def _describe(llm: LLM) -> dict[str, Any]:
@@ -63,24 +52,7 @@ def _describe(llm: LLM) -> dict[str, Any]:
     }
 
 
-def _generate(llm: LLM, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
-    """Generate exactly `output_tokens` greedy tokens for every prompt and time the whole call."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=output_tokens, ignore_eos=True, detokenize=False
-    )
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    started = time.perf_counter()
-    outputs = llm.generate(inputs, sampling, use_tqdm=False)  # type: ignore[arg-type]
-    seconds = time.perf_counter() - started
-    return {
-        "seconds": seconds,
-        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
-    }
-
-
-def _generate_stepwise(llm: LLM, command: dict[str, Any]) -> dict[str, Any]:
+def _generate(llm: LLM, command: dict[str, Any]) -> dict[str, Any]:
     """Answer as in worker_protocol; abort unfinished requests at the end of the budget."""
     from vllm import RequestOutput, SamplingParams, TokensPrompt
     from vllm.sampling_params import RequestOutputKind

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,15 @@ def server_side(name: str) -> ServerSide:
             fields=_VLLM_FIELDS,
         )
     return _SERIAL_SERVERS[name]
+
+
+def before(checkout: Path) -> tuple[StepSide, ServerSide]:
+    """Return ours as another checkout of this project has it, with this environment's packages."""
+    # Its modules come before the installed ones, and before the folder where the process starts.
+    env = {**OURS.env, "PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
+    changed: Any = {"name": "before", "env": env, "note": f"ours of the checkout {checkout}"}
+    step, server = step_side(OURS.name), server_side(OURS.name)
+    return replace(step, side=replace(step.side, **changed)), replace(server, **changed)
 
 
 def _vllm_flags(serving: Serving) -> list[str]:

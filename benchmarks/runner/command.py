@@ -9,16 +9,14 @@ import shlex
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from benchmarks.engines.engine_process import EngineProcessError, SleepingProcess
+from benchmarks.engines.engine_process import EngineProcessError
 from benchmarks.runner.machine import Machine, describe_machine
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -67,7 +65,6 @@ def begin(command: str) -> dict[str, Any]:
 RunT = TypeVar("RunT", bound=MeasuredRun)
 T = TypeVar("T")
 SampleT = TypeVar("SampleT", bound=Sample)
-ProcessT = TypeVar("ProcessT", bound=SleepingProcess)
 
 
 def raw_numbers(run: Any) -> str:
@@ -163,20 +160,6 @@ def save(name: str, started: str, machine: Machine, report: str, raw: str) -> No
     (RESULTS / f"{stem}.md").write_text(report, encoding="utf-8")
     (RESULTS / f"{stem}.json").write_text(raw, encoding="utf-8")
     say(f"written: {RESULTS / stem}.md and .json")
-
-
-@contextmanager
-def started(processes: Iterable[ProcessT]) -> Iterator[list[ProcessT]]:
-    """Start the processes, with logs in a temporary folder, and end them after the block."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rbln-bench-")))
-        living = []
-        for process in processes:
-            say(f"  starting {process.side.name}")
-            process.log = folder / f"{process.side.name}.log"
-            stack.enter_context(process)
-            living.append(process)
-        yield living
 
 
 def machine_lines(machine: Machine, load_before: float) -> list[str]:
