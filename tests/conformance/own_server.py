@@ -42,6 +42,5 @@ def own_server(checkpoints: CheckpointCache, folder: Path) -> Iterator[Target]:
         observed = ("--otlp-traces-endpoint", collector.endpoint, "--log-format", "json")
         with RealServer(checkpoint, folder, *FLAGS, *access, *stored, *observed) as server:
             server.until_ready()
-            yield Target(
-                server.url, API_KEY, "tiny", ours=True, log=server.log, collector=collector
-            )
+            seen = {"log": server.log, "collector": collector}
+            yield Target(server.url, API_KEY, "tiny", ours=True, **seen)

@@ -6,7 +6,6 @@ import http.client
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 _PERIOD_S = 0.004
 _TIMEOUT_S = 60.0
@@ -26,12 +25,7 @@ class LoopProbe:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join(_TIMEOUT_S)
 

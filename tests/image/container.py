@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 BUILDAH = Path(__file__).with_name("buildah.sh")
@@ -40,17 +39,29 @@ class Image:
         working = _buildah(folder, "from", "--pull-never", tag).strip()
         try:
             root = Path(_buildah(folder, "mount", working).strip())
-            sizes = _layer_sizes(folder)
+            (listing,) = (folder / "storage").glob("*-layers/layers.json")
+            listed = json.loads(listing.read_text(encoding="utf-8"))
+            sizes = {one.get("diff-digest"): one.get("diff-size") for one in listed}
             layers = {one: sizes[one] for one in described["OCIv1"]["rootfs"]["diff_ids"]}
             yield cls(root, described["Docker"]["config"], layers)
         finally:
             _buildah(folder, "rm", working)
 
 
-def _layer_sizes(folder: Path) -> dict[str, int]:
-    (listing,) = (folder / "storage").glob("*-layers/layers.json")
-    layers = json.loads(listing.read_text(encoding="utf-8"))
-    return {one["diff-digest"]: one["diff-size"] for one in layers if "diff-digest" in one}
+def _mount(destination: str, kind: str, *options: str, source: str | None = None) -> dict[str, Any]:
+    source = source or kind
+    return {"destination": destination, "type": kind, "source": source, "options": [*options]}
+
+
+_QUIET = ("nosuid", "noexec", "nodev")
+_SYSTEM_MOUNTS = [
+    _mount("/proc", "proc", *_QUIET),
+    _mount("/sys", "sysfs", *_QUIET, "ro"),
+    _mount("/dev", "tmpfs", "nosuid", "mode=755"),
+    # As docker-compose.yml has them, and Docker mounts them.
+    _mount("/dev/shm", "tmpfs", *_QUIET, "mode=1777", "size=1g"),
+    _mount("/tmp", "tmpfs", *_QUIET, "mode=1777", "size=256m"),
+]
 
 
 def _buildah(folder: Path, *arguments: str) -> str:
@@ -97,12 +108,7 @@ class Container:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Kills what still runs.
         subprocess.run(self._runc("delete", "--force", self._name), check=False)
         self.process.wait(30)
@@ -149,35 +155,11 @@ class Container:
             },
             "root": {"path": str(self._image.root), "readonly": True},
             "hostname": "rbln-serve",
-            "mounts": _system_mounts() + [_bind(str(path), to) for to, path in volumes.items()],
+            "mounts": _SYSTEM_MOUNTS
+            + [_mount(to, "bind", "rbind", source=str(path)) for to, path in volumes.items()],
             "linux": {
                 "namespaces": [{"type": kind} for kind in _NAMESPACES],
                 "maskedPaths": ["/proc/kcore", "/sys/firmware"],
                 "readonlyPaths": ["/proc/sys", "/proc/irq", "/proc/bus"],
             },
         }
-
-
-def _system_mounts() -> list[dict[str, Any]]:
-    quiet = ["nosuid", "noexec", "nodev"]
-    return [
-        {"destination": "/proc", "type": "proc", "source": "proc", "options": quiet},
-        {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": [*quiet, "ro"]},
-        _tmpfs("/dev", "mode=755"),
-        # As docker-compose.yml has them, and Docker mounts them.
-        _tmpfs("/dev/shm", "noexec", "nodev", "mode=1777", "size=1g"),
-        _tmpfs("/tmp", "noexec", "nodev", "mode=1777", "size=256m"),
-    ]
-
-
-def _tmpfs(destination: str, *options: str) -> dict[str, Any]:
-    return {
-        "destination": destination,
-        "type": "tmpfs",
-        "source": "tmpfs",
-        "options": ["nosuid", *options],
-    }
-
-
-def _bind(source: str, destination: str) -> dict[str, Any]:
-    return {"destination": destination, "type": "bind", "source": source, "options": ["rbind"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -18,7 +19,6 @@ import pytest
 import yaml
 
 from server import service
-from server.commands.cli import COMMANDS
 from server.service import local_url
 from server.settings import ServerSettings
 from tests.architecture.source_tree import ROOT
@@ -40,26 +40,17 @@ def run(
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "passed_on"),
-    [
-        (("/models/a", "--port", "1"), "serve /models/a --port 1"),
-        *(((command, "/models/a"), f"{command} /models/a") for command in COMMANDS),
-        (("./compile",), "serve ./compile"),
-        (("--version",), "--version"),
-        ((), "serve"),
-        (("vllm", "serve", "/models/a"), "serve /models/a"),
-        (("vllm", "--version"), "--version"),
-    ],
-)
 def test_a_container_serves_unless_told_otherwise_and_shares_its_files(
     tmp_path: Path, arguments: tuple[str, ...], passed_on: str
 ) -> None:
     command = tmp_path / "rbln-serve"
-    command.write_text('#!/bin/sh\necho "$@"\numask\n')
+    command.write_text('#!/bin/sh\necho "$@"\numask\necho $HF_HUB_OFFLINE\n')
     command.chmod(0o755)
-    done = run("container_start.sh", *arguments, PATH=f"{tmp_path}:/usr/bin:/bin")
-    assert done.stdout.splitlines() == [passed_on, "0002"]
+    path = f"{tmp_path}:/usr/bin:/bin"
+    done = run("container_start.sh", *arguments, PATH=path, HF_HUB_OFFLINE="1")
+    # A download alone uses the network.
+    offline = "0" if passed_on.startswith("fetch") else "1"
+    assert done.stdout.splitlines() == [passed_on, "0002", offline]
 
 
 def test_the_images_vllm_serves_by_ours_and_runs_its_other_commands(tmp_path: Path) -> None:
@@ -79,21 +70,10 @@ def test_the_images_vllm_serves_by_ours_and_runs_its_other_commands(tmp_path: Pa
 
 def test_trimming_keeps_what_runs(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
-    kept = [
-        "torch/bin/torch_shm_manager",
-        "torch/lib/libtorch.so",
-        "vllm/_moe.py",
-        # `fetch NAME` downloads by it.
-        "pip/a.py",
-    ]
-    gone = [
-        "torch/bin/protoc",
-        "torch/include/a.h",
-        "torch/test/t",
-        "vllm/_C.abi3.so",
-        "vllm/_C_AVX2.abi3.so",
-    ]
-    for name in (*kept, *gone):
+    # pip is there for `fetch NAME`.
+    kept = "torch/bin/torch_shm_manager torch/lib/libtorch.so vllm/_moe.py pip/a.py".split()
+    gone = "torch/bin/protoc torch/include/a.h torch/test/t vllm/_C.abi3.so vllm/_C_AVX2.abi3.so"
+    for name in (*kept, *gone.split()):
         (packages / name).parent.mkdir(parents=True, exist_ok=True)
         (packages / name).touch()
     library = packages / "torch/lib/libtorch_cpu.so"
@@ -111,30 +91,18 @@ def test_trimming_keeps_what_runs(tmp_path: Path) -> None:
     assert {path.stat().st_mtime for path in packages.rglob("*")} == {0}
 
 
-def test_fetching_in_a_container_uses_the_network(tmp_path: Path) -> None:
-    command = tmp_path / "rbln-serve"
-    command.write_text('#!/bin/sh\necho "$1 $HF_HUB_OFFLINE"\n')
-    command.chmod(0o755)
-    for name, offline in (("fetch", "0"), ("serve", "1")):
-        path = f"{tmp_path}:/usr/bin:/bin"
-        done = run("container_start.sh", name, PATH=path, HF_HUB_OFFLINE="1")
-        assert done.stdout == f"{name} {offline}\n"
-
-
 def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
     """Write a wheel without content."""
     stem = f"{name.replace('-', '_')}-{version}"
     needs = f"Requires-Dist: {requires}\n" if requires else ""
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(
-            f"{stem}.dist-info/METADATA",
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}",
-        )
-        wheel.writestr(
-            f"{stem}.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+        for file, text in files.items():
+            wheel.writestr(f"{stem}.dist-info/{file}", text)
 
 
 def test_a_file_that_is_not_the_locked_one_is_not_installed(tmp_path: Path) -> None:
@@ -195,20 +163,11 @@ def test_the_sdk_comes_from_the_secrets_index_and_moves_no_locked_version(tmp_pa
     assert not [path for path in left if b"s3cret" in path.read_bytes()]
 
 
-def _health(run_root: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-IS", str(SCRIPTS / "container_health.py")],
-        env={"RBLN_SERVE_RUN_ROOT": str(run_root), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 async def _healthy(run_root: Path, **environment: str) -> tuple[int, str]:
-    import asyncio
-
-    done = await asyncio.to_thread(_health, run_root, **environment)
+    command = [sys.executable, "-IS", str(SCRIPTS / "container_health.py")]
+    env = {"RBLN_SERVE_RUN_ROOT": str(run_root), **environment}
+    options: dict[str, Any] = {"env": env, "capture_output": True, "text": True, "check": False}
+    done = await asyncio.to_thread(subprocess.run, command, **options)
     return done.returncode, done.stdout.strip()
 
 
@@ -284,15 +243,11 @@ def test_tests_that_miss_a_tool_are_skipped_and_counted(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- dockerfile
-def instructions() -> list[tuple[str, str]]:
-    """Every instruction and its words, with lines that go on joined."""
+def words_of(name: str) -> list[str]:
+    """The words of every instruction of a kind, with lines that go on joined."""
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     joined = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE))
-    return [(line.split()[0], line.split(None, 1)[1]) for line in joined.splitlines() if line]
-
-
-def words_of(name: str) -> list[str]:
-    return [words for kind, words in instructions() if kind == name]
+    return re.findall(rf"^{name}\s+(.+)$", joined, re.MULTILINE)
 
 
 def test_kernels_are_built_from_what_their_stage_copies(tmp_path: Path) -> None:
@@ -325,19 +280,14 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 SERVERS = ("rbln-serve", "rbln-serve-npu")
 
 
-def _mounts(name: str) -> dict[str, str]:
-    """Target -> source of a service's volumes, variables by their defaults."""
-    plain = [_plain(volume).split(":") for volume in SERVICES[name]["volumes"]]
-    return {parts[1]: parts[0] for parts in plain}
-
-
 def _plain(text: str) -> str:
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 
-def _seconds(text: str) -> float:
-    number, unit = re.fullmatch(r"(\d+)([smh])", text).groups()  # type: ignore[union-attr]
-    return int(number) * {"s": 1, "m": 60, "h": 3600}[unit]
+def _mounts(name: str) -> dict[str, str]:
+    """Target -> source of a service's volumes, variables by their defaults."""
+    plain = [_plain(volume).split(":") for volume in SERVICES[name]["volumes"]]
+    return {parts[1]: parts[0] for parts in plain}
 
 
 def test_the_files_follow_the_compose_specification() -> None:
@@ -347,20 +297,13 @@ def test_the_files_follow_the_compose_specification() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_plain_up_takes_the_emulated_device() -> None:
-    lines = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
-    assert "COMPOSE_PROFILES=emulated" in lines
-    assert {name: SERVICES[name]["profiles"] for name in SERVERS} == {
-        "rbln-serve": ["emulated"],
-        "rbln-serve-npu": ["npu"],
-    }
-    assert SERVICES["rbln-serve-npu"]["devices"] == ["rebellions.ai/npu=${NPUS:-all}"]
-
-
-@pytest.mark.parametrize("name", SERVERS)
-def test_a_stop_waits_for_the_drain(name: str) -> None:
+@pytest.mark.parametrize(("name", "profile"), zip(SERVERS, ("emulated", "npu"), strict=True))
+def test_a_stop_waits_for_the_drain_and_plain_up_is_emulated(name: str, profile: str) -> None:
     drain_s = ServerSettings.model_fields["drain_timeout_s"].default
-    assert _seconds(SERVICES[name]["stop_grace_period"]) >= drain_s + service._ENGINE_STOP_S + 5
+    (seconds,) = re.fullmatch(r"(\d+)s", SERVICES[name]["stop_grace_period"]).groups()  # type: ignore[union-attr]
+    assert int(seconds) >= drain_s + service._ENGINE_STOP_S + 5
+    assert SERVICES[name]["profiles"] == [profile]
+    assert "COMPOSE_PROFILES=emulated" in (ROOT / ".env").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize("name", SERVICES)

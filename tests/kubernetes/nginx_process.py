@@ -33,7 +33,7 @@ class Nginx:
         # Its workers, which are another user's where root starts it, pass through.
         folder.mkdir(0o711)
         self.url, self.log = f"http://127.0.0.1:{port}", folder / "access.log"
-        command = debian_tool("nginx")
+        program = debian_tool("nginx")
         text = CONFIG.read_text(encoding="utf-8")
         for old, new in zip((8001, 8002), replicas, strict=True):
             text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
@@ -41,22 +41,11 @@ class Nginx:
         text = text.replace("/dev/stdout", str(self.log))
         config = folder / "nginx.conf"
         config.write_text(text, encoding="utf-8")
+        command = [program, "-p", str(folder), "-c", str(config)]
         self._errors = folder / "error.log"
         with self._errors.open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    command,
-                    "-p",
-                    str(folder),
-                    "-c",
-                    str(config),
-                    "-e",
-                    "stderr",
-                    "-g",
-                    "daemon off;",
-                ],
-                stdout=log,
-                stderr=log,
+                [*command, "-e", "stderr", "-g", "daemon off;"], stdout=log, stderr=log
             )
 
     def until_listening(self) -> None:

@@ -82,10 +82,6 @@ class PodProcess:
         assert process.wait(left_s) == 0, self.log.read_text()
         return time.monotonic() - begun
 
-    def metrics(self) -> str:
-        """The text of /metrics."""
-        return self._client.get("/metrics").text
-
     def close(self) -> None:
         """Leave no process behind."""
         self._client.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from types import TracebackType
 
 import httpx
 
@@ -15,13 +14,8 @@ class SteadyLoad:
 
     def __init__(self, url: str, model: str, clients: int, max_tokens: int) -> None:
         self._url, self._clients = url, clients
-        self._body = {
-            "model": model,
-            "prompt": "a b c",
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
+        self._body = {"model": model, "prompt": "a b c", "max_tokens": max_tokens}
+        self._body |= {"ignore_eos": True, "temperature": 0}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self.whole = {"streams": 0, "answers": 0}
@@ -32,12 +26,7 @@ class SteadyLoad:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(120)
         assert not self._thread.is_alive()

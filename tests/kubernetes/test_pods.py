@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import subprocess
 from typing import Any
 
@@ -28,19 +27,12 @@ from tests.kubernetes.value_sets import (
     VALUE_SETS,
 )
 
-RESTRICTED = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "runAsNonRoot": True,
-    "capabilities": {"drop": ["ALL"]},
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
+RESTRICTED = VALUE_SETS["extras"][0]["extraContainers"][0]["securityContext"]
 # Of the restricted Pod Security Standard, and image volumes.
 _VOLUMES = {"emptyDir", "persistentVolumeClaim", "secret", "image"}
 
 
 def containers(pod: Document) -> list[Document]:
-    """All containers of a pod, those that run first included."""
     return [*pod.get("initContainers", []), *pod["containers"]]
 
 
@@ -48,15 +40,8 @@ def containers(pod: Document) -> list[Document]:
     ("propagation", "drain", "stop"), [(10, 25, 15), (0, 0, 12), (5, 600, 30), (7, 1, 13)]
 )
 def test_the_grace_period_is_what_an_end_may_take(propagation: int, drain: int, stop: int) -> None:
-    given = server(
-        {
-            "shutdown": {
-                "propagationSeconds": propagation,
-                "drainTimeoutSeconds": drain,
-                "stopSeconds": stop,
-            }
-        }
-    )
+    times = {"propagationSeconds": propagation, "drainTimeoutSeconds": drain, "stopSeconds": stop}
+    given = server({"shutdown": times})
     assert given.env["RBLN_SERVE_DRAIN_TIMEOUT_S"] == str(drain)
     slept = given.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {})
     assert slept.get("seconds", 0) == propagation
@@ -66,30 +51,21 @@ def test_the_grace_period_is_what_an_end_may_take(propagation: int, drain: int, 
     assert grace_s > propagation + drain + service._ENGINE_STOP_S + 1
 
 
-def test_the_drain_of_the_chart_is_the_servers() -> None:
-    default = ServerSettings.model_fields["drain_timeout_s"].default
-    assert float(server().env["RBLN_SERVE_DRAIN_TIMEOUT_S"]) == default
-
-
 @pytest.mark.parametrize(("budget", "period"), [(1800, 5), (1, 1), (7215, 30), (100, 7), (3, 10)])
 def test_a_probe_never_gives_up_before_its_budget(budget: int, period: int) -> None:
-    values = {
-        "probes": {
-            "startup": {"budgetSeconds": budget, "periodSeconds": period},
-            "liveness": {"hungAfterSeconds": max(10, budget), "periodSeconds": period},
-        }
-    }
-    given = server(values)
+    startup = {"budgetSeconds": budget, "periodSeconds": period}
+    liveness = {"hungAfterSeconds": max(10, budget), "periodSeconds": period}
+    given = server({"probes": {"startup": startup, "liveness": liveness}})
     assert budget <= given.patience_s("startup") < budget + period
     assert max(10, budget) <= given.patience_s("liveness") < max(10, budget) + period
-    paths = {p: given.container[f"{p}Probe"]["httpGet"]["path"] for p in PROBES}
-    assert paths == PROBES
+    probes = {"startup": "/startupz", "readiness": "/readyz", "liveness": "/livez"}
+    assert {p: given.container[f"{p}Probe"]["httpGet"]["path"] for p in probes} == probes
 
 
-PROBES = {"startup": "/startupz", "readiness": "/readyz", "liveness": "/livez"}
-
-
-def test_a_dying_server_ends_by_itself_before_liveness_acts() -> None:
+def test_times_of_the_chart_fit_those_of_the_server() -> None:
+    default = ServerSettings.model_fields["drain_timeout_s"].default
+    assert float(server().env["RBLN_SERVE_DRAIN_TIMEOUT_S"]) == default
+    # A dying server ends by itself before liveness acts.
     assert server().patience_s("liveness") > bounds.DEATH_LINGER_S
 
 
@@ -258,18 +234,16 @@ def test_replicas_of_a_stateful_set_keep_their_caches() -> None:
 def test_selectors_find_servers_and_no_jobs() -> None:
     documents = render(ALL_ON)
     templates = pod_templates(documents)
+    # More than one replica has a budget.
+    assert of_kind(documents, "PodDisruptionBudget")["spec"]["maxUnavailable"] == 1
+    assert of_kind(render({"workload": {"replicas": 2}}), "PodDisruptionBudget")
+    assert all(doc["kind"] != "PodDisruptionBudget" for doc in render())
     wanted: dict[str, Any] = of_kind(documents, "PodDisruptionBudget")["spec"]["selector"]
     assert wanted == of_kind(documents, "ServiceMonitor")["spec"]["selector"]
     assert wanted == of_kind(documents, "Deployment")["spec"]["selector"]
     labels = {name: template["metadata"]["labels"] for name, template in templates.items()}
     assert wanted["matchLabels"].items() <= labels["Deployment"].items()
     assert not wanted["matchLabels"].items() <= labels["Job"].items()
-
-
-def test_a_budget_needs_more_than_one_replica() -> None:
-    assert all(doc["kind"] != "PodDisruptionBudget" for doc in render())
-    assert of_kind(render({"workload": {"replicas": 2}}), "PodDisruptionBudget")
-    assert math.isclose(1, of_kind(render(ALL_ON), "PodDisruptionBudget")["spec"]["maxUnavailable"])
 
 
 # ------------------------------------------------------------------------------------------ presets
@@ -459,13 +433,9 @@ def test_pods_with_npus_compile_themselves() -> None:
     assert builder["name"] == "build-cache"
     assert builder["resources"]["limits"]["rebellions.ai/ATOM"] == "4"
     assert builder["args"] == server(PLUGIN).container["args"]
-    assert _volume_of(builder, "cache").get("readOnly") is None
+    (cache,) = [mount for mount in builder["volumeMounts"] if mount["name"] == "cache"]
+    assert "readOnly" not in cache
     # Each replica of a StatefulSet fills its own claim.
     stateful = {**PLUGIN, "workload": {"kind": "StatefulSet"}}
     assert server(stateful).pod["initContainers"][0]["name"] == "build-cache"
     assert of_kind(render(NAMED_NPU), "Job")
-
-
-def _volume_of(container: Document, name: str) -> Document:
-    (found,) = [mount for mount in container["volumeMounts"] if mount["name"] == name]
-    return found

@@ -149,6 +149,7 @@ def test_the_schema_refuses(values: dict[str, Any], says: str) -> None:
 
 _SCRAPED = {"serviceMonitor": {"enabled": True}}
 _KEYED = {"apiKeys": {"secretName": "keys"}}
+_POOL_ROUTE = {"enabled": True, "backend": "InferencePool", "parentRefs": [{"name": "a"}]}
 
 
 @pytest.mark.parametrize(
@@ -189,18 +190,7 @@ _KEYED = {"apiKeys": {"secretName": "keys"}}
         ({"ingress": {"enabled": True}}, "ingress.hosts is empty"),
         ({"gateway": {"httpRoute": {"enabled": True}}}, "name the Gateway"),
         ({"gateway": {"inferencePool": {"enabled": True}}}, "the endpoint picker"),
-        (
-            {
-                "gateway": {
-                    "httpRoute": {
-                        "enabled": True,
-                        "backend": "InferencePool",
-                        "parentRefs": [{"name": "a"}],
-                    }
-                }
-            },
-            "name one that exists",
-        ),
+        ({"gateway": {"httpRoute": _POOL_ROUTE}}, "name one that exists"),
         ({"adapters": {"modules": {"a": "/adapters/a"}}}, "without adapters.enabled"),
     ],
 )
@@ -236,11 +226,7 @@ def test_the_examples_of_the_page_can_be_installed() -> None:
         assert [x for doc in render(values) for x in problems(doc, NEWEST)] == []
     # Those of the shell: what they name exists.
     assert "gateway.inferencePool.name" in page
-    gateway = {
-        "httpRoute": {"enabled": True, "backend": "InferencePool"},
-        "inferencePool": {"name": "llm-pool"},
-    }
-    gateway["httpRoute"]["parentRefs"] = [{"name": "inference-gateway"}]
+    gateway = {"httpRoute": _POOL_ROUTE, "inferencePool": {"name": "llm-pool"}}
     route = of_kind(render({"gateway": gateway}), "HTTPRoute")
     assert route["spec"]["rules"][0]["backendRefs"][0]["name"] == "llm-pool"
 

@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -63,12 +62,7 @@ class Prometheus:
             time.sleep(0.1)
         raise AssertionError(self._log.read_text())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
         self._process.terminate()
         try:
@@ -89,12 +83,6 @@ class Prometheus:
     def now(self, expr: str) -> list[dict[str, Any]]:
         """Return the instant vector of `expr`."""
         found: list[dict[str, Any]] = self.ask("query", query=expr)["result"]
-        return found
-
-    def over(self, expr: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
-        """Return the range vector of `expr`; times are Unix seconds."""
-        data = self.ask("query_range", query=expr, start=start, end=end, step=step)
-        found: list[dict[str, Any]] = data["result"]
         return found
 
     def firing(self) -> set[str]:

@@ -23,17 +23,8 @@ MAX_IN_FLIGHT = 12
 _BURSTS, _REFUSED = 40, 0.15
 _RATE_S = 10
 # Grafana's variables, all chosen.
-_VARIABLES = {
-    "$__rate_interval": f"{_RATE_S}s",
-    "$job": ".*",
-    "$namespace": ".*",
-    "$release": ".*",
-    "$instance": ".*",
-    "$model": ".*",
-    "$ttft": "1.0",
-    "$itl": "0.1",
-    "$e2e": "30.0",
-}
+_VARIABLES = {"$__rate_interval": f"{_RATE_S}s", "$ttft": "1.0", "$itl": "0.1", "$e2e": "30.0"}
+_VARIABLES |= dict.fromkeys(("$job", "$namespace", "$release", "$instance", "$model"), ".*")
 
 
 @dataclass
@@ -67,7 +58,10 @@ class Scene:
         expr = bound(target["expr"], end - self.began)
         if target["instant"]:
             return self.prometheus.now(expr)
-        return self.prometheus.over(expr, self.began, end, 1)
+        times = {"start": self.began, "end": end, "step": 1}
+        data = self.prometheus.ask("query_range", query=expr, **times)
+        found: list[dict[str, Any]] = data["result"]
+        return found
 
 
 def bound(expr: str, range_s: float = 60) -> str:
@@ -93,7 +87,13 @@ def running_scene(checkpoints: CheckpointCache, folder: Path) -> Iterator[Scene]
     with (
         RealServer(checkpoint, folder, *flags) as server,
         VendorExporter(_hostname()) as devices,
-        Prometheus(folder / "prometheus", _targets(server, devices)) as prometheus,
+        Prometheus(
+            folder / "prometheus",
+            {
+                "rbln-serve": server.url.removeprefix("http://"),
+                "rbln-metrics-exporter": devices.target,
+            },
+        ) as prometheus,
     ):
         server.until_ready()
         prometheus.until('rbln_serve_phase{phase="ready"} == 1')
@@ -106,23 +106,13 @@ def running_scene(checkpoints: CheckpointCache, folder: Path) -> Iterator[Scene]
 def _remember_earlier_runs(server: RealServer) -> None:
     """Give the tuner something to work on: the engine itself writes its record once a minute."""
     buckets = server.client.get("/v1/server_info").json()["buckets"]
-    earlier = Usage(
-        about=about_engine(
-            "scene", "cpu", decode_buckets=buckets["decode"], prefill_buckets=buckets["prefill"]
-        )
-    )
+    sizes = {f"{phase}_buckets": buckets[phase] for phase in ("decode", "prefill")}
+    earlier = Usage(about=about_engine("scene", "cpu", **sizes))
     for _ in range(40):
         earlier.phases["prefill"].note(5, buckets["prefill"][-1], 0.004)
         earlier.phases["decode"].note(1, buckets["decode"][0], 0.001)
         earlier.phases["decode"].note(3, buckets["decode"][-1], 0.002)
     UsageFile(Path(buckets["usage_file"])).add(earlier)
-
-
-def _targets(server: RealServer, devices: VendorExporter) -> dict[str, str]:
-    return {
-        "rbln-serve": server.url.removeprefix("http://"),
-        "rbln-metrics-exporter": devices.target,
-    }
 
 
 def _hostname() -> str:

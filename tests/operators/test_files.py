@@ -40,11 +40,8 @@ def test_panels_lie_side_by_side_and_are_described(dashboard: dict[str, Any]) ->
     assert len(set(titles)) == len(titles)
 
 
-def test_dashboards_have_addresses_and_a_line_for_each_panel() -> None:
+def test_dashboards_have_the_addresses_of_their_files() -> None:
     assert [path.stem for path in FILES] == [dashboard["uid"] for dashboard in DASHBOARDS]
-    for path, dashboard in zip(FILES, DASHBOARDS, strict=True):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        assert sum(line.startswith('  {"id": ') for line in lines) == len(dashboard["panels"])
 
 
 @pytest.mark.parametrize(
@@ -79,11 +76,3 @@ def test_each_alert_is_documented() -> None:
         assert "$value" in rule["annotations"]["description"], rule["alert"]
         runbook = ROOT / rule["annotations"]["runbook_url"]
         assert runbook == RUNBOOKS / f"{rule['alert']}.md"
-
-
-def test_provisioning_finds_the_dashboards() -> None:
-    folder = ROOT / "deploy" / "grafana" / "provisioning"
-    sources = yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text())
-    assert [source["type"] for source in sources["datasources"]] == ["prometheus"]
-    providers = yaml.safe_load((folder / "dashboards" / "rbln-serve.yml").read_text())
-    assert [provider["type"] for provider in providers["providers"]] == ["file"]

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,8 @@ from tests.operators.prometheus_process import RULE_FILES, Prometheus, read_rule
 from tests.operators.scene import Scene, bound, running_scene
 from tests.operators.vendor_exporter import VENDOR_LABELS, VENDOR_METRICS
 from tests.server.real_server import RealServer
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 # Panel -> why it may show nothing here.
 MAY_BE_EMPTY = {
@@ -74,8 +75,6 @@ def loaded(scene: Scene) -> Scene:
     return scene
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_names_are_told_from_words() -> None:
     found = names_of('sum by (a) (x:y_z{b=~"c}",d!="e"}[5m]) / on (f) group_left (g) (h > 0) or 1')
     assert found.metrics == {"x:y_z": {"b", "d"}, "h": set()}
@@ -86,8 +85,8 @@ def known_labels(scene: Scene) -> dict[str, set[str]]:
     """Every metric that there can be, and its labels."""
     known: dict[str, set[str]] = {}
     for decl in (*SERVER_METRICS, *METRICS):
-        for name in _samples(decl.name, decl.kind):
-            known[name] = {*decl.labels, *(("le",) if name.endswith("_bucket") else ())}
+        for suffix in ("_bucket", "_sum", "_count") if decl.kind == "histogram" else ("",):
+            known[decl.name + suffix] = {*decl.labels, *(("le",) if suffix == "_bucket" else ())}
     for family in text_string_to_metric_families(scene.server.client.get("/metrics").text):
         for sample in family.samples:
             known.setdefault(sample.name, set()).update(sample.labels)
@@ -97,12 +96,6 @@ def known_labels(scene: Scene) -> dict[str, set[str]]:
     for rule in read_rules("rules.yml"):
         known[rule["record"]] = names_of(rule["expr"]).grouped | set(rule.get("labels", ()))
     return {name: labels | TARGET_LABELS for name, labels in known.items()}
-
-
-def _samples(name: str, kind: str) -> tuple[str, ...]:
-    if kind != "histogram":
-        return (name,)
-    return tuple(f"{name}{suffix}" for suffix in ("_bucket", "_sum", "_count"))
 
 
 def expressions() -> list[tuple[str, str]]:
@@ -123,8 +116,6 @@ def expressions() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_every_expression_parses_and_names_what_exists(loaded: Scene) -> None:
     known = known_labels(loaded)
     wrong = []
@@ -140,8 +131,6 @@ def test_every_expression_parses_and_names_what_exists(loaded: Scene) -> None:
     assert wrong == []
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_every_variable_has_values(loaded: Scene) -> None:
     for variable in variables():
         if variable["type"] == "query":
@@ -153,8 +142,6 @@ def test_every_variable_has_values(loaded: Scene) -> None:
             assert label == "namespace" or any(one["metric"].get(label) for one in series), variable
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_every_choice_of_an_objective_is_a_bound(loaded: Scene) -> None:
     metrics = {
         "ttft": "vllm:time_to_first_token_seconds_bucket",
@@ -173,8 +160,6 @@ def _has_data(series: list[dict[str, Any]]) -> bool:
     return any(not math.isnan(float(value[1])) for value in values)
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_every_panel_shows_what_the_load_made(loaded: Scene) -> None:
     shown = [panel for dashboard in DASHBOARDS for panel in panels(dashboard)]
     empty = {
@@ -187,8 +172,6 @@ def test_every_panel_shows_what_the_load_made(loaded: Scene) -> None:
     assert set(MAY_BE_EMPTY) <= {panel["title"] for panel in shown}
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_our_metrics_follow_the_naming_rules(loaded: Scene) -> None:
     lines = loaded.server.client.get("/metrics").text.splitlines(keepends=True)
     ours = "".join(x for x in lines if x.startswith(("rbln_", "# HELP rbln_", "# TYPE rbln_")))
@@ -197,8 +180,6 @@ def test_our_metrics_follow_the_naming_rules(loaded: Scene) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 def test_alerts_fire_when_there_is_reason(loaded: Scene) -> None:
     """The last test of this module: it ends the server."""
     prometheus = loaded.prometheus
@@ -224,9 +205,6 @@ def test_alerts_fire_when_there_is_reason(loaded: Scene) -> None:
 
 
 # -------------------------------------------------------------------------------------- live alerts
-# Alerts that fire on a real server in trouble: a bad store, a restart, a stall, and what hurts
-# it.
-#
 # One story in several tests, in order: the first server fills a store and dies, the store is
 # damaged, a second server takes its place at the same address, with a warm-up that leaves a graph
 # out.
@@ -272,7 +250,9 @@ def story(
     checkpoint = checkpoints("llama")
     targets = {"rbln-serve": f"127.0.0.1:{port}"}
     with Prometheus(folder / "prometheus", targets, BOUNDS) as prometheus:
-        with RealServer(checkpoint, _sub(folder, "first"), *flags) as first:
+        for name in ("first", "second"):
+            (folder / name).mkdir()
+        with RealServer(checkpoint, folder / "first", *flags) as first:
             first.until_ready()
             prometheus.until('rbln_serve_phase{phase="ready"} == 1')
             story = Story(first, prometheus)
@@ -281,16 +261,14 @@ def story(
             story.fires("RblnTargetDown")
             assert first.process.wait(30) != 0
         _harm(cache / "rbln" / "graphs")
-        with (
-            _path_with(plugin_folder(folder / "plugin")),
-            RealServer(checkpoint, _sub(folder, "second"), *flags) as second,
-        ):
-            second.until_ready()
-            yield Story(second, prometheus)
+        with pytest.MonkeyPatch.context() as patch:
+            path = os.pathsep.join([str(plugin_folder(folder / "plugin")), str(ROOT)])
+            patch.setenv("PYTHONPATH", path)
+            with RealServer(checkpoint, folder / "second", *flags) as second:
+                second.until_ready()
+                yield Story(second, prometheus)
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_a_restart_a_damaged_entry_and_missing_ones_are_seen(story: Story) -> None:
@@ -300,8 +278,6 @@ def test_a_restart_a_damaged_entry_and_missing_ones_are_seen(story: Story) -> No
     story.is_silent("RblnCrashLoop", "RblnStartupStuck", "RblnEngineDead", "RblnNoTargets")
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_prompts_much_smaller_than_the_smallest_chunk_are_padding(story: Story) -> None:
@@ -312,8 +288,6 @@ def test_prompts_much_smaller_than_the_smallest_chunk_are_padding(story: Story) 
     story.fires("RblnPadding")
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_a_compile_on_the_hot_path_is_seen(story: Story) -> None:
@@ -325,8 +299,6 @@ def test_a_compile_on_the_hot_path_is_seen(story: Story) -> None:
     story.fires("RblnHotPathCompile")
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_a_trial_of_a_grammar_that_breaks_its_process_is_seen(story: Story) -> None:
@@ -342,8 +314,6 @@ def test_a_trial_of_a_grammar_that_breaks_its_process_is_seen(story: Story) -> N
     story.fires("RblnGrammarTrialCrash")
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_a_held_up_event_loop_is_seen(story: Story) -> None:
@@ -356,8 +326,6 @@ def test_a_held_up_event_loop_is_seen(story: Story) -> None:
     story.fires("RblnEventLoopLag")
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_an_engine_that_stands_still_with_work_to_do_is_seen(story: Story) -> None:
@@ -377,11 +345,6 @@ def test_an_engine_that_stands_still_with_work_to_do_is_seen(story: Story) -> No
     )
 
 
-def _sub(folder: Path, name: str) -> Path:
-    (folder / name).mkdir()
-    return folder / name
-
-
 def _harm(graphs: Path) -> None:
     """Damage one entry of a store, and take two away: one may be what the plan forgets."""
     damaged, gone, also_gone, *rest = sorted({path.parent for path in graphs.rglob("program.json")})
@@ -392,16 +355,3 @@ def _harm(graphs: Path) -> None:
     program.write_bytes(bytes(data))
     for entry in (gone, also_gone):
         shutil.rmtree(entry)
-
-
-@contextmanager
-def _path_with(folder: Path) -> Iterator[None]:
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before

@@ -6,7 +6,6 @@ import itertools
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 
 # Metric -> value. With PROMETHEUS_METRIC_NAMES=true; all are gauges.
 VENDOR_METRICS = {
@@ -58,12 +57,7 @@ class VendorExporter:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
