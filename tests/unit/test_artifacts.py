@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import signal
 import threading
 import time
@@ -76,11 +75,18 @@ def test_what_is_stored_is_loaded(tmp_path: Path) -> None:
     assert [event.kind for event in events] == ["stored", "hit"]
     assert events[0].num_bytes == events[1].num_bytes == sum(map(len, FILES.values()))
     assert events[0].digest == KEY.digest
-
-
-def test_storing_twice_keeps_the_first(filled: ArtifactStore) -> None:
-    filled.store(KEY, {"graph.json": b"other"})
-    assert filled.load(KEY) == FILES
+    # The first stays.
+    store.store(KEY, {"graph.json": b"other"})
+    assert store.load(KEY) == FILES
+    # A caller finds that it makes no sense.
+    store.quarantine(KEY.digest, "unknown operator")
+    assert (events[-1].kind, events[-1].detail) == ("corrupt", "unknown operator")
+    assert store.load(KEY) is None
+    # A file in place of an entry.
+    entry_of(store).write_bytes(b"")
+    assert store.load(KEY) is None
+    store.store(KEY, FILES)
+    assert store.load(KEY) == FILES
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", MANIFEST, "a" * 129, "a\n"])
@@ -138,21 +144,6 @@ def test_a_damaged_entry_is_quarantined_and_can_be_stored_again(filled: Artifact
     assert store.load(KEY) == FILES
     assert [event.kind for event in events] == ["corrupt", "stored", "hit"]
     assert "graph.json has 8 bytes, not 12" in events[0].detail
-
-
-def test_a_file_in_place_of_an_entry_is_quarantined(filled: ArtifactStore) -> None:
-    shutil.rmtree(entry_of(filled))
-    entry_of(filled).write_bytes(b"")
-    assert filled.load(KEY) is None
-    filled.store(KEY, FILES)
-    assert filled.load(KEY) == FILES
-
-
-def test_a_caller_can_quarantine_what_makes_no_sense_to_it(filled: ArtifactStore) -> None:
-    store, events = open_store(filled.root)
-    store.quarantine(KEY.digest, "unknown operator")
-    assert [(event.kind, event.detail) for event in events] == [("corrupt", "unknown operator")]
-    assert store.load(KEY) is None
 
 
 def test_the_quarantine_does_not_grow_without_bound(filled: ArtifactStore) -> None:
@@ -249,14 +240,10 @@ def test_a_read_only_store_reads_and_changes_nothing(filled: ArtifactStore) -> N
     store.prune()
     assert [event.kind for event in events] == ["hit", "read_only"]
     assert snapshot(filled.root) == before
-
-
-def test_a_read_only_store_leaves_damage_in_place(filled: ArtifactStore) -> None:
     (entry_of(filled) / "empty").write_bytes(b"x")
     before = snapshot(filled.root)
-    store, events = open_store(filled.root, read_only=True)
     assert store.load(KEY) is None
-    assert [event.kind for event in events] == ["corrupt"]
+    assert events[-1].kind == "corrupt"
     assert snapshot(filled.root) == before
 
 
@@ -274,7 +261,7 @@ def test_a_folder_that_cannot_exist_fails_softly(tmp_path: Path, place: str) -> 
         store.store(KEY, FILES)
     store.prune()
     assert (store.entries(), store.size_bytes()) == ([], 0)
-    assert [event.kind for event in events] == ["miss", "failed"]
+    assert [e.kind for e in events if e.kind != "lock_wait"] == ["miss", "failed"]
 
 
 def test_a_write_cut_off_by_the_system_leaves_nothing(

@@ -13,14 +13,16 @@ from rbln_backend.layers.encoder import EncoderAttentionImpl
 LENGTH = 12
 
 
+def prefill(count: int) -> EncoderMetadata:
+    last = torch.tensor([count - 1])
+    return EncoderMetadata(batch_size=1, query_len=LENGTH, is_prefill=True, last_row=last)
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
 @pytest.mark.parametrize("count", [1, 5, LENGTH])
 def test_rows_see_the_prompt_near_them(window: int | None, count: int) -> None:
     impl = EncoderAttentionImpl(2, 8, 1.0, sliding_window=window)
-    metadata = EncoderMetadata(
-        batch_size=1, query_len=LENGTH, is_prefill=True, last_row=torch.tensor([count - 1])
-    )
-    visible = impl._visible(metadata).expand(1, 1, LENGTH, LENGTH)[0, 0]
+    visible = impl._visible(prefill(count)).expand(1, 1, LENGTH, LENGTH)[0, 0]
     for row in range(count):
         near = [c for c in range(count) if window is None or abs(c - row) < window]
         assert visible[row].nonzero().flatten().tolist() == near
@@ -34,11 +36,8 @@ def test_padding_holds_anything_and_reaches_nothing() -> None:
     q, k, v = (torch.randn(LENGTH, heads, 8, generator=generator) for heads in (4, 2, 2))
 
     def attend(count: int) -> torch.Tensor:
-        metadata = EncoderMetadata(
-            batch_size=1, query_len=LENGTH, is_prefill=True, last_row=torch.tensor([count - 1])
-        )
-        output = torch.empty_like(q)
-        return impl.forward(None, q, k, v, torch.empty(0), metadata, output)[:count].clone()
+        found = impl.forward(None, q, k, v, torch.empty(0), prefill(count), torch.empty_like(q))
+        return found[:count].clone()
 
     before = attend(6)
     for tensor in (q, k, v):
@@ -47,15 +46,12 @@ def test_padding_holds_anything_and_reaches_nothing() -> None:
 
 
 # ------------------------------------------------------------------------------------------ options
-def test_an_option_we_do_not_know_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="with chunk_lookback"):
-        RblnAttentionImpl(4, 32, 0.125, chunk_lookback=2, layer_idx=3)
-
-
-def test_options_without_an_effect_are_accepted() -> None:
+def test_options_without_an_effect_are_accepted_and_unknown_ones_refused() -> None:
     with set_current_vllm_config(VllmConfig()):
         layer = RblnAttentionImpl(4, 32, 0.125, layer_idx=3, mm_prefix_clamp_sliding_window=True)
     assert layer.num_kv_heads == 4
+    with pytest.raises(UnsupportedModelError, match="with chunk_lookback"):
+        RblnAttentionImpl(4, 32, 0.125, chunk_lookback=2, layer_idx=3)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])

@@ -113,13 +113,10 @@ def test_what_was_imported_is_what_was_exported(tmp_path: Path, root: Path) -> N
     assert is_intact(kernel_store(tmp_path / "new") / KERNEL)
     again = take(tmp_path / "a.tar", tmp_path / "new")
     assert (again.graphs, again.graphs_present, again.kernels) == (0, 2, 0)  # type: ignore[attr-defined]
-
-
-def test_without_trust_no_code_is_taken(tmp_path: Path, root: Path) -> None:
-    pack(root, tmp_path / "a.tar")
-    imported = take(tmp_path / "a.tar", tmp_path / "new", with_kernels=False)
-    assert (imported.graphs, imported.kernels_left_out) == (2, 1)  # type: ignore[attr-defined]
-    assert not kernel_store(tmp_path / "new").exists()
+    # Without trust no code is taken.
+    trusted = take(tmp_path / "a.tar", tmp_path / "other", with_kernels=False)
+    assert (trusted.graphs, trusted.kernels_left_out) == (2, 1)  # type: ignore[attr-defined]
+    assert not kernel_store(tmp_path / "other").exists()
 
 
 def test_a_damaged_entry_is_replaced_and_a_good_one_kept(tmp_path: Path, root: Path) -> None:
@@ -142,16 +139,12 @@ def test_a_folder_is_a_cache_root_and_has_the_digest_of_its_file(
     folder = tmp_path / "folder"
     assert write_folder(folder, collect(root, accept)) == digest
     assert all(open_store(folder).load(key) is not None for key in KEYS)
-    files, found = read_tree(write_and_return(tmp_path / "copy", root))
+    write_folder(tmp_path / "copy", collect(root, accept))
+    files, found = read_tree(tmp_path / "copy")
     assert found == digest
     assert Contents.from_files(files, accept).kernels.keys() == {KERNEL}
     with pytest.raises(BundleError, match="is not empty"):
         write_folder(folder, collect(root, accept))
-
-
-def write_and_return(folder: Path, root: Path) -> Path:
-    write_folder(folder, collect(root, accept))
-    return folder
 
 
 def test_a_choice_must_be_there(tmp_path: Path, root: Path) -> None:
@@ -212,34 +205,12 @@ def test_bounds_hold_before_the_memory_is_taken(tmp_path: Path) -> None:
         file.truncate(1 << 34)
     with pytest.raises(BundleError, match="is larger than"):
         read_archive(path)
-
-
-def test_what_need_not_end_is_refused() -> None:
+    # It need not end.
     with pytest.raises(BundleError, match="is not a regular file"):
         read_archive(Path("/dev/zero"))
-
-
-def test_a_name_twice_is_refused(tmp_path: Path) -> None:
     members = [(tarfile.TarInfo("rbln/bundle.json"), b"x")] * 2
     with pytest.raises(BundleError, match="twice"):
-        read_archive(evil(tmp_path / "a.tar", *members))
-
-
-def drop_graph(files: dict[str, bytes]) -> None:
-    for name in [name for name in files if KEYS[0].digest in name]:
-        del files[name]
-
-
-def drop_program(files: dict[str, bytes]) -> None:
-    del files[next(name for name in files if name.endswith("program.json"))]
-
-
-def change_program(files: dict[str, bytes]) -> None:
-    files[next(name for name in files if name.endswith("program.json"))] = b"other"
-
-
-def change_kernel(files: dict[str, bytes]) -> None:
-    files[f"rbln/kernels/{KERNEL}/{LIBRARY}"] = b"other code"
+        read_archive(evil(tmp_path / "b.tar", *members))
 
 
 def swap_graphs(files: dict[str, bytes]) -> None:
@@ -249,19 +220,24 @@ def swap_graphs(files: dict[str, bytes]) -> None:
         files[f"{a}/{name}"], files[f"{b}/{name}"] = files[f"{b}/{name}"], files[f"{a}/{name}"]
 
 
-def add_unknown_file(files: dict[str, bytes]) -> None:
-    files["rbln/usage/x.json"] = b"{}"
+def programs(files: dict[str, bytes]) -> list[str]:
+    return [name for name in files if name.endswith("program.json")]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [drop_graph, drop_program, change_program, change_kernel, swap_graphs, add_unknown_file],
-)
-def test_what_does_not_fit_is_refused(
-    tmp_path: Path, root: Path, damage: Callable[[dict[str, bytes]], None]
-) -> None:
+DAMAGES: dict[str, Callable[[dict[str, bytes]], object]] = {
+    "a graph": lambda files: [files.pop(n) for n in [*files] if KEYS[0].digest in n],
+    "a program": lambda files: files.pop(programs(files)[0]),
+    "another program": lambda files: files.update({programs(files)[0]: b"other"}),
+    "a kernel": lambda files: files.update({f"rbln/kernels/{KERNEL}/{LIBRARY}": b"other code"}),
+    "names": swap_graphs,
+    "an unknown file": lambda files: files.update({"rbln/usage/x.json": b"{}"}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_does_not_fit_is_refused(tmp_path: Path, root: Path, damage: str) -> None:
     files = collect(root, accept).to_files()
-    damage(files)
+    DAMAGES[damage](files)
     with (tmp_path / "a.tar").open("wb") as file:
         write_archive(file, files)
     with pytest.raises(BundleError):
@@ -308,9 +284,6 @@ JSON = st.recursive(
 def test_the_canonical_form_is_fixed() -> None:
     value: JsonValue = {"b": [1, 2.5, None], "a": {"y": True, "x": "\u00e9"}}
     assert canonical_json(value) == b'{"a":{"x":"\\u00e9","y":true},"b":[1,2.5,null]}'
-
-
-def test_the_digest_is_golden() -> None:
     key = CacheKey({"phase": "decode", "bucket": 8, "dtype": "bfloat16"})
     assert key.digest == "2bd60aa764dd2ddb4b467e5280f170d4"
 
@@ -384,17 +357,9 @@ def test_a_difference_names_paths_and_values() -> None:
         "model.layers: 2 -> 4",
         'torch: "2.13.0" -> "2.14.0"',
     ]
-
-
-def test_equal_keys_do_not_differ() -> None:
     assert diff(CacheKey({"a": {"b": {}}}), CacheKey({"a": {"b": {}}})) == []
-
-
-def test_an_emptied_object_differs() -> None:
-    assert diff(CacheKey({"a": {"b": 1}}), CacheKey({"a": {}})) == [
-        "a: added, {}",
-        "a.b: removed, was 1",
-    ]
+    emptied = diff(CacheKey({"a": {"b": 1}}), CacheKey({"a": {}}))
+    assert emptied == ["a: added, {}", "a.b: removed, was 1"]
 
 
 # -------------------------------------------------------------------------------------- stored code
@@ -434,23 +399,17 @@ def test_code_comes_from_the_root_and_never_from_an_open_folder(store: ArtifactS
     assert store.load_code(KEY) is None
 
 
-@pytest.mark.parametrize("name", [BINARIES, MANIFEST])
+@pytest.mark.parametrize(
+    ("name", "content"), [(BINARIES, b"damaged"), (MANIFEST, b"damaged"), (BINARIES, None)]
+)
 def test_a_damaged_entry_is_not_replaced_by_an_open_folders(
-    store: ArtifactStore, events: list[StoreEvent], name: str
+    store: ArtifactStore, events: list[StoreEvent], name: str, content: bytes | None
 ) -> None:
     entry = store.root / KEY.digest[:2] / KEY.digest
-    (entry / name).write_bytes(b"damaged")
+    (entry / name).unlink() if content is None else (entry / name).write_bytes(content)
     assert store.load_code(KEY) is None
     assert [event.kind for event in events] == ["corrupt"]
     assert not entry.exists()
-
-
-def test_an_entry_without_its_file_is_damaged(
-    store: ArtifactStore, events: list[StoreEvent]
-) -> None:
-    (store.root / KEY.digest[:2] / KEY.digest / BINARIES).unlink()
-    assert store.load_code(KEY) is None
-    assert [event.kind for event in events] == ["corrupt"]
     store.store(KEY, OWN)
     assert store.load_code(KEY) == OWN
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -41,26 +43,23 @@ def operators(program: Program) -> list[str]:
     return [getattr(node.target, "__name__", str(node.target)) for node in calls]
 
 
-def without_gradients(x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return x.cos()
+def under(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        with context():
+            return x.cos()
 
-
-def without_autocast(x: Tensor) -> Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return x.cos()
-
-
-def with_idle_dropout(x: Tensor) -> Tensor:
-    return functional.dropout(functional.dropout(x.cos(), 0.5, False), p=0.0)
-
-
-def with_a_module_made_inside(x: Tensor) -> Tensor:
-    return nn.Identity()(x).cos()
+    return function
 
 
 @pytest.mark.parametrize(
-    "function", [without_gradients, without_autocast, with_idle_dropout, with_a_module_made_inside]
+    "function",
+    [
+        under(torch.no_grad),
+        under(lambda: torch.autocast("cpu", enabled=False)),
+        lambda x: functional.dropout(functional.dropout(x.cos(), 0.5, False), p=0.0),
+        lambda x: nn.Identity()(x).cos(),
+    ],
+    ids=["no gradients", "no autocast", "idle dropout", "a module made inside"],
 )
 def test_what_computes_nothing_is_left_out(function: Callable[[Tensor], Tensor]) -> None:
     program = captured(function)
@@ -79,25 +78,20 @@ def test_a_number_that_code_keeps_as_a_tensor_is_written_into_the_program() -> N
     (result,) = fx.Interpreter(fx.GraphModule({}, again.graph)).run(x)
     assert torch.equal(result, x.cos() * 0.75)
     assert result.dtype == torch.float32
-
-
-def test_a_transpose_is_a_method_that_can_be_stored() -> None:
+    # A transpose is a method.
     program = Program.from_bytes(captured(lambda x: x.T.cos()).to_bytes())
-    x = torch.randn(3, 4)
     (result,) = fx.Interpreter(fx.GraphModule({}, program.graph)).run(x)
     assert torch.equal(result, x.t().cos())
 
 
-def with_dropout(x: Tensor) -> Tensor:
-    return functional.dropout(x.cos(), p=0.5)
-
-
-def with_autocast(x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return x.cos()
-
-
-@pytest.mark.parametrize("function", [with_dropout, with_autocast])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: functional.dropout(x.cos(), p=0.5),
+        under(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
+    ],
+    ids=["dropout", "autocast"],
+)
 def test_what_would_change_the_result_is_kept_and_cannot_be_stored(
     function: Callable[[Tensor], Tensor],
 ) -> None:
@@ -395,6 +389,9 @@ def test_later_runs_compute_what_an_interpreted_run_computes() -> None:
             assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
         assert torch.equal(recorded[3], interpreted[3])
     assert len(graph._steps) > 3
+    # They write to the same memory.
+    first = [output.data_ptr() for output in graph.run()]
+    assert [output.data_ptr() for output in graph.run()] == first
 
 
 def test_a_graph_prepared_without_computing_runs_like_any_other() -> None:
@@ -406,12 +403,6 @@ def test_a_graph_prepared_without_computing_runs_like_any_other() -> None:
     prepared[0].copy_(interpreted[0])
     expected = graph_over(*interpreted, recorded=False).run()
     assert all(torch.equal(x, y) for x, y in zip(graph.run(), expected, strict=True))
-
-
-def test_runs_write_to_the_same_memory() -> None:
-    graph = graph_over(*recorder_inputs(), recorded=True)
-    first = [output.data_ptr() for output in graph.run()]
-    assert [output.data_ptr() for output in graph.run()] == first
 
 
 def test_two_graphs_in_one_arena_do_not_disturb_each_other() -> None:

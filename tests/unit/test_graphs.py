@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -97,15 +97,9 @@ def factory(store: ArtifactStore | None, context: object, workers: int) -> Graph
     model = Model()
     table = TensorTable(pack)
     table.add_model(model)
-    return GraphFactory(
-        model=model,
-        compiler=EmulatedCompiler("aten"),
-        table=table,
-        store=store,
-        key_fields={},
-        forward_context=context,  # type: ignore[arg-type]  # three functions of one signature
-        capture_workers=workers,
-    )
+    parts = {"model": model, "compiler": EmulatedCompiler("aten"), "table": table, "store": store}
+    context = {"forward_context": context, "capture_workers": workers}
+    return GraphFactory(**parts, **context, key_fields={})  # type: ignore[arg-type]
 
 
 def requests(specs: Sequence[GraphSpec] = SPECS) -> list[GraphRequest]:
@@ -283,7 +277,7 @@ class Graph:
         return ()
 
 
-DECODE_2, DECODE_4 = (GraphSpec.of(Phase.DECODE, size) for size in (2, 4))
+DECODE_2, DECODE_4, DECODE_8 = (GraphSpec.of(Phase.DECODE, size) for size in (2, 4, 8))
 
 
 def dispatch(policy: Literal["error", "warn"]) -> tuple[GraphDispatch, list[GraphSpec]]:
@@ -293,14 +287,10 @@ def dispatch(policy: Literal["error", "warn"]) -> tuple[GraphDispatch, list[Grap
     return made, missed
 
 
-def test_before_warm_up_ends_a_miss_compiles_silently() -> None:
+def test_error_policy_raises_and_counts_after_warm_up() -> None:
     graphs, missed = dispatch("error")
-    assert graphs.get(DECODE_4).spec == DECODE_4
+    assert graphs.get(DECODE_8).spec == DECODE_8
     assert missed == []
-
-
-def test_error_policy_raises_and_counts() -> None:
-    graphs, missed = dispatch("error")
     graphs.seal()
     with pytest.raises(UncompiledShapeError, match=r"decode-4.*compiled: decode-2"):
         graphs.get(DECODE_4)
@@ -318,14 +308,8 @@ def test_warn_policy_compiles_once_and_counts_once() -> None:
 def test_plan_covers_every_bucket_smallest_first() -> None:
     tables = {Phase.PREFILL: BucketTable((16, 64)), Phase.DECODE: BucketTable((1, 2, 4))}
     specs = plan(tables, has_logits=True)
-    assert [str(spec) for spec in specs] == [
-        "prefill-16",
-        "prefill-64",
-        "decode-1",
-        "decode-2",
-        "decode-4",
-        f"logits-{LOGITS_ROWS}",
-    ]
+    steps = "prefill-16 prefill-64 decode-1 decode-2 decode-4"
+    assert [str(spec) for spec in specs] == [*steps.split(), f"logits-{LOGITS_ROWS}"]
     assert len(plan({Phase.POOLING: BucketTable((16, 64))}, has_logits=False)) == 2
 
 
@@ -399,32 +383,23 @@ class Worker:
         return self.made
 
 
-def executor_of(made: ModelRunnerOutput | AsyncModelRunnerOutput | Exception) -> DirectExecutor:
+@pytest.mark.parametrize("made", [EMPTY, StepInFlight(lambda: EMPTY), ValueError("no row")])
+def test_a_result_or_an_error_of_sampling_is_a_whole_future(made: Any) -> None:
     executor = DirectExecutor.__new__(DirectExecutor)
     executor.driver_worker = WorkerWrapperBase(rpc_rank=0)
     executor.driver_worker.worker = Worker(made)
-    return executor
-
-
-@pytest.mark.parametrize("made", [EMPTY, StepInFlight(lambda: EMPTY)])
-def test_a_result_is_a_whole_future(made: ModelRunnerOutput | AsyncModelRunnerOutput) -> None:
-    future = executor_of(made).sample_tokens(None, non_block=True)
+    future = executor.sample_tokens(None, non_block=True)
     assert isinstance(future, Future)
+    if isinstance(made, ValueError):
+        for read in (future.result, lambda: executor.sample_tokens(None)):
+            with pytest.raises(ValueError, match="no row"):
+                read()
+        return
     called: list[object] = []
     future.add_done_callback(called.append)
     assert future.result() is EMPTY
     assert called == [future]
     assert future.done() and not future.cancel() and future.exception() is None
-
-
-def test_an_error_of_sampling_is_in_the_future() -> None:
-    executor = executor_of(ValueError("no row"))
-    future = executor.sample_tokens(None, non_block=True)
-    assert isinstance(future, Future)
-    with pytest.raises(ValueError, match="no row"):
-        future.result()
-    with pytest.raises(ValueError, match="no row"):
-        executor.sample_tokens(None)
 
 
 def test_a_step_that_fails_is_ended_once_and_fails_for_every_reader() -> None:

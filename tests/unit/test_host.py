@@ -133,13 +133,11 @@ def test_a_link_is_judged_by_where_it_leads(entry: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [LIBRARY, RECORD])
-def test_a_file_is_no_link(entry: Path, root: Path, name: str) -> None:
+def test_a_file_is_no_link_and_a_pipe_is_not_waited_for(entry: Path, root: Path, name: str) -> None:
     (entry / name).rename(root / name)
     (entry / name).symlink_to(root / name)
     assert examine(entry)[0] == "damaged"
-
-
-def test_a_pipe_is_not_waited_for(entry: Path) -> None:
+    (root / name).rename(entry / name)
     (entry / LIBRARY).unlink()
     os.mkfifo(entry / LIBRARY)
     assert examine(entry) == ("untrusted", f"{LIBRARY} is not a regular file")
@@ -211,6 +209,12 @@ V1_MOUNT = "32 31 0:29 {root} /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuac
 GROUPS, MOUNTS = "proc/self/cgroup", "proc/self/mountinfo"
 
 
+def version_1(groups: str, root: str, group: str, quota: int) -> dict[str, str]:
+    folder = f"sys/fs/cgroup/cpu{group}"
+    sizes = {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": "100000\n"}
+    return {GROUPS: groups, MOUNTS: V1_MOUNT.format(root=root)} | sizes
+
+
 def machine(root: Path, files: Mapping[str, str]) -> Path:
     for name, text in files.items():
         path = root / name
@@ -232,10 +236,8 @@ def test_siblings_of_a_core_count_once(tmp_path: Path) -> None:
     assert core_budget(range(8), root) == CoreBudget((0, 1, 2, 3), None)
     # One thread of core 2 and both of core 3.
     assert core_budget([6, 3, 7], root).cores == (3, 6)
-
-
-def test_without_a_topology_every_processor_is_a_core(tmp_path: Path) -> None:
-    assert core_budget([0, 1, 5], tmp_path) == CoreBudget((0, 1, 5), None)
+    # Without a topology every processor is a core.
+    assert core_budget([0, 1, 5], tmp_path / "bare") == CoreBudget((0, 1, 5), None)
 
 
 @pytest.mark.parametrize(
@@ -245,42 +247,15 @@ def test_without_a_topology_every_processor_is_a_core(tmp_path: Path) -> None:
         ({GROUPS: "0::/\n", MOUNTS: V2_MOUNT, "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
         # The group around it grants less.
         (
-            {
-                GROUPS: "0::/pod/box\n",
-                MOUNTS: V2_MOUNT,
-                "sys/fs/cgroup/pod/box/cpu.max": "400000 100000\n",
-                "sys/fs/cgroup/pod/cpu.max": "200000 100000\n",
-            },
+            {GROUPS: "0::/pod/box\n", MOUNTS: V2_MOUNT}
+            | {"sys/fs/cgroup/pod/box/cpu.max": "400000 100000\n"}
+            | {"sys/fs/cgroup/pod/cpu.max": "200000 100000\n"},
             2.0,
         ),
-        (
-            {
-                GROUPS: "3:memory:/\n1:cpu,cpuacct:/box\n0::/\n",
-                MOUNTS: V1_MOUNT.format(root="/"),
-                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "50000\n",
-                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
-            },
-            0.5,
-        ),
-        (
-            {
-                GROUPS: "1:cpu:/\n",
-                MOUNTS: V1_MOUNT.format(root="/"),
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            None,
-        ),
+        (version_1("3:memory:/\n1:cpu,cpuacct:/box\n0::/\n", "/", "/box", 50000), 0.5),
+        (version_1("1:cpu:/\n", "/", "", -1), None),
         # A container that sees the host's name of its group, and only the group itself.
-        (
-            {
-                GROUPS: "1:cpu,cpuacct:/docker/abc\n",
-                MOUNTS: V1_MOUNT.format(root="/docker/abc"),
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            3.0,
-        ),
+        (version_1("1:cpu,cpuacct:/docker/abc\n", "/docker/abc", "", 300000), 3.0),
     ],
 )
 def test_the_quota_of_the_cgroups(
@@ -325,74 +300,64 @@ def test_lists_of_processors() -> None:
 MIB = 1 << 20
 
 
-def limited_machine(root: Path, group: str, mount: str, **files: str) -> Path:
-    """A tree with one hierarchy whose ``group`` has ``files``; two underscores are a dot."""
-    proc = root / "proc" / "self"
-    proc.mkdir(parents=True)
-    version2 = mount == "/sys/fs/cgroup"
-    (proc / "cgroup").write_text(f"{'0:' if version2 else '4:memory'}:{group}\n")
-    kind = "cgroup2 cgroup2 rw" if version2 else "cgroup cgroup rw,memory"
-    (proc / "mountinfo").write_text(f"30 23 0:26 / {mount} rw,nosuid - {kind}\n")
-    folder = root / mount.lstrip("/") / group.lstrip("/")
-    folder.mkdir(parents=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-    return root
+V2_MEMORY = {GROUPS: "0::/pod/box\n", MOUNTS: V2_MOUNT}
+V1_MEMORY = {
+    GROUPS: "4:memory:/docker/abc\n",
+    MOUNTS: "30 23 0:26 / /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory\n",
+}
 
 
-def test_without_a_limit_it_is_the_hosts(tmp_path: Path) -> None:
-    found = host_memory(limited_machine(tmp_path, "/pod", "/sys/fs/cgroup", memory__max="max\n"))
-    assert found.total_bytes == psutil.virtual_memory().total
-    assert found.source == "the host's memory"
-
-
-def test_a_limit_counts_less_what_is_used_and_could_not_be_dropped(tmp_path: Path) -> None:
-    root = limited_machine(
-        tmp_path,
-        "/pod/container",
-        "/sys/fs/cgroup",
-        memory__max=f"{100 * MIB}\n",
-        memory__current=f"{70 * MIB}\n",
-        memory__stat=f"anon {40 * MIB}\ninactive_file {30 * MIB}\n",
-    )
-    found = host_memory(root)
-    assert (found.total_bytes, found.available_bytes) == (100 * MIB, 60 * MIB)
-    assert found.source == "the cgroup's limit"
-
-
-def test_the_group_around_may_leave_less(tmp_path: Path) -> None:
-    root = limited_machine(
-        tmp_path, "/pod/container", "/sys/fs/cgroup", memory__max="max", memory__current="1"
-    )
-    (tmp_path / "sys/fs/cgroup/pod/memory.max").write_text(str(50 * MIB))
-    (tmp_path / "sys/fs/cgroup/pod/memory.current").write_text(str(60 * MIB))
-    found = host_memory(root)
-    assert (found.total_bytes, found.available_bytes) == (50 * MIB, 0)
-
-
-def test_version_1_has_other_names(tmp_path: Path) -> None:
-    root = limited_machine(
-        tmp_path,
-        "/docker/abc",
-        "/sys/fs/cgroup/memory",
-        memory__limit_in_bytes=str(64 * MIB),
-        memory__usage_in_bytes=str(16 * MIB),
-        memory__stat=f"inactive_file 1\ntotal_inactive_file {4 * MIB}\n",
-    )
-    found = host_memory(root)
-    assert (found.total_bytes, found.available_bytes) == (64 * MIB, 52 * MIB)
-
-
-def test_no_proc_is_no_limit(tmp_path: Path) -> None:
-    assert host_memory(tmp_path).source == "the host's memory"
+@pytest.mark.parametrize(
+    ("groups", "folder", "files", "total", "available"),
+    [
+        # What is used and could not be dropped counts.
+        (
+            *(V2_MEMORY, "pod/box"),
+            {"memory.max": f"{100 * MIB}\n", "memory.current": f"{70 * MIB}\n"}
+            | {"memory.stat": f"anon {40 * MIB}\ninactive_file {30 * MIB}\n"},
+            *(100, 60),
+        ),
+        # The group around may leave less.
+        (
+            *(V2_MEMORY, "pod/box"),
+            {"memory.max": "max", "memory.current": "1"}
+            | {"../memory.max": f"{50 * MIB}", "../memory.current": f"{60 * MIB}"},
+            *(50, 0),
+        ),
+        # Version 1 has other names.
+        (
+            *(V1_MEMORY, "memory/docker/abc"),
+            {"memory.limit_in_bytes": f"{64 * MIB}", "memory.usage_in_bytes": f"{16 * MIB}"}
+            | {"memory.stat": f"inactive_file 1\ntotal_inactive_file {4 * MIB}\n"},
+            *(64, 52),
+        ),
+        (V2_MEMORY, "pod/box", {"memory.max": "max\n"}, None, None),
+        ({}, "", {}, None, None),
+    ],
+)
+def test_the_memory_is_that_of_the_group_or_the_hosts(
+    tmp_path: Path,
+    groups: dict[str, str],
+    folder: str,
+    files: dict[str, str],
+    total: int | None,
+    available: int | None,
+) -> None:
+    (tmp_path / "sys/fs/cgroup" / folder).mkdir(parents=True)
+    named = {f"sys/fs/cgroup/{folder}/{name}": text for name, text in files.items()}
+    found = host_memory(machine(tmp_path, groups | named))
+    if total is None or available is None:
+        assert found.total_bytes == psutil.virtual_memory().total
+        assert found.source == "the host's memory"
+    else:
+        assert (found.total_bytes, found.available_bytes) == (total * MIB, available * MIB)
+        assert found.source == "the cgroup's limit"
 
 
 # ------------------------------------------------------------------------------------ child process
 def _run(how: str, timeout: float = 60.0) -> str:
     return run_child(
-        "tests.unit.ending_child",
-        lambda path: path.write_text(how) and None,
-        Path.read_text,
+        *("tests.unit.ending_child", lambda path: path.write_text(how) and None, Path.read_text),
         label="cpu side",
         variables=os.environ,
         timeout=timeout,
@@ -409,28 +374,19 @@ def test_an_answer_comes_back() -> None:
         ("exit 3", "the cpu side ended with status 3:\nthe log"),
         (f"signal {signal.SIGILL}", "the cpu side was ended by SIGILL:\nthe log"),
         (f"signal {signal.SIGRTMIN + 6}", f"was ended by signal {signal.SIGRTMIN + 6}:"),
+        # It takes too long, and is no victim of a signal.
+        ("wait", "the cpu side took over 1 s"),
         # All is well but for the answer.
         ("exit 0", "the cpu side ended with status 0:\nthe log"),
     ],
 )
 def test_an_end_is_named(how: str, words: str) -> None:
     with pytest.raises(ChildError) as raised:
-        _run(how)
+        _run(how, timeout=1.0 if how == "wait" else 60.0)
     assert words in str(raised.value)
 
 
-def test_a_job_that_takes_too_long_is_no_victim_of_a_signal() -> None:
-    with pytest.raises(ChildError, match="the cpu side took over 1 s"):
-        _run("wait", timeout=1.0)
-
-
 # --------------------------------------------------------------------------------------- vllm build
-def _install(folder: Path, name: str, version: str) -> None:
-    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-
-
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only folder in which packages are found."""
@@ -451,7 +407,9 @@ def test_either_distribution_is_vllm(
     packages: Path, installed: dict[str, str], found: str, is_supported: bool
 ) -> None:
     for name, version in installed.items():
-        _install(packages, name, version)
+        metadata = packages / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     build = vllm_build()
     assert (str(build), build.is_supported) == (found, is_supported)
 

@@ -48,18 +48,16 @@ def make_batch(*, pools: bool = False) -> IsolatedInputBatch:
         kind(config, CPU, False)  # type: ignore[arg-type]  # of a configuration they read one number
         for kind in (MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor)
     ]
+    sizes = {"max_num_reqs": ROWS, "max_model_len": CONTEXT, "max_num_batched_tokens": CONTEXT}
+    blocks = {"block_sizes": [4, 8], "kernel_block_sizes": [4, 8], "max_num_blocks_per_req": [6, 3]}
     return IsolatedInputBatch(
-        max_num_reqs=ROWS,
-        max_model_len=CONTEXT,
-        max_num_batched_tokens=CONTEXT,
+        **sizes,
+        **blocks,
         device=CPU,
         vocab_size=VOCABULARY,
-        block_sizes=[4, 8],
-        kernel_block_sizes=[4, 8],
-        max_num_blocks_per_req=[6, 3],
         num_spec_tokens=2,
         is_pooling_model=pools,
-        reasoning_config=THINKING,  # type: ignore[arg-type]  # of which it reads these two
+        reasoning_config=THINKING,  # of which it reads these two
         logitsprocs=LogitsProcessors([] if pools else processors),
     )
 
@@ -446,6 +444,10 @@ def test_decode_pads_rows_with_the_null_block() -> None:
     # A padded row has no new token: its offset equals its length.
     assert window.cache_offset.tolist() == [[3], [25], [0], [0]]
     assert window.block_tables.tolist() == [[1], [4], [0], [0]]
+    # Also the row of which a chunk computes logits: no other would be in the graph's range.
+    inputs.token_indices.fill(7)
+    inputs.fill_idle()
+    assert all(not tensor.any() for tensor in inputs.tensors.values())
 
 
 def test_adapter_slots_are_per_request_and_initially_none() -> None:
@@ -473,15 +475,6 @@ def test_the_mask_of_a_row_covers_its_slot(dtype: torch.dtype) -> None:
         assert tensor[:, 0].tolist() == [rows[slot + 1] for slot in padded]
 
 
-def test_an_idle_rank_fills_padding_alone() -> None:
-    for phase, bucket in ((Phase.PREFILL, 8), (Phase.DECODE, 4)):
-        inputs, _, _ = allocate(phase, bucket)
-        inputs.token_indices.fill(7)
-        inputs.fill_idle()
-        # Also the row of which a chunk computes logits: no other would be in the graph's range.
-        assert all(not tensor.any() for tensor in inputs.tensors.values())
-
-
 def test_the_mask_covers_the_rows_of_every_rank() -> None:
     spec = GraphSpec.of(Phase.DECODE, 4)
     inputs = StepInputs.allocate(spec, [PAGED], masked_ranks=2)
@@ -490,12 +483,9 @@ def test_the_mask_covers_the_rows_of_every_rank() -> None:
     inputs.fill_mask((1, 4))
     assert inputs.tensors["tokens_mask"].flatten().tolist() == [1, 0, 0, 0, 1, 1, 1, 1]
     assert inputs.tensors["tokens_mask"].shape == (8, 1)
-
-
-def test_graphs_without_a_mask_have_no_mask_input() -> None:
-    inputs = StepInputs.allocate(GraphSpec.of(Phase.DECODE, 4), [PAGED])
-    inputs.fill_mask((3,))
-    assert "tokens_mask" not in inputs.tensors
+    without = StepInputs.allocate(spec, [PAGED])
+    without.fill_mask((3,))
+    assert "tokens_mask" not in without.tensors
 
 
 # -------------------------------------------------------------------------------------- host pooler
@@ -506,17 +496,11 @@ def host_pooler(pooling: object, *, reuses_prefixes: bool = False) -> HostPooler
 
 
 def pooling_request(name: str, num_tokens: int) -> CachedRequestState:
-    return CachedRequestState(
-        req_id=name,
-        prompt_token_ids=list(range(num_tokens)),
-        mm_features=[],
-        sampling_params=None,
-        generator=None,
-        block_ids=(),
-        num_computed_tokens=0,
-        output_token_ids=[],
-        pooling_params=PoolingParams(task="embed"),
-    )
+    params = PoolingParams(task="embed")
+    empty = {"mm_features": [], "sampling_params": None, "generator": None, "block_ids": ()}
+    empty |= {"num_computed_tokens": 0, "output_token_ids": []}
+    ids = list(range(num_tokens))
+    return CachedRequestState(req_id=name, prompt_token_ids=ids, pooling_params=params, **empty)
 
 
 def metadata_of(request: CachedRequestState) -> PoolingMetadata:
@@ -570,6 +554,9 @@ def test_a_preempted_prompt_starts_over() -> None:
     pooler, request = host_pooler(MeanPool()), pooling_request("a", 10)
     pooler.add(request, torch.full((6, 4), 99.0), is_last=False)
     assert torch.equal(run(pooler, request, HIDDEN_ROWS, 5), HIDDEN_ROWS.mean(0))
+    # It needs all of them.
+    with pytest.raises(UnsupportedModelError, match="--no-enable-prefix-caching"):
+        host_pooler(MeanPool(), reuses_prefixes=True)
 
 
 def test_rows_of_an_aborted_prompt_are_removed() -> None:
@@ -583,8 +570,3 @@ def test_rows_of_an_aborted_prompt_are_removed() -> None:
         pooler.pool(pooling_request("a", 4), metadata_of(pooling_request("a", 4))),
         HIDDEN_ROWS[:4].mean(0),
     )
-
-
-def test_prefix_caching_is_rejected_for_poolers_of_whole_prompts() -> None:
-    with pytest.raises(UnsupportedModelError, match="--no-enable-prefix-caching"):
-        host_pooler(MeanPool(), reuses_prefixes=True)

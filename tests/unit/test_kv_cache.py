@@ -77,6 +77,11 @@ def test_a_hybrid_has_both_kinds() -> None:
     assert paged_bytes_per_block(specs.values()) == 32 * TOKEN_BYTES
     held = 5 * 48 + (4 * 4 * 48 + 16)
     assert window_bytes(specs.values(), 4) == held * TOKEN_BYTES
+    # A shared cache does not slide, and a window of the whole context is paged.
+    specs = plan_specs({"a": window(48), "b": window(48)}, LIMITS, {"b"})
+    specs |= plan({"c": window(1000)}) | plan({"d": window(999)})
+    kinds = {"a": WindowSpec, "b": PagedSpec, "c": PagedSpec, "d": WindowSpec}
+    assert {name: type(spec) for name, spec in specs.items()} == kinds
 
 
 def test_a_compressed_cache_holds_values_within_keys() -> None:
@@ -106,13 +111,6 @@ def test_narrow_values_use_rows_of_the_size_of_keys() -> None:
         plan({"a": narrow}, own_ops=False)
 
 
-def test_a_shared_cache_does_not_slide() -> None:
-    layers = {"a": window(48), "b": window(48)}
-    specs = plan_specs(layers, LIMITS, {"b"})
-    assert isinstance(specs["a"], WindowSpec)
-    assert isinstance(specs["b"], PagedSpec)
-
-
 def test_windows_alone_use_vllms_pool() -> None:
     (spec,) = plan({"a": window(48)}).values()
     assert isinstance(spec, WindowSpec)
@@ -120,11 +118,6 @@ def test_windows_alone_use_vllms_pool() -> None:
     (spec,) = plan({"a": window(48)}, log_bytes=0).values()
     assert isinstance(spec, WindowSpec)
     assert spec.log_pages == 0
-
-
-def test_a_window_of_the_whole_context_is_paged() -> None:
-    assert isinstance(plan({"a": window(1000)})["a"], PagedSpec)
-    assert isinstance(plan({"a": window(999)})["a"], WindowSpec)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +212,6 @@ def test_reuse_unit_divides_the_block(
 ) -> None:
     unit = reuse_unit(wanted=wanted, default=default, block_size=64, enabled=enabled)
     assert unit == expected
-
-
-def test_a_sub_block_must_divide_the_block() -> None:
     with pytest.raises(ConfigError, match=r"sub_block_size=24.*64 tokens"):
         reuse_unit(wanted=24, default=16, block_size=64, enabled=True)
 

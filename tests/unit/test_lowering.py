@@ -42,18 +42,22 @@ def captured() -> tuple[Layer, TensorTable, Tensor, Program]:
 
 
 def targets(program: Program) -> list[str]:
-    return [str(n.target) for n in program.graph.nodes if n.op.startswith("call")]
+    calls = [node for node in program.graph.nodes if node.op.startswith("call")]
+    return [str(getattr(node.target, "__name__", node.target)) for node in calls]
+
+
+def result_of(program: Program, table: TensorTable, **step: Tensor) -> Tensor:
+    tensors = table.resolve_all(program.bindings, step)
+    with torch.inference_mode():
+        result: Tensor = fx.GraphModule({}, program.graph)(*tensors)[0]
+    return result
 
 
 def test_buffers_and_casts_disappear_and_the_result_stays() -> None:
     layer, table, x, program = captured()
     lowered = lower_graph(program, pack_linear=False)
     assert not {"copy_", "to"} & set(targets(lowered))
-    tensors = table.resolve_all(lowered.bindings, {"x": x})
-    with torch.inference_mode():
-        actual = fx.GraphModule({}, lowered.graph)(*tensors)
-        expected = layer(x)
-    torch.testing.assert_close(actual[0], expected)
+    torch.testing.assert_close(result_of(lowered, table, x=x), layer(x))
 
 
 def test_the_captured_program_is_left_alone() -> None:
@@ -74,7 +78,7 @@ def test_a_write_is_never_dead_code() -> None:
         return x + 1
 
     lowered = lower_graph(capture(step, (x,), table, {"x": x}), pack_linear=True)
-    fx.GraphModule({}, lowered.graph)(*table.resolve_all(lowered.bindings, {"x": x}))
+    result_of(lowered, table, x=x)
     torch.testing.assert_close(log, x * 2)
 
 
@@ -104,13 +108,9 @@ def test_packed_linears_compute_the_same() -> None:
     lowered = lower_graph(program, pack_linear=True)
     assert "packed:projection.weight" in lowered.bindings
     assert "param:projection.weight" not in lowered.bindings
-    with torch.inference_mode():
-        expected = layer(x)
+    expected = layer(x)
     table.pack_weights(lowered.bindings)
-    tensors = table.resolve_all(lowered.bindings, {"x": x})
-    with torch.inference_mode():
-        actual = fx.GraphModule({}, lowered.graph)(*tensors)
-    torch.testing.assert_close(actual[0], expected)
+    torch.testing.assert_close(result_of(lowered, table, x=x), expected)
     # The plain copy goes once nothing reads it; its shape stays for a later capture.
     assert layer.projection.weight.shape == (6, 4)
     assert layer.projection.weight.untyped_storage().nbytes() == 4
@@ -159,7 +159,7 @@ def test_gates_have_the_same_bits_in_every_batch() -> None:
     x = torch.randn(64, 7)
     program = capture(Gates(), (x,), TensorTable(lambda weight: weight), {"x": x})
     lowered = lower_graph(program, pack_linear=True)
-    assert targets(lowered).count("rbln_emulator.activate.default") == 4
+    assert targets(lowered).count("activate.default") == 4
     expected, at_once = Gates()(x), fx.GraphModule({}, lowered.graph)(x)[0]
     torch.testing.assert_close(at_once, expected)
     kernels = [n.args[1] for n in lowered.graph.nodes if "activate" in str(n.target)]
@@ -233,10 +233,7 @@ def run(program: Program, layer: AttentionLayer, step: dict[str, Tensor]) -> tup
     table.add_model(layer)
     cache = layer.cache.clone()
     table.add("param:cache", cache)
-    with torch.inference_mode():
-        return fx.GraphModule({}, program.graph)(*table.resolve_all(program.bindings, step))[
-            0
-        ], cache
+    return result_of(program, table, **step), cache
 
 
 def lowered_pair(layer: AttentionLayer, step: dict[str, Tensor]) -> tuple[Program, Program]:
@@ -247,18 +244,13 @@ def lowered_pair(layer: AttentionLayer, step: dict[str, Tensor]) -> tuple[Progra
     return program, lower_graph(program, pack_linear=True)
 
 
-def layer_targets(program: Program) -> list[str]:
-    calls = [node for node in program.graph.nodes if node.op.startswith("call")]
-    return [str(getattr(node.target, "__name__", node.target)) for node in calls]
-
-
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize("rotates", [False, True])
 def test_a_layer_becomes_one_call(window: bool, norms: bool, rotates: bool) -> None:
     layer, step = AttentionLayer(norms=norms, rotates=rotates, window=window), inputs()
     captured, lowered = lowered_pair(layer, step)
-    left = [name for name in layer_targets(lowered) if name != "add"]
+    left = [name for name in targets(lowered) if name != "add"]
     assert left == ["linear.default", "self_attention.default", "linear.default"]
     expected, expected_cache = run(captured, layer, step)
     actual, cache = run(lowered, layer, step)
@@ -272,7 +264,7 @@ def test_a_layer_becomes_one_call(window: bool, norms: bool, rotates: bool) -> N
 def test_caches_of_another_layout_keep_their_op() -> None:
     layer, step = (AttentionLayer(norms=False, rotates=True, window=False, custom=True), inputs())
     captured, lowered = lowered_pair(layer, step)
-    assert "self_attention.default" not in layer_targets(lowered)
+    assert "self_attention.default" not in targets(lowered)
     torch.testing.assert_close(run(lowered, layer, step)[0], run(captured, layer, step)[0])
 
 
@@ -297,7 +289,7 @@ class RotatedFirst(AttentionLayer):
 def test_what_is_done_in_another_order_stays_in_it() -> None:
     layer, step = RotatedFirst(norms=True, rotates=True, window=False), inputs()
     captured, lowered = lowered_pair(layer, step)
-    assert {"rms_norm", "rotary_embedding"} <= set(layer_targets(lowered))
+    assert {"rms_norm", "rotary_embedding"} <= set(targets(lowered))
     torch.testing.assert_close(run(lowered, layer, step)[0], run(captured, layer, step)[0])
 
 
@@ -321,14 +313,9 @@ def test_functions_become_kernels_and_idle_views_go() -> None:
     table.add_model(layer)
     program = capture(layer, (x,), table, {"x": x})
     lowered = lower_graph(program, pack_linear=True)
-    assert [name.rpartition(".")[0] for name in targets(lowered)] == [
-        "rbln_emulator.layer_norm",
-        "rbln_emulator.activate",
-        "",
-        "rbln_emulator.activate",
-    ]
-    tensors = table.resolve_all(lowered.bindings, {"x": x})
-    torch.testing.assert_close(fx.GraphModule({}, lowered.graph)(*tensors)[0], layer(x))
+    kernels = [name.rpartition(".")[0] for name in targets(lowered)]
+    assert kernels == ["layer_norm", "activate", "", "activate"]
+    torch.testing.assert_close(result_of(lowered, table, x=x), layer(x))
 
 
 def test_views_of_a_copy_and_reordered_rows_stay() -> None:
@@ -341,8 +328,7 @@ def test_views_of_a_copy_and_reordered_rows_stay() -> None:
         return turned.view(6, 4).permute(1, 0)[order]
 
     lowered = lower_graph(capture(step, (x,), table, {"x": x}), pack_linear=False)
-    tensors = table.resolve_all(lowered.bindings, {"x": x})
-    assert torch.equal(fx.GraphModule({}, lowered.graph)(*tensors)[0], step(x))
+    assert torch.equal(result_of(lowered, table, x=x), step(x))
 
 
 def test_a_buffer_read_before_its_copy_stays() -> None:
@@ -385,19 +371,15 @@ class Scaled(nn.Module):
         return x * (self.weight.float() + 1.0)
 
 
-def test_arithmetic_over_weights_is_done_once() -> None:
-    model, x = Scaled(8), torch.randn(3, 8)
+@pytest.mark.parametrize(
+    ("width", "left"), [(8, ["mul"]), (1 << 18, ["float", "add", "mul"])], ids=["small", "large"]
+)
+def test_arithmetic_over_small_weights_is_done_once(width: int, left: list[str]) -> None:
+    model, x = Scaled(width), torch.randn(1, width)
     calls, run = folded(model, x)
-    assert calls == ["mul"]
+    assert calls == left
     assert torch.equal(run(), model(x))
     x.mul_(2)
-    assert torch.equal(run(), model(x))
-
-
-def test_large_weights_are_left_where_they_are() -> None:
-    model, x = Scaled(1 << 18), torch.randn(1, 1 << 18)
-    calls, run = folded(model, x)
-    assert calls == ["float", "add", "mul"]
     assert torch.equal(run(), model(x))
 
 

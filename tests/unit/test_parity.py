@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -128,11 +127,10 @@ def test_expert_parallelism_needs_experts(tmp_path: Path) -> None:
 
 
 def test_sides_have_the_documented_environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_RBLN_SUB_BLOCK_CACHE", "0")
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
-    monkeypatch.setenv("VLLM_CACHE_ROOT", "/somewhere")
-    monkeypatch.setenv("VLLM_PLUGINS", "another")
-    monkeypatch.setenv("RBLN_KERNEL_MODE", "triton")
+    variables = """VLLM_RBLN_SUB_BLOCK_CACHE=0 VLLM_LOGGING_LEVEL=DEBUG VLLM_PLUGINS=another
+    VLLM_CACHE_ROOT=/somewhere RBLN_KERNEL_MODE=triton"""
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
     cpu, rbln = environ_of("cpu"), environ_of("rbln")
     assert cpu["VLLM_PLUGINS"] == "cpu"
     assert "VLLM_PLUGINS" not in rbln
@@ -147,40 +145,34 @@ def test_sides_have_the_documented_environments(monkeypatch: pytest.MonkeyPatch)
 
 # --------------------------------------------------------------------------------------------- text
 OPTIONS = parse(["--no-color", "--topk", "2"])
-CPU = Answer(
-    prompt_ids=np.array([1, 2]),
-    token_ids=np.array([7]),
-    text="a",
-    top_ids=np.array([[7, 8, 9]]),
-    logprobs=np.array([[-0.5, -1.0, -1.25]], dtype=np.float32),
-)
+
+
+def _answer(tokens: list[int], top: list[list[int]], values: list[list[float]]) -> Answer:
+    ids = {"prompt_ids": np.array([1]), "token_ids": np.array(tokens), "top_ids": np.array(top)}
+    return Answer(text="", logprobs=np.array(values, dtype=np.float32), **ids)
+
+
+CPU = _answer([7], [[7, 8, 9]], [[-0.5, -1.0, -1.25]])
 # The second and the third have changed places.
-RBLN = replace(
-    CPU, top_ids=np.array([[7, 9, 8]]), logprobs=np.array([[-0.5, -1.0, -1.125]], dtype=np.float32)
+RBLN = _answer([7], [[7, 9, 8]], [[-0.5, -1.0, -1.125]])
+
+
+RESULTS = {
+    side: SideResult(answers=(answer,), seconds=1.0, about={"vocab_size": 4321})
+    for side, answer in (("cpu", CPU), ("rbln", RBLN))
+}
+PAIR = Comparison(base="cpu", other="rbln", deltas=(compare(CPU, RBLN, 0.5),))
+OUTCOME = Outcome(
+    options=OPTIONS, results=RESULTS, pairs=(PAIR,), failures=(), clamped=("--topk is 2",)
 )
 
 
-def _outcome() -> Outcome:
-    about = {"vocab_size": 4321}
-    results = {
-        side: SideResult(answers=(answer,), seconds=1.0, about=about)
-        for side, answer in (("cpu", CPU), ("rbln", RBLN))
-    }
-    pair = Comparison(base="cpu", other="rbln", deltas=(compare(CPU, RBLN, 0.5),))
-    return Outcome(
-        options=OPTIONS, results=results, pairs=(pair,), failures=(), clamped=("--topk is 2",)
-    )
-
-
-def test_the_heading_is_the_documented_one() -> None:
+def test_the_heading_and_a_sides_environment_are_printed() -> None:
     options = parse(["--ep", "--tp", "4", "--num-prompts", "3"])
     assert heading(options, "some-org/some-model") == (
         "Model = some-org/some-model, EP=True, TP=4, PP=1, DP=1, MaxTokens=256, Logprobs=1024, "
         "Prompts=3"
     )
-
-
-def test_a_side_s_environment_is_printed() -> None:
     cpu = "\n".join(launch("cpu", {"VLLM_PLUGINS": "cpu"}))
     assert cpu == "\n[main] Launching CPU worker…\n[cpu] VLLM_PLUGINS = cpu"
     rbln = list(launch("rbln", {"VLLM_DISABLE_COMPILE_CACHE": "1"}))
@@ -189,7 +181,7 @@ def test_a_side_s_environment_is_printed() -> None:
 
 
 def test_each_side_is_ranked_by_itself() -> None:
-    lines = text_report(_outcome()).splitlines()
+    lines = text_report(OUTCOME).splitlines()
     assert any(line.split() == ["vocabulary", "size", "4321"] for line in lines)
     ranks = [line.split() for line in lines if line.split()[:1] in (["1"], ["2"], ["3"])]
     assert ranks == [
@@ -199,7 +191,7 @@ def test_each_side_is_ranked_by_itself() -> None:
 
 
 def test_programs_get_a_json_object_a_line() -> None:
-    lines = [json.loads(line) for line in json_lines(_outcome()).splitlines()]
+    lines = [json.loads(line) for line in json_lines(OUTCOME).splitlines()]
     kinds = [line["kind"] for line in lines]
     assert kinds == ["run", "side", "answer", "side", "answer", "prompt", "pair", "verdict"]
     run, cpu, cpu_answer, _, rbln_answer, prompt, pair, verdict = lines
@@ -213,16 +205,6 @@ def test_programs_get_a_json_object_a_line() -> None:
 
 # ---------------------------------------------------------------------------------------- positions
 LIMITS = Limits(eps=0.5, min_pearson=0.99, max_mean_delta=0.1, max_outlier_share=0.01)
-
-
-def _answer(tokens: list[int], top: list[list[int]], values: list[list[float]]) -> Answer:
-    return Answer(
-        prompt_ids=np.array([1], dtype=np.int64),
-        token_ids=np.array(tokens, dtype=np.int64),
-        text="",
-        top_ids=np.array(top, dtype=np.int64),
-        logprobs=np.array(values, dtype=np.float32),
-    )
 
 
 def _position(ref: dict[int, float], other: dict[int, float], eps: float = 0.5):
@@ -275,6 +257,8 @@ def test_without_logprobs_a_divergence_fails() -> None:
     assert [str(failure) for failure in judge([delta], LIMITS)] == [
         "prompt 0, position 1: another token where the reference was decided"
     ]
+    delta = compare(_answer([1], [[1]], [[-1.0]]), _answer([2], [[2]], [[-1.0]]), 0.5)
+    assert any("no token in common" in failure.reason for failure in judge([delta], LIMITS))
 
 
 def test_each_limit_is_reported_once_per_prompt_at_its_first_position() -> None:
@@ -288,63 +272,44 @@ def test_each_limit_is_reported_once_per_prompt_at_its_first_position() -> None:
     assert "2 of 3 tokens differ by 0.5 or more" in failures[2].reason
 
 
-def test_no_common_token_fails() -> None:
-    delta = compare(_answer([1], [[1]], [[-1.0]]), _answer([2], [[2]], [[-1.0]]), 0.5)
-    assert any("no token in common" in failure.reason for failure in judge([delta], LIMITS))
-
-
 # ------------------------------------------------------------------------------------------- bisect
-def _layers(*pairs: tuple[float, float]) -> list[LayerDelta]:
-    return [
-        LayerDelta(name=f"layers.{index}", prefill=prefill, decode=decode)
-        for index, (prefill, decode) in enumerate(pairs)
+@pytest.mark.parametrize(
+    ("pairs", "dtype", "departure"),
+    [
+        # Rounding grows slowly.
+        ([(1e-6, 1e-6), (3e-6, 2e-6), (9e-5, 8e-5), (2e-4, 3e-4)], "float32", None),
+        ([(1e-6, 1e-6), (1e-6, 0.2), (0.3, 0.5)], "float32", ("layers.1", "decode")),
+        ([(0.5, 0.1), (0.5, 0.5)], "bfloat16", ("layers.0", "prefill")),
+    ],
+)
+def test_the_first_jump_is_named_with_its_phase(
+    pairs: list[tuple[float, float]], dtype: str, departure: tuple[str, str] | None
+) -> None:
+    layers = [
+        LayerDelta(name=f"layers.{n}", prefill=prefill, decode=decode)
+        for n, (prefill, decode) in enumerate(pairs)
     ]
+    found = first_departure(layers, dtype)
+    assert (found and (found.layer, found.phase)) == departure
+    assert departure is None or f"{departure[0]} departs in {departure[1]}" in str(found)
 
 
-def test_rounding_that_grows_slowly_is_no_departure() -> None:
-    layers = _layers((1e-6, 1e-6), (3e-6, 2e-6), (9e-5, 8e-5), (2e-4, 3e-4))
-    assert first_departure(layers, "float32") is None
+def _states(values: np.ndarray, *names: str) -> Layers:
+    return Layers(names=names, states=values)
 
 
-def test_the_first_jump_is_named_with_its_phase() -> None:
-    found = first_departure(_layers((1e-6, 1e-6), (1e-6, 0.2), (0.3, 0.5)), "float32")
-    assert found is not None
-    assert (found.layer, found.phase) == ("layers.1", "decode")
-    assert "layers.1 departs in decode" in str(found)
-
-
-def test_the_first_layer_may_depart() -> None:
-    found = first_departure(_layers((0.5, 0.1), (0.5, 0.5)), "bfloat16")
-    assert found is not None
-    assert (found.layer, found.phase) == ("layers.0", "prefill")
-
-
-def test_a_state_that_is_not_finite_is_as_far_as_can_be() -> None:
-    good = np.ones((1, 3, 4), dtype=np.float32)
-    bad = good.copy()
+def test_errors_are_relative_by_phase_and_endless_where_not_finite() -> None:
+    good = np.ones((1, 3, 4), dtype=np.float32) * 2
+    bad, other = good.copy(), good.copy()
     bad[0, 0, 0] = np.nan
-    (delta,) = layer_deltas(
-        Layers(names=("a",), states=good), Layers(names=("a",), states=bad), num_decoded=1
-    )
-    assert delta.prefill == float("inf")
-    assert delta.decode == 0.0
-
-
-def test_errors_are_relative_and_by_phase() -> None:
-    ref = np.ones((1, 3, 4), dtype=np.float32) * 2
-    other = ref.copy()
     other[0, 2] += 1
-    (delta,) = layer_deltas(
-        Layers(names=("x",), states=ref), Layers(names=("y",), states=other), num_decoded=1
-    )
+    (delta,) = layer_deltas(_states(good, "a"), _states(bad, "a"), num_decoded=1)
+    assert (delta.prefill, delta.decode) == (float("inf"), 0.0)
+    (delta,) = layer_deltas(_states(good, "x"), _states(other, "y"), num_decoded=1)
     assert (delta.name, delta.prefill, delta.decode) == ("y", 0.0, pytest.approx(0.5))
-
-
-def test_sides_with_other_layers_are_refused() -> None:
-    one = Layers(names=("a",), states=np.zeros((1, 3, 4), dtype=np.float32))
-    two = Layers(names=("a", "b"), states=np.zeros((2, 3, 4), dtype=np.float32))
+    two = _states(np.zeros((2, 3, 4), dtype=np.float32), "a", "b")
     with pytest.raises(ValueError, match="layers differ"):
-        layer_deltas(one, two, num_decoded=1)
+        layer_deltas(_states(good, "a"), two, num_decoded=1)
 
 
 # ------------------------------------------------------------------------------------- first layers
@@ -362,15 +327,8 @@ LAYERS = {"num_hidden_layers": 11, "layer_types": ["a", "b", "c"], "hidden_size"
 
 
 def _job(folder: Path, count: int | None) -> Job:
-    return Job(
-        side="cpu",
-        model=str(folder),
-        engine_args={},
-        prompts=("a",),
-        max_tokens=4,
-        num_logprobs=8,
-        num_hidden_layers=count,
-    )
+    sizes = {"engine_args": {}, "prompts": ("a",), "max_tokens": 4, "num_logprobs": 8}
+    return Job(side="cpu", model=str(folder), num_hidden_layers=count, **sizes)
 
 
 @pytest.fixture
@@ -389,13 +347,9 @@ def test_the_first_layers_stay_and_all_that_is_no_layer(checkpoint: Path) -> Non
         kept = {name for file in folder.glob("*.safetensors") for name in load_file(file)}
         assert kept == {*WEIGHTS["model-1.safetensors"], "transformer.h.1.weight", "lm_head.weight"}
         # The list of the weights would name files that are not there.
+        weights = {"model-1.safetensors", "model-3.safetensors"}
         names = {path.name for path in folder.iterdir()}
-        assert names == {
-            "model-1.safetensors",
-            "model-3.safetensors",
-            "config.json",
-            "tokenizer.json",
-        }
+        assert names == weights | {"config.json", "tokenizer.json"}
         config = json.loads((folder / "config.json").read_text())
         assert config == LAYERS | {"num_hidden_layers": 2, "layer_types": ["a", "b"]}
         assert (folder / "tokenizer.json").read_text() == "words"

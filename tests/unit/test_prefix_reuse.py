@@ -90,22 +90,10 @@ class World:
             "max_in_flight_tokens": shape.chunk,
             "scheduler_block_size": shape.block_size,
         }
-        upstream = KVCacheManager(
-            **sizes,
-            hash_block_size=shape.block_size,
-            enable_caching=True,
-            enable_kv_cache_events=events,
-            log_stats=True,
-        )
-        self.coordinator = RblnKvCoordinator(
-            **sizes,
-            hash_block_size=shape.unit,
-            use_eagle=False,
-            enable_caching=True,
-            enable_kv_cache_events=events,
-            dcp_world_size=1,
-            pcp_world_size=1,
-        )
+        sizes |= {"enable_caching": True, "enable_kv_cache_events": events}
+        upstream = KVCacheManager(**sizes, hash_block_size=shape.block_size, log_stats=True)
+        worlds = {"use_eagle": False, "dcp_world_size": 1, "pcp_world_size": 1}
+        self.coordinator = RblnKvCoordinator(**sizes, **worlds, hash_block_size=shape.unit)
         self.manager = RblnKvCacheManager(upstream, self.coordinator)
         self.caches = KvCaches.allocate(self.config, HostKvMemory())
         for cache in self.caches.tensors.values():
@@ -117,16 +105,10 @@ class World:
     def add(
         self, name: str, tokens: list[int], salt: str | None, extra: dict[str, str] | None = None
     ) -> None:
-        self.waiting.append(
-            Request(
-                name,
-                tokens,
-                SamplingParams(max_tokens=5, extra_args=extra),
-                None,
-                cache_salt=salt,
-                block_hasher=get_request_block_hasher(self.shape.unit, HASH),
-            )
-        )
+        params = SamplingParams(max_tokens=5, extra_args=extra)
+        hasher = get_request_block_hasher(self.shape.unit, HASH)
+        request = Request(name, tokens, params, None, cache_salt=salt, block_hasher=hasher)
+        self.waiting.append(request)
 
     def admit(self, most: int = 1) -> None:
         """Let up to ``most`` requests begin in one step."""
@@ -315,14 +297,9 @@ def test_another_salt_never_hits(name: str) -> None:
 
 
 def test_a_manager_with_unknown_attributes_is_rejected() -> None:
-    shape = Shape(16, 4, [], True, 8, 0, 32)
-    world = World(shape)
-    upstream = KVCacheManager(
-        kv_cache_config=world.config,
-        max_model_len=MAX_LEN,
-        scheduler_block_size=shape.block_size,
-        hash_block_size=shape.block_size,
-    )
+    world = World(Shape(16, 4, [], True, 8, 0, 32))
+    sizes = {"scheduler_block_size": 16, "hash_block_size": 16, "max_model_len": MAX_LEN}
+    upstream = KVCacheManager(kv_cache_config=world.config, **sizes)
     upstream.partial_blocks = upstream.coordinator.single_type_managers  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="partial_blocks"):
         RblnKvCacheManager(upstream, world.coordinator)

@@ -91,20 +91,13 @@ def test_an_operator_that_does_not_exist_is_refused() -> None:
     "keyword",
     [
         "**(__import__('os').system('id') and {} or {}))  #",
-        "out",
-        "",
-        "dim\n",
-        "__class__",
-        "x" * 99,
+        *("out", "", "dim\n", "__class__", "x" * 99),
     ],
 )
 def test_a_keyword_that_is_no_plain_name_is_refused(keyword: str) -> None:
     """As source text, the first would be code."""
     for node in (VIEW, LINEAR, SPLIT, ITEM):
         assert "has no argument" in refusal(edited(node, {"kwargs": {keyword: None}}))
-
-
-def test_a_keyword_that_no_schema_has_is_refused() -> None:
     assert "has no argument 'dim'" in refusal(edited(LINEAR, {"kwargs": {"dim": None}}))
 
 
@@ -162,25 +155,10 @@ def test_a_result_that_is_none_cannot_be_used() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        {"dtype": "nn"},
-        {"dtype": "load"},
-        {"dtype": ["float32"]},
-        {"device": "cuda:0"},
-        {"device": "meta"},
-        {"memory_format": "float32"},
-        {"float": "1.5"},
-        {"float": "0x1.8p0"},
-        {"float": 1.5},
-        {"ellipsis": False},
-        {"slice": [0, 1]},
-        {"code": "1"},
-        {"node": 0, "tuple": []},
-        {},
-        1.5,
-        2**64,
-        "x" * 1000,
-        [[[[[1]]]]],
-        [1] * 100_000,
+        *({"dtype": "nn"}, {"dtype": "load"}, {"dtype": ["float32"]}, {"device": "cuda:0"}),
+        *({"device": "meta"}, {"memory_format": "float32"}, {"float": "1.5"}, {"float": 1.5}),
+        *({"float": "0x1.8p0"}, {"ellipsis": False}, {"slice": [0, 1]}, {"code": "1"}),
+        *({"node": 0, "tuple": []}, {}, 1.5, 2**64, "x" * 1000, [[[[[1]]]]], [1] * 100_000),
     ],
 )
 def test_a_value_that_no_program_writes_is_refused(value: Any) -> None:
@@ -237,11 +215,7 @@ def test_a_tensor_of_nothing_but_numbers_is_bounded() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
-        b"{}",
-        b"[1,2]",
-        b"null",
-        b"{" * 100_000,
+        *(b"", b"{}", b"[1,2]", b"null", b"{" * 100_000),
         b'{"format":99,"bindings":[],"nodes":[]}',
         b'{"format":true,"bindings":[],"nodes":[]}',
         b'{"format":1,"bindings":{},"nodes":[]}',
@@ -293,16 +267,13 @@ def run(program: Program, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_round_trip_computes_the_same() -> None:
     program = program_sample()
     rebuilt = Program.from_bytes(program.to_bytes())
+    assert program_sample().to_bytes() == program.to_bytes()
     x, weight = torch.randn(3, 5), torch.randn(4, 5)
     expected, actual = run(program, x, weight), run(rebuilt, x, weight)
     assert rebuilt.bindings == ("input:x", "param:w")
     assert actual[0].dtype == torch.float64
     for left, right in zip(expected, actual, strict=True):
         assert torch.equal(left, right)
-
-
-def test_bytes_are_deterministic() -> None:
-    assert program_sample().to_bytes() == program_sample().to_bytes()
 
 
 @pytest.mark.parametrize("target", [torch.load, torch.from_file, eval, print])

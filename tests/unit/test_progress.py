@@ -41,6 +41,8 @@ def lines_of(run_dir: Path, rank: int = 0) -> list[dict[str, object]]:
 
 def test_each_call_appends_one_line_of_the_schema(tmp_path: Path) -> None:
     writer = ProgressWriter(tmp_path, 3, None)
+    with pytest.raises(ValueError, match="'boiling', valid choices: init, load, compile"):
+        writer.phase("boiling")
     writer.phase("compile", "5 graphs")
     writer.plan(["decode-1"])
     writer.graph_started("decode-1")
@@ -53,11 +55,6 @@ def test_each_call_appends_one_line_of_the_schema(tmp_path: Path) -> None:
         {"event": "graph_started", "name": "decode-1"},
         {"event": "graph_done", "name": "decode-1", "result": "compiled", "seconds": 0.25},
     ]
-
-
-def test_an_unknown_phase_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'boiling', valid choices: init, load, compile"):
-        ProgressWriter(tmp_path, 0, None).phase("boiling")
 
 
 def test_an_unwritable_run_dir_does_not_stop_a_start_up(
@@ -401,6 +398,11 @@ def test_the_last_start_is_known_below_its_cache_root(tmp_path: Path) -> None:
     LastStart(tmp_path).keep(4.25)
     assert LastStart(tmp_path).seconds() == 4.25
     assert LastStart(tmp_path / "other").seconds() is None
+    # A folder that cannot be written is ignored.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "rbln").write_text("not a folder")
+    LastStart(tmp_path / "other").keep(2.0)
+    assert LastStart(tmp_path / "other").seconds() is None
 
 
 @pytest.mark.parametrize(
@@ -413,9 +415,3 @@ def test_a_damaged_file_is_ignored(content: str, tmp_path: Path) -> None:
     assert LastStart(tmp_path).seconds() is None
     LastStart(tmp_path).keep(2.0)
     assert LastStart(tmp_path).seconds() == 2.0
-
-
-def test_a_folder_that_cannot_be_written_is_ignored(tmp_path: Path) -> None:
-    (tmp_path / "rbln").write_text("not a folder")
-    LastStart(tmp_path).keep(2.0)
-    assert LastStart(tmp_path).seconds() is None

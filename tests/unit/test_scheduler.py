@@ -79,12 +79,9 @@ class Reader:
         self.board = MetricsBoard(None, "scheduler0")
         self.hits: dict[str, int] = {}
         self.now = 0.0
-        self.order = PrefillOrder(
-            lambda request: self.hits.get(request.request_id, 0),
-            self.board,
-            by_priority=by_priority,
-            clock=lambda: self.now,
-        )
+        hit = lambda request: self.hits.get(request.request_id, 0)  # noqa: E731
+        options: dict[str, Any] = {"by_priority": by_priority, "clock": lambda: self.now}
+        self.order = PrefillOrder(hit, self.board, **options)
         self.unread: list[Request] = []
         self.done: list[str] = []
         self.log: list[tuple[str, int]] = []
@@ -155,18 +152,13 @@ def test_priority_comes_before_length() -> None:
     assert ranked.to_the_end() == ["urgent", "short", "later"]
 
 
-def test_background_requests_are_not_in_it() -> None:
+def test_a_request_that_cannot_begin_stays_and_background_is_not_in_it() -> None:
     reader = Reader()
     background = reader.add("background", 10, BACKGROUND_PRIORITY)
-    assert reader.order.first([], 4, lambda request: True) == []
-    reader.order.ended(background.request_id)
-
-
-def test_a_request_that_cannot_begin_stays() -> None:
-    reader = Reader()
     blocked, other = reader.add("blocked", 10), reader.add("other", 20)
     assert reader.order.first([], 1, lambda request: request is other) == [other]
-    assert reader.order.first([], 2, lambda request: True) == [blocked, other]
+    assert reader.order.first([], 4, lambda request: True) == [blocked, other]
+    reader.order.ended(background.request_id)
 
 
 def test_a_preempted_request_is_there_once() -> None:
@@ -303,8 +295,9 @@ def test_all_of_them_are_within_the_budget_of_a_step() -> None:
 
 
 # ------------------------------------------------------------------------------------------- expiry
+@dataclass
 class Clock:
-    now = 10.0
+    now: float = 10.0
 
     def __call__(self) -> float:
         return self.now
@@ -336,12 +329,10 @@ def test_another_clock_that_jumped_does_no_harm() -> None:
     assert list(expiry.take_due()) == ["future"]
     expiry.add("past", waited_s=3600.0)
     assert list(expiry.take_due()) == ["past"]
-
-
-def test_without_a_limit_nothing_is_kept() -> None:
-    expiry = QueueExpiry(0.0)
-    expiry.add("a", waited_s=1e9)
-    assert list(expiry.take_due()) == []
+    # Without a limit nothing is kept.
+    endless = QueueExpiry(0.0)
+    endless.add("a", waited_s=1e9)
+    assert list(endless.take_due()) == []
 
 
 # ------------------------------------------------------------------------------------- stage drafts

@@ -135,21 +135,21 @@ def test_memory_is_what_graphs_and_copies_leave() -> None:
     assert (pair.runtime_bytes, pair.kv_copies) == (2 * GIB, 1)
 
 
-@pytest.mark.parametrize("size", [512, 1024, 16384])
-def test_blocks_that_compile(size: int) -> None:
-    limits.check_block(size)
-
-
 @pytest.mark.parametrize("size", [16, 256, 1000, 32768])
-def test_blocks_that_do_not(size: int) -> None:
+def test_blocks_that_compile_and_others(size: int) -> None:
+    for fine in (512, 1024, 16384):
+        limits.check_block(fine)
     with pytest.raises(ConfigError, match=rf"--block-size {size}: .* from 512 to 16384"):
         limits.check_block(size)
 
 
-def test_blocks_are_numbered_in_16_bits() -> None:
+def test_numbers_of_blocks_and_windows_have_a_largest() -> None:
     limits.check_num_blocks(32767)
     with pytest.raises(ConfigError, match=r"32768 blocks: .* at most 32767; set --num-gpu-blocks"):
         limits.check_num_blocks(32768)
+    limits.check_windows([32767])
+    with pytest.raises(ConfigError, match="window of 32768 tokens"):
+        limits.check_windows([128, 32768])
 
 
 def test_chunks_divide_the_block() -> None:
@@ -168,12 +168,6 @@ def test_units_below_a_chunk_need_a_store_across_blocks() -> None:
         limits.check_reuse_unit(Npu.named("RBLN-CR03"), 64, 128)
 
 
-def test_windows_have_a_largest() -> None:
-    limits.check_windows([32767])
-    with pytest.raises(ConfigError, match="window of 32768 tokens"):
-        limits.check_windows([128, 32768])
-
-
 def test_rows_go_longest_first_and_come_back() -> None:
     group = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one_block=False)
     inputs, order = StepInputs.allocate(GraphSpec.of(Phase.DECODE, 4), [group]), LongestFirst()
@@ -187,10 +181,7 @@ def test_rows_go_longest_first_and_come_back() -> None:
     assert paged.block_tables[:3, 0].tolist() == [2, 1, 4]
     restored = order.restore(torch.tensor([120.0, 110.0, 130.0, 0.0]))
     assert restored.tolist() == [110.0, 120.0, 130.0, 0.0]
-
-
-def test_rows_with_drafts_go_longest_first_and_come_back() -> None:
-    group = KvGroup(layer_names=("a",), block_size=16, width=3, is_window=False, one_block=False)
+    # With drafts.
     inputs, order = StepInputs.allocate(GraphSpec.of(Phase.VERIFY, 4, 3), [group]), LongestFirst()
     rows = DecodeRows(np.array([11, 12]), np.array([5, 20]), [np.array([[1, 0, 0], [2, 3, 0]])])
     inputs.fill_verify(order.arrange(rows, 4), order.rearrange([[7, 8], [9]]))
@@ -252,22 +243,6 @@ def module() -> fx.GraphModule:
     return module_of(Program(graph, ("input:x", "param:weight")), INPUTS, None)
 
 
-def exported(module: fx.GraphModule) -> Callable[..., Any]:
-    return torch.export.export(module, INPUTS, strict=False).module()
-
-
-def strictly_exported(module: fx.GraphModule) -> Callable[..., Any]:
-    return torch.export.export(module, INPUTS, strict=True).module()
-
-
-def symbolically_traced(module: fx.GraphModule) -> Callable[..., Any]:
-    return fx.symbolic_trace(module)
-
-
-def traced(module: fx.GraphModule) -> Callable[..., Any]:
-    return make_fx(module)(*INPUTS)
-
-
 def copied(module: fx.GraphModule) -> Callable[..., Any]:
     found = copy.deepcopy(module)
     assert isinstance(found, fx.GraphModule)
@@ -275,29 +250,21 @@ def copied(module: fx.GraphModule) -> Callable[..., Any]:
     return found
 
 
-def interpreted(module: fx.GraphModule) -> Callable[..., Any]:
-    return fx.Interpreter(module).run
-
-
-def generated(module: fx.GraphModule) -> Callable[..., Any]:
-    return fx.GraphModule(module, module.graph)
-
-
-def as_it_is(module: fx.GraphModule) -> Callable[..., Any]:
-    return module
-
-
-USES = [
-    *(as_it_is, copied, interpreted, generated),
-    *(exported, strictly_exported, traced, symbolically_traced),
-]
+USES: dict[str, Callable[[fx.GraphModule], Callable[..., Any]]] = {
+    "as it is": lambda module: module,
+    "copied": copied,
+    "interpreted": lambda module: fx.Interpreter(module).run,
+    "generated": lambda module: fx.GraphModule(module, module.graph),
+    "exported": lambda module: torch.export.export(module, INPUTS, strict=False).module(),
+    "strictly exported": lambda module: torch.export.export(module, INPUTS, strict=True).module(),
+    "traced": lambda module: make_fx(module)(*INPUTS),
+    "symbolically traced": fx.symbolic_trace,
+}
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_compiler_can_use_it_as_any_graph_module(
-    use: Callable[[fx.GraphModule], Callable[..., Any]], module: fx.GraphModule
-) -> None:
-    (result,) = use(module)(*INPUTS)
+def test_a_compiler_can_use_it_as_any_graph_module(use: str, module: fx.GraphModule) -> None:
+    (result,) = USES[use](module)(*INPUTS)
     assert torch.equal(result, WANTED)
 
 

@@ -65,16 +65,8 @@ def test_every_option_but_those_of_the_host_has_a_variable() -> None:
     assert set(RblnConfig.model_fields) - reachable == {*without.split()}
 
 
-def test_the_process_environment_is_read_when_none_is_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT", "3")
-    assert resolve(None).config.decode_batch_bucket_limit == 3
-
-
 @pytest.mark.parametrize(
-    ("value", "spellings"),
-    [(True, "true 1 yes on True ON"), (False, "false 0 no off FALSE Off")],
+    ("value", "spellings"), [(True, "true 1 yes on True ON"), (False, "false 0 no off FALSE Off")]
 )
 def test_a_truth_has_four_spellings(value: bool, spellings: str) -> None:
     for raw in spellings.split():
@@ -145,23 +137,18 @@ def test_the_table_of_values_above_covers_every_field_a_variable_sets() -> None:
     assert covered == {var.name for var in VARIABLES if var.field is not None}
 
 
-def test_additional_config_wins_over_the_environment_and_that_over_the_default() -> None:
-    resolved = resolve(
-        {"rbln": {"decode_batch_bucket_limit": 2}, "gdn_prefill_backend": "triton"},
-        {
-            "VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT": "4",
-            "VLLM_RBLN_DECODE_BATCH_BUCKET_MIN": "3",
-            "RBLN_VISIBLE_DEVICES": "0,1",
-            "PATH": "/bin",
-        },
-    )
-    assert resolved.config.decode_batch_bucket_limit == 2
-    assert resolved.config.decode_batch_bucket_min == 3
-
-
-def test_a_resolved_config_resolves_to_itself_in_a_worker() -> None:
-    config = config_of({"VLLM_RBLN_DECODE_BATCH_BUCKET_LIMIT": "4"})
+def test_additional_config_wins_over_the_environment_and_that_over_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environ = {f"{BUCKET}LIMIT": "4", f"{BUCKET}MIN": "3", "RBLN_VISIBLE_DEVICES": "0,1"}
+    additional = {"rbln": {"decode_batch_bucket_limit": 2}, "gdn_prefill_backend": "triton"}
+    config = resolve(additional, environ | {"PATH": "/bin"}).config
+    assert (config.decode_batch_bucket_limit, config.decode_batch_bucket_min) == (2, 3)
+    # In a worker it resolves to itself.
     assert resolve({"rbln": config.to_dict()}, {}).config == config
+    # The process environment is read when none is given.
+    monkeypatch.setenv(f"{BUCKET}LIMIT", "3")
+    assert resolve(None).config.decode_batch_bucket_limit == 3
 
 
 @pytest.mark.parametrize(("sdk", "is_known"), [("0.12.0", True), ("0.12.1.dev288", False)])
@@ -216,12 +203,8 @@ def test_names_follow_the_sdk(
 
 
 def test_flat_keys_are_read_as_vllm_rbln_reads_them() -> None:
-    flat = {
-        "decode_batch_bucket_limit": 4,
-        "use_w8a8": True,
-        "use_dynamic_kv_cache": True,
-        "kda_prefill_backend": "triton",
-    }
+    flat = {"decode_batch_bucket_limit": 4, "use_w8a8": True, "use_dynamic_kv_cache": True}
+    flat |= {"kda_prefill_backend": "triton"}
     resolved = resolve({**flat, "rbln": {"device": "emulated"}}, {})
     assert resolved.config.decode_batch_bucket_limit == 4
     assert resolved.config.device == "emulated"
@@ -323,11 +306,7 @@ def test_an_invalid_value_is_named_with_its_variable(name: str, raw: str, reason
             "did you mean 'decode_batch_bucket_limit'?",
         ),
         ({}, {"decode_batch_bucket_limits": 4}, "Unknown option 'decode_batch_bucket_limits'"),
-        (
-            {},
-            {"other_plugin": {"x": 1}},
-            "Unknown option 'other_plugin' in additional_config",
-        ),
+        ({}, {"other_plugin": {"x": 1}}, "Unknown option 'other_plugin' in additional_config"),
         ({}, {"device": "emulated", "rbln": {"device": "rebel"}}, BOTH),
         ({}, {"rbln": 3}, "Invalid additional_config['rbln']: 3, must be an object"),
     ],

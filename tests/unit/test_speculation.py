@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,9 +51,7 @@ def test_a_finished_answer_is_a_draft_of_the_next() -> None:
     answered(drafter, "old", ANSWER)
     assert started(drafter, ANSWER[:3]) == ANSWER[3:7]
     assert saved(drafter, DraftedRequest("b", (0,)), ANSWER, 7) >= 30
-
-
-def test_an_aborted_answer_is_none() -> None:
+    # An aborted one is none.
     drafter = SuffixDrafter(SuffixLimits())
     drafter.begin(DraftedRequest("old", (0,)))
     drafter.extend("old", ANSWER)
@@ -140,17 +139,19 @@ def test_only_so_many_answers_of_an_owner_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("make", "wrong", "message"),
     [
-        {"max_tree_depth": 2},
-        {"max_cached_requests": -1},
-        {"max_spec_factor": -1.0},
-        {"min_token_prob": 1.5},
+        (SuffixLimits, {"max_tree_depth": 2}, "leaves nothing"),
+        (SuffixLimits, {"max_cached_requests": -1}, "not negative"),
+        (SuffixLimits, {"max_spec_factor": -1.0}, "not negative"),
+        (SuffixLimits, {"min_token_prob": 1.5}, "no probability"),
+        (lambda: NgramLimits(3, 2), {}, "there are none"),
+        (lambda: TextIndex(0, 10), {}, "cannot be found"),
     ],
 )
-def test_limits_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=r"no probability|not negative|leaves nothing"):
-        SuffixLimits(**wrong)  # type: ignore[arg-type]
+def test_limits_out_of_range_are_refused(make: Any, wrong: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**wrong)
 
 
 # -------------------------------------------------------------------------------------------- ngram
@@ -218,11 +219,6 @@ def test_a_quote_needs_few_steps() -> None:
     drafter = NgramDrafter(NgramLimits(2, 4))
     answer = [500, *range(20, 60)]
     assert saved(drafter, DraftedRequest("a", prompt), answer, 7) >= 30
-
-
-def test_there_are_no_n_grams_of_nothing() -> None:
-    with pytest.raises(ValueError, match="there are none"):
-        NgramLimits(3, 2)
 
 
 # --------------------------------------------------------------------------------------- prediction
@@ -329,11 +325,6 @@ def test_text_before_the_start_is_not_found() -> None:
     text.start = 1
     assert list(text.positions(text.key, 9)) == [5]
     assert text.at(0) == GAP
-
-
-def test_a_text_needs_tokens_to_be_found_by() -> None:
-    with pytest.raises(ValueError, match="cannot be found"):
-        TextIndex(0, 10)
 
 
 # ------------------------------------------------------------------------------------- draft budget
@@ -463,20 +454,11 @@ def test_a_rank_that_does_not_decide_never_tells_a_longer_pause() -> None:
 
 
 # ------------------------------------------------------------------------------------------ drafter
-def test_drafts_are_on_by_default() -> None:
-    for extra_args in (None, {}, {EXTRA_ARGS: None}):
+def test_settings_are_read_and_anything_but_a_mapping_counts_as_absent() -> None:
+    for extra_args in (None, {}, *({EXTRA_ARGS: x} for x in ("x", 5, 1.5, [1], [], None))):
         assert DraftSettings.of(extra_args) == DraftSettings()
-
-
-def test_settings_are_read() -> None:
     given = {EXTRA_ARGS: {"off": True, "prediction": [3, 4], "key": "ours"}, "other": 1}
-
     assert DraftSettings.of(given) == DraftSettings(off=True, prediction=(3, 4), key="ours")
-
-
-@pytest.mark.parametrize("written", ["x", 5, 1.5, [1], [], None])
-def test_anything_but_a_mapping_counts_as_absent(written: object) -> None:
-    assert DraftSettings.of({EXTRA_ARGS: written}) == DraftSettings()
 
 
 # -------------------------------------------------------------------------------------------- texts

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -77,13 +76,14 @@ def test_a_worked_example() -> None:
     assert (found.now.padded, found.then.padded) == (700 * 7 + 250 * 2, 0)
     assert found.now.padding == pytest.approx(5400 / 9200)
     assert found.saving == pytest.approx(1 - 3800 / 9200)
-
-
-def test_a_bucket_that_saves_nothing_is_left_out() -> None:
     # Up to 4 rows a step takes the same time: smaller graphs would be for nothing.
     flat = StepTimes({1: 0.01, 4: 0.01, 8: 0.02})
     found = suggest({1: 10, 2: 10, 3: 10, 4: 10, 8: 1}, flat, BucketTable((8,)), 8)
     assert found.suggested.sizes == (4, 8)
+    # Nothing is recorded.
+    found = suggest({}, ROWS, BucketTable((1, 4)), 4)
+    assert found.suggested.sizes == (4,)
+    assert (found.then.steps, found.then.padding, found.saving) == (0, 0.0, 0.0)
 
 
 def test_times_are_interpolated_and_never_fall() -> None:
@@ -94,12 +94,6 @@ def test_times_are_interpolated_and_never_fall() -> None:
     assert StepTimes({4: 0.1}).of(2) == 0.1
     assert StepTimes({4: 0.1}).of(8) == 0.2
     assert StepTimes({4: 0.1, 5: 0.4}).of(2) == 0.05
-
-
-def test_nothing_recorded_suggests_the_largest_alone() -> None:
-    found = suggest({}, ROWS, BucketTable((1, 4)), 4)
-    assert found.suggested.sizes == (4,)
-    assert (found.then.steps, found.then.padding, found.saving) == (0, 0.0, 0.0)
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
@@ -178,6 +172,7 @@ def test_times_that_do_not_explain_what_ran_are_noise() -> None:
 
 
 def test_sizes_that_the_engine_no_longer_takes_are_left_out() -> None:
+    assert advise(Usage()) == {"prefill": None, "decode": None}
     assert advise(usage({(12, 12): (5, 0.01)}))["decode"] is None
     assert decode({(12, 12): (5, 0.01), (2, 8): (1, 0.01)})["steps"] == 1
 
@@ -192,36 +187,16 @@ def test_many_sizes_are_taken_as_they_are() -> None:
     assert prefill["padding_then"] < prefill["padding_now"]
 
 
-def test_nothing_is_said_of_an_unknown_engine() -> None:
-    assert advise(Usage()) == {"prefill": None, "decode": None}
-
-
 # ------------------------------------------------------------------------------------ batchsize log
 TABLES = {"decode": BucketTable((1, 8, 32)), "prefill": BucketTable((16, 256))}
 
 
-class _Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(record.getMessage())
-
-
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is logged, whatever engines and servers in this process did to logging before."""
-    logger, handler = logging.getLogger(metrics.__name__), _Messages()
-    monkeypatch.setattr(logger, "disabled", False)
-    monkeypatch.setattr(logger.manager, "disable", 0)
-    monkeypatch.setattr(logger, "_cache", {})
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    yield handler.told
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    say = lambda line, *args: lines.append(line % args if args else line)  # noqa: E731
+    monkeypatch.setattr(metrics.logger, "info", say)
+    return lines
 
 
 LOG = """\
@@ -241,18 +216,16 @@ def test_the_last_line_of_a_process_says_all(tmp_path: Path) -> None:
     # A step of 300 tokens is two chunks here, and its time is that of neither.
     assert usage.phases["prefill"].steps_by_size == {256: 4, 44: 4, 40: 2}
     assert usage.phases["prefill"].mean_seconds() == pytest.approx({40: 0.009})
-
-
-def test_the_documents_form_has_no_times(tmp_path: Path) -> None:
-    path = tmp_path / "vllm.log"
-    path.write_text(
-        "INFO 12-10 15:42:47 forward_context.py:58] "
-        "Batchsize distribution (batchsize, count): [(32, 769), (232, 215)]\n"
-    )
-    usage = read_log(path, TABLES)
-    assert usage.phases["decode"].steps_by_size == {32: 769}
-    assert usage.phases["prefill"].steps_by_size == {232: 215}
-    assert not usage.phases["decode"].mean_seconds()
+    # Processes add up.
+    path.write_text(LOG + LOG.replace("pid=7", "pid=8"))
+    assert read_log(path, TABLES).phases["decode"].steps_by_size == {1: 180, 6: 20}
+    # The documents' form has no times.
+    path.write_text("forward_context.py:58] Batchsize distribution (batchsize, count): [(32, 769)]")
+    decode = read_log(path, TABLES).phases["decode"]
+    assert (decode.steps_by_size, decode.mean_seconds()) == ({32: 769}, {})
+    path.write_text("nothing\n")
+    with pytest.raises(ValueError, match="VLLM_LOG_BATCHSIZE_INTERVAL"):
+        read_log(path, TABLES)
 
 
 @pytest.mark.parametrize("form", ["%s", '{"message": "%s", "tags": ["a"]}'])
@@ -287,12 +260,6 @@ def test_a_line_is_due_after_the_interval(told: list[str]) -> None:
     assert told[1].endswith("[(2, 2, 2.0)] decode, [] prefill")
 
 
-def test_processes_add_up(tmp_path: Path) -> None:
-    path = tmp_path / "vllm.log"
-    path.write_text(LOG + LOG.replace("pid=7", "pid=8"))
-    assert read_log(path, TABLES).phases["decode"].steps_by_size == {1: 180, 6: 20}
-
-
 def test_what_vllm_itself_logs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As vLLM reads VLLM_LOG_BATCHSIZE_INTERVAL=0 when it is imported.
     monkeypatch.setattr(forward_context, "track_batchsize", True)
@@ -309,13 +276,6 @@ def test_what_vllm_itself_logs_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     usage = read_log(path, TABLES)
     assert usage.phases["decode"].steps_by_size == {3: 3}
     assert usage.phases["prefill"].steps_by_size == {256: 2, 44: 2}
-
-
-def test_a_log_without_it_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "vllm.log"
-    path.write_text("nothing\n")
-    with pytest.raises(ValueError, match="VLLM_LOG_BATCHSIZE_INTERVAL"):
-        read_log(path, TABLES)
 
 
 # ------------------------------------------------------------------------------------------ command
@@ -341,12 +301,16 @@ def log(tmp_path: Path) -> Path:
 
 
 def test_it_prints_what_to_set(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "rbln" / "usage" / "bad.json").write_text("{")
     assert main(["tune", "--cache-root", str(root)]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "org/one on emulated" in out
     assert "decode: 10 steps, now [8]" in out
     assert "VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS=1,3,8" in out
     assert "prefill: nothing ran" in out
+    assert "bad.json is left out" in err
+    assert main(["tune", "--cache-root", str(root / "empty")]) == 1
+    assert "nothing is recorded" in capsys.readouterr().err
 
 
 def test_json_and_a_choice_of_model(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,17 +320,6 @@ def test_json_and_a_choice_of_model(root: Path, capsys: pytest.CaptureFixture[st
     assert report["name"] == "org/two on emulated (two)"
     assert len(report["decode"]["suggested"]) == 2
     assert report["saving"] > 0
-
-
-def test_a_damaged_record_is_left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "rbln" / "usage" / "bad.json").write_text("{")
-    assert main(["tune", "--cache-root", str(root)]) == 0
-    assert "bad.json is left out" in capsys.readouterr().err
-
-
-def test_nothing_recorded_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tune", "--cache-root", str(tmp_path)]) == 1
-    assert "nothing is recorded" in capsys.readouterr().err
 
 
 def test_a_log_loses_half_of_its_padding_with_as_many_graphs(

@@ -43,6 +43,15 @@ def for_thread_counts(compute: Callable[[], Tensor]) -> Iterator[Tensor]:
         yield compute()
 
 
+def attended(scores: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights by scores [Hkv, G, L, L] where ``seen``, and by sinks, of v [Hkv, 1, L, D]."""
+    scores, length = scores.masked_fill(~seen, float("-inf")), scores.shape[-1]
+    if sinks is not None:
+        sink = sinks.double().reshape(*scores.shape[:2], 1, 1)
+        scores = torch.cat((scores, sink.expand(-1, -1, length, 1)), dim=-1)
+    return scores.softmax(dim=-1)[..., :length] @ v
+
+
 @dataclass(kw_only=True)
 class Attention:
     """One paged cache and the tokens of one request per batch row, to be fed in any chunks."""
@@ -133,8 +142,10 @@ class Attention:
             seen &= rows[:, None] // self.chunk == rows // self.chunk
         if self.window is not None:
             seen &= distance < self.window
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if self.sinks is not None:
-            sink = self.sinks.double().reshape(self.kv_heads, self.group, 1, 1)
-            scores = torch.cat((scores, sink.expand(-1, -1, self.length, 1)), dim=-1)
-        return scores.softmax(dim=-1)[..., : self.length] @ v
+        return attended(scores, v, seen, self.sinks)
+
+
+def make_attention(case: tuple[int, ...], dtype: torch.dtype, **more: Any) -> Attention:
+    """Return one of (KV heads, heads for each of them, head size, block size, length)."""
+    names = ("kv_heads", "group", "head_size", "block_size", "length")
+    return Attention(dtype=dtype, **dict(zip(names, case, strict=True)), **more)

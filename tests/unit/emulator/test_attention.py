@@ -17,6 +17,7 @@ from tests.unit.emulator.cases import (
     Attention,
     assert_near,
     for_thread_counts,
+    make_attention,
     one_dtype_each,
 )
 
@@ -33,25 +34,12 @@ CASES = [
 ]
 
 
-def make(case: tuple[int, int, int, int, int], dtype: torch.dtype, **more: object) -> Attention:
-    kv_heads, group, head_size, block_size, length = case
-    return Attention(
-        dtype=dtype,
-        kv_heads=kv_heads,
-        group=group,
-        head_size=head_size,
-        block_size=block_size,
-        length=length,
-        **more,  # type: ignore[arg-type]
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_chunking_and_decode_give_the_same_bits(
     case: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:
-    run = make(case, dtype, fill=float("nan"))
+    run = make_attention(case, dtype, fill=float("nan"))
     whole = run.prefill(0, run.length)
     assert_near(whole, run.expected())
     cache = run.cache.clone()
@@ -68,7 +56,7 @@ def test_every_chunking_and_decode_give_the_same_bits(
 
 
 def test_rows_after_the_real_tokens_may_hold_nan() -> None:
-    run = make((2, 4, 64, 64, 90), torch.bfloat16)
+    run = make_attention((2, 4, 64, 64, 90), torch.bfloat16)
     clean = run.prefill(0, 90)[:, :, :50].clone()
     for tensor in (run.q, run.k, run.v):
         tensor[:, :, :, 50:] = float("nan")
@@ -77,8 +65,8 @@ def test_rows_after_the_real_tokens_may_hold_nan() -> None:
 
 
 def test_a_chunk_past_the_table_is_not_written() -> None:
-    run = make((2, 2, 32, 16, 32), torch.float32)
-    long = make((2, 2, 32, 16, 40), torch.float32)
+    run = make_attention((2, 2, 32, 16, 32), torch.float32)
+    long = make_attention((2, 2, 32, 16, 40), torch.float32)
     for name in ("q", "k", "v"):
         getattr(long, name)[:, :, :, :32] = getattr(run, name)
     whole = run.prefill(0, 32)
@@ -90,7 +78,7 @@ def test_a_chunk_past_the_table_is_not_written() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    run = make((4, 4, 64, 32, 160), dtype, batch=5)
+    run = make_attention((4, 4, 64, 32, 160), dtype, batch=5)
     for row in range(5):
         one, two = for_thread_counts(lambda row=row: run.prefill(0, 160, row))  # type: ignore[misc]
         assert torch.equal(one, two)
@@ -107,7 +95,7 @@ def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 
 def test_padded_decode_rows_are_harmless() -> None:
-    run = make((2, 4, 64, 32, 70), torch.float32, batch=4)
+    run = make_attention((2, 4, 64, 32, 70), torch.float32, batch=4)
     for row in range(4):
         run.prefill(0, 70, row)
     positions = [69, 20, 0, 0]
@@ -121,7 +109,7 @@ def test_padded_decode_rows_are_harmless() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sinks_enter_the_denominator_only(dtype: torch.dtype) -> None:
-    run = make((2, 4, 64, 32, 80), dtype, sinks=torch.randn(8) * 3)
+    run = make_attention((2, 4, 64, 32, 80), dtype, sinks=torch.randn(8) * 3)
     whole = run.prefill(0, 80)
     assert_near(whole, run.expected())
     assert torch.equal(run.decode([79])[0, :, :, 0], whole[:, :, 79])
@@ -132,7 +120,7 @@ def test_sinks_enter_the_denominator_only(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("soft_cap", "dtype"), one_dtype_each([0.3, 2.0, 50.0]))
 def test_soft_caps_bend_the_scores(soft_cap: float, dtype: torch.dtype) -> None:
-    run = make((2, 3, 64, 32, 80), dtype, soft_cap=soft_cap, sinks=torch.randn(6))
+    run = make_attention((2, 3, 64, 32, 80), dtype, soft_cap=soft_cap, sinks=torch.randn(6))
     whole = run.prefill(0, 80)
     assert_near(whole, run.expected())
     assert torch.equal(run.decode([79])[0, :, :, 0], whole[:, :, 79])
@@ -142,7 +130,7 @@ def test_soft_caps_bend_the_scores(soft_cap: float, dtype: torch.dtype) -> None:
 
 
 def test_scores_that_a_cap_saturates_and_zero() -> None:
-    run = make((1, 2, 64, 32, 50), torch.float32, soft_cap=3.0)
+    run = make_attention((1, 2, 64, 32, 50), torch.float32, soft_cap=3.0)
     run.q *= torch.linspace(0, 40, 50)[:, None] ** 2
     assert_near(run.prefill(0, 50), run.expected(), scale=10)
 
@@ -160,7 +148,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("name", "dtype"), one_dtype_each(OPTIONS))
 def test_slopes_chunks_and_narrow_values(name: str, dtype: torch.dtype) -> None:
-    run = make((2, 3, 64, 32, 200), dtype, fill=float("nan"), **OPTIONS[name])
+    run = make_attention((2, 3, 64, 32, 200), dtype, fill=float("nan"), **OPTIONS[name])
     whole = run.prefill(0, 200)
     assert_near(whole, run.expected())
     for size in (1, 37, 64):
@@ -176,7 +164,7 @@ def test_slopes_chunks_and_narrow_values(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_reads_what_another_wrote(dtype: torch.dtype) -> None:
-    run = make((2, 3, 64, 32, 200), dtype, window=90, sinks=torch.randn(6))
+    run = make_attention((2, 3, 64, 32, 200), dtype, window=90, sinks=torch.randn(6))
     whole = run.prefill(0, 200)
     cache = run.cache.clone()
     for start, end in ((0, 200), (130, 131), (150, 200)):
@@ -188,7 +176,7 @@ def test_a_layer_reads_what_another_wrote(dtype: torch.dtype) -> None:
 
 
 def test_a_chunk_goes_on_where_another_ended_and_one_block_ops_agree() -> None:
-    run = make((2, 2, 32, 64, 60), torch.float32)
+    run = make_attention((2, 2, 32, 64, 60), torch.float32)
     whole = run.prefill(0, 60)
     ops = torch.ops.rbln_emulated_ops
     q, k, v = (x[:, :, :, 20:] for x in (run.q, run.k, run.v))
@@ -207,7 +195,7 @@ def test_a_chunk_goes_on_where_another_ended_and_one_block_ops_agree() -> None:
 
 
 def test_large_scores_and_a_strided_cache() -> None:
-    run = make((2, 4, 64, 32, 90), torch.float32)
+    run = make_attention((2, 4, 64, 32, 90), torch.float32)
     run.q *= 60
     layers = torch.zeros(run.cache.shape[0], 3, *run.cache.shape[1:])
     plain = run.prefill(0, 90)
@@ -227,7 +215,7 @@ def attend(run: Attention, start: int, tables: Tensor) -> Tensor:
 
 
 def test_blocks_outside_the_cache_are_refused() -> None:
-    run = make((1, 1, 32, 16, 40), torch.float32)
+    run = make_attention((1, 1, 32, 16, 40), torch.float32)
     for bad in (-1, 4):
         tables = torch.tensor([[1, bad, 2]])
         attend(run, 15, tables)  # the first block only

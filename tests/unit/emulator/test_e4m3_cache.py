@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rbln_backend.devices.emulated import fallback
 from tests.e4m3 import rounded_to_e4m3
-from tests.unit.emulator.cases import DTYPES, Attention, assert_near
+from tests.unit.emulator.cases import DTYPES, Attention, assert_near, make_attention
 from tests.unit.emulator.windows import NAN, NATIVE, Bodies, Windows
 
 SCALES = torch.tensor(0.0625), torch.tensor(0.37)
@@ -17,9 +17,7 @@ CASES = [(2, 1, 32, 16, 50), (1, 6, 20, 48, 97), (2, 4, 64, 64, 200), (1, 16, 12
 
 
 def make(case: tuple[int, int, int, int, int], dtype: torch.dtype, **more: object) -> Attention:
-    sizes = dict(zip(("kv_heads", "group", "head_size", "block_size", "length"), case, strict=True))
-    options = {"cache_scales": SCALES, "fill": NAN} | more
-    return Attention(dtype=dtype, **sizes, **options)  # type: ignore[arg-type]
+    return make_attention(case, dtype, **{"cache_scales": SCALES, "fill": NAN} | more)
 
 
 def kept(x: Tensor, bodies: Bodies, scale: float) -> Tensor:
@@ -83,13 +81,8 @@ def test_pages_give_the_same_bits_in_every_chunking(
         assert torch.equal(run.decode([position])[0, :, :, 0], whole[:, :, position])
 
 
-OPTIONS = {
-    "sinks": torch.linspace(-2, 2, 6),
-    "soft_cap": 4.0,
-    "slopes": torch.linspace(0.01, 0.6, 6),
-    "chunk": 70,
-    "value_size": 48,
-}
+OPTIONS = {"soft_cap": 4.0, "chunk": 70, "value_size": 48}
+OPTIONS |= {"sinks": torch.linspace(-2, 2, 6), "slopes": torch.linspace(0.01, 0.6, 6)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

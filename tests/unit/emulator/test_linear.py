@@ -196,10 +196,7 @@ def test_a_head_that_will_be_tied_takes_no_memory() -> None:
     assert grown < BYTES // 8
     table = VocabParallelEmbedding(*SIZES, params_dtype=torch.bfloat16, disable_tp=True)
     assert head.tie_weights(table).weight is table.weight
-
-
-@pytest.mark.usefixtures("mapped")
-def test_one_that_is_filled_in_spite_of_it_is_a_head() -> None:
+    # One that is filled in spite of it is a head.
     head, _ = make_head(is_tied=True)
     rows = torch.randn(SIZES).bfloat16()
     head.weight.weight_loader(head.weight, rows)
@@ -236,14 +233,9 @@ def test_gemma_norm(dtype: torch.dtype) -> None:
 
 def rotaries(dtype: torch.dtype) -> list[RotaryEmbedding]:
     sizes = {"head_size": 32, "rotary_dim": 24, "base": 10000.0, "is_neox_style": True}
-    return [
-        LinearScalingRotaryEmbedding(
-            **sizes, max_position_embeddings=64, scaling_factors=4.0, dtype=dtype
-        ),
-        YaRNScalingRotaryEmbedding(
-            **sizes, max_position_embeddings=64, scaling_factor=4.0, dtype=dtype
-        ),
-    ]
+    sizes |= {"max_position_embeddings": 64, "dtype": dtype}
+    scaled = LinearScalingRotaryEmbedding(**sizes, scaling_factors=4.0)
+    return [scaled, YaRNScalingRotaryEmbedding(**sizes, scaling_factor=4.0)]
 
 
 @pytest.mark.usefixtures("vllm_config")
@@ -359,11 +351,6 @@ def test_activations(function: str, dtype: torch.dtype) -> None:
             assert_near(actual.nan_to_num(), expected.nan_to_num())
 
 
-def test_an_activation_without_a_name_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="function 'selu' is none of silu, gelu, "):
-        OPS.activate(torch.ones(1, 2), "selu", False)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize(("head_size", "rotary"), [(64, 64), (80, 32), (6, 6), (128, 128)])
@@ -384,19 +371,17 @@ def test_rotary_embedding(head_size: int, rotary: int, neox: bool, dtype: torch.
     assert torch.equal(as_batch[0], got[0])
 
 
-def test_rotary_positions_are_checked() -> None:
+def test_rotary_positions_and_head_sizes_are_checked() -> None:
     q, k, cache = torch.randn(2, 8), torch.randn(2, 8), torch.randn(10, 8)
     for position in (-1, 10):
         with pytest.raises(IndexError, match=f"position {position} is outside .* of 10"):
             OPS.rotary_embedding(torch.tensor([0, position]), q, k, cache, 8, True)
-
-
-def test_a_graph_cannot_divide_by_a_head_size_of_zero() -> None:
-    """The number stands in stored graphs."""
-    q, k, cache = torch.randn(2, 8), torch.randn(2, 8), torch.randn(10, 8)
+    # The number stands in stored graphs, which cannot divide by zero.
     for head_size in (0, -8):
         with pytest.raises(RuntimeError, match=f"head_size is {head_size}"):
             OPS.rotary_embedding(torch.tensor([0, 1]), q, k, cache, head_size, True)
+    with pytest.raises(RuntimeError, match="function 'selu' is none of silu, gelu, "):
+        OPS.activate(torch.ones(1, 2), "selu", False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

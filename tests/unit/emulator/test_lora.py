@@ -217,13 +217,8 @@ class AdaptedExperts(Experts):
 
     def merged(self, slot: int) -> Experts:
         """Experts in float64 whose weights have the adapter of ``slot`` added."""
-        plain = Experts(
-            dtype=torch.float64,
-            count=self.count,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            activation=self.activation,
-        )
+        names = ("count", "hidden_size", "intermediate_size", "activation")
+        plain = Experts(dtype=torch.float64, **{name: getattr(self, name) for name in names})
         lower = self.down13[:, slot].double().split(RANK, dim=1)
         first = [up[:, slot].double() @ a for up, a in zip(self.up13, lower, strict=True)]
         second = self.up2[:, slot].double() @ self.down2[:, slot].double()

@@ -24,6 +24,7 @@ from rbln_backend.host.resources import core_budget
 from rbln_backend.worker.worker import set_up_runtime
 
 HUGE_PAGE = 2 << 20
+pytestmark = pytest.mark.usefixtures("restored")
 # More than malloc ever keeps.
 LARGE = 40 << 20
 
@@ -43,7 +44,6 @@ def faults(num_bytes: int) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-@pytest.mark.usefixtures("restored")
 def test_a_step_has_the_memory_of_the_one_before_once_it_is_kept() -> None:
     choose_memory(mapped=True, huge_pages=False)
     faults(LARGE)
@@ -61,7 +61,6 @@ def test_a_step_has_the_memory_of_the_one_before_once_it_is_kept() -> None:
 _ALLOCATES_BY_MIMALLOC = b"mimalloc" in (Path(torch.__file__).parent / "lib/libc10.so").read_bytes()
 
 
-@pytest.mark.usefixtures("restored")
 @pytest.mark.skipif(_ALLOCATES_BY_MIMALLOC, reason="torch allocates by mimalloc: it keeps memory")
 def test_the_system_allocator_faults_at_every_step() -> None:
     choose_memory(mapped=True, huge_pages=False)
@@ -72,7 +71,6 @@ def test_the_system_allocator_faults_at_every_step() -> None:
     assert faults(LARGE) > 1000
 
 
-@pytest.mark.usefixtures("restored")
 def test_kept_memory_is_bounded() -> None:
     choose_memory(mapped=True, huge_pages=False)
     keep_freed_memory(2 * LARGE)
@@ -90,7 +88,6 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-@pytest.mark.usefixtures("restored")
 def test_tensors_of_both_allocators_live_side_by_side() -> None:
     ours: list[torch.Tensor] = []
     for mapped in (False, True, False, True):
@@ -104,7 +101,6 @@ def test_tensors_of_both_allocators_live_side_by_side() -> None:
     assert large.data_ptr() % HUGE_PAGE == 0
 
 
-@pytest.mark.usefixtures("restored")
 def test_zeros_are_lent_when_they_are_used() -> None:
     choose_memory(mapped=True, huge_pages=True)
     before = resident_bytes()
@@ -116,7 +112,6 @@ def test_zeros_are_lent_when_they_are_used() -> None:
     assert zeros_on_demand((0, 4), torch.float32).shape == (0, 4)
 
 
-@pytest.mark.usefixtures("restored")
 @pytest.mark.host_memory
 def test_reserved_pages_are_mapped_at_once_and_keep_their_content() -> None:
     before = resident_bytes()
@@ -129,7 +124,6 @@ def test_reserved_pages_are_mapped_at_once_and_keep_their_content() -> None:
     assert bool((cache == 1).all())
 
 
-@pytest.mark.usefixtures("restored")
 @pytest.mark.host_memory
 def test_memory_that_the_system_does_not_have_is_an_error(tmp_path: Path) -> None:
     # Pages behind the end of a file cannot be mapped, as those beyond a limit of memory.
@@ -145,7 +139,6 @@ def test_memory_that_the_system_does_not_have_is_an_error(tmp_path: Path) -> Non
         HostKvMemory(reserved=True).allocate("layer.3", (1 << 47,), torch.uint8)
 
 
-@pytest.mark.usefixtures("restored")
 @pytest.mark.host_memory
 def test_huge_pages_are_advised_where_the_system_has_them() -> None:
     system = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -173,13 +166,6 @@ def is_advised(tensor: torch.Tensor) -> bool:
 
 
 # ------------------------------------------------------------------------------------------ runtime
-@pytest.fixture
-def runtime_restored() -> Iterator[None]:
-    yield
-    choose_memory(mapped=False, huge_pages=False)
-
-
-@pytest.mark.usefixtures("runtime_restored")
 def test_by_default_the_rank_takes_its_cores_and_is_not_bound_to_them() -> None:
     mask = os.sched_getaffinity(0)
     info = set_up_runtime(RblnConfig(), 0, 1)

@@ -116,27 +116,13 @@ def test_equal_scores_go_to_the_lower_number_and_nan_to_any_valid_one() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(
-    ("hidden_size", "intermediate_size", "rows", "top_k"),
-    [(1, 1, 1, 1), (33, 7, 3, 2), (64, 40, 20, 3), (130, 65, 70, 5)],
-)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (33, 7, 3, 2), (64, 40, 20, 3), (130, 65, 70, 5)])
 def test_equals_float64(
-    *,
-    hidden_size: int,
-    intermediate_size: int,
-    rows: int,
-    top_k: int,
-    has_bias: bool,
-    activation: str,
-    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int], has_bias: bool, activation: str, dtype: torch.dtype
 ) -> None:
-    layer = Experts(
-        dtype=dtype,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        has_bias=has_bias,
-        activation=activation,
-    )
+    hidden, inner, rows, top_k = sizes
+    form = {"dtype": dtype, "has_bias": has_bias, "activation": activation}
+    layer = Experts(hidden_size=hidden, intermediate_size=inner, **form)
     x, (weights, ids) = layer.rows(rows), route(rows, layer.count, top_k)
     result = OPS.moe(x, weights, ids, *layer.arguments())
     # Inner values that lie on a rounding edge may go either way.

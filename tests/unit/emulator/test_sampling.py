@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,39 +38,26 @@ def limits(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return top_k, torch.rand(rows).clamp(min=0.01), torch.rand(rows) * 0.3
 
 
-def shares(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-) -> Tensor:
+def shares(logits: Tensor, options: Mapping[str, float]) -> Tensor:
     """Return each token's share of ``MANY`` draws from logits [V]."""
-    tokens = sample(
-        logits.expand(MANY, -1),
-        torch.full((MANY,), temperature),
-        None if top_k is None else torch.full((MANY,), top_k, dtype=torch.int32),
-        None if top_p is None else torch.full((MANY,), top_p),
-        None if min_p is None else torch.full((MANY,), min_p),
-        evenly(MANY),
-    )
+
+    def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return torch.full((MANY,), options[name], dtype=dtype) if name in options else None
+
+    temperature = torch.full((MANY,), options.get("temperature", 1.0))
+    chosen = (column("top_k", torch.int32), column("top_p"), column("min_p"))
+    tokens = sample(logits.expand(MANY, -1), temperature, *chosen, evenly(MANY))
     return torch.bincount(tokens.flatten(), minlength=len(logits)) / MANY
 
 
-def vllm_shares(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-) -> Tensor:
+def vllm_shares(logits: Tensor, options: Mapping[str, float]) -> Tensor:
     """The probabilities that vLLM's sampler draws by."""
-    scores = logits.float()[None] / temperature
-    if min_p is not None:
+    scores = logits.float()[None] / options.get("temperature", 1.0)
+    if "min_p" in options:
         probabilities = scores.softmax(-1)
-        scores[probabilities < probabilities.amax() * min_p] = -torch.inf
-    k = None if top_k is None else torch.tensor([top_k], dtype=torch.int32)
-    p = None if top_p is None else torch.tensor([top_p])
+        scores[probabilities < probabilities.amax() * options["min_p"]] = -torch.inf
+    k = torch.tensor([options["top_k"]], dtype=torch.int32) if "top_k" in options else None
+    p = torch.tensor([options["top_p"]]) if "top_p" in options else None
     return apply_top_k_top_p_pytorch(scores, k, p).softmax(-1)[0]
 
 
@@ -85,7 +73,7 @@ def test_shares_are_vllms(options: dict[str, float], width: int, dtype: torch.dt
     logits = (torch.randn(width) * 2).to(dtype)
     if options.get("top_k", 0) > width:
         options = options | {"top_k": width}
-    drawn, expected = shares(logits, **options), vllm_shares(logits, **options)
+    drawn, expected = shares(logits, options), vllm_shares(logits, options)
     if width == 3000:
         # There vLLM's sort leaves open which of equal ones is dropped.
         drawn, expected = drawn.sort().values, expected.sort().values
@@ -123,11 +111,11 @@ def test_ties_edges_and_infinities(
     row = torch.tensor(logits)
     if own.pop("is_log", False):
         row = row.log2() * torch.tensor(2.0).log()
-    drawn = shares(row, **own)
+    drawn = shares(row, own)
     assert drawn.nonzero().flatten().tolist() == kept
     # Its sort leaves the order of more than 16 equal ones open.
     if row.isfinite().all() and len(row) <= 16:
-        assert vllm_shares(row, **own).nonzero().flatten().tolist() == kept
+        assert vllm_shares(row, own).nonzero().flatten().tolist() == kept
 
 
 @pytest.mark.parametrize("spread", [0.0, pytest.param(1e-4, marks=pytest.mark.wide), 1.0, 40.0])
@@ -135,7 +123,7 @@ def test_the_limits_of_a_large_vocabulary_are_vllms(spread: float) -> None:
     """Thousands of tokens are equal in bfloat16, and none is drawn that vLLM would not draw."""
     row = (torch.randn(50_000) * spread).bfloat16()
     for options in ({"top_p": 0.3}, {"top_k": 999}, {"top_k": 30_000, "top_p": 0.5}):
-        expected = vllm_shares(row, **options)
+        expected = vllm_shares(row, options)
         tokens = sample(
             row.expand(200, -1),
             torch.ones(200),
@@ -162,7 +150,7 @@ def test_a_million_draws_pass_a_chi_squared_test() -> None:
     set_threads(2)
     tokens = sample(logits.expand(count, -1), temperature, None, top_p, None, randoms)
     counts = torch.bincount(tokens.flatten(), minlength=40).double()
-    expected = vllm_shares(logits, temperature=0.8, top_p=0.97).double() * count
+    expected = vllm_shares(logits, {"temperature": 0.8, "top_p": 0.97}).double() * count
     kept = expected > 0
     assert not counts[~kept].any()
     statistic = float(((counts - expected)[kept] ** 2 / expected[kept]).sum())
@@ -350,8 +338,13 @@ greedy = torch.ops.rbln_emulator.greedy
 def test_it_is_argmax(dtype: torch.dtype, width: int) -> None:
     logits = torch.randn(5, width + 3).to(dtype)[:, :width]
     expected = logits.float().argmax(-1, keepdim=True).int()
-    assert torch.equal(greedy(logits), expected)
-    assert torch.equal(fallback.greedy(logits), expected)
+    low = -torch.inf
+    odd = [[low] * 40, [low] * 39 + [0.0], [torch.nan] * 40, [torch.nan] * 20 + [1.0] * 20]
+    for body in (greedy, fallback.greedy):
+        assert torch.equal(body(logits), expected)
+        assert body(torch.tensor(odd)).tolist() == [[0], [39], [0], [20]]
+    with pytest.raises(RuntimeError, match="instead of"):
+        greedy(torch.zeros(3))
 
 
 @pytest.mark.parametrize("places", [[0, 1], [3, 40], [63, 64], [8, 70]])
@@ -368,16 +361,3 @@ def test_the_first_of_equals_wins_in_other_blocks(places: list[int]) -> None:
     logits[:, 3] = -1.0
     logits[:, places] = 2.0
     assert greedy(logits).tolist() == [[places[0]]] * 2
-
-
-def test_infinities_and_nan() -> None:
-    low = -torch.inf
-    rows = [[low] * 40, [low] * 39 + [0.0], [torch.nan] * 40, [torch.nan] * 20 + [1.0] * 20]
-    logits = torch.tensor(rows)
-    assert greedy(logits).tolist() == [[0], [39], [0], [20]]
-    assert fallback.greedy(logits).tolist() == [[0], [39], [0], [20]]
-
-
-def test_a_wrong_shape_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="instead of"):
-        greedy(torch.zeros(3))

@@ -49,18 +49,11 @@ def test_prefill_and_decode_equal_a_full_cache(
     decode_steps = DECODE_STEPS["native" if bodies is NATIVE else "aten"]
     # Every type meets every combination in some cases.
     options = (CASES.index(case) + DTYPES.index(dtype)) % 4
-    run = Windows(
-        bodies=bodies,
-        dtype=dtype,
-        window=window,
-        length=max(prompts) + decode_steps,
-        batch=len(prompts),
-        kv_heads=kv_heads,
-        group=group,
-        head_size=head_size,
-        sinks=torch.randn(kv_heads * group) * 3 if options % 2 else None,
-        soft_cap=1.5 if options // 2 else None,
-    )
+    heads = {"kv_heads": kv_heads, "group": group, "head_size": head_size}
+    sinks = torch.randn(kv_heads * group) * 3 if options % 2 else None
+    heads |= {"sinks": sinks, "soft_cap": 1.5 if options // 2 else None}
+    sizes = {"window": window, "length": max(prompts) + decode_steps, "batch": len(prompts)}
+    run = Windows(bodies=bodies, dtype=dtype, **sizes, **heads)
     expected = [run.expected(row) for row in range(run.batch)]
     for row, prompt in enumerate(prompts):
         assert_near(feed(run, prompt, chunk, row), expected[row][:, :, :prompt])
@@ -86,16 +79,9 @@ def test_every_chunking_and_decode_give_the_same_bits(
     case: tuple[int, int], dtype: torch.dtype
 ) -> None:
     (window, group), length = case, 290
-    run = Windows(
-        bodies=NATIVE,
-        dtype=dtype,
-        window=window,
-        length=length,
-        group=group,
-        head_size=64,
-        sinks=torch.randn(2 * group),
-        soft_cap=20.0,
-    )
+    sizes = {"window": window, "length": length, "group": group, "head_size": 64}
+    options = {"sinks": torch.randn(2 * group), "soft_cap": 20.0}
+    run = Windows(bodies=NATIVE, dtype=dtype, **sizes, **options)
     whole = run.prefill(0, length)
     assert whole.isfinite().all()
     for chunk in (7, 64, 100, 128, 289):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rbln_backend.devices.emulated import fallback
 from tests.e4m3 import kept_as_e4m3
+from tests.unit.emulator.cases import attended
 
 NAN = float("nan")
 PREFILL = "sliding_window_attention_naive_prefill"
@@ -106,11 +107,7 @@ class Windows:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()
         ones = torch.ones(self.length, self.length, dtype=torch.bool)
         seen = ones.tril() & ~ones.tril(-self.window)
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if self.sinks is not None:
-            sink = self.sinks.double().reshape(self.kv_heads, self.group, 1, 1)
-            scores = torch.cat((scores, sink.expand(-1, -1, self.length, 1)), dim=-1)
-        return scores.softmax(dim=-1)[..., : self.length] @ v
+        return attended(scores, v, seen, self.sinks)
 
     def kept(self, count: int, row: int = 0) -> Tensor:
         """Return the expected first slots of the block after ``count`` tokens: [2, Hkv, n, D]."""
