@@ -45,36 +45,23 @@ def make_adapter(
     `config` adds fields to adapter_config.json or replaces them. Returns `path`.
     """
     path.mkdir(parents=True, exist_ok=True)
-    fields = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(checkpoint),
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": list(targets),
-        "modules_to_save": None,
-        "use_rslora": False,
-        "use_dora": False,
-        **config,
-    }
+    fields: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    fields |= {"base_model_name_or_path": str(checkpoint), "target_modules": list(targets)}
+    fields |= {"r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none"}
+    fields |= {"modules_to_save": None, "use_rslora": False, "use_dora": False} | config
     (path / "adapter_config.json").write_text(json.dumps(fields))
     generator = torch.Generator().manual_seed(seed)
+    strength = STRENGTH / (_scale(fields) * rank**0.5)
     tensors: dict[str, Tensor] = {}
     skipped = ("router",) if experts == "single" else ("router", "experts")
     for module, (outputs, inputs) in _modules(checkpoint, targets, skipped):
         a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
-        b = (
-            torch.randn(outputs, rank, generator=generator)
-            * STRENGTH
-            / (_scale(fields) * rank**0.5)
-        )
+        b = torch.randn(outputs, rank, generator=generator) * STRENGTH
+        b = b / (_scale(fields) * rank**0.5)
         tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.to(dtype)
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = b.to(dtype)
     save_file(tensors, path / "adapter_model.safetensors")
     if experts == "stacked":
-        strength = STRENGTH / (_scale(fields) * rank**0.5)
         stack_experts(checkpoint, path, rank=rank, strength=strength, seed=seed)
     return path
 

@@ -5,27 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+_FACTS = {"name": "string", "age": "integer", "city": "string"}
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "age": {"type": "integer"},
-        "city": {"type": "string"},
-    },
-    "required": ["name", "age", "city"],
+    "properties": {name: {"type": kind} for name, kind in _FACTS.items()},
+    "required": [*_FACTS],
 }
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_ABOUT = {"name": "get_weather", "description": "Get the weather of a city."}
+WEATHER: dict[str, Any] = {"type": "function", "function": {**_ABOUT, "parameters": _CITY}}
 
 
 @dataclass(frozen=True, slots=True)

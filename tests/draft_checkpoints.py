@@ -364,21 +364,16 @@ def _layer_states(
 
 def _vocabulary(served: Path, needed: set[int]) -> list[int]:
     """Return half of the served model's tokens, ``needed`` among them."""
-    size = _three_layer_sizes(served)["vocab_size"]
+    size = json.loads((served / "config.json").read_text())["vocab_size"]
     others = [token for token in (*range(0, size, 2), *range(1, size, 2)) if token not in needed]
     return sorted([*needed, *others[: size // 2 - len(needed)]])
-
-
-def _three_layer_sizes(served: Path) -> dict[str, Any]:
-    own: dict[str, Any] = json.loads((served / "config.json").read_text())
-    return own
 
 
 def _made(
     served: Path, vocabulary: Sequence[int], fields: Mapping[str, object]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the configuration and random weights of a layer with a vocabulary of its own."""
-    found = _three_layer_sizes(served)
+    found = json.loads((served / "config.json").read_text())
     names = "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim"
     config = {name: found[name] for name in (*names.split(), "max_position_embeddings")}
     layers = found["num_hidden_layers"]

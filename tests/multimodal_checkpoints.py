@@ -19,109 +19,55 @@ from tests.checkpoint_weights import randomise
 _TEXT = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 _HEADS = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-_VL_TOWER = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_heads": 2,
-    "out_hidden_size": SIZES["hidden_size"],
-}
+_VL_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+_VL_TOWER |= {"out_hidden_size": SIZES["hidden_size"]}
 _VL_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7}
 # Half the pairs of a head of 32: as Qwen2-VL's proportions, 16, 24 and 24 of 64.
 _MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6]}
 
 # Of Ministral-3, with a first context that the tests' prompts leave.
-_MINISTRAL_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 64,
-    "max_position_embeddings": 1024,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+_MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0}
+_MINISTRAL_ROPE |= {"original_max_position_embeddings": 64, "max_position_embeddings": 1024}
+_MINISTRAL_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.1}
+_MINISTRAL_ROPE |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 
+
+def _config(
+    text: Mapping[str, Any], vision: Mapping[str, Any], *, tied: bool = False, **fields: Any
+) -> dict[str, Any]:
+    parts = {"text_config": {**_TEXT, **text}, "vision_config": {**vision}}
+    return {**parts, **fields, "tie_word_embeddings": tied}
+
+
+_SEES = {**_TOWER, **_HEADS}
+_SIGLIP = {"model_type": "siglip_vision_model", **_SEES}
+_PIXTRAL = {"model_type": "pixtral", **_SEES, "head_dim": 16}
+_CLIP = {"model_type": "clip_vision_model", **_SEES}
+_MISTRAL = {"model_type": "mistral", "sliding_window": None}
+_MINISTRAL = {"model_type": "ministral3", "rope_parameters": _MINISTRAL_ROPE}
+_QWEN2_TOWER = {"depth": 1, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2}
+_QWEN2_TOWER |= {"hidden_size": SIZES["hidden_size"]}
+_QWEN3_ROPE = {**_MROPE, "mrope_interleaved": True}
+_QWEN2 = {"rope_parameters": _MROPE}
+_GEMMA3, _GEMMA4 = (FAMILIES[f"gemma{n}_text"].fields for n in (3, 4))
 CONFIGS: Mapping[str, dict[str, Any]] = {
-    "gemma3": {
-        "text_config": {**_TEXT, **FAMILIES["gemma3_text"].fields},
-        "vision_config": {"model_type": "siglip_vision_model", **_TOWER, **_HEADS},
-        "mm_tokens_per_image": 4,
-        "image_token_index": 5,
-        "tie_word_embeddings": True,
-    },
-    "gemma4": {
-        "text_config": {**_TEXT, **FAMILIES["gemma4_text"].fields},
-        "vision_config": {**_TOWER, **_HEADS},
-        "tie_word_embeddings": True,
-    },
-    "llama4": {
-        "text_config": {**_TEXT, **FAMILIES["llama4"].fields},
-        "vision_config": {**_TOWER, **_HEADS, "vision_output_dim": 32},
-        "tie_word_embeddings": False,
-    },
-    "mistral3": {
-        "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
-        "vision_config": {"model_type": "pixtral", **_TOWER, **_HEADS, "head_dim": 16},
-        "image_token_index": 5,
-        "tie_word_embeddings": False,
-    },
-    "ministral3": {
-        "text_config": {
-            "model_type": "ministral3",
-            **_TEXT,
-            "rope_parameters": _MINISTRAL_ROPE,
-            "sliding_window": None,
-        },
-        "vision_config": {"model_type": "pixtral", **_TOWER, **_HEADS, "head_dim": 16},
-        "image_token_index": 5,
-        "tie_word_embeddings": False,
-    },
-    "llava": {
-        "text_config": {"model_type": "llama", **_TEXT},
-        "vision_config": {"model_type": "clip_vision_model", **_TOWER, **_HEADS},
-        "image_token_index": 5,
-        "tie_word_embeddings": False,
-    },
-    "llava_next": {
-        "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
-        "vision_config": {"model_type": "clip_vision_model", **_TOWER, **_HEADS},
-        "image_grid_pinpoints": [[28, 28]],
-        "image_token_index": 5,
-        "tie_word_embeddings": False,
-    },
-    "qwen2_vl": {
-        "text_config": {**_TEXT, "rope_parameters": _MROPE},
-        "vision_config": {
-            "depth": 1,
-            "embed_dim": 32,
-            "num_heads": 2,
-            "mlp_ratio": 2,
-            "hidden_size": SIZES["hidden_size"],
-        },
+    "gemma3": _config(_GEMMA3, _SIGLIP, tied=True, mm_tokens_per_image=4, image_token_index=5),
+    "gemma4": _config(_GEMMA4, _SEES, tied=True),
+    "llama4": _config(FAMILIES["llama4"].fields, {**_SEES, "vision_output_dim": 32}),
+    "mistral3": _config(_MISTRAL, _PIXTRAL, image_token_index=5),
+    "ministral3": _config(_MISTRAL | _MINISTRAL, _PIXTRAL, image_token_index=5),
+    "llava": _config({"model_type": "llama"}, _CLIP, image_token_index=5),
+    "llava_next": _config(_MISTRAL, _CLIP, image_grid_pinpoints=[[28, 28]], image_token_index=5),
+    "qwen2_vl": _config(_QWEN2, _QWEN2_TOWER, tied=True, **_VL_TOKENS),
+    "qwen2_5_vl": _config(_QWEN2, {**_VL_TOWER, "fullatt_block_indexes": [0]}, **_VL_TOKENS),
+    "qwen3_vl": _config(
+        {"rope_parameters": _QWEN3_ROPE},
+        {**_VL_TOWER, "deepstack_visual_indexes": [0]},
         **_VL_TOKENS,
-        "tie_word_embeddings": True,
-    },
-    "qwen2_5_vl": {
-        "text_config": {**_TEXT, "rope_parameters": _MROPE},
-        "vision_config": {**_VL_TOWER, "fullatt_block_indexes": [0]},
-        **_VL_TOKENS,
-        "tie_word_embeddings": False,
-    },
-    "qwen3_vl": {
-        "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
-        "vision_config": {**_VL_TOWER, "deepstack_visual_indexes": [0]},
-        **_VL_TOKENS,
-        "tie_word_embeddings": False,
-    },
+    ),
 }
-_FAMILY_OF = {
-    **{name: f"{name}_text" for name in ("gemma3", "gemma4")},
-    "llama4": "llama4",
-    "qwen3_vl": "qwen3",
-}
+_FAMILY_OF = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "llama4": "llama4"}
+_FAMILY_OF |= {"qwen3_vl": "qwen3"}
 _TYPES = {"ministral3": "mistral3"}
 
 

@@ -17,18 +17,10 @@ from tests.checkpoints import make_checkpoint
 
 _PROJECTION = re.compile(r"(_proj(_with_mqa)?|experts\.\d+\.w[123])\.weight$")
 _HEAD = "lm_head.weight"
-Format = Literal[
-    "compressed-tensors",
-    "gptq",
-    "awq",
-    "fp8",
-    "modelopt",
-    "modelopt-mixed",
-    "mxfp4",
-    "nvfp4",
-    "float-quantized",
-    "int-quantized",
-]
+Format = (
+    Literal["compressed-tensors", "gptq", "awq", "fp8", "mxfp4", "nvfp4"]
+    | Literal["modelopt", "modelopt-mixed", "float-quantized", "int-quantized"]
+)
 _BYTES = ("float-quantized", "int-quantized")
 _MODELOPT = ("modelopt", "modelopt-mixed")
 
@@ -131,49 +123,30 @@ def _written(name: str, weight: Tensor, recipe: Recipe) -> Stored:
 def quantization_config(recipe: Recipe, stored: Iterable[str] = ()) -> dict[str, Any]:
     """What config.json says of such a checkpoint, whose tensors ``stored`` names."""
     if recipe.format == "gptq":
-        return {
-            "quant_method": "gptq",
-            "bits": recipe.bits,
-            "group_size": recipe.group_size,
-            "desc_act": False,
-            "sym": True,
-            "lm_head": recipe.head_bits is not None,
-        }
+        fields = {"quant_method": "gptq", "bits": recipe.bits, "group_size": recipe.group_size}
+        return fields | {"desc_act": False, "sym": True, "lm_head": recipe.head_bits is not None}
     if recipe.format == "awq":
-        return {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": recipe.group_size,
-            "zero_point": True,
-            "version": "gemm",
-            "modules_to_not_convert": list(recipe.skipped) or None,
-        }
+        fields = {"quant_method": "awq", "bits": 4, "group_size": recipe.group_size}
+        fields |= {"modules_to_not_convert": list(recipe.skipped) or None}
+        return fields | {"zero_point": True, "version": "gemm"}
+    skipped = [f"model.layers.{n}.{module}" for module in recipe.skipped for n in range(8)]
     if recipe.format == "fp8":
         block = None if recipe.block == (0, 0) else list(recipe.block)
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "static" if recipe.static else "dynamic",
-            "weight_block_size": block,
-            "modules_to_not_convert": [
-                f"model.layers.{layer}.{module}" for module in recipe.skipped for layer in range(8)
-            ],
-        }
+        scheme = "static" if recipe.static else "dynamic"
+        fields = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": scheme}
+        return fields | {"weight_block_size": block, "modules_to_not_convert": skipped}
     if recipe.format == "modelopt":
-        names = (f"model.layers.{n}.{module}" for module in recipe.skipped for n in range(8))
-        return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", *names]}
+        ignored = ["lm_head", *skipped]
+        return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ignored}
     if recipe.format in ("modelopt-mixed", "nvfp4"):
         scale = ".weight_scale"
         layers = sorted(name.removesuffix(scale) for name in stored if name.endswith(scale))
         algorithm: dict[str, Any] = {"quant_algo": "FP8"}
         if recipe.format == "nvfp4":
             algorithm = {"quant_algo": "NVFP4", "group_size": recipe.group_size}
-        return {
-            "quant_method": "modelopt",
-            "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": dict.fromkeys(layers, algorithm),
-            "ignore": ["lm_head"],
-        }
+        fields = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+        named = dict.fromkeys(layers, algorithm)
+        return fields | {"quantized_layers": named, "ignore": ["lm_head"]}
     if recipe.format == "mxfp4":
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
         return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
@@ -205,30 +178,19 @@ def _group(targets: list[str], recipe: Recipe) -> dict[str, Any]:
     strategy = "channel" if per_channel else "group"
     if is_bytes:
         strategy = {(0, 0): "tensor", (1, 0): "channel"}.get(recipe.block, "block")
-    activations = {
-        "num_bits": 8,
-        "type": "float" if recipe.format == "float-quantized" else "int",
-        "symmetric": True,
-        "strategy": "tensor" if recipe.static else "token",
-        "dynamic": not recipe.static,
-    }
-    weights = {
-        "num_bits": 8 if is_bytes else recipe.bits,
-        "type": "float" if recipe.format == "float-quantized" else "int",
+    kind = "float" if recipe.format == "float-quantized" else "int"
+    activations = {"num_bits": 8, "type": kind, "symmetric": True, "dynamic": not recipe.static}
+    activations |= {"strategy": "tensor" if recipe.static else "token"}
+    weights = {"num_bits": 8 if is_bytes else recipe.bits, "type": kind, "strategy": strategy}
+    weights |= {
         "symmetric": recipe.symmetric,
-        "strategy": strategy,
         "group_size": recipe.group_size if strategy == "group" else None,
         "block_structure": list(recipe.block) if strategy == "block" else None,
         "actorder": None,
         "dynamic": False,
     }
-    return {
-        "targets": targets,
-        "format": _ct_format(recipe),
-        "weights": weights,
-        "input_activations": activations if is_bytes else None,
-        "output_activations": None,
-    }
+    seen = {"input_activations": activations if is_bytes else None, "output_activations": None}
+    return {"targets": targets, "format": _ct_format(recipe), "weights": weights, **seen}
 
 
 # -------------------------------------------------------------------------------- quantized tensors
@@ -249,11 +211,8 @@ _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 def compressed(weight: Tensor, bits: int, group: int, *, symmetric: bool = True) -> Stored:
     """compressed-tensors pack-quantized."""
     fields, scales, zeros = _integers(weight, bits, group, symmetric=symmetric)
-    stored = {
-        "weight_packed": pack(fields, bits),
-        "weight_scale": scales,
-        "weight_shape": torch.tensor(weight.shape),
-    }
+    stored = {"weight_packed": pack(fields, bits), "weight_scale": scales}
+    stored |= {"weight_shape": torch.tensor(weight.shape)}
     if not symmetric:
         stored["weight_zero_point"] = pack(zeros.t(), bits).t().contiguous()
     return _meant(fields, scales, zeros), stored
@@ -275,12 +234,8 @@ def gptq(weight: Tensor, bits: int, group: int) -> Stored:
 def awq(weight: Tensor, group: int) -> Stored:
     """AWQ of the version gemm: 4 bits with zero points, packed along the outputs."""
     fields, scales, zeros = _integers(weight, 4, group, symmetric=False)
-    stored = {
-        "qweight": _awq_words(fields.t()),
-        "scales": scales.t().contiguous(),
-        "qzeros": _awq_words(zeros.t()),
-    }
-    return _meant(fields, scales, zeros), stored
+    stored = {"qweight": _awq_words(fields.t()), "qzeros": _awq_words(zeros.t())}
+    return _meant(fields, scales, zeros), stored | {"scales": scales.t().contiguous()}
 
 
 def floats(weight: Tensor, block: tuple[int, int], scale_name: str) -> Stored:
