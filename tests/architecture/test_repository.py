@@ -36,10 +36,7 @@ def _targets() -> set[str]:
 
 @pytest.mark.parametrize(
     ("schema", "files"),
-    [
-        ("vendor.github-workflows", _WORKFLOWS),
-        ("vendor.renovate", [ROOT / "renovate.json"]),
-    ],
+    [("vendor.github-workflows", _WORKFLOWS), ("vendor.renovate", [ROOT / "renovate.json"])],
 )
 def test_files_of_the_host_are_valid(schema: str, files: list[Path]) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema]

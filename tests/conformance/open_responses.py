@@ -7,306 +7,141 @@ fields agree, but for reasoning, whose deltas are named as OpenAI names them.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, Union
 
 from pydantic import ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-_STRICT = ConfigDict(strict=True, extra="allow")
+Fields = dict[str, Any]
 Count = Annotated[int, Field(ge=0)]
+
+
+def form(name: str, fields: Fields, kind: str = "") -> Any:
+    """Return an object that may have further fields; `kind` has the texts of its `type`."""
+    kinds = {"type": Literal[tuple(kind.split())]} if kind else {}
+    made = TypedDict(name, kinds | fields)  # type: ignore[operator]
+    made.__pydantic_config__ = ConfigDict(strict=True, extra="allow")
+    return made
+
+
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
-
-class Open(TypedDict):
-    """An object that may have further fields."""
-
-    __pydantic_config__ = _STRICT  # type: ignore[misc]
-
-
-class TopLogprob(Open):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class Logprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class OutputText(Open):
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
-    logprobs: NotRequired[list[Logprob]]
-
-
-class Text(Open):
-    type: Literal["input_text", "reasoning_text", "summary_text", "text"]
-    text: str
-
-
-class Refusal(Open):
-    type: Literal["refusal"]
-    refusal: str
-
-
+TopLogprob = form("TopLogprob", {"token": str, "logprob": float, "bytes": list[int]})
+Logprob = form(
+    "Logprob",
+    {"token": str, "logprob": float, "bytes": list[int], "top_logprobs": list[TopLogprob]},
+)
+_LOGPROBS: Fields = {"logprobs": NotRequired[list[Logprob]]}
+OutputText = form("OutputText", {"text": str, "annotations": list[Any]} | _LOGPROBS, "output_text")
+Text = form("Text", {"text": str}, "input_text reasoning_text summary_text text")
+Refusal = form("Refusal", {"refusal": str}, "refusal")
 Part = Annotated[OutputText | Text | Refusal, Field(discriminator="type")]
 
-
-class Message(Open):
-    type: Literal["message"]
-    id: str
-    status: ItemStatus
-    role: Literal["user", "assistant", "system", "developer"]
-    content: list[Part]
-    phase: NotRequired[Literal["commentary", "final_answer"]]
-
-
-class FunctionCall(Open):
-    type: Literal["function_call"]
-    id: str
-    call_id: str
-    name: str
-    arguments: str
-    status: ItemStatus
-
-
-class FunctionCallOutput(Open):
-    type: Literal["function_call_output"]
-    id: str
-    call_id: str
-    output: str | list[Part]
-    status: ItemStatus
-
-
-class Reasoning(Open):
-    type: Literal["reasoning"]
-    id: str
-    content: NotRequired[list[Part]]
-    summary: list[Part]
-    encrypted_content: NotRequired[str]
-
-
-class Compaction(Open):
-    type: Literal["compaction"]
-    id: str
-    encrypted_content: str
-    created_by: NotRequired[str]
-
-
+_ROLE = Literal["user", "assistant", "system", "developer"]
+_PHASE = NotRequired[Literal["commentary", "final_answer"]]
+_ITEM: Fields = {"id": str, "status": ItemStatus}
+Message = form(
+    "Message", _ITEM | {"role": _ROLE, "content": list[Part], "phase": _PHASE}, "message"
+)
+FunctionCall = form(
+    "FunctionCall", _ITEM | {"call_id": str, "name": str, "arguments": str}, "function_call"
+)
+FunctionCallOutput = form(
+    "FunctionCallOutput",
+    _ITEM | {"call_id": str, "output": str | list[Part]},
+    "function_call_output",
+)
+Reasoning = form(
+    "Reasoning",
+    {"id": str, "content": NotRequired[list[Part]], "summary": list[Part]}
+    | {"encrypted_content": NotRequired[str]},
+    "reasoning",
+)
+Compaction = form(
+    "Compaction",
+    {"id": str, "encrypted_content": str, "created_by": NotRequired[str]},
+    "compaction",
+)
 Item = Annotated[
     Message | FunctionCall | FunctionCallOutput | Reasoning | Compaction,
     Field(discriminator="type"),
 ]
 
-
-class Function(Open):
-    type: Literal["function"]
-    name: str
-    description: str | None
-    parameters: dict[str, Any] | None
-    strict: bool | None
-
-
-class FunctionChoice(Open):
-    type: Literal["function"]
-    name: NotRequired[str]
-
-
-class AllowedTools(Open):
-    type: Literal["allowed_tools"]
-    tools: list[FunctionChoice]
-    mode: Literal["none", "auto", "required"]
-
-
-class PlainFormat(Open):
-    type: Literal["text", "json_object"]
-
-
-class SchemaFormat(Open):
-    type: Literal["json_schema"]
-    name: str
-    description: str | None
-    schema: dict[str, Any] | None
-    strict: bool
-
-
-class TextConfig(Open):
-    format: PlainFormat | SchemaFormat
-    verbosity: NotRequired[Literal["low", "medium", "high"]]
-
-
-class ReasoningConfig(Open):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
-    summary: Literal["auto", "concise", "detailed"] | None
-
-
-class InputDetails(Open):
-    cached_tokens: Count
-    cache_write_tokens: NotRequired[Count]
-
-
-class OutputDetails(Open):
-    reasoning_tokens: Count
-
-
-class Usage(Open):
-    input_tokens: Count
-    output_tokens: Count
-    total_tokens: Count
-    input_tokens_details: InputDetails
-    output_tokens_details: OutputDetails
-
-
-class IncompleteDetails(Open):
-    reason: str
-
-
-class ResponseError(Open):
-    code: str
-    message: str
-
-
-class Response(Open):
-    id: str
-    object: Literal["response"]
-    created_at: int
-    completed_at: int | None
-    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-    incomplete_details: IncompleteDetails | None
-    model: str
-    previous_response_id: str | None
-    instructions: str | None
-    output: list[Item]
-    error: ResponseError | None
-    tools: list[Function]
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedTools
-    truncation: Literal["auto", "disabled"]
-    parallel_tool_calls: bool
-    text: TextConfig
-    top_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    top_logprobs: Count
-    temperature: float
-    reasoning: ReasoningConfig | None
-    usage: Usage | None
-    max_output_tokens: int | None
-    max_tool_calls: int | None
-    store: bool
-    background: bool
-    service_tier: str
-    metadata: dict[str, str]
-    safety_identifier: str | None
-    prompt_cache_key: str | None
-
-
-class CompactedResponse(Open):
-    id: str
-    object: Literal["response.compaction"]
-    output: list[Item]
-    created_at: int
-    usage: Usage
-
-
-class _Event(Open):
-    sequence_number: Count
-
-
-class _Snapshot(_Event):
-    type: Literal[
-        "response.created",
-        "response.queued",
-        "response.in_progress",
-        "response.completed",
-        "response.failed",
-        "response.incomplete",
-    ]
-    response: Response
-
-
-class _ItemEvent(_Event):
-    type: Literal["response.output_item.added", "response.output_item.done"]
-    output_index: Count
-    item: Item
-
-
-class _Within(_Event):
-    item_id: str
-    output_index: Count
-
-
-class _PartEvent(_Within):
-    type: Literal["response.content_part.added", "response.content_part.done"]
-    content_index: Count
-    part: Part
-
-
-class _TextDelta(_Within):
-    type: Literal["response.output_text.delta"]
-    content_index: Count
-    delta: str
-    logprobs: NotRequired[list[Logprob]]
-
-
-class _TextDone(_Within):
-    type: Literal["response.output_text.done"]
-    content_index: Count
-    text: str
-    logprobs: NotRequired[list[Logprob]]
-
-
-class _ReasoningDelta(_Within):
-    type: Literal["response.reasoning_text.delta"]
-    content_index: Count
-    delta: str
-
-
-class _ReasoningDone(_Within):
-    type: Literal["response.reasoning_text.done"]
-    content_index: Count
-    text: str
-
-
-class _ArgumentsDelta(_Within):
-    type: Literal["response.function_call_arguments.delta"]
-    delta: str
-
-
-class _ArgumentsDone(_Within):
-    type: Literal["response.function_call_arguments.done"]
-    arguments: str
-
-
-class _ErrorPayload(Open):
-    type: str
-    code: str | None
-    message: str
-    param: str | None
-
-
-class _Error(_Event):
-    type: Literal["error"]
-    error: _ErrorPayload
-
-
-_EVENT: TypeAdapter[Any] = TypeAdapter(
-    Annotated[
-        _Snapshot
-        | _ItemEvent
-        | _PartEvent
-        | _TextDelta
-        | _TextDone
-        | _ReasoningDelta
-        | _ReasoningDone
-        | _ArgumentsDelta
-        | _ArgumentsDone
-        | _Error,
-        Field(discriminator="type"),
-    ]
+_ABOUT: Fields = {"name": str, "description": str | None}
+_SCHEMA = dict[str, Any] | None
+Function = form("Function", _ABOUT | {"parameters": _SCHEMA, "strict": bool | None}, "function")
+FunctionChoice = form("FunctionChoice", {"name": NotRequired[str]}, "function")
+_MODE = Literal["none", "auto", "required"]
+AllowedTools = form("AllowedTools", {"tools": list[FunctionChoice], "mode": _MODE}, "allowed_tools")
+PlainFormat = form("PlainFormat", {}, "text json_object")
+SchemaFormat = form("SchemaFormat", _ABOUT | {"schema": _SCHEMA, "strict": bool}, "json_schema")
+_VERBOSITY = NotRequired[Literal["low", "medium", "high"]]
+TextConfig = form("TextConfig", {"format": PlainFormat | SchemaFormat, "verbosity": _VERBOSITY})
+_EFFORT = Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
+_SUMMARY = Literal["auto", "concise", "detailed"] | None
+ReasoningConfig = form("ReasoningConfig", {"effort": _EFFORT, "summary": _SUMMARY})
+InputDetails = form(
+    "InputDetails", {"cached_tokens": Count, "cache_write_tokens": NotRequired[Count]}
 )
-_RESPONSE = TypeAdapter(Response)
-_COMPACTED = TypeAdapter(CompactedResponse)
+OutputDetails = form("OutputDetails", {"reasoning_tokens": Count})
+Usage = form(
+    "Usage",
+    dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), Count)
+    | {"input_tokens_details": InputDetails, "output_tokens_details": OutputDetails},
+)
+IncompleteDetails = form("IncompleteDetails", {"reason": str})
+ResponseError = form("ResponseError", {"code": str, "message": str})
+_STATUS = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+Response = form(
+    "Response",
+    dict.fromkeys("id model service_tier".split(), str)
+    | dict.fromkeys("previous_response_id instructions".split(), str | None)
+    | dict.fromkeys("safety_identifier prompt_cache_key".split(), str | None)
+    | dict.fromkeys("top_p presence_penalty frequency_penalty temperature".split(), float)
+    | dict.fromkeys("parallel_tool_calls store background".split(), bool)
+    | dict.fromkeys("completed_at max_output_tokens max_tool_calls".split(), int | None)
+    | {"object": Literal["response"], "created_at": int, "top_logprobs": Count, "status": _STATUS}
+    | {"incomplete_details": IncompleteDetails | None, "error": ResponseError | None}
+    | {"output": list[Item], "tools": list[Function], "metadata": dict[str, str]}
+    | {"tool_choice": _MODE | FunctionChoice | AllowedTools, "text": TextConfig}
+    | {"truncation": Literal["auto", "disabled"], "reasoning": ReasoningConfig | None}
+    | {"usage": Usage | None},
+)
+CompactedResponse = form(
+    "CompactedResponse",
+    {"id": str, "object": Literal["response.compaction"], "output": list[Item]}
+    | {"created_at": int, "usage": Usage},
+)
+
+_EVENT_FIELDS: Fields = {"sequence_number": Count}
+_WITHIN: Fields = _EVENT_FIELDS | {"item_id": str, "output_index": Count}
+_PART: Fields = _WITHIN | {"content_index": Count}
+_ERROR: Fields = {"code": str | None, "message": str, "param": str | None, "type": str}
+_SNAPSHOTS = "created queued in_progress completed failed incomplete"
+# Name -> its types without `response.`, and its fields.
+_EVENTS: dict[str, tuple[str, Fields]] = {
+    "Snapshot": (_SNAPSHOTS, _EVENT_FIELDS | {"response": Response}),
+    "ItemEvent": (
+        "output_item.added output_item.done",
+        _EVENT_FIELDS | {"output_index": Count, "item": Item},
+    ),
+    "PartEvent": ("content_part.added content_part.done", _PART | {"part": Part}),
+    "TextDelta": ("output_text.delta", _PART | _LOGPROBS | {"delta": str}),
+    "TextDone": ("output_text.done", _PART | _LOGPROBS | {"text": str}),
+    "ReasoningDelta": ("reasoning_text.delta", _PART | {"delta": str}),
+    "ReasoningDone": ("reasoning_text.done", _PART | {"text": str}),
+    "ArgumentsDelta": ("function_call_arguments.delta", _WITHIN | {"delta": str}),
+    "ArgumentsDone": ("function_call_arguments.done", _WITHIN | {"arguments": str}),
+}
+_FORMS = [
+    form(name, fields, " ".join(f"response.{kind}" for kind in kinds.split()))
+    for name, (kinds, fields) in _EVENTS.items()
+]
+_FORMS.append(form("Error", _EVENT_FIELDS | {"error": form("ErrorPayload", _ERROR)}, "error"))
+_EVENT: TypeAdapter[Any] = TypeAdapter(
+    Annotated[Union[tuple(_FORMS)], Field(discriminator="type")]  # noqa: UP007
+)
+_RESPONSE: TypeAdapter[Any] = TypeAdapter(Response)
+_COMPACTED: TypeAdapter[Any] = TypeAdapter(CompactedResponse)
 
 
 def check_response(text: str | bytes) -> dict[str, Any]:

@@ -87,7 +87,9 @@ def test_a_missing_field_is_named(http: httpx.Client, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"{", b"[]", b"null", b"", b'{"a": NaN}', b"\xff"], ids=lambda body: repr(body)[1:]
+    "content",
+    [b"{", b"[]", b"null", b"", b'{"a": NaN}', b"\xff", b'{"a":' * 5000 + b"1" + b"}" * 5000],
+    ids=lambda body: repr(body)[1:20],
 )
 def test_a_body_that_is_no_object_is_a_400(http: httpx.Client, content: bytes) -> None:
     answer = http.post(CHAT, content=content, headers={"content-type": "application/json"})
@@ -113,13 +115,6 @@ def test_a_picture_for_a_model_of_text_is_refused(http: httpx.Client, model: str
     turns = [{"role": "user", "content": [part]}]
     answer = http.post(CHAT, json=body(model, messages=turns))
     assert 400 <= answer.status_code < 500
-    error_of(answer)
-
-
-def test_deep_nesting_is_refused_cleanly(http: httpx.Client) -> None:
-    content = b'{"a":' * 5000 + b"1" + b"}" * 5000
-    answer = http.post(CHAT, content=content, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
     error_of(answer)
 
 

@@ -12,17 +12,13 @@ from tests.conformance.open_responses import check_compacted, check_response, ch
 from tests.conformance.target import absent
 
 PATH = "/v1/responses"
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "name": "set_lamp",
-    "description": "Switch a lamp.",
-    "parameters": {
-        "type": "object",
-        "properties": {"lit": {"type": "boolean"}},
-        "required": ["lit"],
-        "additionalProperties": False,
-    },
-}
+PARAMETERS = {"type": "object", "properties": {"lit": {"type": "boolean"}}}
+PARAMETERS |= {"required": ["lit"], "additionalProperties": False}
+TOOL: dict[str, Any] = {"type": "function", "name": "set_lamp", "description": "Switch a lamp."}
+TOOL |= {"parameters": PARAMETERS}
+CALL = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "set_lamp"}
+CALL |= {"arguments": '{"lit": true}', "status": "completed"}
+OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "lit"}
 
 
 def user(text: str) -> dict[str, Any]:
@@ -37,49 +33,22 @@ CASES: dict[str, dict[str, Any]] = {
     "basic": {"input": [user("Name a colour.")]},
     "text": {"input": "Name a colour.", "instructions": "Use one word."},
     "system prompt": {
-        "input": [
-            {"type": "message", "role": "system", "content": "Use one word."},
-            user("Name a colour."),
-        ]
+        "input": [user("Use one word.") | {"role": "system"}, user("Name a colour.")]
     },
     "multi-turn": {"input": [user("I am Ada."), said("Hello Ada."), user("Who am I?")]},
     "phase": {
         "input": [
-            user("Is the lamp lit?"),
-            said("I look at it.", phase="commentary"),
-            said("It is.", phase="final_answer"),
-            user("Since when?"),
+            *(user("Is the lamp lit?"), said("I look at it.", phase="commentary")),
+            *(said("It is.", phase="final_answer"), user("Since when?")),
         ]
     },
     # A call that the limit cuts before its arguments is not reported.
-    "tool calling": {
-        "input": [user("Lamp on.")],
-        "tools": [TOOL],
-        "tool_choice": "required",
-        "max_output_tokens": 96,
-    },
-    "tool named": {
-        "max_output_tokens": 96,
-        "input": [user("Lamp on.")],
-        "tools": [TOOL],
-        "tool_choice": {"type": "function", "name": "set_lamp"},
-    },
-    "tool output": {
-        "input": [
-            user("Lamp on."),
-            {
-                "type": "function_call",
-                "id": "fc_1",
-                "call_id": "call_1",
-                "name": "set_lamp",
-                "arguments": '{"lit": true}',
-                "status": "completed",
-            },
-            {"type": "function_call_output", "call_id": "call_1", "output": "lit"},
-        ],
-        "tools": [TOOL],
-        "tool_choice": "none",
-    },
+    "tool calling": {"input": [user("Lamp on.")], "tools": [TOOL], "tool_choice": "required"}
+    | {"max_output_tokens": 96},
+    "tool named": {"input": [user("Lamp on.")], "tools": [TOOL], "max_output_tokens": 96}
+    | {"tool_choice": {"type": "function", "name": "set_lamp"}},
+    "tool output": {"input": [user("Lamp on."), CALL, OUTPUT], "tools": [TOOL]}
+    | {"tool_choice": "none"},
     "labels": {
         "input": "hi",
         "metadata": {"run": "1"},
@@ -92,11 +61,8 @@ CASES: dict[str, dict[str, Any]] = {
         "text": {"format": {"type": "text"}},
         "parallel_tool_calls": True,
     },
-    "log probabilities": {
-        "input": "hi",
-        "include": ["message.output_text.logprobs"],
-        "top_logprobs": 2,
-    },
+    "log probabilities": {"input": "hi", "include": ["message.output_text.logprobs"]}
+    | {"top_logprobs": 2},
 }
 
 
@@ -114,17 +80,15 @@ def streamed(http: httpx.Client, model: str, name: str, **more: Any) -> list[dic
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_response_is_valid(http: httpx.Client, model: str, name: str) -> None:
+def test_a_response_and_every_event_of_its_stream_are_valid(
+    http: httpx.Client, model: str, name: str
+) -> None:
     response = check_response(post(http, model, name).content)
     assert response["output"]
     for field, value in CASES[name].items():
         if field in response and field not in ("input", "tools"):
             assert response[field] == value
     assert (response["completed_at"] is not None) == (response["status"] == "completed")
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_every_event_is_valid(http: httpx.Client, model: str, name: str) -> None:
     events = streamed(http, model, name)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     last = events[-1]["response"]
@@ -133,12 +97,6 @@ def test_every_event_is_valid(http: httpx.Client, model: str, name: str) -> None
         assert (event["response"]["status"], event["response"]["output"]) == ("in_progress", [])
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == last["output"]
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_a_stream_ends_with_the_response(http: httpx.Client, model: str, name: str) -> None:
-    whole = check_response(post(http, model, name).content)
-    last = streamed(http, model, name)[-1]["response"]
     changing = ("id", "created_at", "completed_at", "call_id")
 
     def without_ids(response: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +104,7 @@ def test_a_stream_ends_with_the_response(http: httpx.Client, model: str, name: s
         kept = {k: v for k, v in response.items() if k not in (*changing, "usage")}
         return {**kept, "output": items}
 
-    assert without_ids(last) == without_ids(whole)
+    assert without_ids(last) == without_ids(response)
 
 
 @pytest.mark.parametrize("name", ["tool calling", "tool named"])

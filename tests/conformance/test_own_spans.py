@@ -48,6 +48,11 @@ def chat(**more: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": MESSAGES, "max_tokens": 5, "ignore_eos": True, **more}
 
 
+THREE = {"max_tokens": 3, "ignore_eos": True}
+RESPOND = {"input": "hi", "max_output_tokens": 3, "ignore_eos": True}
+ANTHROPIC = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3}
+
+
 class Traced:
     """A request in a trace of its own, which `headers` name."""
 
@@ -151,21 +156,9 @@ def test_what_recorded_a_span_is_named_with_version_and_schema(target: Target) -
     ("path", "body", "operation", "prefix", "reason"),
     [
         (CHAT, chat(), "chat", "chatcmpl-", "length"),
-        (
-            "/v1/completions",
-            {"prompt": "a b", "max_tokens": 3, "ignore_eos": True},
-            *("text_completion", "cmpl-", "length"),
-        ),
-        (
-            "/v1/responses",
-            {"input": "hi", "max_output_tokens": 3, "ignore_eos": True},
-            *("chat", "resp_", "max_output_tokens"),
-        ),
-        (
-            "/v1/messages",
-            {"model": "tiny", "messages": MESSAGES, "max_tokens": 3},
-            *("chat", "msg_", "max_tokens"),
-        ),
+        ("/v1/completions", {"prompt": "a b", **THREE}, "text_completion", "cmpl-", "length"),
+        ("/v1/responses", RESPOND, "chat", "resp_", "max_output_tokens"),
+        ("/v1/messages", ANTHROPIC, "chat", "msg_", "max_tokens"),
     ],
 )
 def test_every_api_has_its_answer_in_the_span(
@@ -308,11 +301,6 @@ def test_only_requests_have_spans_of_the_engine(target: Target) -> None:
 
 
 # -------------------------------------------------------------------------------- own observability
-def body(**more: Any) -> dict[str, Any]:
-    wish = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
-    return {**wish, "ignore_eos": True, **more}
-
-
 def log_line(target: Target, request_id: str) -> dict[str, Any]:
     """The line that says how a request ended."""
     assert target.log is not None
@@ -328,7 +316,7 @@ def log_line(target: Target, request_id: str) -> dict[str, Any]:
 
 def test_the_log_line_of_a_request_is_an_object(target: Target) -> None:
     with target.http() as http:
-        answer = http.post(CHAT, json=body(), headers={"x-request-id": "logged-1"})
+        answer = http.post(CHAT, json=chat(), headers={"x-request-id": "logged-1"})
     usage = answer.json()["usage"]
     line = log_line(target, "logged-1")
     seconds = line.pop("seconds")
@@ -353,7 +341,7 @@ def test_the_log_line_of_a_request_is_an_object(target: Target) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 def test_tokens_of_a_stream_that_was_left_are_counted(target: Target, n: int) -> None:
     name = f"left-{n}"
-    wish = body(max_tokens=400, stream=True, n=n, temperature=1)
+    wish = chat(max_tokens=400, stream=True, n=n, temperature=1)
     with (
         target.http() as http,
         http.stream("POST", CHAT, json=wish, headers={"x-request-id": name}) as answer,
@@ -370,7 +358,7 @@ def test_tokens_of_a_stream_that_was_left_are_counted(target: Target, n: int) ->
 @pytest.mark.parametrize(
     ("path", "wish"),
     [
-        (CHAT, body(n=2, temperature=1)),
+        (CHAT, chat(n=2, temperature=1)),
         ("/v1/completions", {"prompt": ["a b", "c d e"], "max_tokens": 3}),
         ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
     ],
@@ -409,7 +397,7 @@ def test_keys_are_nowhere_to_be_read(target: Target) -> None:
 
 
 # -------------------------------------------------------------------------------------- own streams
-CHAT_BODY, COMPLETION = "/v1/chat/completions", "/v1/completions"
+COMPLETION = "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 ODD = {"temperature": 1.9, "seed": 5, "max_tokens": 120, "ignore_eos": True}
 USAGE = {"stream_options": {"include_usage": True}}
@@ -465,8 +453,8 @@ def summary(stream: bytes) -> tuple[dict[int, str], list[str], set[frozenset[str
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT_BODY, {**HI, **ODD, **USAGE}),
-        (CHAT_BODY, {**HI, **ODD, "service_tier": "flex", "stop": ["zzz"]}),
+        (CHAT, {**HI, **ODD, **USAGE}),
+        (CHAT, {**HI, **ODD, "service_tier": "flex", "stop": ["zzz"]}),
         (COMPLETION, {"prompt": "a", **ODD, **USAGE, "echo": True}),
         (COMPLETION, {"prompt": ["a", "b"], **ODD, "n": 2}),
     ],

@@ -126,10 +126,7 @@ def test_a_line_that_is_refused_is_in_the_error_file(client: openai.OpenAI, mode
     ids=["no JSON", "method", "url", "custom_id twice", "no lines"],
 )
 def test_a_bad_file_fails_its_batch_and_says_where(
-    client: openai.OpenAI,
-    model: str,
-    spoil: Callable[[dict[str, Any]], bytes],
-    number: int | None,
+    client: openai.OpenAI, model: str, spoil: Callable[[dict[str, Any]], bytes], number: int | None
 ) -> None:
     batch = run(client, spoil(line(model)))
     assert batch.status == "failed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jsonschema
@@ -12,12 +13,15 @@ import pytest
 from openai.types.responses import ResponseCustomToolCall
 
 HI: list[Any] = [{"role": "user", "content": "Switch the lamp on."}]
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {"lit": {"type": "boolean"}, "color": {"enum": ["red", "green"]}},
-    "required": ["lit", "color"],
-    "additionalProperties": False,
-}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    """An object of these properties, all of which are required, and no others."""
+    required = {"required": [*properties], "additionalProperties": False}
+    return {"type": "object", "properties": properties, **required}
+
+
+PARAMETERS = closed(lit={"type": "boolean"}, color={"enum": ["red", "green"]})
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "switch_lamp", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "ring", "parameters": {"type": "object"}}},
@@ -68,16 +72,8 @@ def test_some_tool_is_called_when_one_is_demanded(client: openai.OpenAI, model: 
 
 def test_a_call_is_streamed_in_pieces(client: openai.OpenAI, model: str) -> None:
     for seed in range(6):
-        stream = ask(
-            client,
-            model,
-            tools=TOOLS[:1],
-            tool_choice=NAMED,
-            stream=True,
-            max_tokens=128,
-            temperature=1.5,
-            seed=seed,
-        )
+        hot = {"stream": True, "max_tokens": 128, "temperature": 1.5, "seed": seed}
+        stream = ask(client, model, tools=TOOLS[:1], tool_choice=NAMED, **hot)
         chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
         if chunks[-1].finish_reason == "length":
             continue
@@ -90,11 +86,8 @@ def test_a_call_is_streamed_in_pieces(client: openai.OpenAI, model: str) -> None
 
 
 def test_a_result_is_handed_back(client: openai.OpenAI, model: str) -> None:
-    call = {
-        "id": "call_1",
-        "type": "function",
-        "function": {"name": "switch_lamp", "arguments": '{"lit":true,"color":"red"}'},
-    }
+    called = {"name": "switch_lamp", "arguments": '{"lit":true,"color":"red"}'}
+    call = {"id": "call_1", "type": "function", "function": called}
     turns = [
         *HI,
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -103,21 +96,23 @@ def test_a_result_is_handed_back(client: openai.OpenAI, model: str) -> None:
     assert ask(client, model, messages=turns, tool_choice="none").choices[0].message.role
 
 
-def test_an_unknown_tool_is_refused(client: openai.OpenAI, model: str) -> None:
-    named: Any = {"type": "function", "function": {"name": "no_such_tool"}}
+BAD = {"name": "x", "parameters": {"type": "object", "properties": {"a": {"type": "nope"}}}}
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"tool_choice": {"type": "function", "function": {"name": "no_such_tool"}}},
+        {"tools": openai.NOT_GIVEN, "tool_choice": "required"},
+        {"tools": [{"type": "function", "function": BAD}], "tool_choice": "required"},
+    ],
+    ids=["an unknown tool", "a demand without tools", "a bad schema"],
+)
+def test_what_cannot_be_called_is_refused(
+    client: openai.OpenAI, model: str, wish: dict[str, Any]
+) -> None:
     with pytest.raises(openai.BadRequestError):
-        ask(client, model, tool_choice=named)
-
-
-def test_a_demand_without_tools_is_refused(client: openai.OpenAI, model: str) -> None:
-    with pytest.raises(openai.BadRequestError):
-        ask(client, model, tools=openai.NOT_GIVEN, tool_choice="required")
-
-
-def test_a_bad_schema_of_a_demanded_tool_is_refused(client: openai.OpenAI, model: str) -> None:
-    bad = {"name": "x", "parameters": {"type": "object", "properties": {"a": {"type": "nope"}}}}
-    with pytest.raises(openai.BadRequestError):
-        ask(client, model, tools=[{"type": "function", "function": bad}], tool_choice="required")
+        ask(client, model, **wish)
 
 
 # ------------------------------------------------------------------------------------- custom tools
@@ -125,22 +120,14 @@ GREETING: list[Any] = [{"role": "user", "content": "Set the dial."}]
 TOOL: Any = {"type": "custom", "custom": {"name": "dial", "format": {"type": "text"}}}
 FLAT: Any = {"type": "custom", "name": "dial", "format": {"type": "text"}}
 NAMED_INPUT: Any = {"type": "custom", "custom": {"name": "dial"}}
-ONLY: Any = {
-    "type": "allowed_tools",
-    "allowed_tools": {"mode": "required", "tools": [NAMED_INPUT]},
-}
+_ONE: Any = {"mode": "required", "tools": [NAMED_INPUT]}
+ONLY: Any = {"type": "allowed_tools", "allowed_tools": _ONE}
 
 
 @pytest.mark.parametrize("choice", [NAMED_INPUT, ONLY], ids=["named", "allowed"])
 def test_a_chat_calls_it(client: openai.OpenAI, model: str, choice: Any) -> None:
-    wish: Any = {
-        "model": model,
-        "tools": [TOOL],
-        "tool_choice": choice,
-        "max_tokens": 96,
-        "parallel_tool_calls": False,
-        "seed": 1,
-    }
+    wish: Any = {"model": model, "tools": [TOOL], "tool_choice": choice, "max_tokens": 96}
+    wish |= {"parallel_tool_calls": False, "seed": 1}
     whole = client.chat.completions.create(messages=GREETING, **wish).choices[0]
     call = whole.message.tool_calls[0]
     assert (call.type, call.custom.name) == ("custom", "dial")
@@ -152,24 +139,17 @@ def test_a_chat_calls_it(client: openai.OpenAI, model: str, choice: Any) -> None
     assert len(pieces) > 1
     assert "".join(piece["custom"]["input"] for piece in pieces) == call.custom.input
     assert chunks[-1].finish_reason == whole.finish_reason
-    turns = [
-        *GREETING,
-        whole.message.to_dict(),
-        {"role": "tool", "tool_call_id": call.id, "content": ""},
-    ]
+    result = {"role": "tool", "tool_call_id": call.id, "content": ""}
+    turns = [*GREETING, whole.message.to_dict(), result]
     longer = client.chat.completions.create(messages=turns, model=model, max_tokens=1)
     shorter = client.chat.completions.create(messages=turns[:1], model=model, max_tokens=1)
     assert longer.usage.prompt_tokens > shorter.usage.prompt_tokens
 
 
 def test_a_response_calls_it(client: openai.OpenAI, model: str) -> None:
-    wish: Any = {
-        "model": model,
-        "tools": [FLAT],
-        "tool_choice": {"type": "custom", "name": "dial"},
-        "max_output_tokens": 96,
-        "temperature": 0,
-    }
+    choice = {"type": "custom", "name": "dial"}
+    wish: Any = {"model": model, "tools": [FLAT], "tool_choice": choice, "temperature": 0}
+    wish |= {"max_output_tokens": 96}
     whole = client.responses.create(input=GREETING, **wish)
     (call,) = whole.output
     assert isinstance(call, ResponseCustomToolCall)
@@ -204,20 +184,11 @@ def test_a_grammar_is_refused(client: openai.OpenAI, model: str) -> None:
 
 # --------------------------------------------------------------------------------------- structured
 SCHEMA_PROMPT: list[Any] = [{"role": "user", "content": "Answer in JSON."}]
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "color": {"enum": ["red", "green"]},
-        "lit": {"type": "boolean"},
-        "size": {"enum": [1, 2, 3]},
-    },
-    "required": ["color", "lit", "size"],
-    "additionalProperties": False,
-}
-FORM: dict[str, Any] = {
-    "type": "json_schema",
-    "json_schema": {"name": "lamp", "schema": SCHEMA, "strict": True},
-}
+SCHEMA = closed(color={"enum": ["red", "green"]}, lit={"type": "boolean"}, size={"enum": [1, 2, 3]})
+HOT: dict[str, Any] = {"messages": SCHEMA_PROMPT, "max_tokens": 96, "temperature": 1.5}
+PLAIN: dict[str, Any] = {"messages": SCHEMA_PROMPT, "max_tokens": 12, "temperature": 0}
+FORM: dict[str, Any] = {"type": "json_schema"}
+FORM |= {"json_schema": {"name": "lamp", "schema": SCHEMA, "strict": True}}
 
 
 class Lamp(pydantic.BaseModel):
@@ -226,50 +197,31 @@ class Lamp(pydantic.BaseModel):
 
 
 def finished(client: openai.OpenAI, model: str, **wish: Any) -> str:
-    """The first answer of some seeds that was not cut off."""
+    """The first answer of some seeds that was not cut off, in one piece or as a stream."""
     for seed in range(6):
-        answer = client.chat.completions.create(
-            model=model, messages=SCHEMA_PROMPT, max_tokens=96, temperature=1.5, seed=seed, **wish
-        )
-        if answer.choices[0].finish_reason == "stop":
-            return str(answer.choices[0].message.content)
+        answer: Any = client.chat.completions.create(model=model, seed=seed, **HOT, **wish)
+        if wish.get("stream"):
+            choices = [chunk.choices[0] for chunk in answer]
+            text = "".join(choice.delta.content or "" for choice in choices)
+        else:
+            choices = answer.choices
+            text = str(choices[0].message.content)
+        if choices[-1].finish_reason == "stop":
+            return text
     pytest.fail("no answer was finished within 96 tokens, for 6 seeds")
 
 
-def test_a_schema_is_kept(client: openai.OpenAI, model: str) -> None:
-    jsonschema.validate(json.loads(finished(client, model, response_format=FORM)), SCHEMA)
-
-
-def test_a_schema_is_kept_in_a_stream(client: openai.OpenAI, model: str) -> None:
-    for seed in range(6):
-        chunks = list(
-            client.chat.completions.create(  # type: ignore[call-overload]
-                model=model,
-                messages=SCHEMA_PROMPT,
-                max_tokens=96,
-                temperature=1.5,
-                seed=seed,
-                response_format=FORM,
-                stream=True,
-            )
-        )
-        if chunks[-1].choices[0].finish_reason == "stop":
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            jsonschema.validate(json.loads(text), SCHEMA)
-            return
-    pytest.fail("no stream was finished within 96 tokens, for 6 seeds")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_is_kept(client: openai.OpenAI, model: str, stream: bool) -> None:
+    text = finished(client, model, response_format=FORM, stream=stream)
+    jsonschema.validate(json.loads(text), SCHEMA)
 
 
 def test_the_parse_helper_returns_the_model(client: openai.OpenAI, model: str) -> None:
     for seed in range(6):
         try:
             answer = client.chat.completions.parse(
-                model=model,
-                messages=SCHEMA_PROMPT,
-                response_format=Lamp,
-                max_tokens=96,
-                temperature=1.5,
-                seed=seed,
+                model=model, response_format=Lamp, seed=seed, **HOT
             )
         except openai.LengthFinishReasonError:
             continue
@@ -279,26 +231,16 @@ def test_the_parse_helper_returns_the_model(client: openai.OpenAI, model: str) -
 
 
 def test_json_mode_begins_with_an_object(client: openai.OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(
-        model=model,
-        messages=SCHEMA_PROMPT,
-        max_tokens=24,
-        temperature=1,
-        seed=1,
-        response_format={"type": "json_object"},
-    )
+    form: Any = {"type": "json_object"}
+    wish = PLAIN | {"temperature": 1, "max_tokens": 24}
+    answer = client.chat.completions.create(model=model, seed=1, response_format=form, **wish)
     assert str(answer.choices[0].message.content).lstrip()[:1] in ("{", "")
 
 
 def test_text_is_the_default_form(client: openai.OpenAI, model: str) -> None:
-    wish: dict[str, Any] = {
-        "model": model,
-        "messages": SCHEMA_PROMPT,
-        "max_tokens": 4,
-        "temperature": 0,
-    }
-    plain = client.chat.completions.create(**wish).choices[0].message.content
-    text = client.chat.completions.create(**wish, response_format={"type": "text"})
+    plain = client.chat.completions.create(model=model, **PLAIN).choices[0].message.content
+    form: Any = {"type": "text"}
+    text = client.chat.completions.create(model=model, response_format=form, **PLAIN)
     assert text.choices[0].message.content == plain
 
 
@@ -309,32 +251,20 @@ def test_text_is_the_default_form(client: openai.OpenAI, model: str) -> None:
         {"type": "object", "properties": []},
         {"$ref": "#/$defs/nowhere"},
         {"type": "string", "pattern": "("},
+        None,
     ],
-    ids=["unknown type", "properties are a list", "dangling reference", "broken pattern"],
+    ids=["unknown type", "a list", "dangling reference", "broken pattern", "unknown form"],
 )
-def test_a_bad_schema_is_refused(client: openai.OpenAI, model: str, schema: dict[str, Any]) -> None:
+def test_a_bad_schema_is_refused(client: openai.OpenAI, model: str, schema: Any) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    if schema is None:
+        form = {"type": "yaml"}
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(
-            model=model, messages=SCHEMA_PROMPT, max_tokens=4, response_format=form
-        )
-
-
-def test_an_unknown_form_is_refused(client: openai.OpenAI, model: str) -> None:
-    form: Any = {"type": "yaml"}
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model=model, messages=SCHEMA_PROMPT, response_format=form)
+        client.chat.completions.create(model=model, response_format=form, **PLAIN)
 
 
 def test_constrained_and_free_answers_side_by_side(client: openai.OpenAI, model: str) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    free: dict[str, Any] = {
-        "model": model,
-        "messages": SCHEMA_PROMPT,
-        "max_tokens": 12,
-        "temperature": 0,
-    }
+    free = {"model": model, **PLAIN}
     alone = client.chat.completions.create(**free).choices[0].message.content
     with ThreadPoolExecutor(4) as pool:
         bound = [pool.submit(finished, client, model, response_format=FORM) for _ in "ab"]

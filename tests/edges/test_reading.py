@@ -458,42 +458,12 @@ LONG = "x" * ((1 << 20) + 1)
 @pytest.mark.parametrize(
     ("endpoint", "body", "error", "param", "words"),
     [
-        (
-            "CHAT",
-            {"messages": [MESSAGE] * 5},
-            InvalidValueError,
-            "messages",
-            "4 items .*got 5",
-        ),
-        (
-            "RESPONSES",
-            {"input": [MESSAGE] * 5},
-            InvalidValueError,
-            "input",
-            "4 items .*got 5",
-        ),
+        ("CHAT", {"messages": [MESSAGE] * 5}, InvalidValueError, "messages", "4 items .*got 5"),
+        ("RESPONSES", {"input": [MESSAGE] * 5}, InvalidValueError, "input", "4 items .*got 5"),
         ("CHAT", {"messages": [{"content": [{}] * 64}]}, InvalidValueError, "messages", "than 64"),
-        (
-            "CHAT",
-            {"messages": [{"content": LONG}]},
-            ContextLengthError,
-            "messages",
-            str(1 << 20),
-        ),
-        (
-            "CHAT",
-            {"messages": [{LONG: 1}]},
-            ContextLengthError,
-            "messages",
-            "1048577 char",
-        ),
-        (
-            "COMPLETION",
-            {"prompt": LONG},
-            ContextLengthError,
-            "prompt",
-            str(1 << 20),
-        ),
+        ("CHAT", {"messages": [{"content": LONG}]}, ContextLengthError, "messages", str(1 << 20)),
+        ("CHAT", {"messages": [{LONG: 1}]}, ContextLengthError, "messages", "1048577 char"),
+        ("COMPLETION", {"prompt": LONG}, ContextLengthError, "prompt", str(1 << 20)),
         ("COMPLETION", {"prompt": [5] * 101}, ContextLengthError, "prompt", "101 .* 100 fit"),
         ("COMPLETION", {"prompt": [[5], [5] * 101]}, ContextLengthError, "prompt[1]", "101"),
         ("EMBEDDINGS", {"input": [[5] * 101]}, ContextLengthError, "input[0]", "101"),
@@ -502,20 +472,8 @@ LONG = "x" * ((1 << 20) + 1)
         ("COMPLETION", {"prompt": [[5, {"a": [1] * 512}]]}, InvalidValueError, "prompt", "than"),
         ("EMBEDDINGS", {"input": [5, LONG]}, ContextLengthError, "input", "1048577 char"),
         ("EMBEDDINGS", {"input": ["a"] * 4}, InvalidValueError, "input", "3 items .*got 4"),
-        (
-            "EMBEDDINGS",
-            {"input": [MESSAGE] * 5},
-            InvalidValueError,
-            "input",
-            "4 items .*got 5",
-        ),
-        (
-            "EMBEDDINGS",
-            {"messages": [[MESSAGE]] * 4},
-            InvalidValueError,
-            "messages",
-            "got 4",
-        ),
+        ("EMBEDDINGS", {"input": [MESSAGE] * 5}, InvalidValueError, "input", "4 items .*got 5"),
+        ("EMBEDDINGS", {"messages": [[MESSAGE]] * 4}, InvalidValueError, "messages", "got 4"),
         ("RERANK", {"documents": ["b"] * 4}, InvalidValueError, "documents", "got 4"),
         ("COHERE_EMBED", {"texts": ["b"] * 4}, InvalidValueError, "texts", "got 4"),
         ("COHERE_EMBED", {"inputs": [{"content": []}] * 4}, InvalidValueError, "inputs", "got 4"),
@@ -596,8 +554,7 @@ leaves = st.one_of(
 few = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.dictionaries(st.sampled_from(NAMES), inner, max_size=5),
+        st.lists(inner, max_size=4), st.dictionaries(st.sampled_from(NAMES), inner, max_size=5)
     ),
     max_leaves=10,
 )

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from server import service
+from server.commands.cli import COMMANDS
 from server.service import local_url
 from server.settings import ServerSettings
 from tests.architecture.source_tree import ROOT
@@ -40,6 +41,18 @@ def run(
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "passed_on"),
+    [
+        (("/models/a", "--port", "1"), "serve /models/a --port 1"),
+        *(((command, "/models/a"), f"{command} /models/a") for command in COMMANDS),
+        (("./compile",), "serve ./compile"),
+        (("--version",), "--version"),
+        ((), "serve"),
+        (("vllm", "serve", "/models/a"), "serve /models/a"),
+        (("vllm", "--version"), "--version"),
+    ],
+)
 def test_a_container_serves_unless_told_otherwise_and_shares_its_files(
     tmp_path: Path, arguments: tuple[str, ...], passed_on: str
 ) -> None:
@@ -297,7 +310,9 @@ def test_the_files_follow_the_compose_specification() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize(("name", "profile"), zip(SERVERS, ("emulated", "npu"), strict=True))
+@pytest.mark.parametrize(
+    ("name", "profile"), [("rbln-serve", "emulated"), ("rbln-serve-npu", "npu")]
+)
 def test_a_stop_waits_for_the_drain_and_plain_up_is_emulated(name: str, profile: str) -> None:
     drain_s = ServerSettings.model_fields["drain_timeout_s"].default
     (seconds,) = re.fullmatch(r"(\d+)s", SERVICES[name]["stop_grace_period"]).groups()  # type: ignore[union-attr]

@@ -64,14 +64,7 @@ def _scrape() -> Schema:
 def _rule() -> Schema:
     rule = closed(record=TEXT, alert=TEXT, expr=TEXT, labels=LABELS, annotations=LABELS)
     rule["properties"]["for"] = {"type": "string", "pattern": "^[0-9]+(s|m|h|d)$"}
-    return {
-        **required(rule, "expr"),
-        "oneOf": [{"required": ["record"]}, {"required": ["alert"]}],
-    }
-
-
-def _specs() -> dict[tuple[str, str], Schema]:
-    return {**_monitoring(), **_scaling(), **_routing(), **_groups()}
+    return {**required(rule, "expr"), "oneOf": [{"required": ["record"]}, {"required": ["alert"]}]}
 
 
 def _monitoring() -> dict[tuple[str, str], Schema]:
@@ -117,7 +110,7 @@ def _scaling() -> dict[tuple[str, str], Schema]:
             ),
             "scaleTargetRef",
             "triggers",
-        ),
+        )
     }
 
 
@@ -175,8 +168,11 @@ def _groups() -> dict[tuple[str, str], Schema]:
                 startupPolicy=one_of("LeaderCreated", "LeaderReady"),
             ),
             "leaderWorkerTemplate",
-        ),
+        )
     }
+
+
+_SPECS = {**_monitoring(), **_scaling(), **_routing(), **_groups()}
 
 
 def _folder(version: str) -> Path:
@@ -201,7 +197,7 @@ def _registry(version: str) -> Registry[Any]:
 
 def _schema(document: dict[str, Any]) -> Schema:
     api, kind = document["apiVersion"], document["kind"]
-    spec = _specs().get((api, kind))
+    spec = _SPECS.get((api, kind))
     if spec is None:
         group, _, api_version = api.rpartition("/")
         place = "-".join([kind.lower(), *filter(None, [group.split(".")[0], api_version])])

@@ -168,10 +168,7 @@ _POOL_ROUTE = {"enabled": True, "backend": "InferencePool", "parentRefs": [{"nam
             },
             "cannot fill the claims of a StatefulSet",
         ),
-        (
-            {"cache": {"prebuild": {"npuName": "RBLN-CR13"}}},
-            "cache.prebuild.npuName has no effect",
-        ),
+        ({"cache": {"prebuild": {"npuName": "RBLN-CR13"}}}, "cache.prebuild.npuName has no effect"),
         (
             {**GROUPS, "cache": {"persistence": {"enabled": True}, "prebuild": {"enabled": True}}},
             "ranks of several pods compile with Ray",
