@@ -21,8 +21,9 @@ name := $(if $(filter build/default-model,$(MODEL)),--served-model-name default-
 fetched := smollm2
 # Tests and tools never report usage or query a model hub.
 quiet := VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1
-# Two workers with two threads each on two cores wait for each other half of the time.
-one_thread := OMP_NUM_THREADS=1
+# Two workers with two threads each on two cores wait for each other half of the time. Byte code is
+# kept, as compiling the tests takes as long as importing what they test.
+testing := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: help install dev serve test test-tools test-fast test-nixl lint bench chart docs docs-site published flags upstream lock wheel image clean
 
@@ -39,10 +40,10 @@ serve: install ## Serve MODEL (a folder, smollm2) on HOST:PORT; ARGS go to the s
 	exec $(VENV)/bin/rbln-serve serve $(MODEL) $(name) --host $(HOST) --port $(PORT) $(ARGS)
 
 test: dev $(stamps)/test-kernels ## Run TESTS with pytest, except those marked wide; ARGS go to pytest
-	$(quiet) $(one_thread) $(python) -m pytest -m 'not wide' --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
+	$(quiet) $(testing) $(python) -m pytest -m 'not wide' --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
 
 test-fast: dev $(stamps)/test-kernels ## Tests of all parts that start no engine and take under ten seconds each
-	$(quiet) $(one_thread) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 3 --dist loadfile --max-worker-restart 0 $(TESTS) $(ARGS)
+	$(quiet) $(testing) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 3 --dist loadfile --max-worker-restart 0 $(TESTS) $(ARGS)
 
 test-tools: ## As root: install the Debian packages without which `make test` skips tests
 	$(scripts)/install_test_tools.sh

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,16 @@ def checkpoints() -> CheckpointCache:
     They are kept in the user's cache folder between runs, under a hash of the code that makes them.
     """
     return CheckpointCache(Path.home() / ".cache" / "rbln-serve" / "test-checkpoints")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from modules and tests, a million objects that stay."""
+    gc.disable()
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

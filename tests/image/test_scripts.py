@@ -118,6 +118,7 @@ def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> Non
             wheel.writestr(f"{stem}.dist-info/{file}", text)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_the_locked_one_is_not_installed(tmp_path: Path) -> None:
     environment = tmp_path / "venv"
     run("install.sh", str(environment), PYTHON=sys.executable)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from vllm import envs
 import server
 from rbln_backend.api import refuse_twins
 from rbln_backend.errors import PlatformError
+from server.commands import cli, flags
 from server.commands.flags import UnknownFlagError, nearest, require_known, vllm_flags
 from server.settings import ServerSettings, SettingsError, load_settings
 from tests.architecture.source_tree import ROOT
@@ -38,6 +40,20 @@ def rbln_serve(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **env},
         check=False,
     )
+
+
+@pytest.fixture
+def status_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Run a command line that starts nothing, in this process, and return its exit code."""
+    for module in (cli, flags):
+        monkeypatch.setattr(module, "configure", lambda *_: None)
+
+    def status(*args: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(cli.main(args))
+        return int(ended.value.code or 0)
+
+    return status
 
 
 def test_nothing_heavy_is_imported_before_listening() -> None:
@@ -67,26 +83,32 @@ def test_nothing_heavy_is_imported_before_flags_are_checked(command: str) -> Non
 
 
 @pytest.mark.parametrize("command", ["serve", "check"])
-def test_help_lists_every_setting(command: str) -> None:
-    done = rbln_serve(command, "--help")
-    assert done.returncode == 0
+def test_help_lists_every_setting(
+    status_of: Callable[..., int], capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert status_of(command, "--help") == 0
+    shown = capsys.readouterr().out
     for name in ServerSettings.model_fields:
-        assert "--" + name.replace("_", "-") in done.stdout
-        assert f"RBLN_SERVE_{name.upper()}" in done.stdout.replace("\n", "").replace(" ", "")
+        assert "--" + name.replace("_", "-") in shown
+        assert f"RBLN_SERVE_{name.upper()}" in shown.replace("\n", "").replace(" ", "")
     # In groups, with the kind of value and the default of each.
-    assert "\nLimits of concurrent work and of the size of a request:\n" in done.stdout
-    assert "--port PORT" in done.stdout
-    assert "--unknown-fields {reject,warn}" in done.stdout
-    assert "--drain-timeout-s SECONDS" in done.stdout
-    assert "default: 8000;" in done.stdout
-    assert " X " not in done.stdout
+    assert "\nLimits of concurrent work and of the size of a request:\n" in shown
+    assert "--port PORT" in shown
+    assert "--unknown-fields {reject,warn}" in shown
+    assert "--drain-timeout-s SECONDS" in shown
+    assert "default: 8000;" in shown
+    assert " X " not in shown
 
 
-def test_version_and_bare_help() -> None:
+def test_version_and_bare_help(
+    status_of: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert rbln_serve("--version").stdout.startswith("rbln-serve ")
-    assert "serve" in rbln_serve("--help").stdout
-    assert "check" in rbln_serve("--help").stdout
-    assert rbln_serve().returncode == 2
+    assert status_of("--help") == 0
+    shown = capsys.readouterr().out
+    assert "serve" in shown
+    assert "check" in shown
+    assert status_of() == 2
 
 
 @pytest.mark.parametrize(
@@ -117,14 +139,19 @@ def test_version_and_bare_help() -> None:
         (["fetch", "org/repo", "out"], "no other MODEL takes one"),
         (["fetch", "x.gguf"], "needs a folder OUT"),
         (["fetch", "nowhere.gguf", "out"], "there is no file 'nowhere.gguf'"),
-        (["parity", "--modle", "m"], "did you mean --model?"),
         (["collect-env", "--vlm"], "did you mean --vllm?"),
+        (["batch", "in.jsonl", "--model", "m"], "-o OUT and --model MODEL are needed"),
+        (["batch", "none.jsonl", "-o", "out", "--model", "m"], "none.jsonl is no file"),
     ],
 )
-def test_usage_errors_end_with_2_and_name_the_flag(args: list[str], words: str) -> None:
-    done = warm_process().run(*args, environ=os.environ)
-    assert done.returncode == 2
-    assert words in done.stderr
+def test_usage_errors_end_with_2_and_name_the_flag(
+    status_of: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    words: str,
+) -> None:
+    assert status_of(*args) == 2
+    assert words in capsys.readouterr().err
 
 
 _HIDE = """
@@ -153,17 +180,22 @@ def test_an_empty_credential_opens_no_server(name: str, monkeypatch: pytest.Monk
         load_settings({}, {})
 
 
-def test_an_empty_key_ends_the_start_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_key_ends_the_start_with_2(
+    status_of: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     for args, env in (
         (["--api-key", ""], {}),
         ([], {"RBLN_SERVE_ADMIN_KEY": ""}),
         ([], {"VLLM_API_KEY": ""}),
         (["--admin-key", "root="], {}),
     ):
-        done = warm_process().run("serve", "m", *args, environ={**os.environ, **env})
-        assert done.returncode == 2
-        assert "empty" in done.stderr
-        assert [*args, *env][0] in done.stderr
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            assert status_of("serve", "m", *args) == 2
+        said = capsys.readouterr().err
+        assert "empty" in said
+        assert [*args, *env][0] in said
 
 
 def test_secrets_are_taken_off_the_process_title() -> None:
@@ -204,6 +236,9 @@ def test_parity_is_the_command_of_its_own() -> None:
     done = rbln_serve("parity", "--help")
     assert done.returncode == 0
     assert done.stdout.startswith("usage: rbln-parity")
+    done = rbln_serve("parity", "--modle", "m")
+    assert done.returncode == 2
+    assert "did you mean --model?" in done.stderr
 
 
 def test_a_port_in_use_is_reported() -> None:
@@ -344,21 +379,6 @@ def test_lines_of_unknown_endpoints_are_reported(tmp_path: Path) -> None:
     errors = (tmp_path / "log").read_text()
     assert "url of the first line: must be one of /v1/chat/completions" in errors
     assert "got '/v1/none'" in errors
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("in.jsonl", "--model", "m"), "-o OUT and --model MODEL are needed"),
-        (("none.jsonl", "-o", "out", "--model", "m"), "none.jsonl is no file"),
-    ],
-)
-def test_wrong_command_lines(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    command = [sys.executable, "-m", "server", "batch", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert ended.returncode == 2
-    assert said in ended.stderr
 
 
 # -------------------------------------------------------------------------------------- collect env

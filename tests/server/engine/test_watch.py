@@ -260,6 +260,7 @@ async def test_a_process_can_be_there_before_its_first_job(pool: JobPool) -> Non
 
 
 async def test_what_a_process_prepares_does_not_count_as_its_job(pool: JobPool) -> None:
+    pool.timeout_s = 20.0
     assert (await pool.run(b"prepare")).endswith(b"prepare")
     with pytest.raises(JobSpentError):
         await pool.run(b"spend")

@@ -103,7 +103,7 @@ async def test_the_limit_of_headers_is_exact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tls", [False, True])
 async def test_half_a_head_is_not_waited_for(tmp_path: Path, tls: bool) -> None:
-    async with served(tmp_path, tls, header_timeout_s=0.4) as (service, context):
+    async with served(tmp_path, tls, header_timeout_s=0.4, linger_s=0.3) as (service, context):
         async with connected(service.port, context) as silent:
             started = time.monotonic()
             assert await silent.closed() == b""
@@ -247,7 +247,7 @@ async def test_a_proxy_that_has_buffered_a_large_body_gets_413(tmp_path: Path, h
 
 
 async def test_a_slow_client_may_send_the_rest_of_its_body(tmp_path: Path) -> None:
-    limits = {"max_body_bytes": 1024, "linger_s": 0.3}
+    limits = {"max_body_bytes": 1024, "linger_s": 0.6}
     async with running(tmp_path, **limits) as service, connected(service.port) as wire:
         await wire.send(post(b"x" * 2000)[:-1000])
         assert (await wire.answer()).code == "body_too_large"

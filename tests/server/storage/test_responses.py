@@ -552,7 +552,9 @@ def test_the_next_turn_is_that_of_whoever_runs_least() -> None:
 async def test_they_wait_on_the_disk_and_are_followed_there(tmp_path: Path) -> None:
     launcher = ScriptedLauncher()
     launcher.launched.set()
-    async with running(tmp_path, launcher, data_dir=tmp_path / "data") as service:
+    # The stream's status waits for the first event, which comes only when the others end.
+    settings = {"data_dir": tmp_path / "data", "stream_commit_s": 0.1}
+    async with running(tmp_path, launcher, **settings) as service:
         for _ in range(ROWS):
             await create(service.client, user="wait", background=True)
         last = await create(service.client, "x" * 50_000, background=True)

@@ -90,7 +90,7 @@ async def reasons(gate: GrammarGate) -> dict[str, str | None]:
 @pytest.mark.timeout(300)
 async def test_the_verdict_is_the_same_under_load() -> None:
     quiet = await reasons(gate_with(wall_s=120))
-    with busy(4):
+    with busy(2):
         loaded = await reasons(gate_with(wall_s=120))
     assert loaded == quiet
     assert 0 < sum(reason is not None for reason in quiet.values()) <= 10

@@ -86,6 +86,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     return found
 
 
+@pytest.mark.slow
 def test_this_vllm_is_the_one_that_the_replacements_are_for(
     refusals: dict[str, str | None],
 ) -> None:
@@ -93,6 +94,7 @@ def test_this_vllm_is_the_one_that_the_replacements_are_for(
     assert patches.vllm_build().version == patches.VERSION
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", patches.SHAPES)
 def test_a_start_is_refused_where_a_name_has_another_shape(
     refusals: dict[str, str | None], name: str
@@ -103,6 +105,7 @@ def test_a_start_is_refused_where_a_name_has_another_shape(
     assert f"install vLLM {patches.VERSION}" in refusal
 
 
+@pytest.mark.slow
 def test_a_start_is_refused_where_a_name_is_gone(refusals: dict[str, str | None]) -> None:
     assert "OutputProcessor.process_outputs" in str(refusals["gone"])
 
