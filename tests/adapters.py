@@ -1,7 +1,5 @@
 """Random LoRA adapters as PEFT writes them, and checkpoints with an adapter merged in."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence

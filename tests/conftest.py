@@ -1,7 +1,5 @@
 """Fixtures of every test: a clean environment and tiny checkpoints."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """Programs of Debian packages that some tests run; `make test-tools` installs them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """What the default model answers to the README's requests, greedily and on every engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of draft models for tiny served ones, which are right some of the time, or never."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -377,17 +375,10 @@ def _made(
     names = "hidden_size vocab_size num_attention_heads num_key_value_heads head_dim"
     config = {name: found[name] for name in (*names.split(), "max_position_embeddings")}
     layers = found["num_hidden_layers"]
-    config |= {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "intermediate_size": INNER,
-        "draft_vocab_size": len(vocabulary),
-        "rms_norm_eps": EPS,
-        "tie_word_embeddings": False,
-        "eagle_aux_hidden_state_layer_ids": [1, layers - 1, layers],
-        **fields,
-    }
+    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
+    config |= {"num_hidden_layers": 1, "intermediate_size": INNER, "tie_word_embeddings": False}
+    config |= {"draft_vocab_size": len(vocabulary), "rms_norm_eps": EPS}
+    config |= {"eagle_aux_hidden_state_layer_ids": [1, layers - 1, layers], **fields}
     size, width = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     generator = torch.Generator().manual_seed(6)

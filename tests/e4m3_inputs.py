@@ -1,7 +1,5 @@
 """Answers of transformers whose experts see their inputs as e4m3 in groups (W8A8)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context

@@ -1,7 +1,5 @@
 """Answers of transformers whose keys and values are those that a cache of e5m2 keeps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context

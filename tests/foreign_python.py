@@ -1,7 +1,5 @@
 """Pythons with other packages than ours, made at their first use and kept."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@
 cache root.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import json
@@ -38,16 +36,8 @@ from server.commands.cli import main
 CANARY = "forged-bundle-canary"
 CODE = f"__import__('os').system('touch {CANARY}')"
 _KEYWORDS = (
-    f"**({CODE} and {{}} or {{}}))  #",
-    f"x=({CODE})",
-    "out",
-    "self",
-    "dim",
-    "",
-    "a b",
-    "\n",
-    "__class__",
-    "é",
+    *(f"**({CODE} and {{}} or {{}}))  #", f"x=({CODE})", "out", "self", "dim", "", "a b"),
+    *("\n", "__class__", "é"),
 )
 _OPERATORS = (
     *("torch.load", "torch.from_file", "torch.ops.load_library", "builtins.eval", "os.system"),

@@ -1,7 +1,5 @@
 """Writes GGUF files of Llama checkpoints, with llama.cpp's own package for names and layout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -69,13 +67,8 @@ def _loaded(checkpoint: Path) -> tuple[Any, dict[str, NDArray[np.float32]]]:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    add = {
-        bool: writer.add_bool,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+    add |= {str: writer.add_string, list: writer.add_array}
     if value is not None:
         add[type(value)](key, value)
 

@@ -1,7 +1,5 @@
 """A stand-in of a model hub's HTTP API on a real socket: listings, files, byte ranges, tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -60,7 +58,7 @@ class HubServer:
         return next(found, None)
 
     @contextmanager
-    def running(self) -> Iterator[HubServer]:
+    def running(self) -> Iterator["HubServer"]:
         """Serve until the end of the context."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Of", (_HubHandler,), {"hub": self}))
         server.daemon_threads = True
@@ -91,12 +89,6 @@ class _HubHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: HubServer
 
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path, self.headers["range"]))
@@ -111,6 +103,8 @@ class _HubHandler(BaseHTTPRequestHandler):
             self._list(api[1], api[2] == "tree", api[3] or "main")
         elif file:
             self._file(file[1], file[2], file[3])
+
+    do_GET = do_HEAD = _answer  # noqa: N815 (names of the base class)
 
     def _is_allowed(self) -> bool:
         return self.hub.token is None or self.headers["authorization"] == f"Bearer {self.hub.token}"

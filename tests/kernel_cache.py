@@ -3,8 +3,6 @@
 ``python -m tests.kernel_cache`` builds those of this CPU before a run.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """MiniMax-M2.7 as the vendor deploys it, small: FP8 experts, an FP8 cache, blocks of 4,096."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints with an MTP layer, which is right some of the time, or never, and its reference."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Tiny multimodal checkpoints, written by transformers' own multimodal classes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

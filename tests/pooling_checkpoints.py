@@ -1,7 +1,5 @@
 """Tiny checkpoints of models that pool, made from those that generate."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -39,17 +37,10 @@ def classifier(source: Path, target: Path, *, num_labels: int) -> Path:
     return _with_tokenizer(source, target)
 
 
-_ENCODER_SIZES: Mapping[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 300,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 3,
-}
+_ENCODER_SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256}
+_ENCODER_SIZES |= {"num_hidden_layers": 4, "num_attention_heads": 4}
+_ENCODER_SIZES |= {"max_position_embeddings": 300}
+_ENCODER_SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 3}
 _ENCODER_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "Bert": {},
     # Fields that configurations on the hub have and vLLM reads.
@@ -93,7 +84,7 @@ def sentence_transformer(
     ``pooling`` is one of that library's modes; ``dense`` [out, in] a projection after it.
     """
     shutil.copytree(source, target)
-    _change_json(target / "config.json", config)
+    _write_json(target / "config.json", json.loads((target / "config.json").read_text()) | config)
     modules = ["Transformer", "Pooling", *(["Dense"] if dense is not None else []), "Normalize"]
     entries = []
     for index, name in enumerate(modules):
@@ -117,10 +108,6 @@ def _with_tokenizer(source: Path, target: Path) -> Path:
         for file in source.glob(pattern):
             shutil.copy(file, target / file.name)
     return target
-
-
-def _change_json(path: Path, changes: Mapping[str, Any]) -> None:
-    _write_json(path, {**json.loads(path.read_text()), **changes})
 
 
 def _write_json(path: Path, value: Any) -> None:

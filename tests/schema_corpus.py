@@ -1,7 +1,5 @@
 """Schemas as people write them: what a grammar follows, what is refused, what is hostile."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ What modules read while they are imported, such as VLLM_PLUGINS, is the first pr
 that starts its own process instead.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json
@@ -142,24 +140,15 @@ class WarmProcess:
         return ForkedProcess(ours)
 
     def run(
-        self,
-        *args: str,
-        environ: Mapping[str, str],
-        address_space: int | None = None,
-        script: Path | None = None,
-        timeout: float = 300,
+        self, *args: str, environ: Mapping[str, str], timeout: float = 300, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, which may take `timeout` seconds, as `subprocess.run` does."""
+        """Run a command to its end, which may take `timeout` seconds, as `subprocess.run` does.
+
+        `options` are those of `start`.
+        """
         with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            started = self.start(
-                *args,
-                environ=environ,
-                output=output,
-                errors=errors,
-                address_space=address_space,
-                script=script,
-            )
-            status = started.wait(timeout)
+            streams: dict[str, Any] = {"output": output, "errors": errors}
+            status = self.start(*args, environ=environ, **streams, **options).wait(timeout)
             output.seek(0)
             errors.seek(0)
             return subprocess.CompletedProcess(args, status, output.read(), errors.read())

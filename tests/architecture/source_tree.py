@@ -1,7 +1,5 @@
 """The source files of this repository, as the architecture tests read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

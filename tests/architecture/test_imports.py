@@ -1,7 +1,5 @@
 """Import rules that the contracts of pyproject.toml, which `make lint` checks, cannot express."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

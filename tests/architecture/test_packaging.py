@@ -1,7 +1,5 @@
 """Pins, locks and versions agree with each other and with what is installed."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import platform

@@ -1,7 +1,5 @@
 """Workflows, hooks and settings of the host: valid, pinned, and over our own scripts."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shlex

@@ -1,7 +1,5 @@
 """What is used of vLLM exists, and what is replaced of it is in the ledger."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import inspect

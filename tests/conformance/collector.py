@@ -1,7 +1,5 @@
 """A collector of OpenTelemetry spans, as far as a test needs one."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

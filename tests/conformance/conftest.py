@@ -1,7 +1,5 @@
 """Fixtures of the conformance suite: the server under test and clients of it."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 

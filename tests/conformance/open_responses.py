@@ -5,8 +5,6 @@ there. Further fields are allowed. OpenAI's reference has more events; of those 
 fields agree, but for reasoning, whose deltas are named as OpenAI names them.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, NotRequired, Union
 
 from pydantic import ConfigDict, Field, TypeAdapter

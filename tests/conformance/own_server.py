@@ -1,7 +1,5 @@
 """A server of ours with what the suite asks for: keys, tools, traces, over a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

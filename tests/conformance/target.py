@@ -1,7 +1,5 @@
 """The server under test, and how a case says that the server lacks what it is about."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn

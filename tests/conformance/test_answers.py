@@ -1,7 +1,5 @@
 """Chat completions that are answered in one piece."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from typing import Any

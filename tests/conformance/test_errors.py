@@ -1,7 +1,5 @@
 """Refusals: the status, the SDK's exception, the envelope with a code of text and the field."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -78,9 +76,6 @@ def test_the_code_is_a_text(http: httpx.Client, model: str, wish: dict[str, Any]
 def test_the_field_is_named(http: httpx.Client, model: str) -> None:
     error = error_of(http.post(CHAT, json=body(model, temperature=-1)))
     assert error["param"] == "temperature"
-
-
-def test_a_missing_field_is_named(http: httpx.Client, model: str) -> None:
     answer = http.post(CHAT, json=body(model, messages=...))
     assert answer.status_code == 400
     assert "messages" in error_of(answer)["message"]

@@ -1,7 +1,5 @@
 """The text cases of Open Responses: every response and event against its field tables."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

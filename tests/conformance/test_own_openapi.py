@@ -1,7 +1,5 @@
 """This server's /openapi.json, and what it answers to requests that schemathesis makes of it."""
 
-from __future__ import annotations
-
 import copy
 import os
 from typing import Any

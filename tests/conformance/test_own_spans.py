@@ -1,7 +1,5 @@
 """The spans of requests, as a collector gets them: names, attributes, parents, status, end."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

@@ -1,7 +1,5 @@
 """What is stored: files, batches over them, and responses; and how each of them is refused."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -90,7 +88,9 @@ def test_a_file_has_the_documented_form(client: openai.OpenAI, model: str, file:
     assert client.files.delete(file.id).deleted
 
 
-def test_a_batch_has_the_documented_form(client: openai.OpenAI, model: str) -> None:
+def test_a_batch_has_the_documented_form(
+    client: openai.OpenAI, http: httpx.Client, model: str
+) -> None:
     batch = run(client, text_of(line(model, "a"), line(model, "b")))
     assert (batch.object, batch.status, batch.errors) == ("batch", "completed", None)
     counts = batch.request_counts
@@ -103,6 +103,10 @@ def test_a_batch_has_the_documented_form(client: openai.OpenAI, model: str) -> N
         assert answer["response"]["request_id"]
         assert answer["response"]["body"]["object"] == "text_completion"
     assert batch.id in [one.id for one in client.batches.list()]
+    # One that has ended cannot be cancelled.
+    answer = http.post(f"/v1/batches/{batch.id}/cancel")
+    assert answer.status_code in (400, 409), answer.text
+    error_of(answer)
 
 
 def test_a_line_that_is_refused_is_in_the_error_file(client: openai.OpenAI, model: str) -> None:
@@ -158,12 +162,9 @@ def test_a_wrong_limit_is_a_400(http: httpx.Client, path: str, limit: str) -> No
     is_refused(http.get(path, params={"limit": limit}), 400, "limit")
 
 
-def test_an_upload_of_another_purpose_is_a_400(http: httpx.Client) -> None:
+def test_an_upload_of_another_purpose_or_without_a_file_is_a_400(http: httpx.Client) -> None:
     answer = http.post("/v1/files", files={"file": ("a", b"x")}, data={"purpose": "nonsense"})
     is_refused(answer, 400, "purpose")
-
-
-def test_an_upload_without_a_file_is_a_400(http: httpx.Client) -> None:
     is_refused(http.post("/v1/files", files={"purpose": (None, "batch")}), 400, "file")
 
 
@@ -176,20 +177,8 @@ def test_a_batch_of_a_wrong_value_is_a_400(
     http: httpx.Client, file: Any, field: str, value: object
 ) -> None:
     is_refused(http.post("/v1/batches", json=wish(file.id, **{field: value})), 400, field)
-
-
-def test_a_batch_of_an_unknown_file_is_refused(http: httpx.Client) -> None:
     answer = http.post("/v1/batches", json=wish("file-nowhere"))
     is_refused(answer, answer.status_code if answer.status_code == 404 else 400, "input_file_id")
-
-
-def test_a_batch_that_has_ended_cannot_be_cancelled(
-    client: openai.OpenAI, http: httpx.Client, model: str
-) -> None:
-    batch = run(client, text_of(line(model)))
-    answer = http.post(f"/v1/batches/{batch.id}/cancel")
-    assert answer.status_code in (400, 409), answer.text
-    error_of(answer)
 
 
 def test_a_response_is_kept_until_it_is_deleted(client: openai.OpenAI, response: Any) -> None:
@@ -230,16 +219,11 @@ def test_a_response_that_is_not_there_is_not_gone_on_from(
     )
 
 
-def test_a_response_of_the_foreground_cannot_be_cancelled(
-    http: httpx.Client, response: Any
-) -> None:
-    answer = http.post(f"/v1/responses/{response.id}/cancel")
-    assert answer.status_code == 400, answer.text
-    error_of(answer)
-
-
-def test_a_response_of_the_background_needs_the_store(
+def test_a_response_of_the_background_needs_the_store_and_no_other_is_cancelled(
     http: httpx.Client, model: str, response: Any
 ) -> None:
     ask = {"model": model, "input": "hi", "background": True, "store": False}
     is_refused(http.post("/v1/responses", json=ask), 400, "background")
+    answer = http.post(f"/v1/responses/{response.id}/cancel")
+    assert answer.status_code == 400, answer.text
+    error_of(answer)

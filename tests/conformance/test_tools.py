@@ -1,7 +1,5 @@
 """Tools: offered, demanded, named, and their results handed back."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal

@@ -5,8 +5,6 @@ request models and filled with up to a million entries of several kinds; places 
 tools and schemas are listed by hand, and so is what an attack found. A new finding is a new line.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

@@ -1,11 +1,10 @@
 """How long a server's event loop is held, seen from outside: by how late it answers /livez."""
 
-from __future__ import annotations
-
 import http.client
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 _PERIOD_S = 0.004
 _TIMEOUT_S = 60.0
@@ -21,7 +20,7 @@ class LoopProbe:
         self._answers = 0
         self._thread = threading.Thread(target=self._ask, daemon=True)
 
-    def __enter__(self) -> LoopProbe:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

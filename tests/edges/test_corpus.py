@@ -1,7 +1,5 @@
 """The corpus against a real server: refused or answered, nobody is held up, memory comes back."""
 
-from __future__ import annotations
-
 import http.client
 import json
 from collections.abc import Callable, Iterable, Iterator

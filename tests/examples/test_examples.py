@@ -1,7 +1,5 @@
 """Every script of examples/ runs on the emulated device and shows what it says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

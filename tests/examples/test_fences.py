@@ -4,8 +4,6 @@ A block of ``sh`` or ``python`` runs against a server of the default model, unle
 ``no-run: REASON``; then only its programs, targets and flags are checked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

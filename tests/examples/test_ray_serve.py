@@ -1,7 +1,5 @@
 """The Ray Serve application in a real Ray, where that is installed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

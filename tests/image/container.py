@@ -5,8 +5,6 @@ loopback interface of its own; /tmp and the volumes alone can be written. Comman
 process 1 are the image's.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -14,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 BUILDAH = Path(__file__).with_name("buildah.sh")
 GROUP = 0
@@ -33,7 +31,7 @@ class Image:
 
     @classmethod
     @contextmanager
-    def opened(cls, folder: Path, tag: str) -> Iterator[Image]:
+    def opened(cls, folder: Path, tag: str) -> Iterator["Image"]:
         """The image's files in a copy of their own, which is gone afterwards."""
         described = json.loads(_buildah(folder, "inspect", "--type", "image", tag))
         working = _buildah(folder, "from", "--pull-never", tag).strip()
@@ -99,7 +97,7 @@ class Container:
             spec["linux"]["namespaces"][_NETWORK] = joined
         (self._bundle / "config.json").write_text(json.dumps(spec), encoding="utf-8")
 
-    def __enter__(self) -> Container:
+    def __enter__(self) -> Self:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self._runc("run", "--bundle", str(self._bundle), self._name),

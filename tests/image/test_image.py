@@ -4,8 +4,6 @@ Needs root, buildah, debootstrap, runc, nsenter, unshare and ip. `--image-folder
 which build_image.sh has built already, to try again without the build.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

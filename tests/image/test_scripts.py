@@ -1,7 +1,5 @@
 """The image's scripts, run here one by one; the costly ones run in test_image.py."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

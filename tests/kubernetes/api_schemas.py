@@ -6,8 +6,6 @@ prometheus-operator 0.8x, KEDA 2.1x, Gateway API 1, its inference extension 1 an
 LeaderWorkerSet 0.7.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from functools import cache

@@ -4,8 +4,6 @@
 command among Debian's packages.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

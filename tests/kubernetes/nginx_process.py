@@ -1,7 +1,5 @@
 """Debian's nginx with deploy/nginx/nginx.conf, on ports of the test."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import time

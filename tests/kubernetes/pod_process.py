@@ -1,7 +1,5 @@
 """A pod of the rendered chart as a process of this machine, started and ended as a kubelet does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

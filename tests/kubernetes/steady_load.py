@@ -1,10 +1,9 @@
 """Clients that keep asking, some for streams, and remember every answer that was not whole."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
+from typing import Self
 
 import httpx
 
@@ -22,7 +21,7 @@ class SteadyLoad:
         self.lost: list[str] = []
         self.texts: set[str] = set()
 
-    def __enter__(self) -> SteadyLoad:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -1,7 +1,5 @@
 """What the pods are: their times, security, devices, volumes and settings."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess
@@ -93,20 +91,17 @@ def test_every_pod_is_restricted(name: str) -> None:
             assert kinds <= _VOLUMES
 
 
-def test_names_of_services_stay_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(t["spec"]["enableServiceLinks"] is False for t in pod_templates(render()).values())
-    # Why: Kubernetes would set this for a Service called rbln-serve.
-    monkeypatch.setenv("RBLN_SERVE_SERVICE_HOST", "10.0.0.1")
-    with pytest.raises(SettingsError, match="RBLN_SERVE_SERVICE_HOST"):
-        load_settings({}, {})
-
-
 def test_the_server_takes_the_rendered_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     values = copy.deepcopy(ALL_ON)
     values["settings"] |= {"max_body_bytes": 4194304, "max_queue_s": 0, "unknown_fields": "warn"}
     for name, value in server(values).env.items():
         monkeypatch.setenv(name, value)
     settings = load_settings({}, {})
+    # Kubernetes would set this for a Service called rbln-serve.
+    assert all(t["spec"]["enableServiceLinks"] is False for t in pod_templates(render()).values())
+    monkeypatch.setenv("RBLN_SERVE_SERVICE_HOST", "10.0.0.1")
+    with pytest.raises(SettingsError, match="RBLN_SERVE_SERVICE_HOST"):
+        load_settings({}, {})
     assert settings.max_body_bytes == 4194304
     assert settings.max_in_flight == 64
     assert settings.lora_base_names == ("a", "b")
@@ -196,13 +191,6 @@ def test_the_cache_is_filled_before_the_server_starts() -> None:
     assert digest[3:] == ["--digest", "sha256:" + "0" * 64]
 
 
-def test_another_image_makes_another_job() -> None:
-    def name(**image: str) -> str:
-        return str(of_kind(render({**NAMED_NPU, "image": image}), "Job")["metadata"]["name"])
-
-    assert name(tag="1") == name(tag="1") != name(tag="2")
-
-
 def test_a_named_npu_is_compiled_for_without_one() -> None:
     templates = pod_templates(render(NAMED_NPU))
     job = templates["Job"]["spec"]
@@ -215,6 +203,12 @@ def test_a_named_npu_is_compiled_for_without_one() -> None:
     (waiting,) = templates["Deployment"]["spec"]["initContainers"]
     assert waiting["name"] == "wait-for-cache"
     assert waiting["resources"]["limits"]["rebellions.ai/ATOM"] == "4"
+    # Another image makes another Job.
+    one, same, other = (
+        of_kind(render({**NAMED_NPU, "image": {"tag": tag}}), "Job")["metadata"]["name"]
+        for tag in ("1", "1", "2")
+    )
+    assert one == same != other
 
 
 def test_replicas_of_a_stateful_set_keep_their_caches() -> None:
@@ -274,12 +268,12 @@ def test_a_group_is_one_model_over_several_pods() -> None:
     policy = of_kind(documents, "NetworkPolicy")["spec"]
     assert any("ports" not in rule for rule in policy["ingress"])
     assert "replicas of a LeaderWorkerSet" in refusal({**GROUPS, "autoscaling": {"kind": "hpa"}})
-
-
-def test_emulated_devices_are_counted_for_ray() -> None:
-    values = {**GROUPS, "device": {"kind": "emulated", "count": 2}}
-    for template in (pod_templates(render(values))[name] for name in ("leader", "members")):
-        start = template["spec"]["containers"][0]["command"][2]
+    role = {**GROUPS, "prefillDecode": {"role": "prefill"}}
+    assert "needs workload.kind Deployment or StatefulSet" in refusal(role)
+    # Emulated devices are counted for Ray.
+    templates = pod_templates(render({**GROUPS, "device": {"kind": "emulated", "count": 2}}))
+    for name in ("leader", "members"):
+        start = templates[name]["spec"]["containers"][0]["command"][2]
         assert "--resources='{\"RBLN\": 2}'" in start
 
 
@@ -354,11 +348,6 @@ def test_llm_ds_roles_exchange_kv(role: str, kv_role: str) -> None:
     peers = [{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "rbln-serve"}}}]
     assert {"from": peers} in policy["ingress"]
     assert {"to": peers} in policy["egress"]
-
-
-def test_a_role_that_cannot_work_is_refused() -> None:
-    group = {**GROUPS, "prefillDecode": {"role": "prefill"}}
-    assert "needs workload.kind Deployment or StatefulSet" in refusal(group)
 
 
 # --------------------------------------------------------------------------------------------- sums

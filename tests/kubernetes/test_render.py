@@ -1,7 +1,5 @@
 """Value sets render to what Kubernetes takes; wrong values are refused by name."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -277,13 +275,10 @@ def test_rules_are_those_of_deploy_prometheus_for_this_release(tmp_path: Path) -
     assert [group["name"] for group in rendered] == [
         name for group in files if not (name := group["name"]).startswith("rbln-npu")
     ]
-
-
-def test_runbooks_get_an_address() -> None:
+    # Runbooks get an address.
     groups = of_kind(render(ALL_ON), "PrometheusRule")["spec"]["groups"]
-    links = [
-        rule["annotations"]["runbook_url"] for g in groups for rule in g["rules"] if "alert" in rule
-    ]
+    rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    links = [rule["annotations"]["runbook_url"] for rule in rules]
     assert "https://git.example/docs/runbooks/RblnOverload.md" in links
     assert all(link.count("https://git.example/docs/runbooks/") == 1 for link in links)
 
@@ -369,16 +364,13 @@ def test_the_helm_test_asks_the_service(tmp_path: Path) -> None:
     assert failed.returncode != 0
 
 
-def test_gateways_let_the_api_in_alone() -> None:
+def test_gateways_let_the_api_in_alone_and_lead_to_the_pool() -> None:
     documents = render(ALL_ON)
     ingress = of_kind(documents, "Ingress")["spec"]
     paths = {path["path"] for rule in ingress["rules"] for path in rule["http"]["paths"]}
     route = of_kind(documents, "HTTPRoute")["spec"]["rules"][0]
     assert paths == {match["path"]["value"] for match in route["matches"]} == {"/v1"}
     assert route["timeouts"] == {"request": "0s"}
-
-
-def test_the_route_leads_to_the_pool() -> None:
     documents = render(GATEWAY)
     pool = of_kind(documents, "InferencePool")
     backend = of_kind(documents, "HTTPRoute")["spec"]["rules"][0]["backendRefs"][0]

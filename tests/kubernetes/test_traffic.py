@@ -4,8 +4,6 @@ No request is lost, every new replica starts without compiling, from a bundle, a
 allows for covers what the processes took.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sets of values that the chart is rendered with, from `value_sets.yaml`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The dashboards of deploy/grafana, read from their files."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -3,13 +3,12 @@
 Each kind leaves its trace in metrics, so that no panel that should show something stays empty.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Self
 
 import httpx
 
@@ -34,7 +33,7 @@ class MixedLoad:
         )
         self.statuses: list[int] = []
 
-    def __enter__(self) -> MixedLoad:
+    def __enter__(self) -> Self:
         for thread in self._threads:
             thread.start()
         return self

@@ -3,14 +3,12 @@
 Needs Debian's prometheus: `make test-tools`.
 """
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import yaml
@@ -50,7 +48,7 @@ class Prometheus:
         self.url = f"http://{address}"
         self._client = httpx.Client(base_url=self.url, timeout=30)
 
-    def __enter__(self) -> Prometheus:
+    def __enter__(self) -> Self:
         end = time.monotonic() + _START_S
         while time.monotonic() < end:
             assert self._process.poll() is None, self._log.read_text()

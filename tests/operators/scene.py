@@ -1,7 +1,5 @@
 """The scene of the live tests: a server with everything on, its devices, and Prometheus."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Dashboards, rules, alerts and runbooks agree with each other, without a server."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

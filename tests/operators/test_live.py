@@ -1,7 +1,5 @@
 """A real Prometheus over a real server: every expression is evaluated, and some alerts fire."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

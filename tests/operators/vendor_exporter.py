@@ -1,11 +1,10 @@
 """A stand-in of the vendor's rbln-metrics-exporter, with its documented metrics and labels."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
 
 # Metric -> value. With PROMETHEUS_METRIC_NAMES=true; all are gauges.
 VENDOR_METRICS = {
@@ -53,7 +52,7 @@ class VendorExporter:
         self.target = f"127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
-    def __enter__(self) -> VendorExporter:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -1,7 +1,5 @@
 """A worker with a wrong attention scale in one layer, as a faulty kernel would give."""
 
-from __future__ import annotations
-
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from rbln_backend.parity.probe_worker import ProbeWorker

@@ -1,7 +1,5 @@
 """Tests of `rbln-parity` from its command line, with real sides in their processes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Arguments: its rank, a file where the ranks meet, the cache root of the kernels.
 holds that it checks.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The native kernels, built once for all test runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

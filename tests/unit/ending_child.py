@@ -1,7 +1,5 @@
 """A job that ends as it is told: ``exit 3``, ``signal 4``, ``wait``, or ``answer word``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

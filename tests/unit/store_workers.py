@@ -1,7 +1,5 @@
 """Store operations for other processes; imports nothing heavy, to spawn quickly."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any

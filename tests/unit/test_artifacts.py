@@ -1,7 +1,5 @@
 """The store gives back what it got or nothing, whatever happens to the disk or to a process."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

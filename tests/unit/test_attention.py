@@ -1,7 +1,5 @@
 """Tokens visible to each token of a prompt, with and without a window, and to padding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config

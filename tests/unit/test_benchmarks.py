@@ -1,7 +1,5 @@
 """Figures derived from measured numbers: limits, rates, ratios, the report."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
@@ -230,11 +228,9 @@ def test_a_load_ends_with_its_budget() -> None:
     outcome = _send(answer, requests=3, concurrency=2, budget=0.2)
     assert [(r.error, r.tokens) for r in outcome.requests] == [(CUT, 2)] * 2
 
-
-def test_an_error_of_the_server_is_an_error() -> None:
-    async def answer(writer: asyncio.StreamWriter) -> None:
+    async def refuse(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\nno such model")
 
-    outcome = _send(answer, requests=1, concurrency=1, budget=30.0)
-    assert "no such model" in str(outcome.requests[0].error)
-    assert outcome.requests[0].tokens == 0
+    (request,) = _send(refuse, requests=1, concurrency=1, budget=30.0).requests
+    assert "no such model" in str(request.error)
+    assert request.tokens == 0

@@ -1,7 +1,5 @@
 """Bucket tables follow the documented strategies, and look-ups round up to the next bucket."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

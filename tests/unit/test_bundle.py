@@ -1,7 +1,5 @@
 """Bundles: the same bytes everywhere, and nothing taken that is not what it says."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Captured models as programs that can be stored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """Downloads from a stand-in of a hub: resumed, verified, by token and revision, offline."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -41,13 +39,9 @@ from tests.gguf_files import write_gguf
 from tests.hub_server import HubServer
 
 WEIGHTS, LARGE = os.urandom(1 << 20), os.urandom(24 << 20)
-FILES = {
-    "config.json": b'{"model_type": "llama"}',
-    "tokenizer.json": b"{}",
-    "model.safetensors": WEIGHTS,
-    "pytorch_model.bin": b"not wanted",
-    "modeling_x.py": b"not wanted",
-}
+UNWANTED = ("pytorch_model.bin", "modeling_x.py")
+FILES = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"}
+FILES |= {"model.safetensors": WEIGHTS, **dict.fromkeys(UNWANTED, b"not wanted")}
 
 
 @pytest.fixture
@@ -63,15 +57,15 @@ def settings(hub: HubServer, tmp_path: Path) -> HubSettings:
     return HubSettings(endpoint=hub.url, cache=tmp_path / "hub")
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
 def test_a_checkpoint_is_downloaded_once(
     hub: HubServer, settings: HubSettings, tmp_path: Path
 ) -> None:
     folder = fetch("org/tiny", tmp_path, None, settings)
-    assert names(folder) == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+    }
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert not list((tmp_path / "hub").rglob("*partial*"))
     downloads = len(hub.ranges("model.safetensors"))
@@ -102,11 +96,8 @@ def test_a_killed_process_is_resumed_by_the_next_one(hub: HubServer, tmp_path: P
     hub.repos["org/tiny"]["main"]["model.safetensors"] = LARGE
     hub.hold_after = 16 << 20
     environ = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
-    environ |= {
-        "HF_ENDPOINT": hub.url,
-        "HF_HUB_CACHE": str(tmp_path / "hub"),
-        "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
-    }
+    environ |= {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hub")}
+    environ |= {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "server", "fetch", "org/tiny"]
     killed = subprocess.Popen(command, env=environ, stderr=subprocess.DEVNULL)
     assert hub.holding.wait(60)
@@ -219,9 +210,7 @@ def test_a_checkpoint_is_its_texts_and_one_form_of_its_weights() -> None:
     wanted = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     found = chosen(*texts, *pooling, *others, *wanted)
     assert sorted(found) == sorted([*texts, *pooling, *wanted])
-
-
-def test_weights_of_other_forms() -> None:
+    # Weights of other forms.
     assert chosen("config.json", "consolidated.safetensors")[1:] == ["consolidated.safetensors"]
     assert chosen("config.json", "pytorch_model.bin", "optimizer.bin")[1:] == ["pytorch_model.bin"]
 

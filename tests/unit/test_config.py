@@ -1,7 +1,5 @@
 """`RblnConfig` refuses what it cannot honour and survives the trip to a worker."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -2,8 +2,6 @@
 tests/server/commands/test_default_model.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokens that JSON forbids."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path

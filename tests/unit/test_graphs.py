@@ -1,7 +1,5 @@
 """Where the graphs of a warm-up come from: the store, children that capture, or this process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Code is executed only from files that no other user can have written."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ Every field of vLLM's batch and of its sampling metadata has a rule below. A fie
 adds has none, and the test of the rules fails until it is classified.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
@@ -398,15 +396,9 @@ def test_prefill_chunk_in_the_second_block() -> None:
     assert window.cache_offset.tolist() == [[25]]
     assert inputs.tensors["local_block_tables.1"].tolist() == [2]
     assert "query_counts" not in inputs.tensors
-
-
-def test_a_full_window_counts_the_tokens_that_it_holds() -> None:
-    inputs = StepInputs.allocate(GraphSpec.of(Phase.PREFILL, 8), [WINDOW])
-    (window,) = inputs.groups
-    assert isinstance(window, WindowInputs)
-    inputs.fill_prefill([np.arange(5, 10)], np.array([40]), block_rows=[np.array([[2]])])
-    assert window.cache_seq_len.tolist() == [[24]]
-    assert window.cache_offset.tolist() == [[29]]
+    # A full window counts the tokens that it holds.
+    inputs.fill_prefill([np.arange(5, 10)], np.array([40]), block_rows=rows)
+    assert (window.cache_seq_len.tolist(), window.cache_offset.tolist()) == ([[24]], [[29]])
 
 
 def test_the_prompts_of_a_chunk_are_concatenated() -> None:
@@ -534,6 +526,9 @@ HIDDEN_ROWS = torch.arange(40, dtype=torch.float32).view(10, 4) ** 2
 def test_a_pooler_of_all_rows_gets_all_rows(chunk: int) -> None:
     result = run(host_pooler(MeanPool()), pooling_request("a", 10), HIDDEN_ROWS, chunk)
     assert torch.equal(result, HIDDEN_ROWS.mean(0))
+    # A result is a copy.
+    third = host_pooler(lambda rows, _: [rows[2]])
+    assert torch.equal(run(third, pooling_request("a", 10), HIDDEN_ROWS, 10), HIDDEN_ROWS[2])
 
 
 @pytest.mark.parametrize("chunk", [3, 10])
@@ -543,11 +538,6 @@ def test_a_last_row_pooler_gets_the_last_chunk(chunk: int) -> None:
     request.num_computed_tokens = 4
     result = run(host_pooler(LastPool(), reuses_prefixes=True), request, HIDDEN_ROWS, chunk)
     assert torch.equal(result, HIDDEN_ROWS[-1])
-
-
-def test_a_result_is_a_copy() -> None:
-    pooler = host_pooler(lambda rows, _: [rows[2]])
-    assert torch.equal(run(pooler, pooling_request("a", 10), HIDDEN_ROWS, 10), HIDDEN_ROWS[2])
 
 
 def test_a_preempted_prompt_starts_over() -> None:

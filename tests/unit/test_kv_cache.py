@@ -1,7 +1,5 @@
 """Which kind of KV cache each layer gets, and what it costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import random

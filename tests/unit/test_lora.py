@@ -1,7 +1,5 @@
 """What adapter_config.json may ask for, and how a refusal names it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewrites for the emulated device keep what a graph computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What workers put on their boards comes out of prometheus_client's own collector."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Routing in plain operators, against the words of the models' papers, row by row."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -162,9 +160,7 @@ def test_ids_of_a_rank() -> None:
     mask = torch.tensor([[1.0], [1.0], [0.0]])
     assert local_ids(ids, None, None).tolist() == ids.tolist()
     assert local_ids(ids, elsewhere, mask).tolist() == [[-1, -1], [1, 0], [-1, -1]]
-
-
-def test_weights_by_expert_leave_other_ranks_experts_out() -> None:
+    # Weights leave other ranks' experts out.
     ids = torch.tensor([[-1, 1], [0, 1], [-1, -1]], dtype=torch.int32)
     weights = torch.tensor([[0.4, 0.6], [0.3, 0.7], [0.5, 0.5]])
     spread = weights_by_expert(weights, ids, 2)

@@ -5,14 +5,13 @@ step writes token ids as keys and positions as values, after checking that what 
 would read are exactly the request's own earlier tokens.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from vllm import SamplingParams
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -185,11 +184,7 @@ class World:
         request.num_computed_tokens = end
 
     def append(
-        self,
-        cache: torch.Tensor,
-        ids: list[int],
-        tokens: torch.Tensor,
-        places: tuple[int, int, int],
+        self, cache: Tensor, ids: list[int], tokens: Tensor, places: tuple[int, int, int]
     ) -> None:
         oldest, start, end = places
         size = self.shape.block_size
@@ -201,13 +196,7 @@ class World:
             assert slot.tolist() == [tokens[position], position]
 
     def slide(
-        self,
-        cache: torch.Tensor,
-        ids: list[int],
-        window: int,
-        tokens: torch.Tensor,
-        start: int,
-        end: int,
+        self, cache: Tensor, ids: list[int], window: int, tokens: Tensor, start: int, end: int
     ) -> None:
         (block,) = ids
         for first, last in ((max(0, start - window), start), (max(0, end - window), end)):

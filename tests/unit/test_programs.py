@@ -3,8 +3,6 @@
 ``tests/forged_bundles.py`` makes thousands of such programs; here each rule has its own.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import operator

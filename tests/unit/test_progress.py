@@ -1,7 +1,5 @@
 """Workers tell their start-up; the API process folds the stories of all ranks."""
 
-from __future__ import annotations
-
 import io
 import json
 from logging.handlers import BufferingHandler

@@ -1,7 +1,5 @@
 """Which quantised checkpoints are refused: the field, the value and the documented reason."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

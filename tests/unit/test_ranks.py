@@ -1,7 +1,5 @@
 """Numbers of ranks: unique in a service, and what each of them is there for."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

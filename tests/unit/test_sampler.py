@@ -1,7 +1,5 @@
 """Draws of the kernel in vLLM's batches: its distribution, and the same tokens in any company."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from weakref import ref

@@ -1,7 +1,5 @@
 """The device's scheduling rules."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace

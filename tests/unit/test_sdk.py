@@ -1,7 +1,5 @@
 """NPU properties by name, and their effect on ranks and shapes."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import os
@@ -76,13 +74,6 @@ def test_a_rank_sees_its_own_npus(
 
 
 @pytest.mark.usefixtures("environment")
-def test_too_few_npus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RBLN_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConfigError, match=r"='3' names 1 NPUs, but rank 1 is given number 1 to 1"):
-        announce_rank(RankDevices(1, rank=1, ranks=2, npus_per_rank=1))
-
-
-@pytest.mark.usefixtures("environment")
 def test_devices_follow_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     """Number 1 of the host is number 0 of its engine, whose NPUs are named."""
     monkeypatch.setenv("RBLN_VISIBLE_DEVICES", "4,5,6,7")
@@ -94,20 +85,23 @@ def test_devices_follow_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("environment")
-def test_collectives_that_wait_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_are_set_otherwise_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RBLN_FORCE_CCL_ASYNC", "0")
     (warning,) = announce_rank(RankDevices(0, rank=0, ranks=2, npus_per_rank=1))
     assert "RBLN_FORCE_CCL_ASYNC=0" in warning
     assert announce_rank(RankDevices(0, rank=0, ranks=1, npus_per_rank=1)) == []
-
-
-@pytest.mark.usefixtures("environment")
-def test_the_old_name_of_the_devices_does_not_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RBLN_FORCE_CCL_ASYNC")
+    monkeypatch.delenv("RBLN_VISIBLE_DEVICES", raising=False)
+    # The old name of the devices does not win.
     monkeypatch.setenv("RBLN_DEVICES", "6,7")
     (warning,) = announce_rank(RankDevices(1, rank=1, ranks=2, npus_per_rank=1))
     assert "RBLN_DEVICES is the old name of RBLN_VISIBLE_DEVICES" in warning
     assert "RBLN_DEVICES" not in os.environ
     assert os.environ["RBLN_VISIBLE_DEVICES"] == "7"
+    # Too few are named.
+    monkeypatch.setenv("RBLN_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match=r"='3' names 1 NPUs, but rank 1 is given number 1 to 1"):
+        announce_rank(RankDevices(1, rank=1, ranks=2, npus_per_rank=1))
 
 
 def test_npus_differ_by_their_names() -> None:
@@ -152,16 +146,13 @@ def test_numbers_of_blocks_and_windows_have_a_largest() -> None:
         limits.check_windows([128, 32768])
 
 
-def test_chunks_divide_the_block() -> None:
+def test_chunks_divide_the_block_and_units_the_chunk() -> None:
     limits.check_chunks(1024, (128, 1024))
     with pytest.raises(ConfigError, match=r"chunk of 384 tokens .* block of 1024"):
         limits.check_chunks(1024, (128, 384))
-    assert [limits.fitting_chunk(1024, n) for n in (1, 200, 256, 257, 5000)] == [
-        *(1, 256, 256, 512, 1024)
-    ]
-
-
-def test_units_below_a_chunk_need_a_store_across_blocks() -> None:
+    chunks = [limits.fitting_chunk(1024, n) for n in (1, 200, 256, 257, 5000)]
+    assert chunks == [1, 256, 256, 512, 1024]
+    # Units below a chunk need a store across blocks.
     limits.check_reuse_unit(Npu.named("RBLN-CR13"), 64, 128)
     limits.check_reuse_unit(Npu.named("RBLN-CR03"), 128, 128)
     with pytest.raises(ConfigError, match=r"sub_block_size=64 .* RBLN-CR03 cannot store"):

@@ -1,7 +1,5 @@
 """Documented variable names resolve into the config with the documented precedence."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import get_args

@@ -1,7 +1,5 @@
 """Finished answers as drafts: useful, bounded, and separate by owner."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -182,6 +180,9 @@ def test_the_latest_of_the_longest_matches_is_continued(
     tokens: list[int], draft: list[int]
 ) -> None:
     assert proposed(tokens, 4) == draft
+    # A quote needs few steps.
+    request = DraftedRequest("a", list(range(100)))
+    assert saved(NgramDrafter(NgramLimits(2, 4)), request, [500, *range(20, 60)], 7) >= 30
 
 
 @given(TOKENS, st.integers(1, 5))
@@ -214,13 +215,6 @@ def test_tokens_come_in_any_portions(
     assert drafter.propose("a", 7) == proposed(prompt + answer, 7)
 
 
-def test_a_quote_needs_few_steps() -> None:
-    prompt = list(range(100))
-    drafter = NgramDrafter(NgramLimits(2, 4))
-    answer = [500, *range(20, 60)]
-    assert saved(drafter, DraftedRequest("a", prompt), answer, 7) >= 30
-
-
 # --------------------------------------------------------------------------------------- prediction
 TEXT = [n * n % 1009 for n in range(200)]
 
@@ -245,6 +239,9 @@ def drafter() -> PredictionFirst:
 def test_the_answer_is_found_again(answer: list[int], most_steps: int) -> None:
     request = DraftedRequest("a", (7, 8, 9), prediction=TEXT)
     assert len(answer) - saved(drafter(), request, answer, 7) <= most_steps
+    prediction = Prediction(TEXT)
+    prediction.extend([*TEXT, 1, 2, 3])
+    assert (prediction.matched, prediction.propose(5)) == (len(TEXT), [])
 
 
 def test_without_a_prediction_the_other_drafter_is_used() -> None:
@@ -278,13 +275,6 @@ def test_it_depends_on_the_tokens_and_not_on_their_portions(
     parts.extend(rest)
     assert parts.propose(9) == whole.propose(9)
     assert parts.matched == whole.matched <= len(answer)
-
-
-def test_an_answer_as_predicted_is_matched_token_by_token() -> None:
-    prediction = Prediction(TEXT)
-    prediction.extend([*TEXT, 1, 2, 3])
-    assert prediction.matched == len(TEXT)
-    assert prediction.propose(5) == []
 
 
 # --------------------------------------------------------------------------------------- text index

@@ -1,7 +1,5 @@
 """The tuner finds the best set of buckets, and predicts what it saves."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

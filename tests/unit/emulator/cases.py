@@ -1,7 +1,5 @@
 """Float64 references, tolerances and inputs that several kernel tests share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any

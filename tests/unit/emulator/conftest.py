@@ -1,7 +1,5 @@
 """Every test here is of the native kernels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

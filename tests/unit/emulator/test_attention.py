@@ -1,7 +1,5 @@
 """Attention over the paged cache: values, and bits that no batch, chunk or padding changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

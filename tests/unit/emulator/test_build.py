@@ -1,7 +1,5 @@
 """Building the library: cached, atomic, shared, repaired; and what happens without a compiler."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

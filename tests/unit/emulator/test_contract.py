@@ -1,7 +1,5 @@
 """PyTorch's contract of the ops: schemas, shape functions, capture; and the bodies' agreement."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention over caches of e4m3: what they keep, what tokens see of it, and whose bits depend."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

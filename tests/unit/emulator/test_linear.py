@@ -1,7 +1,5 @@
 """The linear kernel: values, strides, packing, and bits that do not depend on the batch."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 from collections.abc import Callable, Iterator
@@ -139,26 +137,22 @@ def test_packing_where_the_weight_lies(
     if not fits:
         with pytest.raises(RuntimeError, match="needs padding"):
             OPS.pack_linear_weight_(weight)
-
-
-def test_which_weights_can_be_packed() -> None:
-    assert can_pack(torch.zeros(3, 5, dtype=torch.bfloat16))
-    assert not can_pack(torch.zeros(3, 5, dtype=torch.int8))
-    assert not can_pack(torch.zeros(5))
-    assert not can_pack(torch.zeros(0, 5))
+    assert can_pack(weight)
+    for other in (torch.zeros(3, 5, dtype=torch.int8), torch.zeros(5), torch.zeros(0, 5)):
+        assert not can_pack(other)
 
 
 def test_mistakes_are_named() -> None:
     x, weight, bias = make(2, 20, 33, torch.float32)
     packed = OPS.pack_linear_weight(weight)
-    with pytest.raises(RuntimeError, match="32 features, the packed weight was made for 33"):
-        OPS.linear(x[:, :32], packed, None, 20)
-    with pytest.raises(RuntimeError, match="out_features 33 does not fit 2 panels"):
-        OPS.linear(x, packed, None, 33)
-    with pytest.raises(RuntimeError, match="bias has 19 elements instead of 20"):
-        OPS.linear(x, packed, bias[:19], 20)
-    with pytest.raises(RuntimeError, match="packed has dtype Float instead of BFloat16"):
-        OPS.linear(x.bfloat16(), packed, None, 20)
+    for arguments, message in (
+        ((x[:, :32], None, 20), "32 features, the packed weight was made for 33"),
+        ((x, None, 33), "out_features 33 does not fit 2 panels"),
+        ((x, bias[:19], 20), "bias has 19 elements instead of 20"),
+        ((x.bfloat16(), None, 20), "packed has dtype Float instead of BFloat16"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            OPS.linear(arguments[0], packed, *arguments[1:])
 
 
 # ------------------------------------------------------------------------------------------ lm head

@@ -1,7 +1,5 @@
 """Memory of large tensors: mapped on huge pages, kept between steps, torch's own on request."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource
@@ -24,12 +22,11 @@ from rbln_backend.host.resources import core_budget
 from rbln_backend.worker.worker import set_up_runtime
 
 HUGE_PAGE = 2 << 20
-pytestmark = pytest.mark.usefixtures("restored")
 # More than malloc ever keeps.
 LARGE = 40 << 20
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def restored(native_kernels: Path) -> Iterator[None]:
     # An engine of another test may have kept some.
     choose_memory(mapped=False, huge_pages=False)

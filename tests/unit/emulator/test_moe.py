@@ -1,7 +1,5 @@
 """Routing and experts: values, which experts are read, bits that no other row changes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -277,22 +275,19 @@ def test_strided_rows_and_no_rows() -> None:
 def test_mistakes_are_named() -> None:
     layer = Experts()
     x, (weights, ids) = layer.rows(3), route(3, layer.count, 2)
-    w13, w13_bias, w2, w2_bias, size, activation = layer.arguments()
+    arguments = [x, weights, ids, *layer.arguments()]
     with pytest.raises(RuntimeError, match="top_k 6 of 5 experts"):
         OPS.moe_route(torch.randn(3, 5), 6, True)
-    with pytest.raises(RuntimeError, match=r"w13 has shape .* packed matrices of \[48, 39\]"):
-        OPS.moe(x[:, :39], weights, ids, w13, w13_bias, w2, w2_bias, size, activation)
-    with pytest.raises(RuntimeError, match=r"w2 has shape .* packed matrices of \[40, 24\]"):
-        OPS.moe(x, weights, ids, w13, w13_bias, layer.w2, w2_bias, size, activation)
-    with pytest.raises(RuntimeError, match=r"the bias of w13 has shape \[5, 40\]"):
-        OPS.moe(x, weights, ids, w13, w2_bias, w2, w2_bias, size, activation)
-    with pytest.raises(RuntimeError, match="activation is 'relu'"):
-        OPS.moe(x, weights, ids, w13, w13_bias, w2, w2_bias, size, "relu")
-    with pytest.raises(RuntimeError, match="ids int32 of 3 rows"):
-        OPS.moe(x, weights, ids.long(), w13, w13_bias, w2, w2_bias, size, activation)
-    ids[1] = torch.tensor([0, 5])
-    with pytest.raises(IndexError, match=r"ids\[1\] names expert 5 of 5"):
-        OPS.moe(x, weights, ids, *layer.arguments())
-    ids[1] = torch.tensor([3, 3])
-    with pytest.raises(ValueError, match=r"ids\[1\] names expert 3 twice"):
-        OPS.moe(x, weights, ids, *layer.arguments())
+    wrong, twice = ids.clone(), ids.clone()
+    wrong[1], twice[1] = torch.tensor([0, 5]), torch.tensor([3, 3])
+    for place, value, error, message in (
+        (0, x[:, :39], RuntimeError, r"w13 has shape .* packed matrices of \[48, 39\]"),
+        (5, layer.w2, RuntimeError, r"w2 has shape .* packed matrices of \[40, 24\]"),
+        (4, layer.w2_bias, RuntimeError, r"the bias of w13 has shape \[5, 40\]"),
+        (8, "relu", RuntimeError, "activation is 'relu'"),
+        (2, ids.long(), RuntimeError, "ids int32 of 3 rows"),
+        (2, wrong, IndexError, r"ids\[1\] names expert 5 of 5"),
+        (2, twice, ValueError, r"ids\[1\] names expert 3 twice"),
+    ):
+        with pytest.raises(error, match=message):
+            OPS.moe(*arguments[:place], value, *arguments[place + 1 :])

@@ -1,7 +1,5 @@
 """Products with weights of 4 and 8 bits: values, and bits that do not depend on the batch."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
@@ -254,19 +252,16 @@ def _stacked(
 
 def test_what_does_not_fit_is_refused() -> None:
     weight = Weight("int4", 32, 128, 64, torch.float32)
-    x, parts = torch.randn(2, 128), (weight.words, weight.scales)
-    with pytest.raises(
-        RuntimeError, match="format is 'int3', known are int4, int8, e4m3, e2m1 and blocks8"
+    x, words, scales = torch.randn(2, 128), weight.words, weight.scales
+    less, zeros = x[:, :64].contiguous(), scales[:, :1].byte().contiguous()
+    for reason, arguments in (
+        ("format is 'int3', known are int4, int8, e4m3, e2m1 and", (x, scales, None, "int3")),
+        ("not that of a packed int4 weight", (less, scales, None, "int4")),
+        ("not that of a packed e4m3 weight", (x, scales, None, "e4m3")),
+        ("do not share", (x, scales.repeat(1, 2, 1), None, "int4")),
+        ("scales of e2m1 have dtype", (x, scales, None, "e2m1")),
+        ("zeros of int4 has shape", (x, scales, zeros, "int4")),
     ):
-        OPS.quantized_linear(x, *parts, None, None, 32, "int3")
-    with pytest.raises(RuntimeError, match="not that of a packed int4 weight"):
-        OPS.quantized_linear(x[:, :64].contiguous(), *parts, None, None, 32, "int4")
-    with pytest.raises(RuntimeError, match="not that of a packed e4m3 weight"):
-        OPS.quantized_linear(x, *parts, None, None, 32, "e4m3")
-    with pytest.raises(RuntimeError, match="do not share"):
-        OPS.quantized_linear(x, parts[0], parts[1].repeat(1, 2, 1), None, None, 32, "int4")
-    with pytest.raises(RuntimeError, match="scales of e2m1 have dtype"):
-        OPS.quantized_linear(x, *parts, None, None, 32, "e2m1")
-    with pytest.raises(RuntimeError, match="zeros of int4 has shape"):
-        zeros = parts[1][:, :1].byte().contiguous()
-        OPS.quantized_linear(x, *parts, zeros, None, 32, "int4")
+        rows, by, points, written = arguments
+        with pytest.raises(RuntimeError, match=reason):
+            OPS.quantized_linear(rows, words, by, points, None, 32, written)

@@ -3,8 +3,6 @@
 Random numbers that lie evenly spread give every token its share of the draws, to one draw.
 """
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Sliding-window attention: values, the block it leaves, and bits that nothing else changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -97,7 +95,10 @@ def test_every_chunking_and_decode_give_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+def test_rows_do_not_depend_on_the_batch_or_the_threads(dtype: torch.dtype) -> None:
+    run = Windows(bodies=NATIVE, window=100, length=300, kv_heads=3, group=4, head_size=64)
+    one, two = for_thread_counts(lambda: feed(run, 300, 128))
+    assert torch.equal(one, two)
     prompts = [150, 1, 99, 100, 64]
     run = Windows(
         bodies=NATIVE, dtype=dtype, window=100, length=151, batch=5, kv_heads=4, head_size=128
@@ -117,12 +118,6 @@ def test_decode_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
         assert torch.equal(run.cache.nan_to_num(), after.nan_to_num())
     for row in range(5):
         assert torch.equal(decode([row]), together[row : row + 1])
-
-
-def test_prefill_does_not_depend_on_the_threads() -> None:
-    run = Windows(bodies=NATIVE, window=100, length=300, kv_heads=3, group=4, head_size=64)
-    one, two = for_thread_counts(lambda: feed(run, 300, 128))
-    assert torch.equal(one, two)
 
 
 def test_a_window_of_thousands_slides(bodies: Bodies) -> None:

@@ -1,7 +1,5 @@
 """Requests with one sliding-window block each, fed step by step, and a full-cache reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
