@@ -22,7 +22,7 @@ HEAD = ("lm_head",)
 # Of the weights' own size: strong enough to change most tokens, weak enough to keep text sane.
 STRENGTH = 0.5
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 
 
 def make_adapter(
@@ -56,8 +56,8 @@ def make_adapter(
         a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
         b = torch.randn(outputs, rank, generator=generator) * STRENGTH
         b = b / (_scale(fields) * rank**0.5)
-        tensors[f"{_PREFIX}{module}.lora_A.weight"] = a.to(dtype)
-        tensors[f"{_PREFIX}{module}.lora_B.weight"] = b.to(dtype)
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = a.to(dtype)
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = b.to(dtype)
     save_file(tensors, path / "adapter_model.safetensors")
     if experts == "stacked":
         stack_experts(checkpoint, path, rank=rank, strength=strength, seed=seed)
@@ -75,7 +75,7 @@ def merge(checkpoint: Path, adapter: Path, path: Path) -> Path:
     for name in (name for name in singles if name.endswith(".lora_A.weight")):
         module = name.removesuffix(".lora_A.weight")
         delta = matrices[f"{module}.lora_B.weight"].double() @ matrices[name].double()
-        weight = f"{module.removeprefix(_PREFIX)}.weight"
+        weight = f"{module.removeprefix(PREFIX)}.weight"
         weights[weight] = (weights[weight].double() + scale * delta).float()
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
@@ -119,7 +119,6 @@ def _modules(
 #
 # A is [experts * r, inputs], expert by expert; B is [outputs, r * experts], its columns going
 # through the experts for each of the r (PEFT's ``ParamWrapper.get_delta_weight``).
-PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _FIRST, _SECOND = ("gate_up_proj", "down_proj")
 

@@ -71,6 +71,7 @@ def _deepseek(served: str, **options: Any) -> MtpFamily:
     )
 
 
+_ERNIE_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 MTP_LAYERS: Mapping[str, MtpFamily] = {
     "glm4_moe": _deepseek("glm4_moe"),
     "deepseek_v3": _deepseek("deepseek_v3", recycles_norm=True),
@@ -90,10 +91,7 @@ MTP_LAYERS: Mapping[str, MtpFamily] = {
     "ernie4_5_moe": MtpFamily(
         served="ernie4_5_moe",
         block="llama",
-        block_fields={
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-            "rms_norm_eps": 1e-5,
-        },
+        block_fields={"rope_parameters": _ERNIE_ROPE, "rms_norm_eps": 1e-5},
         prefix="model.mtp_block.0.",
         token_norm="model.mtp_emb_norm.0",
         hidden_norm="model.mtp_hidden_norm.0",

@@ -55,31 +55,19 @@ from tests.server.request.limits import LIMITS
 
 ROOT = Path(__file__).parents[2]
 MODELS = request_models()
+_SIZES = {"max_messages": 2048, "max_prompts": 256, "max_tools": 256, "max_n": 8, "max_stop": 4}
+_SIZES |= {"max_logit_bias": 1024, "max_model_len": 2048, "max_queued_tokens": 16384}
+_MODEL = {"has_priorities": False, "text_only": True, "vocab_size": 500}
+_READS = {"unknown_fields": "reject", "max_json_depth": 64, "merge_inline_system": False}
+_TEMPLATE = {"own_templates": True, "thinking": ThinkingSupport(), "sampling": {}, "guided": True}
+_TEMPLATE |= {"variables": TemplateVariables(arguments=frozenset(("tokenize",)))}
 RULES = RequestRules(
-    limits=RequestLimits(
-        max_messages=2048,
-        max_prompts=256,
-        max_tools=256,
-        max_n=8,
-        max_stop=4,
-        max_logit_bias=1024,
-        max_model_len=2048,
-        vocab_size=500,
-        max_queued_tokens=16384,
-        has_priorities=False,
-        text_only=True,
-    ),
-    unknown_fields="reject",
-    max_json_depth=64,
-    merge_inline_system=False,
-    thinking=ThinkingSupport(),
-    variables=TemplateVariables(arguments=frozenset(("tokenize",))),
-    own_templates=True,
+    limits=RequestLimits(**_SIZES, **_MODEL),
+    **_READS,
+    **_TEMPLATE,
     tools=ToolSupport("template", None, "it names them"),
-    guided=True,
     rewrites_tools=True,
     speculates=True,
-    sampling={},
     offered=frozenset(MODELS) - {"rerank"},
     does="does other things",
 )

@@ -134,12 +134,8 @@ def _curl(container: Container, path: str, *arguments: str) -> str:
 
 
 def _chat(**fields: object) -> tuple[str, ...]:
-    body = {
-        "model": "default-model",
-        "messages": [{"role": "user", "content": "Hello!"}],
-        "ignore_eos": True,
-        **fields,
-    }
+    body = {"model": "default-model", "messages": [{"role": "user", "content": "Hello!"}]}
+    body |= {"ignore_eos": True, **fields}
     return ("-H", "Content-Type: application/json", "-d", json.dumps(body))
 
 

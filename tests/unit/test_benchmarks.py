@@ -26,9 +26,8 @@ from benchmarks.runner.records import (
 )
 from benchmarks.scenarios.bench import Sample
 
-WORK = ModelWork(
-    layers=2, heads=4, kv_heads=2, head_dim=8, layer_weights=10_000, head_weights=5_000
-)
+_HEADS = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+WORK = ModelWork(**_HEADS, layer_weights=10_000, head_weights=5_000)
 
 
 def _step(side: str, round_number: int, seconds: float) -> StepRecord:

@@ -170,12 +170,6 @@ def evil(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
     return path
 
 
-def link(kind: bytes) -> tarfile.TarInfo:
-    member = tarfile.TarInfo("rbln/graphs/link")
-    member.type, member.linkname = kind, "/etc/passwd"
-    return member
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -190,8 +184,10 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
 def test_only_files_are_taken(tmp_path: Path, kind: bytes) -> None:
+    member = tarfile.TarInfo("rbln/graphs/link")
+    member.type, member.linkname = kind, "/etc/passwd"
     with pytest.raises(BundleError, match="not a regular file"):
-        read_archive(evil(tmp_path / "a.tar", (link(kind), b"")))
+        read_archive(evil(tmp_path / "a.tar", (member, b"")))
 
 
 def test_bounds_hold_before_the_memory_is_taken(tmp_path: Path) -> None:

@@ -85,6 +85,8 @@ def test_chat_template_renders_turns_and_asks_for_an_answer(tokenizer: Any) -> N
         "<|startoftext|><|im_start|>system\nBe kind.<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
+    with pytest.raises(TemplateError, match="Unknown role boss"):
+        tokenizer.apply_chat_template([{"role": "boss", "content": "Hi"}], tokenize=False)
 
 
 def test_chat_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
@@ -101,11 +103,6 @@ def test_chat_template_renders_tools_calls_and_results(tokenizer: Any) -> None:
     assert f"Tools:\n{json.dumps(shown)}<|im_end|>" in text
     assert '<tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>' in text
     assert text.endswith("<|im_start|>tool\n12:30<|im_end|>\n")
-
-
-def test_chat_template_refuses_an_unknown_role(tokenizer: Any) -> None:
-    with pytest.raises(TemplateError, match="Unknown role boss"):
-        tokenizer.apply_chat_template([{"role": "boss", "content": "Hi"}], tokenize=False)
 
 
 # ------------------------------------------------------------------------------------------- corpus

@@ -152,9 +152,13 @@ def test_damage_and_absence_are_distinguished_from_distrust(entry: Path, root: P
     assert examine(root / "nothing") == ("absent", "")
 
 
-def test_nothing_is_made_where_others_may_write(root: Path) -> None:
+def test_nothing_is_made_where_others_may_write_or_open_to_the_group(root: Path) -> None:
     before = os.umask(0o002)
     try:
+        entry = kernel_store(root) / KEY
+        make_trusted_folder(entry.parent)
+        publish(entry, {LIBRARY: CODE, RECORD: make_record(CODE, "avx2")})
+        assert examine(entry) == ("whole", "")
         make_trusted_folder(root / "a" / "b")
         assert (root / "a").stat().st_mode & 0o777 == 0o755
         root.chmod(0o2775)
@@ -163,17 +167,6 @@ def test_nothing_is_made_where_others_may_write(root: Path) -> None:
     finally:
         os.umask(before)
     assert not (root / "c").exists()
-
-
-def test_what_is_published_is_closed_to_the_group_whatever_the_umask(root: Path) -> None:
-    before = os.umask(0o002)
-    try:
-        entry = kernel_store(root) / KEY
-        make_trusted_folder(entry.parent)
-        publish(entry, {LIBRARY: CODE, RECORD: make_record(CODE, "avx2")})
-    finally:
-        os.umask(before)
-    assert examine(entry) == ("whole", "")
 
 
 @AS_ROOT

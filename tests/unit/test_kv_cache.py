@@ -40,16 +40,9 @@ from rbln_backend.kv_cache.tensors import KvCaches
 
 HEADS = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 TOKEN_BYTES = 2 * 2 * 32 * 2
-LIMITS = KvLimits(
-    max_model_len=1000,
-    max_num_seqs=4,
-    chunk_tokens=64,
-    block_size=32,
-    unit=16,
-    log_bytes=1 << 30,
-    log_tokens=None,
-    hybrid=True,
-)
+_SIZES = {"max_model_len": 1000, "max_num_seqs": 4, "chunk_tokens": 64, "block_size": 32}
+_LOG = {"unit": 16, "log_bytes": 1 << 30, "log_tokens": None}
+LIMITS = KvLimits(**_SIZES, **_LOG, hybrid=True)
 
 
 def full() -> KVCacheSpec:

@@ -167,13 +167,9 @@ def test_an_undeclared_name_kind_or_label_is_refused() -> None:
 
 
 # ------------------------------------------------------------------------------------- store report
-FIELDS: dict[str, Any] = {
-    "architecture": "LlamaForCausalLM",
-    "dtype": "torch.bfloat16",
-    "max_model_len": 2048,
-    "device": {"device": "emulated", "kernels": "native"},
-    "backend_sources": "a" * 64,
-}
+FIELDS: dict[str, Any] = {"architecture": "LlamaForCausalLM", "dtype": "torch.bfloat16"}
+FIELDS |= {"device": {"device": "emulated", "kernels": "native"}}
+FIELDS |= {"max_model_len": 2048, "backend_sources": "a" * 64}
 
 
 def key(phase: str = "decode", bucket: int = 1, **fields: Any) -> CacheKey:

@@ -363,9 +363,7 @@ def test_sections_add_up_and_are_replaced(tmp_path: Path) -> None:
             "phases": {"init": 1.0, "load": 2.0},
         }
     ]
-
-
-def test_ranks_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    # Ranks come in the order of their numbers.
     for rank in (10, 2, 0):
         DescriptionWriter(tmp_path, rank).write("phases", {"rank": rank})
     assert [told["phases"]["rank"] for told in read_descriptions(tmp_path)] == [0, 2, 10]

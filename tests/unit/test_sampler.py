@@ -135,16 +135,12 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
             for _ in range(20)
         ]
         drawn.append([int(step.sampled_token_ids[0]) for step in steps])
+        # Greedy rows beside it take the largest.
+        if count == 3:
+            greedy = [int(step.sampled_token_ids[3]) for step in steps]
+            assert greedy == [int(logits[3].argmax())] * 20
     assert drawn == [drawn[0]] * 4
     assert len(set(drawn[0])) > 3
-
-
-def test_greedy_rows_beside_others_take_the_largest() -> None:
-    logits = torch.randn(2, VOCABULARY)
-    metadata = metadata_of({"temperature": 0.0}, {"temperature": 2.0})
-    for _ in range(20):
-        drawn = KernelSampler()(logits=logits.clone(), sampling_metadata=metadata)
-        assert int(drawn.sampled_token_ids[0]) == int(logits[0].argmax())
 
 
 def test_what_the_kernel_does_not_know_is_vllms() -> None:

@@ -111,7 +111,6 @@ def test_a_truth_has_four_spellings(value: bool, spellings: str) -> None:
         ("VLLM_RBLN_WINDOW_PREFIX_TOKENS", "4096", "window_prefix_tokens", 4096),
         ("VLLM_LOG_BATCHSIZE_INTERVAL", "0.5", "log_batchsize_interval", 0.5),
         ("VLLM_LOG_BATCHSIZE_INTERVAL", "60", "log_batchsize_interval", 60.0),
-        ("VLLM_RBLN_USE_DEVICE_TENSOR", "0", "use_device_tensor", False),
         ("VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK", "4", "num_devices_per_local_rank", 4),
         ("VLLM_RBLN_TP_SIZE", "2", "num_devices_per_local_rank", 2),
         ("RBLN_FORCE_NPU_NAME", "RBLN-CR13", "force_npu_name", "RBLN-CR13"),

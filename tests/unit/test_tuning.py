@@ -307,17 +307,15 @@ def test_it_prints_what_to_set(root: Path, capsys: pytest.CaptureFixture[str]) -
     assert "VLLM_RBLN_DECODE_BATCH_BUCKET_MANUAL_BUCKETS=1,3,8" in out
     assert "prefill: nothing ran" in out
     assert "bad.json is left out" in err
-    assert main(["tune", "--cache-root", str(root / "empty")]) == 1
-    assert "nothing is recorded" in capsys.readouterr().err
-
-
-def test_json_and_a_choice_of_model(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # As JSON, of a chosen model.
     flags = ["--cache-root", str(root), "--model", "two", "--decode-graphs", "2"]
     assert main(["tune", *flags, "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert report["name"] == "org/two on emulated (two)"
     assert len(report["decode"]["suggested"]) == 2
     assert report["saving"] > 0
+    assert main(["tune", "--cache-root", str(root / "empty")]) == 1
+    assert "nothing is recorded" in capsys.readouterr().err
 
 
 def test_a_log_loses_half_of_its_padding_with_as_many_graphs(

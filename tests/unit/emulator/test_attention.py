@@ -266,17 +266,10 @@ every_case = pytest.mark.parametrize("case", CALL_CASES, ids=lambda case: case.o
 
 def tensors(case: Case) -> dict[str, Tensor]:
     q, k, v = (torch.randn(1, KV_HEADS, n, LENGTH, HEAD_SIZE) for n in (GROUP, 1, 1))
-    made = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "scale": torch.tensor(0.2),
-        "seq_idx": START,
-        "cache_seq_len": START,
-        "cache_offset": END,
-        "kv_cache": torch.zeros(3, 2, KV_HEADS, 1, BLOCK, HEAD_SIZE),
-        "block_tables": torch.tensor([2], dtype=torch.int32),
-    }
+    made = {"q": q, "k": k, "v": v, "scale": torch.tensor(0.2), "seq_idx": START}
+    made |= {"cache_seq_len": START, "cache_offset": END}
+    made |= {"kv_cache": torch.zeros(3, 2, KV_HEADS, 1, BLOCK, HEAD_SIZE)}
+    made |= {"block_tables": torch.tensor([2], dtype=torch.int32)}
     return {name: made[name] for name in case.documented}
 
 
