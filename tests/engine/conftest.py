@@ -128,7 +128,7 @@ class Engines:
 
 
 def _collect_seldom() -> None:
-    """Freeze what is imported: vLLM collects garbage several times per engine, 0.3 s each.
+    """Freeze what is imported: vLLM collects garbage several times per engine, 1 s each.
 
     A traced graph is a hundred thousand objects: the default collects every 700.
     """
@@ -136,6 +136,8 @@ def _collect_seldom() -> None:
 
     gc.collect()
     gc.freeze()
+    # The end of an engine would thaw all.
+    setattr(gc, "unfreeze", lambda: None)  # noqa: B010
     gc.set_threshold(50_000, 20, 20)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from tests.engine.script import run_script
 from tests.engine.support import make_prompts
+from tests.graph_cache import graph_cache
 from tests.reference import reference_generate
-from tests.sdk_double.launch import double_environment, read_log
+from tests.sdk_double.launch import FOLDER, double_environment, read_log
 
 SCRIPT = Path(__file__).with_name("engine_script.py")
 
@@ -93,7 +96,7 @@ def run(
     environment: dict[str, str] | None = None,
     **double: Any,
 ) -> Ran:
-    """Run ``jobs`` in a new process with its artifacts under ``folder``; ``double`` sets it up."""
+    """Run ``jobs`` in a new process with its log under ``folder``; ``double`` sets it up."""
     fields = [
         {
             "batches": job.batches,
@@ -110,6 +113,24 @@ def run(
         for job in jobs
     ]
     return Ran(*run_lives(SCRIPT, jobs, fields, folder, rbln, environment, **double))
+
+
+def _graphs_of(options: dict[str, Any]) -> Path:
+    """Return the cache root that runs with ``options`` share, kept as ``graph_cache`` is.
+
+    Binaries depend on the number of blocks, which the key of an engine's graphs does not have.
+    """
+    blocks = options["num_gpu_blocks_override"]
+    return graph_cache() / f"npu-{_double_digest()}" / f"blocks-{blocks}"
+
+
+@cache
+def _double_digest() -> str:
+    """Return the digest of the double, whose ops give shapes to what is captured."""
+    digest = hashlib.sha256()
+    for file in sorted((FOLDER / "rebel").rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 class Life(Protocol):
@@ -134,14 +155,11 @@ def run_lives(
     """Return what ``script`` prints of each life with its ``fields``, and the double's log."""
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"calls-{len(list(folder.glob('calls-*')))}.jsonl"
-    settings = {"cache_root": str(folder / "cache")} | (rbln or {})
-    request = [
-        {
-            "path": str(life.checkpoint),
-            "options": OPTIONS | {"additional_config": {"rbln": settings}} | life.options,
-            **own,
-        }
-        for life, own in zip(lives, fields, strict=True)
-    ]
+    request = []
+    for life, own in zip(lives, fields, strict=True):
+        options = OPTIONS | life.options
+        settings = {"cache_root": str(_graphs_of(options))} | (rbln or {})
+        options = {"additional_config": {"rbln": settings}} | options
+        request.append({"path": str(life.checkpoint), "options": options, **own})
     variables = double_environment(log, **double) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return run_script(script, request, variables | (environment or {}), timeout_s=900), log

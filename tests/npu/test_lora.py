@@ -104,9 +104,10 @@ def assert_as_merged(loras: Sequence[Loras], jobs: Sequence[Job], ran: Ran) -> N
 
 @pytest.mark.engine
 def test_answers_are_those_of_merged_weights(checkpoints: CheckpointCache, tmp_path: Path) -> None:
-    """In four slots and in one."""
+    """In four slots and in one; the last engine has the graphs of the first."""
     loras = Loras(checkpoints("llama", **LONG), tmp_path)
-    jobs = [loras.job(MIXED), loras.job(SHORT, max_loras=1, max_cpu_loras=2)]
+    one = loras.job(SHORT, max_loras=1, max_cpu_loras=2)
+    jobs = [loras.job(MIXED), one, loras.job(SHORT)]
     ran = run_on_device(jobs, tmp_path / "run")
     assert_as_merged([loras] * len(jobs), jobs, ran)
     compiles = ran.calls("compile")
@@ -115,9 +116,7 @@ def test_answers_are_those_of_merged_weights(checkpoints: CheckpointCache, tmp_p
     assert {(x["kind"], x["device"]) for x in slots} == {("device", "rbln")}
     used = {name for call in compiles for name in call["ops"]}
     assert not {name for name in used if "gather" in name or "where" in name}
-    warm = run_on_device(jobs[:1], tmp_path / "run")
-    assert warm.answers == ran.answers[:1]
-    assert all(call["hit"] for call in warm.calls("compile"))
+    assert all(call["hit"] for call in compiles[-GRAPHS:])
 
 
 @pytest.mark.engine

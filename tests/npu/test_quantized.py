@@ -318,10 +318,10 @@ def test_e5m2_answers_as_rounded_so(tmp_path: Path) -> None:
         answers_over_e5m2_cache(job.checkpoint, batch, job.max_tokens, ones)
         for batch in job.batches
     ]
-    cold = run([job], tmp_path / "npu")
+    root, bundle = tmp_path / "cache", tmp_path / "bundle"
+    cold = run([job], tmp_path / "npu", rbln={"cache_root": str(root)})
     assert cold.answers == [expected]
-    bundle = tmp_path / "bundle"
-    write_folder(bundle, collect(tmp_path / "npu" / "cache", GraphChecks()))
+    write_folder(bundle, collect(root, GraphChecks()))
     elsewhere = run([job], tmp_path / "host", rbln={"cache_bundles": [str(bundle)]})
     assert elsewhere.answers == [expected]
     broken = run([job], tmp_path / "npu", **{"break": ["cache_dtype"]})

@@ -166,24 +166,22 @@ def test_compiles_of_the_sdk_are_reported_and_none_follows(
 ) -> None:
     environment = {
         "PYTHONPATH": str(FOLDER),
-        "SDK_DOUBLE_COMPILE_S": "2",
+        "SDK_DOUBLE_COMPILE_S": "1",
         "VLLM_CACHE_ROOT": str(tmp_path / "cache"),
     }
     checkpoint = checkpoints("llama", max_position_embeddings=4096)
     # A device of 140 GiB would take as much of this host's memory.
     flags = (*FLAGS, "--num-gpu-blocks-override", "16")
-    with RealServer(
-        checkpoint, tmp_path, *flags, environment=environment, own_imports=True
-    ) as server:
+    with RealServer(checkpoint, tmp_path, *flags, environment=environment) as server:
         seen = []
         while server.client.get("/readyz").status_code != 200:
             seen.append(server.client.get("/startupz").json())
             assert server.process.poll() is None, server.log.read_text()
-            time.sleep(0.2)
+            time.sleep(0.1)
         compiling = [s for s in seen if s["phase"] == "compile"]
         done = {s["graphs"]["done"] for s in compiling}
         assert len(done - {0}) >= 3, "one after another, as they are done"
-        assert any(s["eta_s"] and s["eta_s"] >= 2 for s in compiling)
+        assert any(s["eta_s"] and s["eta_s"] >= 1 for s in compiling)
         info = server.client.get("/v1/server_info").json()
         assert info["device"]["name"] == "rebel"
         assert info["device"]["npu"] == "RBLN-CR13"
@@ -191,7 +189,7 @@ def test_compiles_of_the_sdk_are_reported_and_none_follows(
         assert graphs["done"] == graphs["total"] > 3
         assert server.metric('rbln_graphs{kind="decode",result="compiled"}') == 3
         spent = server.metric("rbln_compile_seconds_sum")
-        assert spent >= 2 * graphs["total"]
+        assert spent >= graphs["total"]
         body = {"model": "tiny", "prompt": "NPU", "max_tokens": 4, "ignore_eos": True}
         answer = server.client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text

@@ -55,9 +55,7 @@ def run_cases(log: Path, names: list[str], **settings: str | int) -> dict[str, s
     """The named cases in one process over the double with these settings."""
     environment = double_environment(log, **settings)
     script = FOLDER / "cases.py"
-    outcomes: dict[str, str | None] = run_script(
-        script, names, environment, timeout_s=280, own_imports=True
-    )
+    outcomes: dict[str, str | None] = run_script(script, names, environment, timeout_s=280)
     return outcomes
 
 
