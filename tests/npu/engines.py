@@ -115,6 +115,11 @@ def run(
     return Ran(*run_lives(SCRIPT, jobs, fields, folder, rbln, environment, **double))
 
 
+def beside(bundle: Path, folder: Path) -> dict[str, Any]:
+    """Return settings of engines that find graphs in ``bundle`` alone, as on another host."""
+    return {"cache_root": str(folder / "cache"), "cache_bundles": [str(bundle)]}
+
+
 def _graphs_of(options: dict[str, Any]) -> Path:
     """Return the cache root that runs with ``options`` share, kept as ``graph_cache`` is.
 

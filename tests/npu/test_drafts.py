@@ -21,7 +21,7 @@ from tests.e5m2_cache import answers_over_e5m2_cache
 from tests.engine.support import make_prompts
 from tests.engine.test_quantized import with_scales
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
-from tests.npu.engines import Job, Ran, run
+from tests.npu.engines import Job, Ran, beside, run
 from tests.npu.test_engines import IN_BLOCKS, SIZES, YARN_OVER_LONG
 from tests.npu.test_quantized import SCALES, amplify_attention
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint, quantization_config
@@ -156,8 +156,8 @@ def test_stored_graphs_and_seeds_give_the_same_tokens(drafted: Drafted) -> None:
     _, warm = (run([drafted.right], drafted.folder / "npu", rbln=stored) for _ in range(2))
     write_folder(bundle, collect(root, GraphChecks()))
     seeded = [replace(job, seed=5) for job in (drafted.right, drafted.wrong)]
-    settings = {"cache_bundles": [str(bundle)]}
-    bundled = run(seeded, drafted.folder / "host", rbln=settings)
+    host = drafted.folder / "host"
+    bundled = run(seeded, host, rbln=beside(bundle, host))
     assert all(call["hit"] for ran in (warm, bundled) for call in ran.calls("compile"))
     assert warm.answers == drafted.cold.answers
     plain = run([replace(drafted.plain, seed=5)], drafted.folder / "plain")

@@ -29,6 +29,7 @@ from tests.npu.engines import (
     TWO_BLOCKS,
     Job,
     Ran,
+    beside,
     run,
     run_lives,
 )
@@ -164,7 +165,7 @@ def test_a_bundle_carries_the_binaries(
     assert cold.answers
     bundle = tmp_path / "bundle"
     write_folder(bundle, collect(folder / "cache", GraphChecks()))
-    elsewhere = run(jobs[1:3], tmp_path / "host", rbln={"cache_bundles": [str(bundle)]})
+    elsewhere = run(jobs[1:3], tmp_path / "host", rbln=beside(bundle, tmp_path / "host"))
     assert_as_transformers(jobs[1:3], elsewhere)
     assert all(call["hit"] for call in elsewhere.calls("compile"))
 
@@ -370,7 +371,7 @@ def test_a_bundle_serves_another_pooler_of_the_same_graphs(
     scores = classifier(pooling_jobs[0].checkpoint, tmp_path / "classifier", num_labels=3)
     classes = PoolingJob(scores, "classify", {}, [[ONE_CHUNK, THREE_CHUNKS]])
     errors, log = pooling_run(
-        [pooling_jobs[0], classes], tmp_path / "host", rbln={"cache_bundles": [str(bundle)]}
+        [pooling_jobs[0], classes], tmp_path / "host", rbln=beside(bundle, tmp_path / "host")
     )
     assert max(errors) < TOLERANCE
     assert all(call["hit"] for call in log if call["call"] == "compile")

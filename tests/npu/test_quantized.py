@@ -26,7 +26,7 @@ from tests.checkpoints import CheckpointCache
 from tests.e4m3_inputs import answers_over_e4m3_inputs
 from tests.e5m2_cache import answers_over_e5m2_cache
 from tests.engine.test_quantized import with_scales
-from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, WHOLE_CHUNK, Job, run
+from tests.npu.engines import ONE_CHUNK, SHARED, TWO_BLOCKS, WHOLE_CHUNK, Job, beside, run
 from tests.npu.test_engines import YARN_OVER_LONG
 from tests.quantized_checkpoints import Format, Recipe, make_quantized_checkpoint
 from tests.reference import reference_generate
@@ -319,12 +319,13 @@ def test_e5m2_answers_as_rounded_so(tmp_path: Path) -> None:
         for batch in job.batches
     ]
     root, bundle = tmp_path / "cache", tmp_path / "bundle"
-    cold = run([job], tmp_path / "npu", rbln={"cache_root": str(root)})
+    stored = {"cache_root": str(root)}
+    cold = run([job], tmp_path / "npu", rbln=stored)
     assert cold.answers == [expected]
     write_folder(bundle, collect(root, GraphChecks()))
-    elsewhere = run([job], tmp_path / "host", rbln={"cache_bundles": [str(bundle)]})
+    elsewhere = run([job], tmp_path / "host", rbln=beside(bundle, tmp_path / "host"))
     assert elsewhere.answers == [expected]
-    broken = run([job], tmp_path / "npu", **{"break": ["cache_dtype"]})
+    broken = run([job], tmp_path / "npu", rbln=stored, **{"break": ["cache_dtype"]})
     assert broken.answers != [expected]
     assert all(call["hit"] for warm in (elsewhere, broken) for call in warm.calls("compile"))
 
