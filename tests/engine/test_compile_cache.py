@@ -19,7 +19,7 @@ from server.commands.cache import GraphChecks
 from server.commands.cli import main
 from tests.checkpoints import CheckpointCache
 from tests.engine.conftest import DEFAULTS, Engine, Engines
-from tests.engine.support import make_prompts
+from tests.engine.support import FEW, make_prompts
 from tests.forged_bundles import CANARY, CODE, Watch, forge, import_forged
 from tests.kernel_cache import share_kernels
 from tests.reference import reference_generate
@@ -29,6 +29,8 @@ pytestmark = pytest.mark.engine
 
 # prefill 16, 32, 64; decode 1, 2, 4; the LM head. Of one layer, as each is captured often.
 NUM_GRAPHS = 7
+# Of the options FEW: prefill 64; decode 1, 4; the LM head.
+FEW_GRAPHS = 4
 ONE_LAYER = {"num_hidden_layers": 1}
 PROMPT = make_prompts([70], seed=200)[0]
 
@@ -175,13 +177,13 @@ def test_another_shape_is_another_key(engines: Engines, copied: Path) -> None:
     # The decode graphs of 1 and 2 rows and the rest are shared, but for the chunk of 64, which
     # held four prompts.
     assert compiled(engine) == 1
-    other = start(engines, copied, options={"block_size": 32})
+    other = start(engines, copied, options={"block_size": 32}, **FEW)
     # The LM head does not depend on the block size, but the key is the whole configuration.
-    assert compiled(other) == NUM_GRAPHS
+    assert compiled(other) == FEW_GRAPHS
 
 
 def test_another_model_never_reads_these_graphs(engines: Engines, copied: Path) -> None:
-    assert compiled(start(engines, copied, "qwen2")) == NUM_GRAPHS
+    assert compiled(start(engines, copied, "qwen2", **FEW)) == FEW_GRAPHS
 
 
 def test_a_read_only_store_serves_and_is_left_alone(engines: Engines, copied: Path) -> None:
@@ -193,8 +195,8 @@ def test_a_read_only_store_serves_and_is_left_alone(engines: Engines, copied: Pa
 
 
 def test_the_cache_can_be_bypassed(engines: Engines, copied: Path) -> None:
-    engine = start(engines, copied, disable_compile_cache=True)
-    assert compiled(engine) == NUM_GRAPHS
+    engine = start(engines, copied, disable_compile_cache=True, **FEW)
+    assert compiled(engine) == FEW_GRAPHS
     assert engine.total("rbln_compile_cache_requests_total", result="hit") == 0
     assert_serves(engine)
 
@@ -253,7 +255,7 @@ def test_two_starts_share_the_work(checkpoints: CheckpointCache, tmp_path: Path)
     for number in range(2):
         run_dir = tmp_path / f"run-{number}"
         run_dir.mkdir()
-        rbln = {"cache_root": str(root), "run_dir": str(run_dir), "num_threads": 1}
+        rbln = {"cache_root": str(root), "run_dir": str(run_dir), "num_threads": 1} | FEW
         options = DEFAULTS | {"additional_config": {"rbln": rbln}}
         argument = json.dumps([str(checkpoints("llama", **ONE_LAYER)), options])
         with (run_dir / "log").open("wb") as log:
@@ -264,7 +266,7 @@ def test_two_starts_share_the_work(checkpoints: CheckpointCache, tmp_path: Path)
     for process, log_file in processes:
         assert process.wait(180) == 0, log_file.read_text()[-2000:]
     results = [result for number in range(2) for result in _results(tmp_path / f"run-{number}")]
-    assert sorted(results) == ["compiled"] * 7 + ["loaded"] * 7
+    assert sorted(results) == ["compiled"] * FEW_GRAPHS + ["loaded"] * FEW_GRAPHS
 
 
 def _results(run_dir: Path) -> list[str]:

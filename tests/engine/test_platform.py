@@ -314,7 +314,9 @@ def test_plain_vllm_uses_the_plugin_in_its_own_engine_process(
     prompt = make_prompts([30], seed=302)[0]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"VLLM_PLUGINS": "rbln", "VLLM_CACHE_ROOT": str(graph_cache())}
+    # A new Python, which has to find the plugin.
+    environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     argument = [str(checkpoint), DEFAULTS, prompt]
-    platform, token_ids = run_script(script, argument, environment, own_imports=True)
+    platform, token_ids = run_script(script, argument, environment)
     assert platform == "RblnPlatform"
     assert token_ids == reference_generate(checkpoint, prompt, 12).token_ids
