@@ -1,9 +1,9 @@
 """`rbln-serve` and scripts in forks of a process that has already imported vLLM.
 
 Imports are 20 of the 21 CPU seconds that a server with a tiny model takes to start, half of them
-in the HTTP process and half in its fork server. Here one process imports for all commands of a
-test run. Each command line still is a process of its own, with its own arguments, environment,
-folder, streams, exit status and fork server.
+in the HTTP process and half in its fork server. Here one process imports for all commands of all
+workers of a test run. Each command line still is a process of its own, with its own arguments,
+environment, folder, streams, exit status and fork server.
 
 What modules read while they are imported, such as VLLM_PLUGINS, is the first process's: a test of
 that starts its own process instead.
@@ -27,6 +27,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from select import select
 from typing import IO, Any
 
 _PRELOADED = (
@@ -91,27 +92,24 @@ class ForkedProcess:
 
 
 class WarmProcess:
-    """The process that has imported; it ends when `close` is called or the caller ends."""
+    """The process that has imported; it ends when its last user ends or calls `close`."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        """`environ` is what modules see when they are imported."""
-        self.environ = dict(environ)
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
-                env=self.environ,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
+    def __init__(self, environ: Mapping[str, str], address: str) -> None:
+        """`environ` is what modules see when they are imported; it listens at `address`."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        while True:
+            # Unless another worker has started it.
+            with suppress(OSError):
+                _start_listening(environ, address)
+            if self._socket.connect_ex(address) == 0:
+                break
+            time.sleep(0.01)
         # A busy machine takes a minute.
         self._socket.settimeout(300)
         assert self._socket.recv(_MESSAGE_BYTES) == _READY, "the imports have failed"
 
     def close(self) -> None:
-        """End it."""
         self._socket.close()
-        self._process.wait(60)
 
     def start(
         self,
@@ -156,21 +154,47 @@ class WarmProcess:
 
 @cache
 def warm_process() -> WarmProcess:
-    """Return the one of this test process, which ends with it."""
+    """Return the one of this test run."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
-    warm = WarmProcess({**ours, **_SET_BEFORE_IMPORTS})
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    warm = WarmProcess({**ours, **_SET_BEFORE_IMPORTS}, f"\0rbln-serve-tests-{run}")
     atexit.register(warm.close)
     return warm
 
 
-def _next_command(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+def _start_listening(environ: Mapping[str, str], address: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(listener.fileno())],
+            env=dict(environ),
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    # It may outlive this worker, of which `Popen` would warn.
+    process.returncode = 0
+
+
+def _next_command(listener: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Return a command in the process that is to run it; None in the first one, at the end."""
+    users: list[socket.socket] = []
     while True:
+        connection, *_ = select([listener, *users], [], [])[0]
+        if connection is listener:
+            users.append(listener.accept()[0])
+            users[-1].send(_READY)
+            continue
         message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
         if not message:
-            return None
-        if os.fork() == 0:
             connection.close()
+            users.remove(connection)
+            if not users:
+                return None
+            continue
+        if os.fork() == 0:
+            for one in (listener, *users):
+                one.close()
             statuses = socket.socket(fileno=descriptors.pop())
             pid = os.fork()
             if pid == 0:
@@ -291,9 +315,7 @@ def _serve() -> None:
     for name in ("freeze", "unfreeze"):
         setattr(gc, name, lambda: None)
     _fork_fork_servers()
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.send(_READY)
-    found = _next_command(connection)
+    found = _next_command(socket.socket(fileno=int(sys.argv[1])))
     if found is None:
         return
     command, (output, errors) = found

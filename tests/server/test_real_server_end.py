@@ -111,25 +111,32 @@ def test_a_killed_engine_is_noticed(server: RealServer) -> None:
         assert "exit code -9" in server.log.read_text()
 
 
-@pytest.mark.parametrize("how", ["forkserver", pytest.param("spawn", marks=pytest.mark.wide)])
-def test_nothing_survives_a_killed_server(
-    checkpoints: CheckpointCache, tmp_path: Path, how: str
+def kill(server: RealServer, tmp_path: Path) -> Path:
+    """Kill a server, which leaves no process behind, and return the folder that it leaves."""
+    # Another process tries the grammar.
+    guided = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"choice": ["a"]}}
+    assert server.client.post("/v1/completions", json=guided).status_code == 200
+    left = descendants(server.process.pid)
+    assert len(left) >= 3
+    server.process.kill()
+    deadline = time.monotonic() + 10
+    while alive := {pid: title for pid, title in left.items() if not gone(pid)}:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.02)
+    (abandoned,) = tmp_path.glob("rbln-serve-*")
+    return abandoned
+
+
+@pytest.mark.wide
+def test_nothing_survives_a_killed_server_that_spawns_its_engine(
+    checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
+    spawn = ("--engine-start", "spawn")
     checkpoint = checkpoints("llama", dtype="float32")
-    with RealServer(checkpoint, tmp_path, "--engine-start", how, own_imports=True) as server:
+    with RealServer(checkpoint, tmp_path, *spawn, own_imports=True) as server:
         server.until_ready()
-        # Another process tries the grammar.
-        guided = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"choice": ["a"]}}
-        assert server.client.post("/v1/completions", json=guided).status_code == 200
-        left = descendants(server.process.pid)
-        assert len(left) >= 3
-        server.process.kill()
-        deadline = time.monotonic() + 10
-        while alive := {pid: title for pid, title in left.items() if not gone(pid)}:
-            assert time.monotonic() < deadline, alive
-            time.sleep(0.02)
-        (abandoned,) = tmp_path.glob("rbln-serve-*")
-    with RealServer(checkpoint, tmp_path, "--engine-start", how):
+        abandoned = kill(server, tmp_path)
+    with RealServer(checkpoint, tmp_path, *spawn):
         assert not abandoned.exists()
 
 

@@ -547,6 +547,7 @@ def test_serve_refuses_it(path: str, checkpoints: CheckpointCache, tmp_path: Pat
 
 
 @pytest.mark.engine
+@pytest.mark.wide
 def test_python_refuses_it(path: str, checkpoints: CheckpointCache) -> None:
     code = "from vllm import EngineArgs; EngineArgs(model={!r}).create_engine_config()"
     done = subprocess.run(

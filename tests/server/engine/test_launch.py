@@ -30,6 +30,7 @@ from server.settings import ServerSettings
 from tests.checkpoints import CheckpointCache
 from tests.hub_server import HubServer
 from tests.server.real_server import FLAGS, RealServer
+from tests.server.test_real_server_end import kill
 
 
 def configured(model: Path, run_dir: Path, *flags: str, **settings: Any) -> Any:
@@ -547,7 +548,9 @@ def answers_while_it_starts(server: RealServer) -> None:
 
 
 @pytest.mark.engine
-def test_a_model_of_a_hub_is_served(checkpoints: CheckpointCache, tmp_path: Path) -> None:
+def test_a_model_of_a_hub_is_served_and_nothing_survives_a_kill(
+    checkpoints: CheckpointCache, tmp_path: Path
+) -> None:
     hub = HubServer()
     hub.add("org/tiny", checkpoints("llama"))
     with hub.running():
@@ -565,6 +568,9 @@ def test_a_model_of_a_hub_is_served(checkpoints: CheckpointCache, tmp_path: Path
             answer = server.client.post("/v1/completions", json=body).json()
             assert answer["usage"]["completion_tokens"] == 4
             root = server.client.get("/v1/models").json()["data"][0]["root"]
+            abandoned = kill(server, tmp_path)
     snapshot = tmp_path / "hub/models--org--tiny/snapshots" / hub.commit("org/tiny", "main")
     assert root == str(snapshot)
     assert hub.ranges("model.safetensors") == [None]
+    with RealServer(snapshot, tmp_path):
+        assert not abandoned.exists()

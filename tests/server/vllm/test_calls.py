@@ -160,7 +160,7 @@ def both(name: str, text: str, ending: Ending = NATURAL, asked: Any = None) -> t
     """Return what an answer is read as: the same whole, and streamed in pieces of any size."""
     found = whole(name, text, ending, asked)
     dice = random.Random(text)
-    for size in (1, 4, 17):
+    for size in (2, 17):
         cuts = sorted(dice.choices(range(len(text) + 1), k=len(text) // size))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         assert read(name, pieces, ending, asked) == found, (text, pieces)
@@ -177,12 +177,17 @@ def test_what_arguments_say_never_ends_a_call(name: str) -> None:
         assert both(name, JSON_FORMS[name](calls)) == ("", calls)
 
 
+STEPS = [3, pytest.param(1, marks=pytest.mark.wide)]
+"""Answers are cut behind each third character or token, and in the wide run behind each."""
+
+
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", JSON_FORMS)
-def test_a_call_that_was_cut_is_as_long_as_it_was_generated(name: str) -> None:
+def test_a_call_that_was_cut_is_as_long_as_it_was_generated(name: str, step: int) -> None:
     arguments = '{"text": "x </tool_call> ] } y", "n": [1.5e3, true]}'
     text = JSON_FORMS[name]([("look", arguments), ("ring", "{}")])
     length = 0
-    for end in range(len(text) + 1):
+    for end in (*range(0, len(text), step), len(text)):
         content, calls = (whole if end % 7 else both)(name, text[:end], LENGTH)
         assert not content, end
         found = calls[0][1] if calls else ""
@@ -293,11 +298,12 @@ def test_the_tags_of_longcat_guide_its_calls(choice: str) -> None:
     assert form.get("triggers", ["<longcat_tool_call>"]) == ["<longcat_tool_call>"]
 
 
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", JSON_FORMS)
-def test_a_call_that_is_continued_comes_back_complete(name: str) -> None:
+def test_a_call_that_is_continued_comes_back_complete(name: str, step: int) -> None:
     calls = [("look", '{"text": "one two </tool_call>"}')]
     text = JSON_FORMS[name](calls)
-    for at in range(text.index("{") + 1, len(text)):
+    for at in range(text.index("{") + 1, len(text), step):
         is_over = text[:at].rstrip().endswith(("]", "tool_call>", "|>", "｜>", "s>", "`", "calls>"))
         if "two" in text[:at] and is_over:
             break
@@ -330,6 +336,7 @@ def test_an_answer_that_ended_by_itself_has_all_of_it(form: Form) -> None:
         assert parts == (form.thought, form.said, CALLS)
 
 
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(
     ("form", "ending"),
     [
@@ -339,9 +346,9 @@ def test_an_answer_that_ended_by_itself_has_all_of_it(form: Form) -> None:
     ],
     ids=str,
 )
-def test_a_cut_call_is_as_long_as_it_was_generated(form: Form, ending: Ending) -> None:
+def test_a_cut_call_is_as_long_as_it_was_generated(form: Form, ending: Ending, step: int) -> None:
     one = reader(form)
-    for end in range(1, len(one.ids) + 1):
+    for end in (*range(1, len(one.ids), step), len(one.ids)):
         reasoning, content, calls = one.streamed(end, ending)
         assert one.whole(end, ending) == (reasoning, content, calls), end
         assert (form.thought or "").startswith((reasoning or "").rstrip())
@@ -354,10 +361,11 @@ def test_a_cut_call_is_as_long_as_it_was_generated(form: Form, ending: Ending) -
         assert all(is_whole(text) for _, text in calls[:-1])
 
 
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("form", [HERMES, CODER], ids=str)
-def test_pieces_of_any_size_make_the_same_answer(form: Form) -> None:
+def test_pieces_of_any_size_make_the_same_answer(form: Form, step: int) -> None:
     one = reader(form)
-    for end in range(1, len(one.ids) + 1):
+    for end in (*range(1, len(one.ids), step), len(one.ids)):
         singly = one.streamed(end, LENGTH)
         for size in (2, 7, 100):
             assert one.streamed(end, LENGTH, size) == singly, (end, size)

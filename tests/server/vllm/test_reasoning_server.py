@@ -41,7 +41,9 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3", "deepseek_r1"])
+@pytest.fixture(
+    scope="module", params=["qwen3", pytest.param("deepseek_r1", marks=pytest.mark.wide)]
+)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealServer]:

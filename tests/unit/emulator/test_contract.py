@@ -93,6 +93,7 @@ def attention_calls(dtype: torch.dtype) -> list[tuple[str, tuple[object, ...]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.wide), torch.bfloat16]
 )
