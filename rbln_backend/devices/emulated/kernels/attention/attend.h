@@ -74,7 +74,11 @@ inline void with_stored_type(const AttentionArgs& args, F&& f) {
   RBLN_DISPATCH(args.dtype, S, f.template operator()<S>());
 }
 
-// Over keys of type T, multiplied as type W, pairs of bf16 or floats; queries and results are of the
+// Tiles of columns that a product of R rows takes at once: enough chains to keep the units busy.
+template <int R>
+inline constexpr int kTilesAtOnce = !is_narrow_group(R) ? 1 : R == 1 && kLanes == 8 ? 4 : 2;
+
+// Over keys of type T, multiplied as type W, bf16 or floats; queries and results are of the
 // arguments' own.
 // `Keys` has void locate(int64_t begin, int64_t count, KeyTile<T>&), called for ascending tiles.
 template <class T, class W, class Keys>
@@ -84,7 +88,7 @@ class Attention {
       : args_(args), s_(scratch), keys_(keys), groups_(run.count * args.group),
         depth_(round_up(args.head_size, Layout<W>::kStep)),
         width_(round_up(args.value_size, kLanes)), rows_(args, scratch, run, width_) {
-    s_.reserve(groups_.rows, width_, groups_.rows * words(), kKeys * words(), kKeys * width_);
+    s_.reserve(groups_.rows, width_, groups_.rows * words(), kKeys * key_words(), kKeys * width_);
   }
 
   // Inlined, it asks for the thread's scratch again and again.
@@ -101,6 +105,7 @@ class Attention {
 
   // Of a row's query, and of a key in its panel.
   int64_t words() const { return depth_ / kWordDepth; }
+  int64_t key_words() const { return depth_ * int64_t(sizeof(W)) / int64_t(sizeof(float)); }
 
   template <class Q>
   void load_queries() {
@@ -118,7 +123,7 @@ class Attention {
     keys_.locate(begin_, count_, tile_);
     std::fill(tile_.keys + count_, tile_.keys + kKeys, tile_.keys[count_ - 1]);
     for (int64_t i = 0; i < count_; i += kPanel) {
-      float* const panel = s_.keys + i * words();
+      float* const panel = s_.keys + i * key_words();
       if constexpr (std::is_same_v<W, bf16>) {
         transpose_pairs(tile_.keys + i, args_.head_size, reinterpret_cast<uint32_t*>(panel));
         transpose_pairs(tile_.keys + i + 8, args_.head_size,
@@ -188,13 +193,11 @@ class Attention {
       sum_up<1>(row0 + r, std::max(rows_.from(row0 + r), end), rows_.to(row0 + r), false);
   }
 
-  template <int R>
-  void score(int64_t row0) {
-    int64_t key = 0;
-    if constexpr (is_narrow_group(R))
-      for (; key + kTileColumns < count_; key += 2 * kTileColumns)
-        score_panels<R, 2 * kTilePanels>(row0, key);
-    for (; key < count_; key += kTileColumns) score_panels<R, kTilePanels>(row0, key);
+  template <int R, int N = kTilesAtOnce<R>>
+  void score(int64_t row0, int64_t key = 0) {
+    for (; key + (N - 1) * kTileColumns < count_; key += N * kTileColumns)
+      score_panels<R, N * kTilePanels>(row0, key);
+    if constexpr (N > 1) score<R, N / 2>(row0, key);
   }
 
   template <int R, int P>
@@ -202,7 +205,7 @@ class Attention {
     const int64_t stride = args_.cache_stride.slot;
     const T* const values = tile_.next_keys + args_.cache_stride.kv;
     score_tile<W, R, P>(depth_, s_.queries + row0 * words(),
-                        reinterpret_cast<const W*>(s_.keys + key * words()), args_.scale,
+                        reinterpret_cast<const W*>(s_.keys + key * key_words()), args_.scale,
                         reinterpret_cast<const char*>(values + key * stride),
                         stride * kPanel * int64_t(sizeof(T)),
                         (tile_.next_count - key + kPanel - 1) / kPanel, int64_t(sizeof(T)),
@@ -213,13 +216,14 @@ class Attention {
   template <int R>
   void sum_up(int64_t row0, int64_t begin, int64_t end, bool rescale) {
     if (begin >= end && !rescale) return;
-    const float* factors = rescale ? rows_.factors(row0) : nullptr;
-    int64_t d = 0;
-    if constexpr (is_narrow_group(R))
-      for (; d + 2 * kTileColumns <= width_; d += 2 * kTileColumns)
-        weigh<R, 2 * kTileVectors>(row0, d, begin, end, factors);
-    for (; d + kTileColumns <= width_; d += kTileColumns)
-      weigh<R, kTileVectors>(row0, d, begin, end, factors);
+    sum_columns<R, kTilesAtOnce<R>>(row0, 0, begin, end, rescale ? rows_.factors(row0) : nullptr);
+  }
+
+  template <int R, int N>
+  void sum_columns(int64_t row0, int64_t d, int64_t begin, int64_t end, const float* factors) {
+    for (; d + N * kTileColumns <= width_; d += N * kTileColumns)
+      weigh<R, N * kTileVectors>(row0, d, begin, end, factors);
+    if constexpr (N > 1) return sum_columns<R, N / 2>(row0, d, begin, end, factors);
     for (; d < width_; d += kLanes) weigh<R, 1>(row0, d, begin, end, factors);
   }
 
@@ -252,14 +256,15 @@ class Attention {
   bool has_values_ = false, in_place_ = false;  // of the tile
 };
 
-// Computes a run: by pairs of bf16 where they multiply what it has.
+// Computes a run. Keys of bf16 stay so in their panels, half the size of floats.
 template <class T, class Keys>
 void attend(const AttentionArgs& args, Scratch& scratch, Keys& keys, const QueryRun& run) {
-  if constexpr (kMultipliesPairs && (std::is_same_v<T, bf16> || std::is_same_v<T, e4m3>)) {
+  if constexpr (std::is_same_v<T, bf16> || (kMultipliesPairs && std::is_same_v<T, e4m3>)) {
     if (args.dtype == Dtype::bf16)
       return Attention<T, bf16, Keys>(args, scratch, keys, run).compute();
   }
-  Attention<T, float, Keys>(args, scratch, keys, run).compute();
+  if constexpr (!std::is_same_v<T, bf16>)
+    Attention<T, float, Keys>(args, scratch, keys, run).compute();
 }
 
 }  // namespace rbln

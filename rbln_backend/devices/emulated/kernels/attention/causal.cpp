@@ -29,21 +29,15 @@ class Pages {
     const int64_t block_size = args_.block_size, stride = args_.cache_stride.slot;
     int64_t page = begin / block_size, slot = begin % block_size;
     tile.value_stride = slot + count <= block_size ? stride : 0;
-    tile.keys[0] = row(page, slot);
-    for (int64_t i = 1; i < count; ++i) {
-      const bool turn = ++slot == block_size;
-      if (turn) slot = 0;
-      tile.keys[i] = turn ? row(++page, 0) : tile.keys[i - 1] + stride;
+    for (int64_t i = 0; i < count; slot = 0, ++page) {
+      const int64_t end = std::min(count, i + block_size - slot);
+      for (const T* key = row(page, slot); i < end; key += stride) tile.keys[i++] = key;
     }
     const int64_t apart = tile.value_stride == 0 ? count : 1;
     for (int64_t i = 0; i < apart; ++i) tile.values[i] = tile.keys[i] + args_.cache_stride.kv;
-    tile.next_count = end_ - begin - count;
-    if (tile.next_count <= 0) {
-      tile.next_keys = after_;
-      tile.next_count = after_count_;
-    } else {
-      tile.next_keys = ++slot == block_size ? row(page + 1, 0) : tile.keys[count - 1] + stride;
-    }
+    const int64_t left = end_ - begin - count;
+    tile.next_keys = left > 0 ? row(begin + count) : after_;
+    tile.next_count = left > 0 ? left : after_count_;
   }
 
  private:

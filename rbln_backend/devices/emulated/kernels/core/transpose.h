@@ -93,25 +93,14 @@ void transpose_pairs(const T* const* rows, int64_t depth, uint32_t* out) {
 // Eight key rows become columns: out[d * kPanel + key], d in [first, depth).
 template <class T>
 void transpose_keys(const T* const* rows, int64_t depth, float* out, int64_t first = 0) {
-  constexpr int64_t step = std::is_same_v<T, bf16> ? 16 : 8;
   int64_t d = first;
-  for (; d + step <= depth; d += step) {
+  for (; d + 8 <= depth; d += 8) {
     Eight::U block[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      if constexpr (std::is_same_v<T, bf16>) block[i] = load_raw<Eight::U>(rows[i] + d);
-      else block[i] = (Eight::U)widen<8>(rows[i] + d);
-    }
+    for (int i = 0; i < 8; ++i) block[i] = (Eight::U)widen<8>(rows[i] + d);
     transpose(block);
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) {
-      if constexpr (std::is_same_v<T, bf16>) {
-        store_raw(out + (d + 2 * i) * kPanel, block[i] << 16);
-        store_raw(out + (d + 2 * i + 1) * kPanel, block[i] & 0xffff0000u);
-      } else {
-        store_raw(out + (d + i) * kPanel, block[i]);
-      }
-    }
+    for (int i = 0; i < 8; ++i) store_raw(out + (d + i) * kPanel, block[i]);
   }
   for (; d < depth; ++d)
 #pragma GCC unroll 8
