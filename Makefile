@@ -43,7 +43,7 @@ test: dev $(stamps)/test-kernels ## Run TESTS with pytest, except those marked w
 	$(quiet) $(testing) $(python) -m pytest -m 'not wide' --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
 
 test-fast: dev $(stamps)/test-kernels ## Tests of all parts that start no engine and take under ten seconds each
-	$(quiet) $(testing) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 3 --dist loadfile --max-worker-restart 0 $(TESTS) $(ARGS)
+	$(quiet) $(testing) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
 
 test-tools: ## As root: install the Debian packages without which `make test` skips tests
 	$(scripts)/install_test_tools.sh

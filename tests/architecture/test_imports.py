@@ -10,7 +10,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relative
+from tests.architecture.source_tree import PACKAGES, ROOT, python_files, relative, syntax_nodes
 
 
 @pytest.mark.parametrize("package", ["server", "rbln_backend"])
@@ -35,7 +35,7 @@ def _room(module: str) -> str:
 def _imported_modules(path: Path) -> set[str]:
     """Every dotted module that `path` imports; `from a import b` counts as a and a.b."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in syntax_nodes(path):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -98,7 +98,7 @@ def test_no_text_is_executed() -> None:
     forbidden = {"GraphModule", "symbolic_trace", "eval", "exec", "compile"}
     found = set()
     for path in python_files(*PACKAGES):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in syntax_nodes(path):
             if not isinstance(node, ast.Call):
                 continue
             if isinstance(node.func, ast.Name) and node.func.id in forbidden:

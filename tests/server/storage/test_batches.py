@@ -76,7 +76,10 @@ async def test_bodies_of_batches_have_a_size_limit(tmp_path: Path, metadata: str
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
 
 
-async def test_a_line_that_meets_a_fault_is_tried_three_times(tmp_path: Path) -> None:
+async def test_a_line_that_meets_a_fault_is_tried_three_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.storage.batches._FAULT_PAUSE_S", 0.05)
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         batch = await until_ended(service.client, await create(service.client, [line(1, "break")]))
         assert batch["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
@@ -84,7 +87,7 @@ async def test_a_line_that_meets_a_fault_is_tried_three_times(tmp_path: Path) ->
         assert bad["response"]["status_code"] == 500
 
 
-@pytest.mark.parametrize(("after_s", "most"), [(0.001, 6), (5, 1)])
+@pytest.mark.parametrize(("after_s", "most"), [(0.001, 5), (5, 1)])
 async def test_a_refused_line_is_tried_after_growing_pauses(
     tmp_path: Path, after_s: float, most: int
 ) -> None:
@@ -93,14 +96,14 @@ async def test_a_refused_line_is_tried_after_growing_pauses(
     busy["body"]["after"] = after_s
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         batch = await create(service.client, [busy])
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.8)
         assert 1 <= len(service.frontend.ended) <= most
         await service.client.post(f"/v1/batches/{batch['id']}/cancel")
         assert (await until_ended(service.client, batch))["status"] == "cancelled"
         service.frontend.ended.clear()
         body = {"input": "x", "background": True, "do": "busy", "after": after_s}
         assert (await service.client.post("/v1/responses", json=body)).status_code == 200
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(0.8)
         assert 1 <= len(service.frontend.ended) <= most
 
 
