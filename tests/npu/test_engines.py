@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rbln_backend.graphs.bundles import collect, write_folder
 from server.commands.cache import GraphChecks
+from tests.checkpoint_families import FULL, SLIDING
 from tests.checkpoints import CheckpointCache
 from tests.engine.script import run_script
 from tests.minimax_checkpoint import AS_DEPLOYED, CACHE_SCALES, LAYERS, PROMPTS, make_minimax
@@ -52,10 +53,16 @@ YARN_OVER_LONG = {
     "beta_slow": 1.0,
     "truncate": False,
 }
-FAMILIES = {
-    "llama": LONG,
-    # Every other layer sees a window.
-    "exaone4": {**LONG, "sliding_window": 200},
+# Two layers each: their graphs are captured anew in every run.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**LONG, "num_hidden_layers": 2},
+    # The first layer sees a window.
+    "exaone4": {
+        **LONG,
+        "num_hidden_layers": 2,
+        "layer_types": [SLIDING, FULL],
+        "sliding_window": 200,
+    },
 }
 OTHERS = {
     # Its head has a bias: phases differ in what comes before a weight.
