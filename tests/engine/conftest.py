@@ -1,7 +1,5 @@
 """Engines over tiny checkpoints: real vLLM, our platform, the emulated device, in this process."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator
@@ -115,11 +113,8 @@ class Engines:
         run_dir.mkdir()
         checkpoint = checkpoint or self.checkpoints(arch)
         # One thread: on a busy machine two of them wait for each other at every small kernel.
-        options = {
-            "cache_root": str(graph_cache()),
-            "run_dir": str(run_dir),
-            "num_threads": 1,
-        } | (rbln or {})
+        options = {"cache_root": str(graph_cache()), "run_dir": str(run_dir), "num_threads": 1}
+        options |= rbln or {}
         share_kernels(Path(options["cache_root"]))
         # vLLM makes the groups that the process's first model needs; experts need one more.
         destroy_model_parallel()

@@ -6,8 +6,6 @@ of one rank; the engine without drafts has one rank. The result has pairs of a t
 where there is a reference for them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -6,8 +6,6 @@ greedily, each with its log-probability. Requests go to the data-parallel engine
 a sixth item, steps check as many drafts as there are.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

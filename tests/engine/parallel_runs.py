@@ -1,7 +1,5 @@
 """Runs of engines of several ranks, and what one rank says to the same prompts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 The arguments are the numbers of RBLN devices of its nodes. The address is the first line printed.
 """
 
-from __future__ import annotations
-
 import sys
 
 from ray.cluster_utils import Cluster

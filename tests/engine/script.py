@@ -1,7 +1,5 @@
 """A script in a process of its own, and the JSON value that it prints after ``RESULT``."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What several modules of engine tests use: prompts, references, known drafts and budgets."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Sequence

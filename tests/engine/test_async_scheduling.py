@@ -1,7 +1,5 @@
 """With asynchronous scheduling every answer is that of an engine without it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

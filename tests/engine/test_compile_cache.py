@@ -1,7 +1,5 @@
 """A second start compiles nothing, and no state of the disk leads to a crash or a wrong token."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -233,9 +231,6 @@ def test_an_unknown_shape_after_warm_up_is_refused_and_counted(
 
 
 # --------------------------------------------------------------------------------- store contention
-# Two engines that start at once over one empty store compile each graph once between them.
-
-
 START = """
 import json, sys
 from vllm import LLM

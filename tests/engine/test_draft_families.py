@@ -1,7 +1,5 @@
 """A checkpoint's own MTP layer changes no token, in every family that has one here."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator
@@ -18,14 +16,7 @@ from rbln_backend.errors import UnsupportedModelError
 from tests.draft_checkpoints import NARROW, fitted_eagle, fitted_eagle3, random_eagle3
 from tests.engine.conftest import Engine, Engines
 from tests.engine.support import FEW, FEWER, MOST, AnyLength, make_prompts
-from tests.engine.test_draft_models import (
-    GREEDY,
-    PROMPTS,
-    Drafted,
-    record_drafts,
-    start,
-    texts_of,
-)
+from tests.engine.test_draft_models import GREEDY, PROMPTS, Drafted, record_drafts, start, texts_of
 from tests.engine.test_quantized import E4M3
 from tests.engine.test_speculation import OFF, WAYS, greedy, results, seeded
 from tests.mtp_checkpoints import MTP_LAYERS, MtpMaker, quantized_maker
@@ -114,9 +105,6 @@ def test_drafts_are_those_of_the_whole_text(
 
 
 # ------------------------------------------------------------------------------------ mtp quantized
-# MTP layers of quantised checkpoints change no token, and draft what their weights mean.
-
-
 SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "q_lora_rank": 64,
@@ -255,9 +243,6 @@ def test_a_quantized_projection_of_hidden_states_is_refused(
 
 
 # ---------------------------------------------------------------------------------- eagle3 families
-# EAGLE-3 with served families other than Llama changes no token.
-
-
 FP8 = Recipe(format="fp8", block=(64, 64))
 
 
@@ -302,10 +287,7 @@ def test_quantised_models_answer_the_same(
             r"eagle_aux_hidden_state_layer_ids must be 3 layers from 0 to 3, got \[1, 2, 4\]",
         ),
         ({"target_hidden_size": 64}, "hidden_size must be the served model's, 128, got 64"),
-        (
-            {"lost": "lm_head"},
-            r"lm_head\.weight must be in the checkpoint",
-        ),
+        ({"lost": "lm_head"}, r"lm_head\.weight must be in the checkpoint"),
         ({**NARROW, "lost": "embed_tokens"}, r"embed_tokens\.weight must be in the"),
     ],
 )
@@ -323,9 +305,6 @@ def test_layers_that_do_not_fit_are_refused(
 
 
 # ------------------------------------------------------------------------------- draft layer caches
-# Layers of drafts over a KV cache of e4m3 change no token, and have the checkpoint's scales.
-
-
 # So coarse that drafts depend on the rounding, and on which scale is whose.
 SCALES = ((4.0, 2.0), (2.0, 8.0), (8.0, 1.0), (64.0, 16.0))
 

@@ -1,7 +1,5 @@
 """Draft models change no token: fitted heads, which are often right, and random ones."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -35,15 +33,7 @@ from tests.draft_checkpoints import (
 )
 from tests.engine.conftest import DEFAULTS, Engine, Engines
 from tests.engine.support import FEW, FEWER, MOST, AnyLength, Seldom, make_prompts
-from tests.engine.test_speculation import (
-    OFF,
-    WAYS,
-    Crowd,
-    assert_same,
-    greedy,
-    results,
-    seeded,
-)
+from tests.engine.test_speculation import OFF, WAYS, Crowd, assert_same, greedy, results, seeded
 from tests.kernel_cache import share_kernels
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 
@@ -160,8 +150,7 @@ REFERENCES: dict[str, Any] = {"eagle": EagleReference, "eagle3": Eagle3Reference
 
 # EAGLE's layer is read as EAGLE-3's, which needs more; tests below are of EAGLE's alone.
 @pytest.fixture(
-    scope="module",
-    params=["medusa", "eagle3", pytest.param("eagle", marks=pytest.mark.wide)],
+    scope="module", params=["medusa", "eagle3", pytest.param("eagle", marks=pytest.mark.wide)]
 )
 def drafted(
     engines: Engines, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
@@ -321,16 +310,10 @@ def test_a_checkpoint_with_fewer_heads_is_refused(engines: Engines, tmp_path: Pa
 
 
 # ------------------------------------------------------------------------------ draft models served
-# Draft models of quantised models and of models with windows, and their graphs in a bundle.
-
-
 SERVED_PROMPTS = make_prompts([17, 63, 130, 5], seed=61)
 PARAMS = [greedy(max_tokens=40), seeded(2, max_tokens=40), greedy(max_tokens=40), greedy()]
 RECIPES: dict[str, tuple[Recipe, dict[str, Any]]] = {
-    "fp8": (
-        Recipe(format="fp8", block=(128, 128)),
-        {"hidden_size": 192, "num_key_value_heads": 4},
-    ),
+    "fp8": (Recipe(format="fp8", block=(128, 128)), {"hidden_size": 192, "num_key_value_heads": 4}),
     "w4a16": (Recipe(bits=4, group_size=64, head_bits=8), {}),
 }
 
@@ -346,8 +329,7 @@ def served_model(name: str, checkpoints: CheckpointCache, folder: Path) -> tuple
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["fp8", *(pytest.param(name, marks=pytest.mark.wide) for name in ("windows", "w4a16"))],
+    "name", ["fp8", *(pytest.param(name, marks=pytest.mark.wide) for name in ("windows", "w4a16"))]
 )
 def test_heads_of_a_model_change_no_token(
     engines: Engines, checkpoints: CheckpointCache, tmp_path: Path, name: str
@@ -401,9 +383,6 @@ def test_a_bundle_carries_the_graphs_of_a_draft_model(
 
 
 # --------------------------------------------------------------------------------- draft embeddings
-# Layers of EAGLE with an embedding of their own, and with the served model's.
-
-
 def with_embedding(layer: Path, folder: Path, table: Tensor, *, archive: bool = False) -> Path:
     """Write a copy of ``layer`` with the embedding ``table`` [V, H], in a file of torch or not."""
     shutil.copytree(layer, folder)
@@ -450,11 +429,7 @@ def test_only_layers_that_share_the_embedding_share_graphs(
     root = tmp_path / "cache"
     share_kernels(root)
     first, second, third = (
-        start(
-            *(engines, folder, method),
-            checkpoint=served,
-            rbln=FEWER | {"cache_root": str(root)},
-        )
+        start(*(engines, folder, method), checkpoint=served, rbln=FEWER | {"cache_root": str(root)})
         for folder in (layer, own, same)
     )
     assert_right(second, method, own)

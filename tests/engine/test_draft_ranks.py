@@ -1,7 +1,5 @@
 """Draft models of engines with several ranks change no token of one rank."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -53,8 +51,7 @@ def assert_same_tokens(
 
 
 @pytest.mark.parametrize(
-    "method",
-    [pytest.param(name, marks=[pytest.mark.wide] * (name != OFTEN)) for name in FITTED],
+    "method", [pytest.param(name, marks=[pytest.mark.wide] * (name != OFTEN)) for name in FITTED]
 )
 def test_two_tensor_parallel_ranks(engines: Engines, tmp_path: Path, method: str) -> None:
     plain = engines("llama")
@@ -122,9 +119,6 @@ def test_each_of_two_engines_has_a_draft_model(engines: Engines, tmp_path: Path)
 
 
 # ------------------------------------------------------------------------------------- draft stages
-# Drafts of engines with pipeline stages change no token of one rank.
-
-
 # Each stage has steps of up to 4 requests.
 STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "max_num_seqs": 8}
 

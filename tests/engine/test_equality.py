@@ -1,7 +1,5 @@
 """Tokens and log-probabilities equal transformers in float32, however a prompt is cut up."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,9 +102,6 @@ def test_nothing_was_compiled_after_warm_up(engines: Engines) -> None:
 
 
 # ---------------------------------------------------------------------------------- attention kinds
-# Kinds of attention besides plain causal attention give the tokens of transformers.
-
-
 # Slopes by distance; chunks of 40 positions beside layers without any; layers without a cache.
 ATTENTION_KINDS = ["falcon_rw", "llama4", "gemma4_shared"]
 PROMPTS = make_prompts([1, 39, 65, 130], seed=71)
@@ -137,9 +132,6 @@ def test_tensor_parallel_ranks_say_what_one_says(
 
 
 # -------------------------------------------------------------------------------------- checkpoints
-# The tiny checkpoints give the token tests something to compare.
-
-
 OFTEN = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "opt", "gpt_oss")
 # Tied heads without a gate in the MLP, factors on embeddings and logits.
 SELDOM = sorted({*REQUIRED, "gpt2", "cohere", "gemma4_text"} - {*OFTEN})
@@ -168,9 +160,6 @@ def test_greedy_continuations_have_clear_margins_and_do_not_repeat(
 
 
 # ------------------------------------------------------------------------------------------ padding
-# The content of padded rows and unused cache slots reaches no token: all of it is NaN.
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "arch", ["llama", "mistral", pytest.param("exaone4", marks=pytest.mark.wide)]
@@ -217,9 +206,6 @@ def test_a_chunk_that_ends_no_prompt_ends_with_its_last_keys(
 
 
 # --------------------------------------------------------------------------------------- neighbours
-# Requests that come and go in any order change no answer: each is the answer alone.
-
-
 MASKED = {"allowed_token_ids": [300, 301, 302]}
 FEATURES: tuple[dict[str, Any], ...] = (
     {"allowed_token_ids": [*range(20, 90)], "logprobs": 2},
@@ -335,9 +321,6 @@ def test_arrivals_and_departures_change_no_answer(
 
 
 # ------------------------------------------------------------------------------------- plain decode
-# Plain decode steps are the steps that the full path would take.
-
-
 STEPS = 70
 
 
@@ -504,18 +487,11 @@ def test_plain_steps_have_the_inputs_of_full_ones(
 
 
 # --------------------------------------------------------------------------------- prompts together
-# Prompts that share a prefill step have the bits that each has alone.
-
-
 # 58 tokens for a chunk of 64: one prompt of a single token, and both sides of a page of 16.
 LENGTHS = [23, 1, 17, 17]
 PACKED_TOKENS = 6
 PARAMS = SamplingParams(
-    temperature=0.0,
-    max_tokens=PACKED_TOKENS,
-    ignore_eos=True,
-    logprobs=3,
-    prompt_logprobs=1,
+    temperature=0.0, max_tokens=PACKED_TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=1
 )
 SEEDED = SamplingParams(
     temperature=0.9, seed=5, max_tokens=PACKED_TOKENS, ignore_eos=True, logprobs=3
@@ -595,8 +571,7 @@ def test_one_prompt_a_step_is_a_setting(engines: Engines) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("options", "rbln"),
-    [({}, {"use_custom_kernel": True}), ({"runner": "pooling"}, {})],
+    ("options", "rbln"), [({}, {"use_custom_kernel": True}), ({"runner": "pooling"}, {})]
 )
 def test_where_a_step_has_one_prompt_more_are_refused(
     engines: Engines, options: dict[str, Any], rbln: dict[str, Any]

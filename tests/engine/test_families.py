@@ -1,7 +1,5 @@
 """Dense decoders of many families give the tokens of transformers, with no code of their own."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Iterator
@@ -213,9 +211,6 @@ def test_another_family(engines: Engines, tmp_path: Path, arch: str) -> None:
 
 
 # -------------------------------------------------------------------------------------- text models
-# The text of multimodal checkpoints: tokens equal those of transformers' multimodal classes.
-
-
 # Windows and a projector; the positions of three axes.
 USUAL = ("gemma3", "qwen2_5_vl")
 MEMBERS = [
@@ -288,9 +283,6 @@ def test_text_models_need_the_option(engines: Engines, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- latent
-# Latent attention: tokens of transformers from a cache of one compressed head.
-
-
 LATENT_PROMPTS = make_prompts([1, 17, 64, 130], seed=70)
 
 
@@ -342,9 +334,6 @@ def test_what_it_excludes_is_refused(
 
 
 # ------------------------------------------------------------------------------------------ gpt oss
-# gpt-oss: experts with biases, sinks in every layer, every other layer a sliding window.
-
-
 GPT_TOKENS = 64
 # One token, both sides of the window (48) and of a chunk (64), up to four windows: the context.
 GPT_LENGTHS = [1, 2, 15, 47, 48, 49, 64, 65, 97, 145, 192]
@@ -407,9 +396,6 @@ def test_bfloat16_stays_close_to_the_reference(engines: Engines) -> None:
 
 
 # ------------------------------------------------------------------------------------------ minimax
-# MiniMax-M2.7 as the vendor deploys it, small, on ranks of the emulated device.
-
-
 # Sums over ranks are taken in another order, and can end on the other side of a cache's rounding.
 ROUNDING = 0.1
 
@@ -470,11 +456,7 @@ def test_four_engines_that_share_experts_answer_as_one(engine: Engine) -> None:
 
 
 # ------------------------------------------------------------------------------------------ smollm2
-# SmolLM2-135M-Instruct, a model that people use: fetched, converted, equal to transformers.
-#
 # Needs a package index, of which it takes 93 MB once.
-
-
 SMOLLM2_TOKENS = 48
 SMOLLM2_GREEDY = SamplingParams(temperature=0.0, max_tokens=SMOLLM2_TOKENS)
 QUESTIONS = (

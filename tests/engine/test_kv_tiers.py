@@ -1,7 +1,5 @@
 """Prefixes come back from host memory and from files, over restarts, with the same tokens."""
 
-from __future__ import annotations
-
 import errno
 import random
 import shutil
@@ -170,12 +168,7 @@ def test_damaged_files_are_misses(tiered: tuple[Engine, Path]) -> None:
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("arch", "options"),
-    [
-        ("llama", {}),
-        ("llama", {"kv_cache_dtype": "fp8"}),
-        ("deepseek_v2", {}),
-        ("gemma3_text", {}),
-    ],
+    [("llama", {}), ("llama", {"kv_cache_dtype": "fp8"}), ("deepseek_v2", {}), ("gemma3_text", {})],
 )
 def test_a_thousand_damaged_files_give_no_wrong_token(
     engines: Engines, tmp_path: Path, arch: str, options: dict[str, Any]
@@ -314,10 +307,7 @@ def test_pages_of_adapters_come_back_by_their_weights(engines: Engines, tmp_path
         for request in requests:
             assert worker.add_lora(request)
         outputs = engine.llm.generate(
-            [{"prompt_token_ids": prompts[0]}] * 2,
-            GREEDY,
-            use_tqdm=False,
-            lora_request=requests,
+            [{"prompt_token_ids": prompts[0]}] * 2, GREEDY, use_tqdm=False, lora_request=requests
         )
         written(engine)
         for number in numbers:

@@ -1,7 +1,5 @@
 """Prompts are read by one engine and answered by another, which gets the KV over NIXL."""
 
-from __future__ import annotations
-
 import importlib.util
 import socket
 import sys

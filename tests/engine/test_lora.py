@@ -1,7 +1,5 @@
 """Adapters in a running engine: merged weights' tokens, any company, no compile, no old blocks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -349,9 +347,6 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
 
 
 # ------------------------------------------------------------------------------------- lora pooling
-# Adapters of a model that pools: the vectors of merged weights, in any company.
-
-
 def embed(
     engine: Engine, prompts: list[list[int]], adapters: list[LoRARequest | None]
 ) -> list[Tensor]:

@@ -1,7 +1,5 @@
 """Adapters of experts and LM heads in a running engine are worth their merged weights."""
 
-from __future__ import annotations
-
 import re
 from itertools import count
 from pathlib import Path
@@ -154,9 +152,6 @@ def test_one_matrix_of_one_expert(engines: Engines, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ lora families
-# Adapters of many families, on every projection that they have, give merged weights' tokens.
-
-
 FAMILY_TOKENS = 24
 # Those that vLLM does not adapt, and a layer of a family that it leaves out.
 REFUSED = ("falcon", "falcon_new", "gpt2", "gpt_neox", "gptj", "stablelm")
@@ -218,16 +213,11 @@ def test_a_family(engines: Engines, tmp_path: Path, arch: str) -> None:
 
 
 # --------------------------------------------------------------------------------------- lora ranks
-# Adapters on several ranks are worth their merged weights, each rank with its part of them.
-
-
 RANK_LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 16}
 PROMPTS = make_prompts([1, 65, 130, 66], seed=510)
 # Both ranks have the only key head; a layer whose file has one matrix for q, k and v.
 ONE_KEY_HEAD = {"num_key_value_heads": 1}
-TARGETS = {
-    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
-}
+TARGETS = {"phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}
 RANK_EXPERTS: dict[str, Any] = {"qwen3_moe": "single", "gpt_oss": "stacked"}
 WHOLE_EXPERTS = {"enable_expert_parallel": True}
 

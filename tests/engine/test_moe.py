@@ -1,7 +1,5 @@
 """Mixtures of experts: tokens of transformers on every path, whatever company a row has."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several ranks say what one says: tensor, pipeline and data parallel, alone and together."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
@@ -101,11 +99,6 @@ def artifacts(cache_root: Path) -> list[Path]:
 
 
 # ------------------------------------------------------------------------------------- expert ranks
-# Experts divided among ranks: the tokens of one process, by expert and by data parallelism.
-#
-# Wide: every case starts two or four processes, each of which compiles.
-
-
 PROMPT_LENGTHS = [3, 17, 64, 65, 130, 200]
 # Sums over ranks are taken in another order than within one.
 TOLERANCE = 1e-4
@@ -250,9 +243,6 @@ def test_requests_that_come_and_go_at_any_time(engines: Engines, options: dict[s
 
 
 # ---------------------------------------------------------------------------------------------- ray
-# Ranks that Ray places on the nodes of a cluster, two nodes of which are on this machine.
-
-
 CLUSTER = Path(__file__).parent / "ray_cluster.py"
 RAY_PROMPTS = make_prompts([1, 65, 130], seed=510)
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray"}

@@ -1,7 +1,5 @@
 """Refusals of the platform before weights load, and vLLM's own start with the plugin."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -161,10 +159,7 @@ def test_mtp_is_refused_where_it_is_not_proven(
         ({"draft_sample_method": "probabilistic"}, "draft_sample_method 'probabilistic': this"),
         ({"max_model_len": 64}, "--speculative-config max_model_len 64: this option of a draft"),
         ({"sizes": {"hidden_size": 32}}, "hidden_size must be the served model's, 128, got 32"),
-        (
-            {"sizes": {"truncated_vocab_size": 64}},
-            "truncated_vocab_size must be vocab_size",
-        ),
+        ({"sizes": {"truncated_vocab_size": 64}}, "truncated_vocab_size must be vocab_size"),
     ],
 )
 def test_draft_models_are_refused_where_they_are_not_proven(
@@ -265,9 +260,7 @@ def test_the_custom_kernel_computes_the_same(
 CLASS = "GPTNeoXForCausalLM"
 
 
-def test_model_classes_are_looked_at_in_this_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_model_classes_are_looked_at_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM starts a Python for each that a cache root has not seen, which takes seconds."""
 
     def refuse(*_: object, **__: object) -> None:

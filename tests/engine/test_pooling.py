@@ -1,7 +1,5 @@
 """Pooled vectors equal transformers in float32, however a prompt is cut up or shared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +199,6 @@ def test_an_aborted_prompt_leaves_nothing_behind(engines: Engines) -> None:
 
 
 # ----------------------------------------------------------------------------------------- encoders
-# Models that attend in both directions pool as transformers does in float32.
-
-
 # Both sides of each bucket (16 to 256); most leave padding in their graph.
 ENCODER_LENGTHS = [1, 2, 15, 16, 17, 64, 65, 100, 255, 256]
 FAMILIES = ["Bert", "XLMRoberta", "ModernBert"]

@@ -1,7 +1,5 @@
 """Quantised checkpoints give the tokens of transformers over the weights that they stand for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -217,12 +215,7 @@ def test_an_adapter_over_quantised_weights_is_worth_its_merged_ones(
     ids=str,
 )
 def test_ranks_share_packed_weights(
-    engines: Engines,
-    make: Make,
-    tmp_path: Path,
-    arch: str,
-    recipe: Recipe,
-    options: dict[str, Any],
+    engines: Engines, make: Make, tmp_path: Path, arch: str, recipe: Recipe, options: dict[str, Any]
 ) -> None:
     engine = engines.fresh(checkpoint=make(arch, recipe, **SIZES.get(arch, {})))
     prompts = make_prompts(PROMPT_LENGTHS, seed=73)
@@ -243,9 +236,6 @@ def test_ranks_divide_nvfp4_experts(
 
 
 # --------------------------------------------------------------------------------------- e4m3 cache
-# A KV cache of e4m3 gives the tokens of transformers over keys and values that are rounded so.
-
-
 LENGTHS, E4M3_TOKENS = [1, 17, 64, 130], 24
 E4M3_GREEDY = SamplingParams(temperature=0.0, max_tokens=E4M3_TOKENS, ignore_eos=True, logprobs=1)
 E4M3 = {"kv_cache_dtype": "fp8"}

@@ -1,7 +1,5 @@
 """The queue of waiting requests: priorities, preemption by priority, the end of a wait."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -145,9 +143,6 @@ def test_the_lowest_priority_is_preempted(queue: Stepped, monkeypatch: pytest.Mo
 
 
 # --------------------------------------------------------------------------------------- background
-# The background runs in rows and steps that would be unused, and gives the same tokens.
-
-
 BUCKETS = {
     "decode_batch_bucket_strategy": "manual",
     "decode_batch_bucket_manual_buckets": [1, 2, 4, 8],
@@ -262,9 +257,6 @@ def test_a_prompt_that_comes_seldom_is_not_cut(
 
 
 # ----------------------------------------------------------------------------------- decode prefill
-# Decode prefill: background prompts in rows that would be padding, with unchanged results.
-
-
 # One bucket: beside a stream three rows are to spare.
 ONE_BUCKET = {"decode_batch_bucket_min": 4}
 # As many log-probabilities as all: of equal ones another number shows others.

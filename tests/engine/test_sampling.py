@@ -1,7 +1,5 @@
 """Every sampling parameter has its meaning, and no request changes another one's text."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -208,9 +206,6 @@ def test_sampled_frequencies_match_the_distribution(engine: Engine, prompt: list
 
 
 # ------------------------------------------------------------------------------- structured outputs
-# Grammars in the engine: every kind, in one batch with free requests, and without a server.
-
-
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -276,19 +271,12 @@ def test_every_kind_in_a_batch_with_free_requests(engine: Engine) -> None:
         assert generate(engine, [prompts[index]], [None]) == [texts[index]]
 
 
-def test_json_holds_no_control_characters_and_ends_its_blanks(
-    engine: Engine,
-) -> None:
+def test_json_holds_no_control_characters_and_ends_its_blanks(engine: Engine) -> None:
     # The likeliest tokens are those that a string of a bounded length must not have.
     tokenizer = engine.llm.get_tokenizer()
     odd = [i for i in range(len(tokenizer)) if set(tokenizer.decode([i])) & set("\t\r\x01\x07\x1f")]
     assert odd
-    (text,) = generate(
-        engine,
-        ["x"],
-        [{"json": SCHEMA}],
-        logit_bias=dict.fromkeys(odd[:300], 50.0),
-    )
+    (text,) = generate(engine, ["x"], [{"json": SCHEMA}], logit_bias=dict.fromkeys(odd[:300], 50.0))
     Draft202012Validator(SCHEMA).validate(json.loads(text))
     blank = [i for i in range(len(tokenizer)) if tokenizer.decode([i]).isspace()]
     (text,) = generate(engine, ["x"], [{"json": SCHEMA}], logit_bias=dict.fromkeys(blank, 50.0))

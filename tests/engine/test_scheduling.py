@@ -1,7 +1,5 @@
 """Preemption, prefix hits, aborts and company change no token and leak no block."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator
@@ -240,9 +238,6 @@ def test_most_tokens_query_no_group_for_blocks(engines: Engines, arch: str) -> N
 
 
 # -------------------------------------------------------------------------------- scheduler options
-# Whatever the scheduler's limits, every request ends, with the tokens that it has alone.
-
-
 # The longest prompts take eight chunks of 16; a request that waits for all others still ends.
 STEPS = 3000
 PRIORITIES = [0, 0, 0, 3, FIRST_PRIORITY, BACKGROUND_PRIORITY]
@@ -375,9 +370,6 @@ def test_every_request_ends(engines: Engines, options: dict[str, Any]) -> None:
 
 
 # ----------------------------------------------------------------------------------- priority first
-# Priority requests are admitted before all other waiting requests, with the same tokens.
-
-
 def test_they_pass_all_who_wait(engines: Engines) -> None:
     queue = Stepped(engines.fresh("llama", max_num_seqs=2))
     prompts = make_prompts([20, 33, 41, 25, 50, 60], seed=93)
@@ -393,9 +385,6 @@ def test_they_pass_all_who_wait(engines: Engines) -> None:
 
 
 # ------------------------------------------------------------------------------------ prefill order
-# Prompts that are partly computed at the same time: their order, and equal tokens.
-
-
 def first_tokens(engine: Engine, arrivals: list[tuple[int, list[int]]]) -> list[str]:
     """Return the names of requests (step of arrival, prompt) by their first tokens."""
     queue = Stepped(engine)

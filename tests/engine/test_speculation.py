@@ -1,7 +1,5 @@
 """Drafts, right or wrong, change no token: only how many steps it takes to make them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

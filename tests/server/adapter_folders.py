@@ -1,7 +1,5 @@
 """Writes small LoRA adapters as PEFT does, for a model or for the layers of a scripted one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Certificates for tests: an authority, and what it signs for localhost."""
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import dataclass
 from ipaddress import IPv4Address

@@ -1,7 +1,5 @@
 """The official SDK for the `server` fixture of a module."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

@@ -1,7 +1,5 @@
 """One answer over a chat, a response or a message, streamed or whole, up to a limit of tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -4,8 +4,6 @@ The fault begins with the first request whose prompt begins with a token: from t
 decode step has logits with a flipped sign bit.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -47,9 +45,6 @@ def _break_decode_steps() -> None:
 
 
 # ------------------------------------------------------------------------------- stalling scheduler
-# A scheduler with a defect: it forgets to run requests whose prompt begins with a token.
-
-
 FORGOTTEN = 77
 
 

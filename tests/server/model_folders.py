@@ -1,7 +1,5 @@
 """Folders that hold a model's configuration and tokenizer and not one of its weights."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping
@@ -161,10 +159,7 @@ CANNOT_RUN: Mapping[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         },
         ("weight_block_size is [128, 32]", "bfloat16 copy"),
     ),
-    "impossible sizes": (
-        {**LLAMA, "num_attention_heads": 3},
-        ("config.json: ", "not a multiple"),
-    ),
+    "impossible sizes": ({**LLAMA, "num_attention_heads": 3}, ("config.json: ", "not a multiple")),
 }
 """By feature: a config.json that needs it, and words that its refusal must hold."""
 

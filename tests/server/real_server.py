@@ -1,7 +1,5 @@
 """The real server as a subprocess: the command line, the engine, a real socket."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -68,7 +66,7 @@ class RealServer:
         self.url = self._until_listening()
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
-    def __enter__(self) -> RealServer:
+    def __enter__(self) -> "RealServer":
         return self
 
     def __exit__(

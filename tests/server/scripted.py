@@ -1,7 +1,5 @@
 """A scripted implementation of `server.frontend`, and the real service on a real socket over it."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -336,9 +334,6 @@ async def said(caplog: pytest.LogCaptureFixture, words: str) -> None:
 
 
 # -------------------------------------------------------------------------------- scripted adapters
-# A scripted engine behind the registry of adapters, and a front end whose requests lease them.
-
-
 @dataclass
 class ScriptedPort:
     """An engine with a few slots; it fails the call that `broken` names, and counts what it did."""
@@ -430,9 +425,6 @@ def launcher(adapters: AdapterRegistry | None) -> ScriptedLauncher:
 
 
 # ------------------------------------------------------------------------------------ scripted chat
-# A front end whose chats stream what a script has for the last message.
-
-
 Script = Sequence[JsonObject | float | str]
 """Deltas of a chat's answer, seconds to pause, and "break" for an error."""
 
@@ -473,9 +465,6 @@ def _frame(event: JsonObject) -> str:
 
 
 # ------------------------------------------------------------------------------- scripted responses
-# Answers of the Responses API as vLLM forms them, without an engine.
-
-
 _numbers = itertools.count()
 
 

@@ -1,7 +1,5 @@
 """The real server with speculation: a prediction and a switch that change no answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,9 +106,6 @@ def test_drafts_are_counted_by_bucket(server: RealServer) -> None:
 
 
 # -------------------------------------------------------------------------- real server draft model
-# The real server with a draft model: the same answers, whole and streamed, and its numbers.
-
-
 GRAMMAR_WISH: dict[str, Any] = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "hi"}],

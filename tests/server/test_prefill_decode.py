@@ -3,8 +3,6 @@
 Needs the real nixl: two processes exchange memory. ``make test-nixl`` runs it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import random

@@ -1,7 +1,5 @@
 """The real server over a tiny model: every route, with the official client where it has one."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -197,12 +195,7 @@ def complete(
     client: openai.OpenAI, prompt: list[int], *, stream: bool = False, **extra: Any
 ) -> int | None:
     """The cached tokens that one completion reports."""
-    wish: dict[str, Any] = {
-        "model": "tiny",
-        "prompt": prompt,
-        "max_tokens": 2,
-        "extra_body": extra,
-    }
+    wish: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "extra_body": extra}
     if stream:
         options = {"include_usage": True}
         chunks = client.completions.create(**wish, stream=True, stream_options=options)
@@ -332,9 +325,6 @@ def test_a_long_prompt_has_progress(client: openai.OpenAI) -> None:
 
 
 # --------------------------------------------------------------------------------- real server keys
-# Limits of API keys on a real server, with the official clients.
-
-
 LIMIT = 6000
 SHOWS = ("--enable-tokenizer-info-endpoint", "--admin-key", "root")
 KEYS = f"alice[tpm:{LIMIT}+rpm:600]=a,bob[tpm:200]=b"
@@ -358,9 +348,7 @@ def _remaining(answer: Any) -> int:
     return int(answer.headers["x-ratelimit-remaining-tokens"])
 
 
-def test_prompt_and_longest_answer_are_reserved_and_corrected(
-    keyed: RealServer,
-) -> None:
+def test_prompt_and_longest_answer_are_reserved_and_corrected(keyed: RealServer) -> None:
     chat = _client(keyed, "a").chat.completions.with_raw_response
     answer = chat.create(
         model="tiny", messages=HI, max_tokens=100, n=2, stop=["e", "a", " "], seed=1
@@ -378,9 +366,7 @@ def test_prompt_and_longest_answer_are_reserved_and_corrected(
     assert list(stream.parse())
 
 
-def test_a_refused_client_is_served_after_the_time_it_was_given(
-    keyed: RealServer,
-) -> None:
+def test_a_refused_client_is_served_after_the_time_it_was_given(keyed: RealServer) -> None:
     chat = _client(keyed, "b").chat.completions
     first = chat.create(model="tiny", messages=HI, max_tokens=40, extra_body={"min_tokens": 40})
     assert first.usage is not None
@@ -420,9 +406,6 @@ def test_the_tokenizer_is_shown_without_paths(keyed: RealServer) -> None:
 
 
 # ----------------------------------------------------------------------------------- text of images
-# A multimodal checkpoint served for its text: chats are answered, pictures are refused.
-
-
 PICTURE_PART = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/none.png"}}
 
 

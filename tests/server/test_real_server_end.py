@@ -1,7 +1,5 @@
 """Ends of the real server: drained, its engine killed, killed itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -38,10 +36,7 @@ def server(checkpoints: CheckpointCache, tmp_path: Path) -> RealServer:
 
 
 def in_flight(
-    server: RealServer,
-    out: list[str],
-    path: str = "/v1/completions",
-    body: dict[str, Any] = LONG,
+    server: RealServer, out: list[str], path: str = "/v1/completions", body: dict[str, Any] = LONG
 ) -> threading.Thread:
     """Start a long stream in a thread and return once its first bytes are here."""
     begun = threading.Event()

@@ -1,7 +1,5 @@
 """The service's life over a scripted engine: start-up, ready, drain, death, exit codes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tools of requests: `tool_choice` in each of the APIs, and requests that nothing would show."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

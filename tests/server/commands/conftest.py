@@ -1,7 +1,5 @@
 """Commands that ask vLLM, without its imports each time."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.warm_process import WarmProcess, warm_process

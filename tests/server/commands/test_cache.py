@@ -1,7 +1,5 @@
 """`rbln-serve cache` over a root with graphs and a library: what operators and scripts see."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -259,9 +257,6 @@ def test_without_our_platform(root: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------- published
-# The table of published models says what `check` says today.
-
-
 ROOT = Path(__file__).parents[3]
 
 

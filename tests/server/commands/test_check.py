@@ -1,7 +1,5 @@
 """`rbln-serve check`: the real command on folders without weights, and `serve` refusing alike."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

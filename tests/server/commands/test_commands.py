@@ -1,7 +1,5 @@
 """The command line and the settings: fast, clear, and without the engine's libraries."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -145,10 +143,7 @@ def test_version_and_bare_help(
     ],
 )
 def test_usage_errors_end_with_2_and_name_the_flag(
-    status_of: Callable[..., int],
-    capsys: pytest.CaptureFixture[str],
-    args: list[str],
-    words: str,
+    status_of: Callable[..., int], capsys: pytest.CaptureFixture[str], args: list[str], words: str
 ) -> None:
     assert status_of(*args) == 2
     assert words in capsys.readouterr().err
@@ -296,9 +291,6 @@ def test_vllms_names_of_our_settings_are_read(words: list[str], tmp_path: Path) 
 
 
 # -------------------------------------------------------------------------------------------- batch
-# `rbln-serve batch`: a file of requests, answered without a service, gone on with after a kill.
-
-
 LINES = 160
 
 
@@ -382,9 +374,6 @@ def test_lines_of_unknown_endpoints_are_reported(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------- collect env
-# `rbln-serve collect-env`: what a bug report needs, without secrets.
-
-
 HEAVY_MODULES = "{'torch', 'vllm', 'transformers'}"
 
 
@@ -429,9 +418,6 @@ def test_the_text_has_the_same_sections() -> None:
 
 
 # --------------------------------------------------------------------------------------- flag names
-# The list of vLLM's flags, and the check of a command line against them.
-
-
 KNOWN = {"--max-num-seqs", "--max-num-batched-tokens", "--hf-overrides", "--no-async", "-tp", "-cc"}
 
 
@@ -483,9 +469,6 @@ def test_the_nearest_word_or_nothing() -> None:
 
 
 # -------------------------------------------------------------------------------------- twin plugin
-# Another distribution with a platform plug-in called ``rbln``, as vllm-rbln is one.
-
-
 REASON = "two platform plug-ins are called 'rbln': twin_plugin:register of vllm-twin"
 TWIN = """
 import sys
@@ -513,10 +496,7 @@ def distribution(folder: Path, name: str, value: str) -> Path:
 
 
 @pytest.fixture(
-    params=[
-        pytest.param("ours is found first", marks=pytest.mark.wide),
-        "ours is found last",
-    ]
+    params=[pytest.param("ours is found first", marks=pytest.mark.wide), "ours is found last"]
 )
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return PYTHONPATH; a distribution counts where its name is found first."""

@@ -1,7 +1,5 @@
 """The default model behind a real server: the README's requests, its adapter, tools and schemas."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator
@@ -103,10 +101,7 @@ def test_a_tool_is_called(client: openai.OpenAI, choice: str) -> None:
 
 WEATHER: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "unit": {"enum": ["celsius", "kelvin"]},
-    },
+    "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "kelvin"]}},
     "required": ["city", "unit"],
     "additionalProperties": False,
 }

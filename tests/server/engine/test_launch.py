@@ -1,7 +1,5 @@
 """What the server's own settings become in the engine's configuration."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -123,9 +121,6 @@ def test_a_wrong_list_of_connectors_is_refused(
 
 
 # --------------------------------------------------------------------------------- documented flags
-# The command lines of vLLM's documents: taken, translated, or refused by name.
-
-
 DEFAULT_BUCKETS: tuple[str, tuple[int, ...]] = ("exponential", ())
 
 
@@ -181,10 +176,7 @@ def test_what_is_done_anyway_may_be_asked_for(
     ],
 )
 def test_sizes_to_compile_become_decode_buckets(
-    checkpoints: CheckpointCache,
-    tmp_path: Path,
-    flags: tuple[str, ...],
-    expected: tuple[int, ...],
+    checkpoints: CheckpointCache, tmp_path: Path, flags: tuple[str, ...], expected: tuple[int, ...]
 ) -> None:
     config = configured(checkpoints("llama"), tmp_path, *flags)
     assert buckets(config) == ("manual", expected)
@@ -265,9 +257,6 @@ def test_python_asks_in_the_same_words(checkpoints: CheckpointCache) -> None:
 
 
 # ------------------------------------------------------------------------------------- engine first
-# The engine process starts before the tokenizer is loaded, whatever AsyncLLM's own order is.
-
-
 CONFIG: Any = SimpleNamespace()
 
 
@@ -331,9 +320,7 @@ def test_an_engine_that_does_not_start_is_an_error_of_its_client(
         made()
 
 
-def test_a_tokenizer_that_cannot_be_read_ends_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tokenizer_that_cannot_be_read_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm = OfVllm(monkeypatch)
     engine = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
 
@@ -355,9 +342,6 @@ def test_an_engine_of_other_options_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 # --------------------------------------------------------------------------------------- run folder
-# The run directory: a dead server's is removed by the next one, and nobody else's.
-
-
 _HOLD = """
 import sys
 from pathlib import Path
@@ -413,9 +397,6 @@ def test_nobody_elses_directory_is_touched(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------- start parts
-# The log's line of a start's parts.
-
-
 def test_parts_follow_one_another() -> None:
     times = iter([10.0, 11.5, 12.0])
     parts = StartParts(lambda: next(times))
@@ -426,9 +407,6 @@ def test_parts_follow_one_another() -> None:
 
 
 # ------------------------------------------------------------------------------------- weight files
-# Safetensors that are missing, cut off or damaged are found from their headers.
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     names = {f"model-{i}.safetensors": f"layer.{i}" for i in (1, 2)}
@@ -532,9 +510,6 @@ def test_a_conversion_and_a_folder_without_weights_are_warned_of(
 
 
 # ---------------------------------------------------------------------------------------- hub model
-# `serve ORG/REPO` downloads from a hub, and needs none afterwards.
-
-
 def answers_while_it_starts(server: RealServer) -> None:
     """The imports of vLLM, a dozen seconds, have just begun."""
     assert server.client.get("/livez").status_code == 200

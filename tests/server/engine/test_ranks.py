@@ -1,7 +1,5 @@
 """A server with the API and a headless one, which shares its data-parallel engines."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -153,9 +151,6 @@ def test_engines_that_no_api_would_use_are_refused(
 
 
 # --------------------------------------------------------------------------------------- rank death
-# A service of several ranks ends as a whole, whichever of its processes is killed.
-
-
 TENSOR = ("--tensor-parallel-size", "2")
 PIPELINE = ("--pipeline-parallel-size", "2")
 DATA = ("--data-parallel-size", "2")

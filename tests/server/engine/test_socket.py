@@ -1,7 +1,5 @@
 """Messages arrive whole and in order through the socket that the engine's client reads from."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -160,9 +158,6 @@ async def test_the_queue_keeps_order_and_survives_a_cancelled_wait() -> None:
 
 
 # ---------------------------------------------------------------------------------- open characters
-# The text of an answer never holds text of its prompt.
-
-
 TEXTS = (
     "The code is 1234 漢字",
     "smile 🙂🙂 end",
@@ -258,9 +253,6 @@ def test_stop_strings_match_in_the_answer_alone() -> None:
 
 
 # --------------------------------------------------------------------------------------- read ahead
-# Which files are read ahead.
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     for name in ("model-1.safetensors", "model-2.safetensors", "config.json"):
@@ -291,9 +283,6 @@ def test_others_are_left_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # --------------------------------------------------------------------------------------- step stats
-# Decode steps reach vLLM's loggers a little later, in order, and all before an end is seen.
-
-
 class Recorded:
     """One of vLLM's loggers."""
 

@@ -1,7 +1,5 @@
 """When silence is a hang, and when it is not."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os
@@ -180,9 +178,6 @@ def test_nothing_is_stalled_where_other_hosts_compute_or_without_a_timeout() -> 
 
 
 # ----------------------------------------------------------------------------------------- job pool
-# Processes that answer jobs: replaced when they hang or crash, never waited for without end.
-
-
 def answer_jobs(pipe: Connection) -> None:
     """A process of the pool that does as its jobs say."""
     pipe.send_bytes(b"ready")

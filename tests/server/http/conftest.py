@@ -1,7 +1,5 @@
 """Both event loops: the server runs on uvloop, and its other tests on asyncio's own."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

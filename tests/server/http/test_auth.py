@@ -1,7 +1,5 @@
 """Keys and scopes: what opens what, where keys come from, what never shows."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os
@@ -372,10 +370,7 @@ async def test_usage_is_counted_by_key(tmp_path: Path) -> None:
         page = (await client.get("/metrics")).text
         assert {
             line.split('key="')[1].split('"')[0] for line in page.splitlines() if 'key="' in line
-        } == {
-            "alice",
-            "root",
-        }
+        } == {"alice", "root"}
 
 
 def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,9 +389,6 @@ def test_every_error_of_access_is_in_the_table() -> None:
 
 
 # --------------------------------------------------------------------------------------- key limits
-# Limits of API keys over a socket: headers, refusals, their end and their reload.
-
-
 MESSAGES = "/v1/messages"
 
 

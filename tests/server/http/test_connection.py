@@ -1,7 +1,5 @@
 """Limits of connections: sizes, times, numbers, unread bodies and unread responses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -413,9 +411,6 @@ def test_an_idle_connection_outlives_that_of_gos_clients() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- tls
-# TLS on a real socket: certificates of both sides, renewal, and what is wrong at start.
-
-
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return make_authority(tmp_path)
@@ -514,9 +509,6 @@ def test_what_is_wrong_is_said_at_start(tmp_path: Path, authority: Authority) ->
 
 
 # ----------------------------------------------------------------------------------------- protocol
-# Support for proxies and tools: keep-alives, a path prefix, the OpenAPI document.
-
-
 STREAM = {"do": "wait", "stream": True}
 COMMENT = ": keep-alive"
 PROBES = ("/livez", "/readyz", "/startupz", "/health", "/ping")

@@ -1,7 +1,5 @@
 """The HTTP layer of every request: ids, envelopes, limits, streams, disconnects, counts."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -36,9 +34,7 @@ async def test_a_harmless_request_id_is_used_and_echoed(tmp_path: Path) -> None:
 async def test_a_harmful_request_id_is_replaced(tmp_path: Path, given: str) -> None:
     async with running(tmp_path) as service:
         answer = await service.client.post(
-            CHAT,
-            json={"do": "answer"},
-            headers={"X-Request-Id": given.encode("latin-1")},
+            CHAT, json={"do": "answer"}, headers={"X-Request-Id": given.encode("latin-1")}
         )
         made = answer.headers["x-request-id"]
         assert made != given
@@ -57,26 +53,10 @@ async def test_errors_of_routing_and_bodies_have_the_envelope(tmp_path: Path) ->
             (await client.post(CHAT, content=b"a=1"), 415, "unsupported_media_type"),
             (await client.post(CHAT, content=b"{", headers=JSON), 400, "invalid_json"),
             (await client.post(CHAT, content=b"[1]", headers=JSON), 400, "invalid_json"),
-            (
-                await client.post(CHAT, content=b'{"a":NaN}', headers=JSON),
-                400,
-                "invalid_json",
-            ),
-            (
-                await client.post(CHAT, content=b"[" * 500, headers=JSON),
-                400,
-                "invalid_json",
-            ),
-            (
-                await client.post(CHAT, content=b'"\xff"', headers=JSON),
-                400,
-                "invalid_json",
-            ),
-            (
-                await client.post(CHAT, content=b"[" * 2000, headers=JSON),
-                413,
-                "body_too_large",
-            ),
+            (await client.post(CHAT, content=b'{"a":NaN}', headers=JSON), 400, "invalid_json"),
+            (await client.post(CHAT, content=b"[" * 500, headers=JSON), 400, "invalid_json"),
+            (await client.post(CHAT, content=b'"\xff"', headers=JSON), 400, "invalid_json"),
+            (await client.post(CHAT, content=b"[" * 2000, headers=JSON), 413, "body_too_large"),
         ]:
             assert answer.status_code == status, answer.text
             assert error_of(answer)["code"] == code
@@ -211,9 +191,6 @@ async def test_labels_are_bounded(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- http forms
-# Forms of HTTP requests: versions, framing, pipelining, and errors of the parser.
-
-
 STREAM = {"do": "answer", "stream": True}
 FRAMES = b"data: first\n\ndata: [DONE]\n\n"
 LIVE = get("/livez")
@@ -543,9 +520,6 @@ async def test_bodies_are_not_decompressed(tmp_path: Path, encoding: str) -> Non
 
 
 # --------------------------------------------------------------------------------------------- cors
-# Pages of other origins: refused by default, allowed by name, errors readable by them too.
-
-
 PAGE = "https://page.example"
 ASK = {
     "origin": PAGE,
@@ -575,9 +549,7 @@ async def test_a_named_origin_may_ask_and_read_errors(tmp_path: Path) -> None:
         assert refused.headers["access-control-allow-origin"] == PAGE
         assert "x-request-id" in refused.headers["access-control-expose-headers"]
         stream = await service.client.post(
-            CHAT,
-            json={"do": "answer", "stream": True},
-            headers={"origin": PAGE, "x-api-key": "k"},
+            CHAT, json={"do": "answer", "stream": True}, headers={"origin": PAGE, "x-api-key": "k"}
         )
         assert stream.headers["access-control-allow-origin"] == PAGE
         other = await service.client.options(CHAT, headers={**ASK, "origin": "https://evil"})

@@ -1,7 +1,5 @@
 """Committing to a stream: what is held back, what raises, what is closed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -136,9 +134,6 @@ async def test_a_disconnect_cancels_the_work() -> None:
 
 
 # ---------------------------------------------------------------------------------- prompt progress
-# Progress of a prompt in its stream: comments, and chunks on request.
-
-
 async def _frames(service: Running, until: int, path: str, **fields: Any) -> list[str]:
     """Return the first frames of a stream whose answer waits, and let it go on."""
     body = {"do": "wait", "stream": True, "progress": [40, 60, 20, 90], **fields}
@@ -199,9 +194,6 @@ async def test_a_wrong_value_is_refused(tmp_path: Path, value: object) -> None:
 
 
 # -------------------------------------------------------------------------------------------- spans
-# Spans of requests that end otherwise than well, and of the server's own requests.
-
-
 CHAT = "/v1/chat/completions"
 ERROR, UNSET = StatusCode.ERROR, StatusCode.UNSET
 

@@ -1,7 +1,5 @@
 """Client that sends given bytes over a plain connection."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl

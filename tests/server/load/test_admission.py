@@ -1,7 +1,5 @@
 """Permits: how many, what they weigh, when a refused client comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -169,9 +167,6 @@ def test_answers_are_n_for_each_prompt(
 
 
 # --------------------------------------------------------------------------------------- key limits
-# Limits of a key: what is taken, when it is back, and what is refused.
-
-
 class Client:
     """Makes requests of one key."""
 
@@ -361,9 +356,6 @@ def test_a_wrong_option_names_what_is_accepted(option: str, words: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------- overload
-# Limits at the edge, over a scripted engine: permits, bodies, deadlines, and what clients see.
-
-
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 
@@ -582,9 +574,6 @@ async def test_a_request_within_its_time_is_not_disturbed(tmp_path: Path) -> Non
 
 
 # ------------------------------------------------------------------------------------ permit shares
-# Division of permits between keys: a flood leaves room, and nothing exceeds the limit.
-
-
 def _flood(shares: PermitShares, owner: str, limit: int, taken: int = 0) -> int:
     """Return how many permits `owner` gets one by one."""
     number = 0

@@ -1,7 +1,5 @@
 """Random requests up to every limit, some aborted: nothing leaks, nothing compiles."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -142,9 +140,6 @@ def until(condition: Any, timeout_s: float = 5.0) -> None:
 
 
 # ------------------------------------------------------------------------------------ queue timeout
-# A real server whose requests may hardly wait: every endpoint says so, before the stream.
-
-
 HI = [{"role": "user", "content": "hi"}]
 FLAGS = (
     *("--max-model-len", "1024", "--max-queue-s", "0.2", "--max-queued-tokens", "600"),
@@ -254,9 +249,6 @@ def test_a_priority_may_come_in_a_header(short_wait: RealServer) -> None:
 
 
 # -------------------------------------------------------------------------------------------- chaos
-# Abuse of a real server: clients that vanish, fifty times the load, an engine that hangs.
-
-
 MAX_NUM_SEQS = 4
 NUM_STREAMS = 200
 STEP_TIMEOUT_S = 4

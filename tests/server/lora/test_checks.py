@@ -1,7 +1,5 @@
 """Checks of adapter folders: each fault is rejected by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Adapters in a real server: loaded, used and unloaded while others stream; nothing compiles."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Adapters over HTTP, over a scripted engine: who is found, what drains, what is remembered."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Router's view of one server's prefix cache, from its KV events over ZMQ."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

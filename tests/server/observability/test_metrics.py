@@ -1,7 +1,5 @@
 """The server's own metrics: guides of answers, the tuner's advice, adapters, the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import io
@@ -184,9 +182,6 @@ async def test_adapters_are_shown_while_they_are_there(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ history
-# Samples of the traffic: intervals, how many are kept, numbers, failed readings.
-
-
 async def test_a_sample_has_the_work_of_its_interval_and_the_state_at_its_end() -> None:
     before = dataclasses.replace(
         Traffic(), output_tokens=100, prompt_tokens=7, decode=PaddedWork(30, 10)
@@ -251,9 +246,6 @@ async def test_a_reading_that_fails_leaves_out_one_sample() -> None:
 
 
 # ----------------------------------------------------------------------------------------- log text
-# Lines of the log: what clients write begins none of them, and is short.
-
-
 FORGED = "x\n12:00:00 INFO    server.service: all is well\r\x1b[2J\x07\u2028\u202e\x85end"
 HUGE = "secret " * 200_000
 
@@ -346,9 +338,6 @@ def test_debug_level_leaves_vllms_log_as_it_is(vllm_log: io.StringIO) -> None:
 
 
 # ---------------------------------------------------------------------------------------- kv events
-# KV events as a prefix-aware router receives them: over ZMQ, from real servers.
-
-
 TOPIC = "kv@10.0.0.7:8000@tiny"
 BLOCK, UNIT, BLOCKS = 64, 16, 5  # room for one request of 256 tokens, and the null block
 FEW = ("--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "1")
@@ -374,7 +363,7 @@ class Followed:
         )  # fmt: skip
         self.router = KvSubscriber(*self.addresses)
 
-    def __enter__(self) -> Followed:
+    def __enter__(self) -> "Followed":
         self.server.until_ready()
         # A subscription takes a moment to arrive; the replay port has what was missed.
         self.complete([7] * UNIT * 2)

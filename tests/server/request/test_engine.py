@@ -1,7 +1,5 @@
 """Requests to a real engine that once ended or held the server, or were answered with a 500."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -471,13 +469,7 @@ def test_null_does_not_turn_logprobs_off(server: RealServer, stream: bool) -> No
 
 
 # ------------------------------------------------------------------------------------- tiers server
-# Tiers of a real engine by the official clients: who waits, and what answers say.
-
-
-SHORT_CHAT: dict[str, Any] = {
-    "model": "tiny",
-    "messages": [{"role": "user", "content": "a"}],
-}
+SHORT_CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Which fields are taken, what a request may ask for, and how pydantic's complaints read."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_type_hints
@@ -238,9 +236,6 @@ def test_a_priority_in_a_header_must_be_a_small_integer(value: str) -> None:
 
 
 # -------------------------------------------------------------------------------------- field rules
-# Every field that Anthropic's and OpenAI's clients can send has its treatment, and gets it.
-
-
 DOCUMENTED: Mapping[Endpoint, tuple[Any, ...]] = {
     Endpoint.MESSAGES: (
         message_create_params.MessageCreateParamsNonStreaming,

@@ -1,7 +1,5 @@
 """Options that the server acts on itself: tiers, drafts, thinking, template variables."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -165,12 +163,7 @@ PARTS = {
         ({"prediction": TEXT}, False, DraftOptions(), ["prediction"]),
         ({"speculative": False}, False, DraftOptions(off=True), []),
         ({"speculative": True}, False, DraftOptions(), ["speculative"]),
-        (
-            {"prediction": TEXT, "speculative": False},
-            True,
-            DraftOptions(off=True),
-            ["prediction"],
-        ),
+        ({"prediction": TEXT, "speculative": False}, True, DraftOptions(off=True), ["prediction"]),
     ],
 )
 def test_a_chat_says_what_it_wants(

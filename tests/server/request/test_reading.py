@@ -1,7 +1,5 @@
 """Fields within messages, parts, items and tools: those of some form are taken, others refused."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect
@@ -98,10 +96,7 @@ def test_unknown_fields_that_are_null_are_taken_out() -> None:
         for p in check_shape(shape, body[n], n, "reject")
     ]
     assert sorted(unset) == ["messages[0].content[0].url", "messages[0].text", "option.siz"]
-    assert body == {
-        "messages": [{"role": "user", "content": [{"type": "text"}]}],
-        "option": {},
-    }
+    assert body == {"messages": [{"role": "user", "content": [{"type": "text"}]}], "option": {}}
 
 
 @pytest.mark.parametrize(
@@ -176,9 +171,6 @@ def test_what_clients_send_is_known_and_nothing_else(form: str) -> None:
 
 
 # ------------------------------------------------------------------------------------- conversation
-# Messages before vLLM's models: the billing line, and arguments of earlier calls.
-
-
 BILLING = "x-anthropic-billing-header: cc_version=2.1.37; cch=fa690;"
 
 
@@ -231,10 +223,7 @@ def response(text: Any) -> dict[str, Any]:
     return {"input": [{"type": "function_call", "name": "f", "arguments": text}]}
 
 
-FORMS = [
-    (chat, "messages[1].tool_calls[0].function.arguments"),
-    (response, "input[0].arguments"),
-]
+FORMS = [(chat, "messages[1].tool_calls[0].function.arguments"), (response, "input[0].arguments")]
 
 
 @pytest.mark.parametrize(("form", "place"), FORMS)
@@ -316,9 +305,6 @@ def test_halves_in_arguments_that_the_client_has_parsed() -> None:
 
 
 # ---------------------------------------------------------------------------------------- endpoints
-# The one description of the endpoints, held against the fields of vLLM's request models.
-
-
 CONTENT = [FieldKind.MESSAGES, FieldKind.CONVERSATION, FieldKind.PROMPTS, FieldKind.TEXT]
 CONTENT.append(FieldKind.TOKENS)
 
@@ -361,9 +347,6 @@ def test_valid_bodies_are_those_of_their_forms(form: str) -> None:
 
 
 # --------------------------------------------------------------------------------------- invocation
-# Endpoints of /invocations, in vLLM's order for the tasks of a model.
-
-
 POOLING = frozenset({Endpoint.EMBEDDINGS, Endpoint.RERANK, Endpoint.SCORE, Endpoint.POOLING})
 
 
@@ -420,9 +403,6 @@ def test_the_order_is_that_of_vllm() -> None:
 
 
 # -------------------------------------------------------------------------------------- request end
-# What is to happen at a request's end happens, whatever else fails there.
-
-
 async def test_an_end_that_fails_keeps_nothing_from_the_others(tmp_path: Path) -> None:
     ended: list[str] = []
 

@@ -1,7 +1,5 @@
 """Values beyond their limits: errors name the field that was sent, its value and the limit."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

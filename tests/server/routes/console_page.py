@@ -1,7 +1,5 @@
 """The console in a browser: finding its parts, waiting for them, giving it a key."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from selenium.webdriver import Chrome

@@ -3,8 +3,6 @@
 Needs Debian's chromium and chromium-driver: `make test-tools`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

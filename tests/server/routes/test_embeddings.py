@@ -1,7 +1,5 @@
 """The real server over models that pool: embeddings with the official client, scores, classes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 Needs Debian's chromium and chromium-driver: `make test-tools`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator
@@ -155,10 +153,7 @@ async def test_no_answer_makes_the_page_run_or_load_anything(
         "whole": [{"content": whole, "reasoning": whole}],
         # What is shown between two pieces is rendered, too.
         "cut": [step for piece in pieces(whole, 7) for step in ({"content": piece}, 0.005)],
-        "huge": [
-            {"reasoning": huge},
-            *({"content": piece} for piece in pieces(huge, 9999)),
-        ],
+        "huge": [{"reasoning": huge}, *({"content": piece} for piece in pieces(huge, 9999))],
         "names": [
             {
                 "tool_calls": [

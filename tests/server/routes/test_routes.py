@@ -1,7 +1,5 @@
 """`/v1/server_info` while nothing, a part and all is known, and its documented schema."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json
@@ -175,9 +173,6 @@ def traffic_of_the_last_minutes(server: RealServer) -> None:
 
 
 # -------------------------------------------------------------------------------------------- admin
-# Taking the service out and back: POST /admin/drain and /admin/undrain.
-
-
 CHAT = "/v1/chat/completions"
 DRAIN, UNDRAIN = "/admin/drain", "/admin/undrain"
 
@@ -286,9 +281,6 @@ async def test_a_wrong_wish_drains_nothing(
 
 
 # ------------------------------------------------------------------------------------------- models
-# Pages of Anthropic's list of models.
-
-
 class SeveralModels(ScriptedFrontend):
     """Serves four models."""
 
@@ -320,9 +312,6 @@ async def test_pages_are_cut_by_both_ends(
 
 
 # ------------------------------------------------------------------------------------- prefix cache
-# POST /reset_prefix_cache, and the routes of other hosts' probes: /ping and /load.
-
-
 RESET = "/reset_prefix_cache"
 
 
@@ -370,9 +359,6 @@ async def test_ping_is_a_probe_and_load_counts_requests(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ profile
-# POST /start_profile and /stop_profile: there when the profiler was switched on, else refused.
-
-
 START, STOP = "/start_profile", "/stop_profile"
 
 
@@ -419,9 +405,6 @@ def test_a_real_engine_writes_what_it_ran(checkpoints: CheckpointCache, tmp_path
 
 
 # ------------------------------------------------------------------------------------------ console
-# The console's files: sent to anybody, from memory, with nothing from elsewhere in them.
-
-
 FILES = sorted(path.name for path in FOLDER.iterdir() if path.is_file())
 LIBRARIES = json.loads((FOLDER / "vendor" / "packages.json").read_text(encoding="utf-8"))
 

@@ -1,7 +1,5 @@
 """HTTP client functions for tests of batches."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The service over a scripted engine in a process of its own: `DATA_DIR PORT_FILE`."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import tempfile

@@ -4,8 +4,6 @@ The service handles signals by its event loop, so that no other loop may run in 
 end of another one would leave the signal that stops this service to the process.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -59,13 +57,7 @@ def contents(service: Running) -> list[Path]:
         (FORM, b"nothing of the kind", 400, "invalid_value", "file"),
         (FORM, form(('name="purpose"', "x" * 9000)), 400, "invalid_value", "purpose"),
         (FORM, form(PURPOSE, (FILE[0], "x" * 9000)), 413, "body_too_large", None),
-        (
-            FORM,
-            form(FILE, PURPOSE, (SECONDS, "7200")),
-            400,
-            "invalid_value",
-            "expires_after",
-        ),
+        (FORM, form(FILE, PURPOSE, (SECONDS, "7200")), 400, "invalid_value", "expires_after"),
         *(
             (
                 FORM,

@@ -1,7 +1,5 @@
 """Batches of a real engine by the official client: the answers that clients get, in spare rows."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -121,9 +119,6 @@ def test_streams_beside_a_batch_share_their_buckets(
 
 
 # --------------------------------------------------------------------------------------- durability
-# Stored data survives every end of a process, and one process at a time has it.
-
-
 ROOT = Path(__file__).parents[3]
 KILLED_LINES = 2000
 
@@ -241,9 +236,6 @@ async def test_what_no_name_leads_to_goes(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- memory
-# Uploading and reading a file takes the memory of one line, not of the file.
-
-
 LARGE_LINES = 50_000
 ALLOWED_BYTES = 48 << 20
 """Far less than the file has: what its chunks, its ids and the database's cache may take."""

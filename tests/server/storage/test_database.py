@@ -281,9 +281,6 @@ async def test_usage_follows_every_change(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------- owners
-# Stored data belongs to an API key, wherever the key stands among the others.
-
-
 FIRST, SECOND = "sk-first-unnamed-key", "sk-second-unnamed-key"
 
 
@@ -376,9 +373,6 @@ async def test_an_unnamed_key_keeps_its_data_at_any_position(tmp_path: Path) -> 
 
 
 # --------------------------------------------------------------------------------------------- disk
-# A disk that is full or fails: an error that says so, and everything else goes on.
-
-
 UPLOAD = {"file": ("f", b"x" * 100), "purpose": (None, "batch")}
 
 
@@ -473,9 +467,6 @@ def test_a_write_without_room_is_a_full_disk() -> None:
 
 
 # -------------------------------------------------------------------------------------------- clock
-# Nothing expires because the system clock was wrong for a while.
-
-
 HOUR, DAY = 3600.0, 86400.0
 
 
@@ -531,9 +522,6 @@ def test_small_corrections_are_no_jumps() -> None:
 
 
 # --------------------------------------------------------------------------------------------- jobs
-# Job tables and their loop.
-
-
 @pytest.mark.parametrize("table", [BATCHES, RESPONSES])
 def test_open_rows_have_a_partial_index(table: JobTable) -> None:
     text = " ".join(TABLES.split())

@@ -1,7 +1,5 @@
 """Texts are taken apart as a parser would, without building what is in them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tracemalloc

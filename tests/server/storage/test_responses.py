@@ -1,7 +1,5 @@
 """Stored responses survive every end of a process, and have owners, quotas and an expiry."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3
@@ -269,9 +267,6 @@ async def test_wrong_questions_about_a_response(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ conversations
-# Conversations are bounded in bytes, one by one and together, and read without being built.
-
-
 TURNS, TURN_BYTES = 20, 100_000
 
 
@@ -317,9 +312,7 @@ async def test_conversations_in_progress_are_bounded_together(tmp_path: Path) ->
         assert text(await create(service.client, previous_response_id=large)) == "3 items"
 
 
-def test_what_a_request_continued_is_counted_until_it_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_request_continued_is_counted_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "MAX_CONTINUED_BYTES", 200_000)
     held = table.ContinuedBytes()
     records = [RequestRecord(route_of(PATH), "POST", 0.0) for _ in range(3)]
@@ -427,9 +420,6 @@ def test_answers_and_requests_are_not_built() -> None:
 
 
 # ------------------------------------------------------------------------------------ shown request
-# Request fields that a response repeats.
-
-
 FUNCTION = {"type": "function", "name": "look"}
 
 
@@ -484,9 +474,6 @@ def test_a_label_of_another_type_is_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------- background
-# Responses in the background: bounded, in fair turns, and on the disk while they wait.
-
-
 KEYS = ("a=k1", "b=k2")
 ROWS = 8
 """Of the scripted engine."""

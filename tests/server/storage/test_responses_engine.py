@@ -1,7 +1,5 @@
 """Stored responses of a real engine by the official client: what is continued is what was said."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -91,11 +89,7 @@ def test_a_conversation_is_what_the_whole_of_it_would_be(client: openai.OpenAI) 
     assert third.previous_response_id == second.id
     for response, turns, instructions in (
         (second, [user("one"), *said(first), user("two")], None),
-        (
-            third,
-            [user("one"), *said(first), user("two"), *said(second), user("three")],
-            "Be long.",
-        ),
+        (third, [user("one"), *said(first), user("two"), *said(second), user("three")], "Be long."),
     ):
         whole = ask(client, turns, instructions=instructions, store=False)
         assert whole.output_text == response.output_text
@@ -122,10 +116,7 @@ def test_calls_of_tools_are_turns_too(client: openai.OpenAI) -> None:
 def test_a_stream_is_kept(client: openai.OpenAI) -> None:
     events = list(ask(client, "stream", stream=True))
     # It was cut, as every answer of twelve tokens here.
-    assert (events[-1].type, events[-1].response.status) == (
-        "response.incomplete",
-        "incomplete",
-    )
+    assert (events[-1].type, events[-1].response.status) == ("response.incomplete", "incomplete")
     last = events[-1].response
     kept = client.responses.retrieve(last.id)
     assert kept.output_text == last.output_text
@@ -443,9 +434,6 @@ def test_what_cannot_be_compacted_is_refused(client: openai.OpenAI) -> None:
 
 
 # --------------------------------------------------------------------------------------- compaction
-# Compaction of a conversation, and expansion of its item in a later request.
-
-
 def said_by_user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 

@@ -1,7 +1,5 @@
 """Hostile chat requests from a seed: wrong and costly constraints in every field."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
@@ -62,9 +60,6 @@ def hostile_body(pick: random.Random) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------------------------------- lag probe
-# Probe of the event loop: how long a request that needs nothing else takes, over and over.
-
-
 _PROBE = """
 import http.client, sys, time
 host = sys.argv[1]

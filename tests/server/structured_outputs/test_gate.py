@@ -1,7 +1,5 @@
 """The gate without an engine: constraints of bodies, limits, cached verdicts, processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -26,12 +24,7 @@ from server.errors import (
     RequestError,
     UnsupportedFieldError,
 )
-from server.host.job_pool import (
-    JobCrashedError,
-    JobSpentError,
-    JobTimeoutError,
-    PoolFullError,
-)
+from server.host.job_pool import JobCrashedError, JobSpentError, JobTimeoutError, PoolFullError
 from server.structured_outputs.constraint import (
     ANY_OBJECT,
     Constraint,
@@ -474,9 +467,6 @@ async def test_the_route_answers_with_the_verdict(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------- work
-# A mask that takes too much work in the engine: the answer goes on byte by byte.
-
-
 PATTERN = "^[a-z ]*[a-m].{3,40}[a-z]$"
 TEXT_FORMAT = '"the quick brown fox jumps over the lazy dog and then away"'
 

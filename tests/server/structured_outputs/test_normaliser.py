@@ -1,7 +1,5 @@
 """Normalised schemas: equal to the original, by jsonschema, over instances and random walks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -12,11 +10,7 @@ import numpy as np
 import pytest
 from jsonschema.validators import Draft202012Validator, validator_for
 
-from server.structured_outputs.constraint import (
-    Constraint,
-    ConstraintKind,
-    UnusableError,
-)
+from server.structured_outputs.constraint import Constraint, ConstraintKind, UnusableError
 from server.structured_outputs.grammars import Grammar, SchemaRules, choice_grammar, regex_grammar
 from server.structured_outputs.normaliser import normalised
 from server.structured_outputs.patterns import PatternError, prefix_of, translated, without
@@ -273,9 +267,6 @@ def test_normalised_schemas_are_equal_widely() -> None:
 
 
 # ----------------------------------------------------------------------------------------- patterns
-# Patterns for llguidance: they match what ECMA-262 and Python's `re` both match.
-
-
 TEXTS = ("", "a", "ab", "b1", "_", "é", "é1", "1", "-", "\n", "\r", " ", "[", "&", "x-y", "\u2028")
 
 
@@ -413,9 +404,6 @@ def test_a_text_may_have_any_spelling(grammar: Grammar) -> None:
 
 
 # ------------------------------------------------------------------------------------- real schemas
-# Schemas as the world writes them: followed to the letter, or refused for a reason we name.
-
-
 LINES = (Path(__file__).parent / "schemas.jsonl").read_text().splitlines()
 SCHEMAS = {line["name"]: line["schema"] for line in map(json.loads, LINES)}
 REFUSED = {

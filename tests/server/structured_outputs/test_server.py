@@ -3,8 +3,6 @@
 The default run is a sample; `wide` runs what the sample is of.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Structural tags: their grammar follows every schema that a response format may have."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any
@@ -168,9 +166,6 @@ def test_parsers_with_json_arguments_have_them_rewritten(
 
 
 # ------------------------------------------------------------------------------------- custom tools
-# Custom tools as functions: requests in both forms, and inputs from arguments in any pieces.
-
-
 PARAMETERS = {
     "type": "object",
     "properties": {"input": {"type": "string"}},

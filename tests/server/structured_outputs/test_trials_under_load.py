@@ -3,8 +3,6 @@
 A process of its own imports this module, which therefore has neither torch nor vLLM.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Random walks through a grammar alone: documents that it allows, without a model."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

@@ -4,8 +4,6 @@ Written from the public documentation of both APIs and of what the clients send;
 filler. A session's history is its own and not the model's: every server gets the same requests.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -140,8 +138,4 @@ class Session:
 
 
 def _item(role: str, text: str) -> Body:
-    return {
-        "type": "message",
-        "role": role,
-        "content": [{"type": "input_text", "text": text}],
-    }
+    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}

@@ -1,7 +1,5 @@
 """Answers with tool calls in the forms of several of vLLM's parsers, token by token."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -85,8 +83,7 @@ def _thinking(parser: str, reasoning: str, calls: str) -> Form:
 
 HERMES = _form("hermes", f"\n{_TAGGED}")
 CODER = _form(
-    "qwen3_coder",
-    f"\n<tool_call>\n{_XML}\n</tool_call>\n<tool_call>\n{_XML_OTHER}\n</tool_call>",
+    "qwen3_coder", f"\n<tool_call>\n{_XML}\n</tool_call>\n<tool_call>\n{_XML_OTHER}\n</tool_call>"
 )
 FORMS = (
     HERMES,

@@ -1,7 +1,5 @@
 """vLLM's own application for rendering, without an engine and in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

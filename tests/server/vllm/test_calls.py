@@ -1,7 +1,5 @@
 """Calls that are JSON, in each parser's form: whole, and streamed in pieces cut anywhere."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import cache
@@ -316,16 +314,10 @@ def test_what_continues_a_text_is_what_is_new() -> None:
     good = '<tool_call>{"name": "ring", "arguments": {}}</tool_call>'
     assert both("hermes", good.removeprefix("<tool_c"), asked=asked) == ("", [("ring", "{}")])
     # A call that is complete in the text was made before.
-    assert both("hermes", f" x {good}", asked=json_request(before=good)) == (
-        " x",
-        [("ring", "{}")],
-    )
+    assert both("hermes", f" x {good}", asked=json_request(before=good)) == (" x", [("ring", "{}")])
 
 
 # ---------------------------------------------------------------------------------------- cut calls
-# Answers with tool calls, cut behind each of their tokens: streams and whole answers agree.
-
-
 CALLS = [("look", ARGUMENTS), ("ring", OTHER)]
 
 
@@ -409,9 +401,6 @@ def test_finish_reasons(ending: Ending, calls: list[str], named: bool, reason: s
 
 
 # ------------------------------------------------------------------------------------------- parser
-# What a call of a tool is: vLLM's parser of Hermes' form, held to objects.
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}},

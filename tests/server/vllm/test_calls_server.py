@@ -1,7 +1,5 @@
 """Tool calls of a real server over each API, whole and streamed: what they are, and refusals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -17,11 +15,7 @@ from tests.server.vllm.agent_sessions import Head, Session, billing
 pytestmark = pytest.mark.engine
 
 APIS = ("chat", "responses", "messages")
-PATHS = {
-    "chat": "/v1/chat/completions",
-    "responses": "/v1/responses",
-    "messages": "/v1/messages",
-}
+PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
 TEXT = {
     "type": "object",
     "properties": {"text": {"type": "string"}},
@@ -238,8 +232,7 @@ def test_a_call_that_is_continued_comes_back(server: RealServer, api: str, rest:
 
 
 @pytest.mark.parametrize(
-    ("choice", "strict", "param"),
-    [("required", False, "tool_choice"), ("auto", True, "tools")],
+    ("choice", "strict", "param"), [("required", False, "tool_choice"), ("auto", True, "tools")]
 )
 def test_the_rest_of_a_call_cannot_be_guided(
     server: RealServer, choice: str, strict: bool, param: str
@@ -277,9 +270,6 @@ def test_a_last_tool_use_is_in_the_prompt(server: RealServer) -> None:
 
 
 # ----------------------------------------------------------------------------------- agent sessions
-# Sessions of coding agents over both APIs: a turn reads the last one's prompt from the cache.
-
-
 TURNS = 5
 UNIT = 16
 """Tokens by which prefixes are reused: the block size of the test's server."""
@@ -363,9 +353,6 @@ def test_a_changing_line_at_the_head_costs_all_hits(
 
 
 # ---------------------------------------------------------------------------------- logprobs server
-# Log-probabilities, echoed and cut prompts of a real server, whole and streamed.
-
-
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 LOGPROBS_TEXT = "漢é日 <b> ok😀x"
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
@@ -427,9 +414,7 @@ def test_bytes_of_a_chat_are_its_text(
         pairs = [(one["message"]["content"], one["logprobs"]["content"]) for one in choices]
     else:
         text, entries, tokens = chat_entries(
-            server,
-            structured_outputs=say(LOGPROBS_TEXT),
-            **fields,
+            server, structured_outputs=say(LOGPROBS_TEXT), **fields
         )
         pairs = [(text, entries)]
         # Of the tokens that are billed, the one that ends an answer has no entry.
@@ -446,11 +431,7 @@ def test_bytes_of_a_chat_are_its_text(
 
 @pytest.mark.parametrize("stop", ["日", "é日 <"])
 def test_a_stop_strings_tokens_have_entries(server: RealServer, stop: str) -> None:
-    text, entries, tokens = chat_entries(
-        server,
-        structured_outputs=say(LOGPROBS_TEXT),
-        stop=[stop],
-    )
+    text, entries, tokens = chat_entries(server, structured_outputs=say(LOGPROBS_TEXT), stop=[stop])
     assert text == LOGPROBS_TEXT.partition(stop)[0]
     assert len(entries) == tokens
     assert joined(entries).startswith(text.encode())
@@ -482,10 +463,7 @@ def test_bytes_of_a_response_are_its_text(server: RealServer, tools: dict[str, A
     fields = {"input": "Say", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
     fields |= {"structured_outputs": say(LOGPROBS_TEXT), **tools}
     part = whole(server, RESPONSES, **fields)["output"][0]["content"][0]
-    assert (part["text"], joined(part["logprobs"]).decode()) == (
-        LOGPROBS_TEXT,
-        LOGPROBS_TEXT,
-    )
+    assert (part["text"], joined(part["logprobs"]).decode()) == (LOGPROBS_TEXT, LOGPROBS_TEXT)
     found = events_of(server, RESPONSES, **fields)
     deltas = [event for event in found if event["type"] == "response.output_text.delta"]
     assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
@@ -578,11 +556,7 @@ def test_offsets_count_the_characters_before(
     ],
 )
 def test_the_echoed_prompt_is_what_the_model_reads(
-    server: RealServer,
-    fields: dict[str, Any],
-    text: str | None,
-    most: int,
-    ids: bool,
+    server: RealServer, fields: dict[str, Any], text: str | None, most: int, ids: bool
 ) -> None:
     shown = {**fields, "echo": True, "max_tokens": most, "return_token_ids": True}
     read = whole(server, COMPLETION, **shown)["choices"][0]["prompt_token_ids"]
@@ -625,11 +599,7 @@ LONG = "word " * CONTEXT
     ids=["chat", "text", "ids", "echo"],
 )
 def test_a_cut_prompt_leaves_room_for_a_token(
-    server: RealServer,
-    path: str,
-    body: dict[str, Any],
-    side: dict[str, Any],
-    kept: int,
+    server: RealServer, path: str, body: dict[str, Any], side: dict[str, Any], kept: int
 ) -> None:
     usage = whole(server, path, **body, **side, truncate_prompt_tokens=kept)["usage"]
     # An answer of completions has 16 tokens, if nothing is said.

@@ -1,7 +1,5 @@
 """Pushed frames are the bytes that vLLM's generators make, in their order, with the same usage."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -374,9 +372,6 @@ def test_frames_of_other_forms_are_not_learned() -> None:
 
 
 # -------------------------------------------------------------------------------------- predictions
-# Counts of a prediction's tokens in the usage of answers, whole and streamed.
-
-
 @pytest.fixture
 def record() -> Iterator[RequestRecord]:
 
@@ -422,9 +417,7 @@ def test_the_last_chunk_of_a_stream_has_them(record: RequestRecord) -> None:
     from server.vllm.text_stream import ChatMakers
 
     makers = ChatMakers(
-        object,
-        protocol.ChatCompletionResponseStreamChoice,
-        protocol.ChatCompletionStreamResponse,
+        object, protocol.ChatCompletionResponseStreamChoice, protocol.ChatCompletionStreamResponse
     )
     record.tokens.prediction = lambda: (1, 8)
     chunk = makers.chunk(
@@ -445,9 +438,6 @@ def test_the_last_chunk_of_a_stream_has_them(record: RequestRecord) -> None:
 
 
 # -------------------------------------------------------------------------------------------- loops
-# Which chat templates render a small conversation in time that is known beforehand.
-
-
 def loops(*heads: str, inner: str = "x") -> str:
     """Return nested loops."""
     return "".join(f"{{% for {head} %}}" for head in heads) + inner + "{% endfor %}" * len(heads)

@@ -1,7 +1,5 @@
 """Chats become messages of Anthropic's API: its own client puts the events together."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging
@@ -127,7 +125,7 @@ async def test_calls_are_blocks_of_their_own(reason: str) -> None:
     ]
     message = put_together(await events(chunks))
     assert [block.type for block in message.content] == [
-        *("thinking", "text", "tool_use", "text", "tool_use"),
+        *("thinking", "text", "tool_use", "text", "tool_use")
     ]
     _, _, first, held, second = message.content
     assert first.type == second.type == "tool_use"
@@ -235,9 +233,6 @@ def test_a_whole_answer_that_was_cut_off_has_what_there_is() -> None:
 
 
 # ------------------------------------------------------------------------------------------- errors
-# The table of errors, the log's forms and the harmlessness of what is described.
-
-
 def all_classes(root: type[ServerError]) -> set[type[ServerError]]:
     return {root}.union(*(all_classes(child) for child in root.__subclasses__()))
 
@@ -299,12 +294,7 @@ def test_log_lines_carry_the_request_id() -> None:
 
 
 # ----------------------------------------------------------------------------------------- contract
-# What `server.vllm` and `server.engine` reach of vLLM by names that deploy/upstream cannot
-# follow.
-#
 # A failure here means that the vLLM pin moved: read what changed before adapting the server.
-
-
 def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
@@ -419,7 +409,7 @@ def test_where_answers_are_parsed() -> None:
     assert events[-1] == "_increment_sequence_number_and_return"
     assert parameters(OpenAIServingResponses.responses_full_generator)[:5] == start
     assert parameters(DelegatingParser.parse)[1:] == [
-        *("model_output", "request", "enable_auto_tools", "model_output_token_ids"),
+        *("model_output", "request", "enable_auto_tools", "model_output_token_ids")
     ]
     assert parameters(Hermes2ProToolParser._extract_tool_name) == ["tc_json"]
     assert parameters(Hermes2ProToolParser._extract_tool_args) == ["tc_json", "is_complete"]
@@ -442,11 +432,7 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from server.settings import ServerSettings
-    from server.vllm.flag_table import (
-        FULFILLED_FLAGS,
-        REFUSED_FLAGS,
-        RENAMED_FLAGS,
-    )
+    from server.vllm.flag_table import FULFILLED_FLAGS, REFUSED_FLAGS, RENAMED_FLAGS
 
     theirs = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
     assert {*REFUSED_FLAGS, *RENAMED_FLAGS, *FULFILLED_FLAGS} <= theirs

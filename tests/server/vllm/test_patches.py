@@ -1,7 +1,5 @@
 """Replacements of vLLM's names: only in one module, and refused where vLLM has another shape."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -160,9 +158,6 @@ def test_each_name_is_compared_once_at_a_start() -> None:
 
 
 # --------------------------------------------------------------------------------------- flag table
-# Every flag of vLLM's parser is honoured, translated, checked or refused, in one list each.
-
-
 HONOURED = [name for names in HONOURED_FLAGS.values() for name in names]
 LISTS = (HONOURED, CHECKED_FLAGS, REFUSED_FLAGS, RENAMED_FLAGS, FULFILLED_FLAGS)
 
@@ -189,9 +184,6 @@ def test_a_refused_flag_names_what_to_use(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- foreign manifests
-# Arguments of manifests of llm-d and KServe, which run `vllm serve`, are taken as they are.
-
-
 ENDPOINTS = "--disable-access-log-for-endpoints=/health,/metrics,/v1/models"
 # Of llm-d/llm-d, guides/optimized-baseline/modelserver/{gpu,npu}/vllm (the latter is Rebellions'
 # own, with a shorter context), and of kserve/kserve, config/llmisvcconfig/config-llm-template.yaml,
@@ -226,9 +218,6 @@ def test_arguments_are_taken(
 
 
 # ----------------------------------------------------------------------------------------- adapters
-# The registry over an engine that answers as vLLM's does: start, lookups, faults, flags.
-
-
 @dataclass
 class Engine:
     """What `server.vllm.engine_client` asks of AsyncLLM, for two workers."""

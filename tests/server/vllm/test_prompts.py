@@ -1,7 +1,5 @@
 """The text of a conversation becomes no control tokens; templates alone write them."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json
@@ -249,9 +247,6 @@ def test_patterns_find_the_longest() -> None:
 
 
 # ----------------------------------------------------------------------------------- default prompt
-# The default tool prompt: which chat templates get it, and what conversations become by it.
-
-
 TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT)
 OWN = (CHECKPOINT / "chat_template.jinja").read_text(encoding="utf-8")
 SMOLLM2 = (
@@ -290,19 +285,11 @@ def call_of(arguments: Any) -> dict[str, Any]:
 
 SYSTEM_TURNS: list[dict[str, Any]] = [
     USER,
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [call_of({"city": "Ülm"})] * 2,
-    },
+    {"role": "assistant", "content": None, "tool_calls": [call_of({"city": "Ülm"})] * 2},
     {"role": "tool", "tool_call_id": "c", "content": "21 C"},
     {"role": "tool", "tool_call_id": "c", "content": "21 C"},
     {"role": "user", "content": "And?"},
-    {
-        "role": "assistant",
-        "content": "Well.",
-        "tool_calls": [call_of('{"city": "Ülm"}')],
-    },
+    {"role": "assistant", "content": "Well.", "tool_calls": [call_of('{"city": "Ülm"}')]},
     {"role": "tool", "tool_call_id": "c", "content": "21 C"},
 ]
 
@@ -461,9 +448,6 @@ def test_a_template_that_cannot_be_rendered_is_left_alone() -> None:
 
 
 # ----------------------------------------------------------------------------------- template place
-# Where a conversation is rendered.
-
-
 class Message(dict[str, str]):
     """Cannot be sent to another process."""
 
@@ -495,7 +479,7 @@ async def test_small_conversations_are_rendered_without_a_job() -> None:
     assert await asyncio.to_thread(rendered, [{}], chat_template=loop) == "elsewhere"
     assert len(sent) == 3
     assert [templates.waits(template) for template in ("served", loop, "other", None)] == [
-        *(False, True, True, True),
+        *(False, True, True, True)
     ]
     assert not RemoteTemplates(send, ["served"], 100).waits(None)
 
@@ -543,9 +527,6 @@ def test_an_error_quotes_texts_without_marks() -> None:
 
 
 # --------------------------------------------------------------------------------- truncation sides
-# Texts of pooling models, cut on the side that a request names, as transformers cuts them.
-
-
 QUERY, DOCUMENT = "which river is long", "one two three four five six seven " * 9
 
 
@@ -601,9 +582,6 @@ def test_a_long_query_is_cut_where_no_document_is_left(monkeypatch: pytest.Monke
 
 
 # ---------------------------------------------------------------------------------------- bad words
-# Words that an answer may not have are forbidden in every place of a text.
-
-
 WORDS = ("Paris", "the", "Rebellions", "a", "Ω", "\n- ", " the")
 PLACES = ("{}", "x {}", "x\n{}", "x\n {}")
 
@@ -638,9 +616,6 @@ def test_white_space_of_a_word_is_meant(name: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------- processor
-# Checkpoints that can have a processor, whose chat template vLLM prefers.
-
-
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

@@ -1,7 +1,5 @@
 """Reasoning and answer, read alike from whole answers and streams, for each of vLLM's parsers."""
 
-from __future__ import annotations
-
 from functools import cache
 from types import SimpleNamespace
 from typing import Any

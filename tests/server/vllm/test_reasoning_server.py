@@ -1,7 +1,5 @@
 """Reasoning of a real server: in every API, whole and streamed, with constraints and without."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

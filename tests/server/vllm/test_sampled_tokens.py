@@ -4,8 +4,6 @@ The model has eight more rows of embeddings than its tokenizer has ids, and a ga
 like the others, which are sampled as often where nothing forbids them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -110,10 +108,7 @@ EMPTY = [
         {"allowed_token_ids": [300], "stop_token_ids": [300], "min_tokens": 2},
         ["allowed_token_ids", "min_tokens", "stop_token_ids"],
     ),
-    (
-        {**PAIRS, "structured_outputs": {"regex": "[!?]{5}"}},
-        ["allowed_token_ids", "bad_words"],
-    ),
+    ({**PAIRS, "structured_outputs": {"regex": "[!?]{5}"}}, ["allowed_token_ids", "bad_words"]),
 ]
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0},

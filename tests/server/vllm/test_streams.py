@@ -1,7 +1,5 @@
 """What goes wrong in vLLM's streams comes out of them as the exception that it was."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from types import SimpleNamespace
@@ -181,9 +179,6 @@ def test_an_error_names_the_field_that_was_sent(
 
 
 # ------------------------------------------------------------------------------------ stream chunks
-# Chunks of text are the same bytes as vLLM's own models make, and nothing else is touched.
-
-
 MODELS = {
     name: getattr(serving, name)
     for name in (
@@ -345,9 +340,6 @@ def test_a_chunk_of_usage_alone_is_vllms_own(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # ---------------------------------------------------------------------------------- response events
-# The events of a response, from vLLM's serving class over scripted engine outputs.
-
-
 CALL = '<tool_call>{"name": "look", "arguments": {"at": "a"}}</tool_call>'
 OTHER_CALL = CALL.replace('"a"', '"b"')
 THOUGHT = "I think.</think>"
@@ -512,9 +504,6 @@ async def test_a_stream_that_fails_says_so_in_two_events(tokenizer: Any) -> None
 
 
 # ----------------------------------------------------------------------------------------- logprobs
-# Logprobs: those of prompts, the most likely tokens, their number, and kept texts.
-
-
 LENGTH, TOP = 300, 20
 VOCABULARY = 4096
 

@@ -1,7 +1,5 @@
 """The default model with tokens for reasoning, which its template begins and its answers end."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
