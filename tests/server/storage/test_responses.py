@@ -74,7 +74,6 @@ async def frames(client: httpx.AsyncClient, name: str, **query: Any) -> list[str
 
 
 async def until_stored(data: Path, name: str, events: int) -> None:
-    """Wait until so many events are on the disk."""
     query = "SELECT count(*) FROM response_events WHERE response = ?"
     with closing(sqlite3.connect(data / "store.sqlite")) as connection:
         async with asyncio.timeout(20):
@@ -176,7 +175,7 @@ async def test_an_answer_does_not_fail_for_want_of_a_disk(
 async def test_a_response_expires_unless_it_is_continued(tmp_path: Path) -> None:
     store = Store(ServerSettings(data_dir=tmp_path, response_retention_s=3600))
 
-    def keep(name: str, previous: str | None, expires_at: int) -> Work[None]:
+    def keep(name: str, previous: str | None, expires_at: int) -> "Work[None]":
         answer = {"id": name, "status": "completed", "output": []}
         whole = json.dumps(answer).encode()
         response = replace(
