@@ -64,7 +64,6 @@ class Drafted:
         self.assert_idle()
 
     def expected(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-        """Return what the engine without speculation answers."""
         return results(self.plain, prompts, params)
 
     def assert_idle(self) -> None:
@@ -113,23 +112,19 @@ class Drafted:
         return [greedy(), seeded(1), seeded(2, frequency_penalty=0.3), last]
 
     def share(self) -> float:
-        """Return the share of checked drafts that were accepted so far."""
         accepted = self.own.total("rbln_draft_accepted_tokens_total")
         return accepted / self.own.total("rbln_draft_tokens_total")
 
     def steps(self) -> float:
-        """Return the decode steps of the engine with drafts."""
         phases = ("decode", "verify")
         return sum(self.own.total("rbln_bucket_steps_total", phase=phase) for phase in phases)
 
     @property
     def speculation(self) -> Any:
-        """vLLM's configuration of the draft model."""
         return self.own.core.vllm_config.speculative_config
 
     @property
     def model(self) -> Any:
-        """The drafter over the draft model."""
         return self._drafting._model
 
     @property
@@ -140,7 +135,6 @@ class Drafted:
 def texts_of(
     plain: Engine, prompts: list[list[int]] = PROMPTS, params: list[SamplingParams] = GREEDY
 ) -> list[list[int]]:
-    """Return prompts and answers of an engine without speculation."""
     answers = results(plain, prompts, params)
     return [prompt + list(answer[0]) for prompt, answer in zip(prompts, answers, strict=True)]
 

@@ -226,8 +226,6 @@ FEATURES: tuple[dict[str, Any], ...] = (
 
 
 class Company(Stepped):
-    """Requests with options of parameters."""
-
     def ask(
         self, name: str, prompt: list[int], options: dict[str, Any], lora: LoRARequest | None = None
     ) -> None:
@@ -340,7 +338,6 @@ class Trace:
     blocks: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def numbers(self, group: int, blocks: list[int]) -> list[int]:
-        """Numbers of the blocks of a KV cache group."""
         return [
             self.blocks.setdefault((group, block), len(self.blocks) + 1) if block else 0
             for block in blocks

@@ -27,12 +27,10 @@ LENGTHS = [1, 5, 16, 40, 130, 200]
 
 
 def nixl(role: str, **more: Any) -> dict[str, Any]:
-    """vLLM's options for NIXL."""
     return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role, **more}}
 
 
 def several(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's options for several connectors."""
     extra = {"connectors": list(connectors)}
     names = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
     return {"kv_transfer_config": {**names, "kv_connector_extra_config": extra}}

@@ -153,8 +153,6 @@ NUM_TOKENS = 40
 
 
 class Run(Stepped):
-    """Requests of both classes."""
-
     def ask(self, name: str, prompt: list[int]) -> None:
         """Of the background if its name begins with "behind"."""
         priority = BACKGROUND_PRIORITY if name.startswith("behind") else 0

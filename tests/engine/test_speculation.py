@@ -69,7 +69,6 @@ class Pair:
         assert self.drafted.total("rbln_recompiles_after_warmup_total") == 0
 
     def steps(self) -> float:
-        """Decode steps of the engine with drafts."""
         return sum(
             self.drafted.total("rbln_bucket_steps_total", phase=phase)
             for phase in ("decode", "verify")

@@ -39,7 +39,6 @@ class Asker:
         self._tools = tools
 
     def chat(self, limit: int, stream: bool, choice: str, **more: Any) -> Answer:
-        """Ask for a chat completion."""
         named: Any = {"type": "function", "function": {"name": self._tools[0]["name"]}}
         wish: Any = {
             "model": self._model,
@@ -128,7 +127,6 @@ class Asker:
         return found
 
     def message(self, limit: int, stream: bool, choice: str) -> Answer:
-        """Ask for a message."""
         choices: Any = {
             "auto": {"type": "auto"},
             "required": {"type": "any"},

@@ -109,7 +109,6 @@ class RealServer:
         return str(body["reason"])
 
     def terminate(self) -> None:
-        """Ask the server to stop, as an orchestrator does."""
         self.process.send_signal(signal.SIGTERM)
 
     def engine_pid(self) -> int:
@@ -127,7 +126,6 @@ class RealServer:
 
 
 def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Wait until the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it does not become true"

@@ -48,8 +48,6 @@ SHOWN = ToolSupport("template", "hermes", "it names them")
 
 @dataclass
 class ScriptedProfiler:
-    """Records its calls."""
-
     calls: list[str] = field(default_factory=list)
 
     async def start_profile(self) -> None:

@@ -104,7 +104,6 @@ def forty_prompts() -> list[list[int]]:
 
 
 def answer_of(servers: Servers, request: dict[str, Any]) -> list[int]:
-    """Return the tokens of ``request`` as a router gets them."""
     sent = {**request, "kv_transfer_params": offer(servers.prefill, request)}
     return tokens(servers.decode.client.post("/v1/completions", json=sent))
 

@@ -48,8 +48,6 @@ def entry(root: Path, key: CacheKey) -> Path:
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """Return the exit code, the standard output and the standard error of one command."""
-
     def run(*words: str | Path) -> tuple[int, str, str]:
         code = main(["cache", *map(str, words)])
         out, err = capfd.readouterr()

@@ -50,7 +50,6 @@ BACKLOGS: list[tuple[tuple[str, ...], dict[str, Any], int | None]] = [
 ]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("flags", "settings", "expected"), BACKLOGS)
 def test_the_backlog_of_prompt_tokens_is_bounded(
     checkpoints: CheckpointCache,
@@ -63,7 +62,6 @@ def test_the_backlog_of_prompt_tokens_is_bounded(
     assert config.scheduler_config.max_num_queued_tokens == expected
 
 
-@pytest.mark.engine
 def test_one_limit_is_not_given_twice(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     flags = ("--max-num-queued-tokens", "200")
     with pytest.raises(LaunchError, match="give one of them") as caught:
@@ -71,7 +69,6 @@ def test_one_limit_is_not_given_twice(checkpoints: CheckpointCache, tmp_path: Pa
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.engine
 def test_the_order_of_prompts_is_one_setting(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     model = checkpoints("llama")
     config = configured(model, tmp_path, prefill_policy="shortest", max_num_partial_prefills=2)
@@ -89,7 +86,6 @@ def test_the_order_of_prompts_is_one_setting(checkpoints: CheckpointCache, tmp_p
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.engine
 def test_a_chat_template_that_would_be_waited_for_is_refused(tmp_path: Path) -> None:
     from server.vllm.flags import parse_arguments
 
@@ -99,7 +95,6 @@ def test_a_chat_template_that_would_be_waited_for_is_refused(tmp_path: Path) -> 
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.engine
 def test_the_scheduler_is_told_how_long_requests_may_wait(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
@@ -108,7 +103,6 @@ def test_the_scheduler_is_told_how_long_requests_may_wait(
     assert config.additional_config.rbln.run_dir == str(tmp_path)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("connectors", [[1], "NixlConnector", [{"kv_connector": "P2p"}], None])
 def test_a_wrong_list_of_connectors_is_refused(
     checkpoints: CheckpointCache, tmp_path: Path, connectors: object
@@ -129,7 +123,6 @@ def buckets(config: Any) -> tuple[str, tuple[int, ...]]:
     return rbln.decode_batch_bucket_strategy, rbln.decode_batch_bucket_manual_buckets
 
 
-@pytest.mark.engine
 def test_the_documented_command_line_is_taken(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     flags = "--max-model-len 256 --max-num-seqs 8 --block-size 1024"
     more = "--enable-chunked-prefill --max-num-batched-tokens 128"
@@ -140,7 +133,6 @@ def test_the_documented_command_line_is_taken(checkpoints: CheckpointCache, tmp_
     assert config.scheduler_config.enable_chunked_prefill
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "flags",
     [
@@ -165,7 +157,6 @@ def test_what_is_done_anyway_may_be_asked_for(
 
 
 # FLAGS of the real server allow four requests.
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
@@ -182,7 +173,6 @@ def test_sizes_to_compile_become_decode_buckets(
     assert buckets(config) == ("manual", expected)
 
 
-@pytest.mark.engine
 def test_stages_of_a_pipeline_share_the_largest_bucket(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
@@ -222,7 +212,6 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 ]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("flags", "said"), REFUSED)
 def test_what_is_not_done_is_refused_by_name(
     checkpoints: CheckpointCache, tmp_path: Path, flags: tuple[str, ...], said: str
@@ -231,7 +220,6 @@ def test_what_is_not_done_is_refused_by_name(
         configured(checkpoints("llama"), tmp_path, *flags)
 
 
-@pytest.mark.engine
 def test_latent_attention_keeps_what_the_model_computes(
     checkpoints: CheckpointCache, tmp_path: Path
 ) -> None:
@@ -239,7 +227,6 @@ def test_latent_attention_keeps_what_the_model_computes(
         configured(checkpoints("deepseek_v2"), tmp_path, "--kv-cache-dtype", "fp8")
 
 
-@pytest.mark.engine
 def test_python_asks_in_the_same_words(checkpoints: CheckpointCache) -> None:
     from vllm.config import CompilationConfig, CompilationMode
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -284,8 +284,6 @@ def test_others_are_left_alone(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 # --------------------------------------------------------------------------------------- step stats
 class Recorded:
-    """One of vLLM's loggers."""
-
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.gauges: list[int] = []
@@ -327,7 +325,6 @@ def step(number: int, running: int = 2, **fields: Any) -> tuple[SchedulerStats, 
     return SchedulerStats(num_running_reqs=running, step_counter=number), iteration
 
 
-@pytest.mark.engine
 async def test_decode_steps_are_recorded_together(
     manager: DeferredStats, recorded: Recorded
 ) -> None:
@@ -342,7 +339,6 @@ async def test_decode_steps_are_recorded_together(
     assert recorded.steps[-1] == 5
 
 
-@pytest.mark.engine
 async def test_steps_without_statistics_of_the_scheduler_wait_too(
     manager: DeferredStats, recorded: Recorded
 ) -> None:
@@ -354,7 +350,6 @@ async def test_steps_without_statistics_of_the_scheduler_wait_too(
     assert (recorded.steps, recorded.gauges) == ([0, 1, 2], [0])
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "fields",
     [
@@ -374,7 +369,6 @@ async def test_what_is_counted_of_the_scheduler_is_recorded(
     assert recorded.gauges == [1, 2]
 
 
-@pytest.mark.engine
 async def test_each_engine_has_its_gauges(manager: DeferredStats, recorded: Recorded) -> None:
     for number, engine in enumerate((0, 0, 1, 1)):
         manager.record(*step(number), None, engine)
@@ -382,7 +376,6 @@ async def test_each_engine_has_its_gauges(manager: DeferredStats, recorded: Reco
     assert recorded.gauges == [1, 3]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     "last",
     [
@@ -400,7 +393,6 @@ async def test_a_start_or_an_end_is_seen_at_once(
     assert recorded.steps == [0, 1]
 
 
-@pytest.mark.engine
 async def test_a_step_without_statistics_of_tokens_is_seen_at_once(
     manager: DeferredStats, recorded: Recorded
 ) -> None:
@@ -408,21 +400,18 @@ async def test_a_step_without_statistics_of_tokens_is_seen_at_once(
     assert recorded.gauges == [0]
 
 
-@pytest.mark.engine
 async def test_the_log_has_every_step(manager: DeferredStats, recorded: Recorded) -> None:
     manager.record(*step(0))
     manager.log()
     assert recorded.logged == [0]
 
 
-@pytest.mark.engine
 async def test_many_steps_do_not_pile_up(manager: DeferredStats, recorded: Recorded) -> None:
     for number in range(100):
         manager.record(*step(number))
     assert len(recorded.steps) == 64
 
 
-@pytest.mark.engine
 def test_an_engine_without_statistics_stays_as_it_is() -> None:
     engine: Any = SimpleNamespace(logger_manager=None)
     defer_stats(engine)

@@ -30,8 +30,6 @@ class Answer:
 
 @dataclass
 class Wire:
-    """One connection."""
-
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
@@ -40,7 +38,6 @@ class Wire:
         await self.writer.drain()
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        """Read an answer's head."""
         raw = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = raw[:-4].split("\r\n")
         headers = {name.lower(): value for name, _, value in (x.partition(": ") for x in lines)}
@@ -89,7 +86,6 @@ class Wire:
 
 @asynccontextmanager
 async def connected(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Wire]:
-    """Connect for the length of the block."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=tls)
     try:
         yield Wire(reader, writer)
@@ -109,6 +105,5 @@ def post(body: dict[str, Any] | bytes, *more: bytes, version: bytes = b"1.1") ->
 
 
 def get(path: str, *more: bytes, version: bytes = b"1.1") -> bytes:
-    """Return a request without a body."""
     lines = [b"GET %s HTTP/%s" % (path.encode(), version), b"host: x", *more]
     return b"\r\n".join([*lines, b"", b""])

@@ -168,8 +168,6 @@ def test_answers_are_n_for_each_prompt(
 
 # --------------------------------------------------------------------------------------- key limits
 class Client:
-    """Makes requests of one key."""
-
     def __init__(self, limits: KeyLimits) -> None:
         self.clock = Clock()
         self.ledger = KeyLedger(self.clock)
@@ -575,7 +573,6 @@ async def test_a_request_within_its_time_is_not_disturbed(tmp_path: Path) -> Non
 
 # ------------------------------------------------------------------------------------ permit shares
 def _flood(shares: PermitShares, owner: str, limit: int, taken: int = 0) -> int:
-    """Return how many permits `owner` gets one by one."""
     number = 0
     while taken + number < limit and shares.fits(owner, 1, limit):
         shares.add(owner, 1)

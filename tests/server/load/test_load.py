@@ -123,7 +123,6 @@ def test_every_request_has_one_outcome_and_nothing_is_left_behind(server: RealSe
 
 
 def outcomes(server: RealServer) -> Counter[str]:
-    """Completions counted so far, by outcome."""
     counted: Counter[str] = Counter()
     for line in server.client.get("/metrics").text.splitlines():
         if line.startswith(OUTCOMES) and 'route="/v1/completions"' in line:

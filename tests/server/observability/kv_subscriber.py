@@ -121,7 +121,6 @@ class KvSubscriber:
         raise TimeoutError(f"no replay within {wait_ms} ms")
 
     def close(self) -> None:
-        """Close the sockets without waiting."""
         self._events.close(linger=0)
         self._replay.close(linger=0)
 

@@ -309,20 +309,17 @@ CONTENT = [FieldKind.MESSAGES, FieldKind.CONVERSATION, FieldKind.PROMPTS, FieldK
 CONTENT.append(FieldKind.TOKENS)
 
 
-@pytest.mark.engine
 def test_every_field_that_may_be_large_says_what_it_holds() -> None:
     for form, name in large_fields():
         assert name in fields_by_name(endpoint_of(form)), "server/request/tables.py"
 
 
-@pytest.mark.engine
 def test_no_field_is_described_that_no_model_has() -> None:
     names = set().union(*map(model_field_names, request_models().values()))
     # vLLM's models do not have them: the service ignores one, and works on the other itself.
     assert {row.path for row in SHARED} - names <= {"prompt_cache_key", "prediction"}
 
 
-@pytest.mark.engine
 def test_every_endpoint_has_its_forms_and_prompts() -> None:
     models = request_models()
     assert set(BODIES) == set(models)
@@ -338,7 +335,6 @@ def test_every_endpoint_has_its_forms_and_prompts() -> None:
         assert content - named <= {"instruction", "documents", "prompt_embeds", "suffix"}, endpoint
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("form", list(BODIES))
 def test_valid_bodies_are_those_of_their_forms(form: str) -> None:
     from server.request.endpoints import request_form
@@ -377,7 +373,6 @@ def test_an_error_names_the_fields_of_the_offered_endpoints() -> None:
     )
 
 
-@pytest.mark.engine
 def test_the_order_is_that_of_vllm() -> None:
     from vllm.entrypoints.generate.factories import get_generate_invocation_types
     from vllm.entrypoints.pooling.factories import get_pooling_invocation_types

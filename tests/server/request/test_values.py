@@ -28,7 +28,6 @@ def check_range(fields: dict[str, Any]) -> None:
     check_values(Endpoint.CHAT, fields, LIMITS, {})
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("name", "value"), RANGES)
 def test_the_ranges_are_vllms(name: str, value: Any) -> None:
     from vllm import SamplingParams
@@ -56,7 +55,6 @@ def test_a_message_has_the_range_and_other_types_pass() -> None:
     check_range({"min_p": None, "top_k": "many", "min_tokens": True})
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("length", [1, 2**31])
 def test_floats_hold_the_score_of_beams_within_the_range(length: int) -> None:
     from vllm.entrypoints.generate.beam_search.utils import get_beam_search_score

@@ -12,22 +12,18 @@ PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
 
 
 def part(browser: Chrome, name: str) -> WebElement:
-    """The element with this id."""
     return browser.find_element(By.ID, name)
 
 
 def text(browser: Chrome, name: str) -> str:
-    """The visible text of the element with this id."""
     return part(browser, name).text
 
 
 def until(browser: Chrome, what: Callable[[], bool]) -> None:
-    """Wait until it is so."""
     WebDriverWait(browser, PATIENCE_S, poll_frequency=0.05).until(lambda _: what())
 
 
 def give_key(browser: Chrome, key: str) -> None:
-    """Enter an API key, once the page needs one."""
     until(browser, lambda: part(browser, "key-form").is_displayed())
     part(browser, "key").send_keys(key)
     browser.find_element(By.CSS_SELECTOR, "#key-form button").click()

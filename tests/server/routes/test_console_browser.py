@@ -171,7 +171,6 @@ def test_a_page_just_opened_shows_what_ran_before(server: RealServer, page: Chro
 
 
 def highest_rate(server: RealServer) -> float:
-    """Return the highest rate of tokens that the server has recorded."""
     samples = server.client.get("/v1/server_info/history", headers=_KEY).json()["samples"]
     made = [max(each["output_tokens"], each["prompt_tokens"]) / each["seconds"] for each in samples]
     return max(made, default=0)
@@ -195,7 +194,6 @@ def test_a_chat_moves_the_figures_and_the_pictures(page: Chrome) -> None:
 
 
 def highest(chart: WebElement) -> float:
-    """Return the highest value in the description of a chart."""
     values = (chart.get_attribute("aria-label") or "").partition("at most ")[2]
     return max(map(float, re.findall(r"\d+(?:\.\d+)?", values)), default=0)
 

@@ -124,8 +124,6 @@ KILLED_LINES = 2000
 
 
 class Service:
-    """A process that can be killed."""
-
     def __init__(self, folder: Path) -> None:
         self._port_file = folder / "port"
         self._port_file.unlink(missing_ok=True)
@@ -242,7 +240,6 @@ ALLOWED_BYTES = 48 << 20
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has had."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 

@@ -377,8 +377,6 @@ UPLOAD = {"file": ("f", b"x" * 100), "purpose": (None, "batch")}
 
 
 class Upload:
-    """A file of so many bytes."""
-
     name = "f"
 
     def __init__(self, size: int) -> None:

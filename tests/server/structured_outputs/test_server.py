@@ -241,14 +241,12 @@ def test_kinds_of_guides(server: RealServer) -> None:
 
 
 def ask(server: RealServer, path: str = CHAT, **body: Any) -> httpx.Response:
-    """Post a request for a short answer; returns the response."""
     start = {"prompt": "a b"} if path == "/v1/completions" else {"messages": HI}
     body = {"model": "tiny", "max_tokens": 60, "temperature": 0, **start, **body}
     return server.client.post(path, json=body)
 
 
 def token_of(server: RealServer, text: str) -> int:
-    """Return the id of a text that is one token."""
     body = {"model": "tiny", "prompt": text, "add_special_tokens": False}
     (token,) = server.client.post("/tokenize", json=body).json()["tokens"]
     return int(token)

@@ -111,7 +111,6 @@ _MARKS = re.compile(r"<\|?[^\s>=|]+\|?>|\[TOOL_CALLS\]")
 
 
 def request(choice: Any = "auto", **more: Any) -> ChatCompletionRequest:
-    """Return a request that offers two tools."""
     functions = [{"name": name, "parameters": LOOK} for name in ("look", "ring")]
     return ChatCompletionRequest(
         messages=[{"role": "user", "content": "a"}],
@@ -135,7 +134,6 @@ class Reader:
         )
 
     def parser(self) -> Any:
-        """Return a parser that has parsed nothing."""
         assert self._parser is not None
         return self._parser(self.tokenizer, self.request.tools)
 
@@ -164,7 +162,6 @@ class Reader:
 
 @cache
 def reader(form: Form) -> Reader:
-    """Return the reader of a form."""
     return Reader(form)
 
 

@@ -125,7 +125,6 @@ def json_request(choice: Any = "auto", before: str | None = None) -> ChatComplet
 def read(
     name: str, pieces: list[str], ending: Ending = NATURAL, asked: Any = None
 ) -> tuple[str, Calls]:
-    """Return the text and the calls of a streamed answer."""
     asked = asked or json_request()
     one = parser_class(name)(tokenizer(), asked.tools)
     one.ending = ending
@@ -143,7 +142,6 @@ def read(
 
 
 def whole(name: str, text: str, ending: Ending = NATURAL, asked: Any = None) -> tuple[str, Calls]:
-    """Return the text and the calls of an answer that is not streamed."""
     asked = asked or json_request()
     one = parser_class(name)(tokenizer(), asked.tools)
     output = SimpleNamespace(
@@ -515,7 +513,6 @@ def test_a_free_choice_is_guided_once_a_tool_insists() -> None:
 
 
 def listed(mode: str, *names: str, **more: Any) -> ChatCompletionRequest:
-    """Return a request whose answer may call some of three tools."""
     asked = ChatCompletionRequest(
         messages=[{"role": "user", "content": "a"}],
         tools=[

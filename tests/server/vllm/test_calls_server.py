@@ -42,7 +42,6 @@ def say(text: str) -> dict[str, Any]:
 
 
 def tool(api: str, function: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in the form of an API."""
     if api == "chat":
         return {"type": "function", "function": function}
     if api == "responses":
@@ -213,7 +212,6 @@ def test_names_that_clients_send_are_called(server: RealServer) -> None:
 
 
 def continued(api: str, text: str) -> dict[str, Any]:
-    """Return the fields of a request whose answer continues a text."""
     user = {"role": "user", "content": "Call it."}
     if api == "responses":
         part = {"type": "output_text", "text": text, "annotations": []}
@@ -309,7 +307,6 @@ def by_messages(server: RealServer, session: Session) -> tuple[int, int]:
 
 
 def by_responses(server: RealServer, session: Session) -> tuple[int, int]:
-    """Return how many tokens a turn's prompt has, and how many of them were cached."""
     told = events(server, "/v1/responses", session.responses("tiny", 4))
     usage = told[-1]["response"]["usage"]
     return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]

@@ -235,7 +235,6 @@ def random_steps(tokenizer: Any, rng: random.Random) -> list[list[int]]:
     return steps
 
 
-@pytest.mark.engine
 @pytest.mark.usefixtures("_makers", "_one_second")
 @pytest.mark.parametrize("make", [chat, parsed_chat, completion])
 @pytest.mark.parametrize(
@@ -260,7 +259,6 @@ async def test_pushed_frames_are_those_of_the_generators(
         assert usage["completion_tokens"] == sum(map(len, steps))
 
 
-@pytest.mark.engine
 @pytest.mark.usefixtures("_makers", "_one_second")
 @pytest.mark.parametrize("make", [chat, completion])
 async def test_a_slow_client_gets_the_same_text_and_usage(tokenizer: Any, make: Any) -> None:
@@ -291,7 +289,6 @@ def _choices(sent: str) -> Iterator[dict[str, Any]]:
             yield from json.loads(data)["choices"]
 
 
-@pytest.mark.engine
 @pytest.mark.usefixtures("_makers", "_one_second")
 @pytest.mark.parametrize(
     ("make", "fields", "sampling"),
@@ -316,7 +313,6 @@ async def test_streams_with_more_than_text_are_not_pushed(
     assert played.writer.pushed == 0
 
 
-@pytest.mark.engine
 @pytest.mark.usefixtures("_makers", "_one_second")
 async def test_two_requests_of_one_stream_are_not_pushed(tokenizer: Any) -> None:
     played = Played(tokenizer, lambda: True)
@@ -327,7 +323,6 @@ async def test_two_requests_of_one_stream_are_not_pushed(tokenizer: Any) -> None
     assert played.writer.pushed == 0
 
 
-@pytest.mark.engine
 @pytest.mark.usefixtures("_makers", "_one_second")
 async def test_nothing_is_pushed_after_the_client_has_gone(tokenizer: Any) -> None:
     played = Played(tokenizer, lambda: True)
@@ -356,7 +351,6 @@ async def test_nothing_is_pushed_after_the_client_has_gone(tokenizer: Any) -> No
     assert played.record.outcome == "aborted"
 
 
-@pytest.mark.engine
 @pytest.mark.usefixtures("_makers", "_one_second")
 def test_frames_of_other_forms_are_not_learned() -> None:
     for frame, is_learned in (
@@ -394,14 +388,12 @@ def details(meter: Counts | None, record: RequestRecord, **more: Any) -> Any:
     return CompletionUsage.model_validate_json(whole.model_dump_json()).completion_tokens_details
 
 
-@pytest.mark.engine
 def test_a_whole_answers_usage_has_them(record: RequestRecord) -> None:
     found = details(lambda: (7, 2), record)
     assert (found.accepted_prediction_tokens, found.rejected_prediction_tokens) == (7, 2)
     assert details(None, record) is None
 
 
-@pytest.mark.engine
 def test_what_is_known_of_thinking_stays(record: RequestRecord) -> None:
     from vllm.entrypoints.serve.engine.protocol import CompletionTokenUsageInfo
 
@@ -410,7 +402,6 @@ def test_what_is_known_of_thinking_stays(record: RequestRecord) -> None:
     assert (found.reasoning_tokens, found.accepted_prediction_tokens) == (5, 7)
 
 
-@pytest.mark.engine
 def test_the_last_chunk_of_a_stream_has_them(record: RequestRecord) -> None:
     from vllm.entrypoints.openai.chat_completion import protocol
 

@@ -81,7 +81,6 @@ def kinds(stream: str) -> list[str]:
     return [line[7:] for line in stream.splitlines() if line.startswith("event: ")]
 
 
-@pytest.mark.engine
 async def test_a_text_is_one_block() -> None:
     stream = await events([chunk({"content": "Hel"}), chunk({"content": "lo"}), ending("stop")])
     assert kinds(stream) == [
@@ -97,7 +96,6 @@ async def test_a_text_is_one_block() -> None:
     assert (usage.input_tokens, usage.output_tokens) == (2, 8)
 
 
-@pytest.mark.engine
 async def test_usage_is_told_when_the_message_starts() -> None:
     stream = await events([ending("stop")])
     start = json.loads(stream.splitlines()[1].removeprefix("data: "))["message"]
@@ -110,7 +108,6 @@ async def test_usage_is_told_when_the_message_starts() -> None:
     }
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("reason", ["tool_calls", "stop"])
 async def test_calls_are_blocks_of_their_own(reason: str) -> None:
     chunks = [
@@ -135,7 +132,6 @@ async def test_calls_are_blocks_of_their_own(reason: str) -> None:
     assert message.stop_reason == "tool_use"
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("last", "max_tokens", "reason", "sequence"),
     [
@@ -154,7 +150,6 @@ async def test_why_a_message_stopped(
     assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("last", "max_tokens", "reason"),
     [
@@ -195,7 +190,6 @@ def answer(finish: str, calls: tuple[str, ...] = (), stop: str | None = None, **
     return SimpleNamespace(id="chatcmpl-7", model="m", choices=[choice], usage=usage)
 
 
-@pytest.mark.engine
 def test_a_whole_answer_is_the_same_message() -> None:
     message = message_of(
         answer("stop", ('{"at": 1}',), reasoning="Hm.", content="I look."), 100, "standard"
@@ -213,14 +207,12 @@ def test_a_whole_answer_is_the_same_message() -> None:
     assert used == {"type": "tool_use", "id": "toolu_0", "name": "f", "input": {"at": 1}}
 
 
-@pytest.mark.engine
 def test_half_of_a_surrogate_pair_in_a_call() -> None:
     message = message_of(answer("stop", (r'{"at": "\ud83d"}',)), 100, "standard")
     assert message["stop_reason"] == "tool_use"
     assert message["content"][-1]["input"] == {"at": "\ufffd"}
 
 
-@pytest.mark.engine
 def test_a_whole_answer_that_was_cut_off_has_what_there_is() -> None:
     message = message_of(answer("length", ('{"at": 1, "by',)), 8, "standard")
     assert message["stop_reason"] == "max_tokens"
@@ -311,7 +303,6 @@ assert "vllm.entrypoints.pooling.scoring.protocol" in sys.modules
 
 
 @pytest.mark.wide
-@pytest.mark.engine
 def test_what_serves_is_imported_off_the_event_loop() -> None:
     # In a process of its own: here, other tests have imported it all.
     done = subprocess.run(
@@ -320,7 +311,6 @@ def test_what_serves_is_imported_off_the_event_loop() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.engine
 def test_signatures_of_what_serves() -> None:
     from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -348,7 +338,6 @@ def test_signatures_of_what_serves() -> None:
     assert parameters(ServingScores.__call__) == ["self", "args", "kwargs"]
 
 
-@pytest.mark.engine
 def test_where_adapters_are_looked_up() -> None:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.serve.engine.serving import BaseServing
@@ -361,7 +350,6 @@ def test_where_adapters_are_looked_up() -> None:
     )
 
 
-@pytest.mark.engine
 def test_what_the_watch_and_the_meter_ask() -> None:
     from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -375,7 +363,6 @@ def test_what_the_watch_and_the_meter_ask() -> None:
     assert parameters(IncrementalDetokenizer.num_output_tokens) == ["self"]
 
 
-@pytest.mark.engine
 def test_what_the_grammar_gate_stands_on() -> None:
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.structured_output import StructuredOutputManager
@@ -389,7 +376,6 @@ def test_what_the_grammar_gate_stands_on() -> None:
     assert parameters(StructuredOutputManager.grammar_init) == ["self", "request"]
 
 
-@pytest.mark.engine
 def test_where_answers_are_parsed() -> None:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
@@ -415,7 +401,6 @@ def test_where_answers_are_parsed() -> None:
     assert parameters(Hermes2ProToolParser._extract_tool_args) == ["tc_json", "is_complete"]
 
 
-@pytest.mark.engine
 def test_errors_of_the_hub_have_the_names_that_are_known() -> None:
     from huggingface_hub import errors
 
@@ -425,7 +410,6 @@ def test_errors_of_the_hub_have_the_names_that_are_known() -> None:
     assert errors.StrictDataclassError.__name__.startswith("StrictDataclass")
 
 
-@pytest.mark.engine
 def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -450,7 +434,6 @@ def test_every_refused_flag_exists_and_no_flag_of_ours_hides_an_engine_flag() ->
     }
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -476,7 +459,6 @@ def test_flags_that_cannot_be_honoured_are_refused(argv: list[str], words: str) 
     assert words in str(caught.value)
 
 
-@pytest.mark.engine
 def test_flags_of_manifests_for_vllm_are_honoured(
     checkpoints: CheckpointCache, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -512,7 +494,6 @@ def test_flags_of_manifests_for_vllm_are_honoured(
         requests.filters.clear()
 
 
-@pytest.mark.engine
 def test_vllm_starts_engines_the_way_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import envs
     from vllm.utils.system_utils import get_mp_context

@@ -162,7 +162,6 @@ HONOURED = [name for names in HONOURED_FLAGS.values() for name in names]
 LISTS = (HONOURED, CHECKED_FLAGS, REFUSED_FLAGS, RENAMED_FLAGS, FULFILLED_FLAGS)
 
 
-@pytest.mark.engine
 def test_every_flag_of_vllm_is_in_one_list() -> None:
     from server.vllm.flags import serve_parser
 
@@ -175,7 +174,6 @@ def test_every_flag_of_vllm_is_in_one_list() -> None:
     assert set(listed) - flags == set(), "no flag of this vLLM"
 
 
-@pytest.mark.engine
 def test_a_refused_flag_names_what_to_use(tmp_path: Path) -> None:
     from server.vllm.flags import parse_arguments
 
@@ -197,7 +195,6 @@ LLM_D_NPU = (
 KSERVE = ("--served-model-name", "name", "--port", "8000", "--shutdown-timeout", "30")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("flags", "drain_s"),
     [(LLM_D_GPU, None), (LLM_D_NPU, None), (KSERVE, 30)],
@@ -269,7 +266,6 @@ async def opened(engine: Engine, models: Any, static: list[Any], **settings: Any
     return await open_adapters(engine, models, static, ServerSettings(**settings))  # type: ignore[arg-type]
 
 
-@pytest.mark.engine
 async def test_adapters_of_the_command_line_and_of_before_a_restart(tmp_path: Path) -> None:
     write_adapter(tmp_path / "root" / "a")
     fixed = write_adapter(tmp_path / "elsewhere")
@@ -290,7 +286,6 @@ async def test_adapters_of_the_command_line_and_of_before_a_restart(tmp_path: Pa
     assert await opened(Engine(lora_config=None), served(), []) is None
 
 
-@pytest.mark.engine
 async def test_vllm_finds_what_the_request_has_a_lease_of(tmp_path: Path) -> None:
     from server.vllm.engine_client import lease
 
@@ -316,7 +311,6 @@ async def test_vllm_finds_what_the_request_has_a_lease_of(tmp_path: Path) -> Non
     assert adapters.all() == []
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -337,7 +331,6 @@ async def test_an_adapter_of_the_command_line_ends_the_start(
     assert words in str(caught.value)
 
 
-@pytest.mark.engine
 async def test_where_the_state_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     missing = tmp_path / "no" / "file"
     with pytest.raises(LaunchError, match=r"--lora-state-file: .* cannot be written"):
@@ -349,7 +342,6 @@ async def test_where_the_state_is_kept(tmp_path: Path, caplog: pytest.LogCapture
     assert adapters.all() == []
 
 
-@pytest.mark.engine
 async def test_faults_of_the_engine_are_translated() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -371,7 +363,6 @@ async def test_faults_of_the_engine_are_translated() -> None:
         await port.slots()
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("argv", "settings", "words"),
     [

@@ -302,7 +302,6 @@ def render_default(template: str, turns: Any, tools: Any = None) -> str:
     )
 
 
-@pytest.mark.engine
 def test_tools_calls_and_results_are_text_of_the_turns() -> None:
     text = render_default(with_tool_prompt(SMOLLM2, system=True, parts=False), SYSTEM_TURNS, [LOOK])
     system, first, called, results, more, last, end = text.split("<|im_start|>")[1:]
@@ -318,7 +317,6 @@ def test_tools_calls_and_results_are_text_of_the_turns() -> None:
     assert end == "assistant\n"
 
 
-@pytest.mark.engine
 def test_a_system_message_comes_before_the_tools() -> None:
     template = with_tool_prompt(SMOLLM2, system=True, parts=False)
     text = render_default(template, [{"role": "system", "content": "Be kind."}, USER], [LOOK])
@@ -326,7 +324,6 @@ def test_a_system_message_comes_before_the_tools() -> None:
     assert text.count("# Tools") == text.count("<|im_start|>system") == 1
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("turns", [[USER], [{"role": "system", "content": "Be kind."}, USER]])
 def test_conversations_without_tools_stay_as_they_are(turns: Any) -> None:
     assert render_default(
@@ -334,14 +331,12 @@ def test_conversations_without_tools_stay_as_they_are(turns: Any) -> None:
     ) == render_default(SMOLLM2, turns)
 
 
-@pytest.mark.engine
 def test_calls_of_the_past_are_shown_without_tools_too() -> None:
     text = render_default(with_tool_prompt(SMOLLM2, system=True, parts=False), SYSTEM_TURNS)
     assert "# Tools" not in text
     assert text.count(CALL) == text.count(RESULT) == 3
 
 
-@pytest.mark.engine
 def test_templates_without_a_system_message_have_the_tools_with_the_user() -> None:
     text = render_default(
         with_tool_prompt(ALTERNATING, system=False, parts=False), SYSTEM_TURNS, [LOOK]
@@ -351,7 +346,6 @@ def test_templates_without_a_system_message_have_the_tools_with_the_user() -> No
     assert text.count(CALL) == text.count(RESULT) == 3
 
 
-@pytest.mark.engine
 def test_contents_may_be_lists_of_parts() -> None:
     turns = [
         turn | {"content": [{"type": "text", "text": turn["content"]}] if turn["content"] else None}
@@ -382,7 +376,6 @@ def settle(
     return choose_tools(args, TOKENIZER, model, ServerSettings(**settings)), args
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("template", [OWN, SMOLLM2])
 def test_gpt_oss_gets_the_parser_of_harmony(template: str) -> None:
     from vllm.parser.harmony import GptOssToolParser
@@ -393,7 +386,6 @@ def test_gpt_oss_gets_the_parser_of_harmony(template: str) -> None:
     assert ToolParserManager.get_tool_parser(args.tool_call_parser) is GptOssToolParser
 
 
-@pytest.mark.engine
 def test_a_template_that_shows_tools_is_left_alone() -> None:
     support, args = settle(OWN)
     assert (support.prompt, support.parser) == ("template", "hermes")
@@ -404,7 +396,6 @@ def test_a_template_that_shows_tools_is_left_alone() -> None:
     assert (support.prompt, support.parser, args.chat_template) == ("template", None, other)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("template", "form", "first"),
     [
@@ -427,7 +418,6 @@ def test_a_template_without_tools_gets_the_default_prompt(
     assert settle(args.chat_template)[0].prompt == "template"
 
 
-@pytest.mark.engine
 def test_tools_are_refused_where_the_default_prompt_may_not_be() -> None:
     for template, parser, settings in (
         (SMOLLM2, None, {"default_tool_prompt": False}),
@@ -440,7 +430,6 @@ def test_tools_are_refused_where_the_default_prompt_may_not_be() -> None:
     assert "--tool-call-parser hermes, not llama3_json" in support.reason
 
 
-@pytest.mark.engine
 def test_a_template_that_cannot_be_rendered_is_left_alone() -> None:
     support, args = settle("{{ raise_exception('never') }}")
     assert support.prompt == "template"
@@ -546,7 +535,6 @@ def sided_tokenizer(side: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, truncation_side=side)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("most", [18, 40, -1, 300])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pair", [True, False])
@@ -570,7 +558,6 @@ def test_special_tokens_and_the_query_stay(
     assert found["token_type_ids"] == theirs["token_type_ids"]
 
 
-@pytest.mark.engine
 def test_a_long_query_is_cut_where_no_document_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokenizeParams, "get_encode_kwargs", TokenizeParams.get_encode_kwargs)
     ours = sided_tokenizer("right")

@@ -51,7 +51,6 @@ def messages(server: RealServer) -> Any:
 
 
 def prompt_of(server: RealServer, turns: list[Any], tools: list[Any] | None) -> str:
-    """Return the prompt of a chat, as its tokens say it."""
     body = {"model": MODEL, "messages": turns} | ({"tools": tools} if tools else {})
     tokens = server.client.post("/tokenize", json=body).json()["tokens"]
     text = server.client.post("/detokenize", json={"model": MODEL, "tokens": tokens})

@@ -103,7 +103,6 @@ async def raised_in(stream: AsyncGenerator[Any, None]) -> Exception:
     return caught.value
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("stream", [chat, streamed_completion, responses, messages])
 @pytest.mark.parametrize(
     "error",
@@ -122,7 +121,6 @@ async def test_every_stream_raises_the_object(stream: Stream, error: Exception) 
     assert await raised_in(stream(failing(error))) is error
 
 
-@pytest.mark.engine
 async def test_faults_of_the_converter_itself_are_raised() -> None:
     async def frames(text: str) -> AsyncGenerator[str, None]:
         yield text
@@ -137,7 +135,6 @@ async def test_faults_of_the_converter_itself_are_raised() -> None:
 CONTEXT = RequestContext({"prompt": "hi"}, "prompt")
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("error", "ours", "param"),
     [
@@ -159,7 +156,6 @@ def test_what_a_client_is_told_is_decided_by_class(
     assert (type(translated), translated.param) == (ours, param)
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("parameter", "fields", "param", "message"),
     [
@@ -442,7 +438,6 @@ KINDS = [
 ]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("text", "thinks", "kinds"), KINDS)
 async def test_items_keep_their_ids(
     tokenizer: Any, text: str, thinks: bool, kinds: list[str]
@@ -452,7 +447,6 @@ async def test_items_keep_their_ids(
     assert {item["status"] for item in output} == {"completed"}
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(("text", "thinks"), [(kind[0], kind[1]) for kind in KINDS])
 async def test_an_answer_cut_anywhere_is_one_story(tokenizer: Any, text: str, thinks: bool) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -467,12 +461,10 @@ async def test_an_answer_cut_anywhere_is_one_story(tokenizer: Any, text: str, th
             assert output[-1]["status"] == "incomplete"
 
 
-@pytest.mark.engine
 async def test_an_answer_without_text_has_no_items(tokenizer: Any) -> None:
     assert check_agreement(await events_of(tokenizer.eos_token, tokenizer)) == []
 
 
-@pytest.mark.engine
 async def test_a_stream_that_fails_says_so_in_two_events(tokenizer: Any) -> None:
     record = RequestRecord(route_of("/v1/responses"), "POST", 0.0)
     served = event_serving(thinks=False)
@@ -534,7 +526,6 @@ def processor(tokenizer: Any) -> LogprobsProcessor:
     )
 
 
-@pytest.mark.engine
 def test_a_prompts_logprobs_are_returned_every_time(spelled_tokenizer: Any) -> None:
     theirs = processor(spelled_tokenizer)
     lasting = AnswerLogprobs.of(processor(spelled_tokenizer), SimpleNamespace(decode_next=None))
@@ -576,7 +567,6 @@ def sampled(tokenizer: Any, length: int = LENGTH) -> tuple[list[int], list[Any]]
     return ids, positions
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("kind", ["chat", "response"])
 @pytest.mark.parametrize("number", [0, 1, 5])
 def test_alternatives_are_the_most_likely_tokens(
@@ -600,7 +590,6 @@ def test_alternatives_are_the_most_likely_tokens(
         ]
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize(
     ("params", "length", "name"),
     [
@@ -617,7 +606,6 @@ def test_an_answer_has_so_many_at_most(params: dict[str, Any], length: int, name
     assert caught.value.parameter == name
 
 
-@pytest.mark.engine
 def test_what_is_ordinary_passes() -> None:
     prompt = {"prompt_token_ids": [5] * 40_000}
     check_logprobs(SamplingParams(prompt_logprobs=20, max_tokens=10**6), prompt, VOCABULARY)
@@ -625,7 +613,6 @@ def test_what_is_ordinary_passes() -> None:
     check_logprobs(SamplingParams(logprobs=-1, max_tokens=100), {}, VOCABULARY)
 
 
-@pytest.mark.engine
 def test_texts_of_tokens_are_kept(spelled_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = TokenTexts()
     lists = [[5, 5, 200, 4, 255], [200, 7], [], [299, *range(4, 60)]]
