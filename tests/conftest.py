@@ -5,12 +5,15 @@ import logging
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from tests.checkpoints import CheckpointCache
 from tests.debian_tools import pytest_terminal_summary  # noqa: F401 (a hook)
+
+if TYPE_CHECKING:
+    from tests.checkpoints import CheckpointCache
 
 # A busy machine is no fault of what is tested.
 settings.register_profile("untimed", deadline=None)
@@ -49,11 +52,14 @@ def caplog(
 
 
 @pytest.fixture(scope="session")
-def checkpoints() -> CheckpointCache:
+def checkpoints() -> "CheckpointCache":
     """Make checkpoints on demand: `checkpoints("llama", dtype="bfloat16", num_hidden_layers=2)`.
 
     They are kept in the user's cache folder between runs, under a hash of the code that makes them.
     """
+    # The process that hands tests to workers does not wait for the import of torch.
+    from tests.checkpoints import CheckpointCache
+
     return CheckpointCache(Path.home() / ".cache" / "rbln-serve" / "test-checkpoints")
 
 

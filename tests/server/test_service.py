@@ -244,7 +244,7 @@ async def test_requests_of_a_dead_engine_end_with_an_error(tmp_path: Path) -> No
 
 
 async def test_a_dead_engine_ends_the_process_with_1(tmp_path: Path) -> None:
-    async with running(tmp_path) as service:
+    async with running(tmp_path, death_linger_s=1.0) as service:
         service.launcher.engine.death = "engine process ended with exit code -9"
         while (ready := await service.client.get("/readyz")).status_code == 200:
             await asyncio.sleep(0.01)

@@ -87,9 +87,13 @@ def test_a_model_that_can_run_is_described(check: Check, folder: Any) -> None:
 
 
 LACKING = [
-    ("llama", ["model.layers.1.mlp.down_proj.weight"]),
-    ("llama", ["model.layers.2.self_attn.k_proj.weight", "model.layers.2.mlp.up_proj.weight"]),
-    ("llama", ["model.embed_tokens.weight", "model.norm.weight"]),
+    (
+        "llama",
+        [
+            *("model.layers.2.self_attn.k_proj.weight", "model.layers.2.mlp.up_proj.weight"),
+            *("model.embed_tokens.weight", "model.norm.weight"),
+        ],
+    ),
     ("qwen2", ["model.layers.0.self_attn.v_proj.bias"]),
     ("qwen3_moe", ["model.layers.1.mlp.gate.weight"]),
     ("mixtral", ["model.layers.1.block_sparse_moe.gate.weight"]),
