@@ -62,7 +62,6 @@ def documents(grammar: str, count: int, seed: int = 0, *, must_end: bool = True)
 
 
 def accepts(grammar: str, text: str) -> bool:
-    """Whether a whole text is of the grammar."""
     _, tokenizer, _ = vocabulary()
     matcher = _grammar(grammar)
     matcher.reset()
@@ -130,9 +129,29 @@ def try_grammar(_kind: str, text: str) -> list[str]:
     return []
 
 
+_DOLLAR = re.compile(r"(\\.|\[(?:\\.|[^]\\])*\])|\$", re.DOTALL)
+
+
+def for_python(schema: Any, parse_float: Any = float) -> Any:
+    """Return the schema with `$` as `\\Z`: Python's `$` also fits before a last newline."""
+
+    def written(pattern: Any) -> Any:
+        return (
+            _DOLLAR.sub(lambda m: m[1] or r"\Z", pattern) if isinstance(pattern, str) else pattern
+        )
+
+    def hook(part: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(part.get("patternProperties"), dict):
+            named = {written(name): rule for name, rule in part["patternProperties"].items()}
+            part = {**part, "patternProperties": named}
+        return {**part, "pattern": written(part["pattern"])} if "pattern" in part else part
+
+    return json.loads(json.dumps(schema), parse_float=parse_float, object_hook=hook)
+
+
 def faults(schema: Any, text: str) -> list[str]:
     """Return what jsonschema finds wrong; decimals are exact, and formats as far as followed."""
-    exact = json.loads(json.dumps(schema), parse_float=Decimal)
+    exact = for_python(schema, Decimal)
     judge = validator_for(exact, Draft202012Validator)
     checker = FormatChecker(())
     known = judge.FORMAT_CHECKER.checkers
