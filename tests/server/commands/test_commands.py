@@ -317,11 +317,6 @@ def started(checkpoint: Path, tmp_path: Path) -> ForkedProcess:
         return warm_process().start(*command, environ=environ, output=log, errors=log)
 
 
-def kill_with_engine(process: ForkedProcess) -> None:
-    process.kill()
-    process.wait(60)
-
-
 @pytest.mark.engine
 def test_it_goes_on_where_it_was_killed(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     lines = [line(number) for number in range(LINES)]
@@ -333,7 +328,8 @@ def test_it_goes_on_where_it_was_killed(checkpoints: CheckpointCache, tmp_path: 
     while not any(part.stat().st_size > 2000 for part in parts.glob("*.output")):
         assert first.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
-    kill_with_engine(first)
+    first.kill()
+    first.wait(60)
     assert not (tmp_path / "out.jsonl").exists()
     second = started(checkpoints("llama"), tmp_path)
     status = second.wait(240)

@@ -110,16 +110,15 @@ def test_what_is_on_this_host() -> None:
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.template)
 def test_the_documented_table_is_what_happens(route: Route) -> None:
-    api, admin = {"authorization": f"Bearer {KEY}"}, {"authorization": f"Bearer {ADMIN}"}
     for settings, words in zip(({}, API_KEYS, ALL_KEYS), OPENINGS[route.scope], strict=True):
         access = Access(ServerSettings(**LOOPBACK, **settings))
         place, _, and_key = words.partition(", with an ")
         here = {"client": "127.0.0.1" if place == UNGUARDED else "10.0.0.9"}
         opens = {
             OPEN: {},
-            UNGUARDED: api if and_key else {},
-            "API or admin key": api,
-            "admin key": admin,
+            UNGUARDED: BEARER if and_key else {},
+            "API or admin key": BEARER,
+            "admin key": AS_ADMIN,
         }[place]
         assert verdict(access, route, head(**here, **opens)) in ("open", "alice", "root")
         if place == UNGUARDED:
@@ -147,7 +146,7 @@ def test_metrics_can_be_left_open() -> None:
 @pytest.mark.parametrize(
     ("headers", "expected"),
     [
-        ({"authorization": f"Bearer {KEY}"}, "alice"),
+        (BEARER, "alice"),
         ({"authorization": f"bearer   {KEY} "}, "alice"),
         ({"x_api_key": KEY}, "alice"),
         ({"api_key": KEY}, "alice"),

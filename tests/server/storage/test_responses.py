@@ -360,17 +360,14 @@ async def test_a_chain_is_measured_without_its_items_and_joined_as_bytes(tmp_pat
     assert for_sizes < TURN_BYTES
     assert for_items < 2.2 * found.bytes
     assert 0 <= found.bytes - len(items) <= 2 * 2 * TURNS
-    expected = [item for n in range(TURNS) for item in items_of(turn(n, TURN_BYTES))]
-    assert json.loads(items) == expected
+    turns = [turn(number, TURN_BYTES) for number in range(TURNS)]
+    parts = [part for one in turns for part in (one.input, one.output)]
+    assert json.loads(items) == [item for part in parts for item in json.loads(part)]
     with pytest.raises(InvalidValueError, match=rf"the {TURNS} turns .* have {found.bytes} bytes"):
         await store.database.read(
             partial(table.find_conversation, owner="", last=last, max_bytes=found.bytes - 1)
         )
     store.close()
-
-
-def items_of(response: Response) -> list[Any]:
-    return [*json.loads(response.input), *json.loads(response.output)]
 
 
 async def test_reads_wait_for_no_write(tmp_path: Path) -> None:
@@ -572,13 +569,9 @@ async def test_a_stream_that_waits_ends_when_it_is_cancelled(tmp_path: Path) -> 
         assert await until_queued(service, 1)
         page = await service.client.get("/metrics")
         assert page.is_success
-        name = await queued_name(tmp_path / "data")
+        with closing(sqlite3.connect(tmp_path / "data" / "store.sqlite")) as connection:
+            query = "SELECT id FROM responses WHERE status = 'queued'"
+            (name,) = connection.execute(query).fetchone()
         await service.client.post(f"{PATH}/{name}/cancel")
         assert (await asyncio.wait_for(sending, 10)).status_code == 200
         assert (await shown(service.client, name))["status"] == "cancelled"
-
-
-async def queued_name(data: Path) -> str:
-    with closing(sqlite3.connect(data / "store.sqlite")) as connection:
-        row = connection.execute("SELECT id FROM responses WHERE status = 'queued'").fetchone()
-        return str(row[0])

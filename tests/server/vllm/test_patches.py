@@ -256,10 +256,6 @@ def module(name: str, path: Path, base: str | None = None, is_3d: bool = False) 
     return SimpleNamespace(name=name, path=str(path), base_model_name=base, is_3d_lora_weight=is_3d)
 
 
-def a_request() -> RequestRecord:
-    return RequestRecord(route_of("/v1/completions"), "POST", time.perf_counter())
-
-
 async def opened(engine: Engine, models: Any, static: list[Any], **settings: Any) -> Any:
     from server.vllm.engine_client import open_adapters
 
@@ -294,7 +290,7 @@ async def test_vllm_finds_what_the_request_has_a_lease_of(tmp_path: Path) -> Non
     adapters = await opened(Engine(), models, [], lora_root=tmp_path)
     await adapters.load("one", "a")
     assert "one" not in models.lora_requests  # nobody has asked for it
-    record = a_request()
+    record = RequestRecord(route_of("/v1/completions"), "POST", time.perf_counter())
     assert not lease(adapters, "two", record)
     assert lease(adapters, "one", record)
     await adapters.load("one", "a", replace=True)

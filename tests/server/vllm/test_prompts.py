@@ -150,14 +150,8 @@ def test_tools_documents_and_variables(name: str, encode: Callable[..., list[str
 
 def test_markup_in_an_assistants_text_stays(encode: Callable[..., list[str]]) -> None:
     tokens = control_of(encode(said(content="<tool_call>{}</tool_call><|im_end|>")))
-    assert tokens == [
-        *["<|im_start|>", "<|im_end|>"] * 1,
-        "<|im_start|>",
-        "<tool_call>",
-        "</tool_call>",
-        "<|im_end|>",
-        "<tool_call>",
-    ]
+    turns = ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>"]
+    assert tokens == [*turns, "<|im_end|>", "<tool_call>"]
 
 
 @pytest.mark.parametrize(
@@ -265,6 +259,7 @@ ALTERNATING = (
     "[{{ message['role'] }}]{{ message['content'] | trim }}\n{% endfor %}"
 )
 """As Gemma's: no system message, and turns that alternate."""
+SMOLLM2_TOOLS = with_tool_prompt(SMOLLM2, system=True, parts=False)
 PART_LISTS = (
     "{% for message in messages %}[{{ message.role }}]{% for part in message['content'] %}"
     "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
@@ -303,7 +298,7 @@ def render_default(template: str, turns: Any, tools: Any = None) -> str:
 
 
 def test_tools_calls_and_results_are_text_of_the_turns() -> None:
-    text = render_default(with_tool_prompt(SMOLLM2, system=True, parts=False), SYSTEM_TURNS, [LOOK])
+    text = render_default(SMOLLM2_TOOLS, SYSTEM_TURNS, [LOOK])
     system, first, called, results, more, last, end = text.split("<|im_start|>")[1:]
     assert system.startswith("system\n# Tools\n")
     assert '<tools>\n{"type": "function", "function": {"name": "look", ' in system
@@ -318,29 +313,26 @@ def test_tools_calls_and_results_are_text_of_the_turns() -> None:
 
 
 def test_a_system_message_comes_before_the_tools() -> None:
-    template = with_tool_prompt(SMOLLM2, system=True, parts=False)
-    text = render_default(template, [{"role": "system", "content": "Be kind."}, USER], [LOOK])
+    turns = [{"role": "system", "content": "Be kind."}, USER]
+    text = render_default(SMOLLM2_TOOLS, turns, [LOOK])
     assert text.startswith("<|im_start|>system\nBe kind.\n\n# Tools\n")
     assert text.count("# Tools") == text.count("<|im_start|>system") == 1
 
 
 @pytest.mark.parametrize("turns", [[USER], [{"role": "system", "content": "Be kind."}, USER]])
 def test_conversations_without_tools_stay_as_they_are(turns: Any) -> None:
-    assert render_default(
-        with_tool_prompt(SMOLLM2, system=True, parts=False), turns
-    ) == render_default(SMOLLM2, turns)
+    assert render_default(SMOLLM2_TOOLS, turns) == render_default(SMOLLM2, turns)
 
 
 def test_calls_of_the_past_are_shown_without_tools_too() -> None:
-    text = render_default(with_tool_prompt(SMOLLM2, system=True, parts=False), SYSTEM_TURNS)
+    text = render_default(SMOLLM2_TOOLS, SYSTEM_TURNS)
     assert "# Tools" not in text
     assert text.count(CALL) == text.count(RESULT) == 3
 
 
 def test_templates_without_a_system_message_have_the_tools_with_the_user() -> None:
-    text = render_default(
-        with_tool_prompt(ALTERNATING, system=False, parts=False), SYSTEM_TURNS, [LOOK]
-    )
+    template = with_tool_prompt(ALTERNATING, system=False, parts=False)
+    text = render_default(template, SYSTEM_TURNS, [LOOK])
     assert text.startswith("[user]# Tools\n")
     assert "</tool_call>\n\nWeather?\n[assistant]" in text
     assert text.count(CALL) == text.count(RESULT) == 3

@@ -381,22 +381,19 @@ async def outputs(
         yield context
 
 
+def generated(served: Any, request: Any, text: str, tokenizer: Any, finish: str = "stop") -> Any:
+    context = SimpleContext(response_parser=served.parser(tokenizer, request.tools))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    steps, params = outputs(context, ids, tokenizer, finish), SamplingParams(max_tokens=100)
+    return served.responses_stream_generator(request, params, steps, context, "m", tokenizer, None)
+
+
 async def events_of(
     text: str, tokenizer: Any, *, thinks: bool = False, finish: str = "stop"
 ) -> list[dict[str, Any]]:
     served = event_serving(thinks=thinks)
     request = ResponsesRequest(input="hi", model="m", stream=True, store=False, tools=[TOOL])
-    context = SimpleContext(response_parser=served.parser(tokenizer, request.tools))
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    made = served.responses_stream_generator(
-        request,
-        SamplingParams(max_tokens=100),
-        outputs(context, ids, tokenizer, finish),
-        context,
-        "m",
-        tokenizer,
-        None,
-    )
+    made = generated(served, request, text, tokenizer, finish)
     frames = [frame async for frame in response_frames(made, {}, None)]
     events = [json.loads(frame.partition("\ndata: ")[2]) for frame in frames]
     for frame, event in zip(frames, events, strict=True):
@@ -469,17 +466,7 @@ async def test_a_stream_that_fails_says_so_in_two_events(tokenizer: Any) -> None
     record = RequestRecord(route_of("/v1/responses"), "POST", 0.0)
     served = event_serving(thinks=False)
     request = ResponsesRequest(input="hi", model="m", stream=True, store=False)
-    context = SimpleContext(response_parser=None)
-    ids = tokenizer.encode("Hello there.", add_special_tokens=False)
-    made = served.responses_stream_generator(
-        request,
-        SamplingParams(max_tokens=100),
-        outputs(context, ids, tokenizer, "stop"),
-        context,
-        "m",
-        tokenizer,
-        None,
-    )
+    made = generated(served, request, "Hello there.", tokenizer)
     frames = response_frames(made, {"store": False}, record)
     begun = [await anext(frames) for _ in range(5)]
     await frames.aclose()
