@@ -37,8 +37,7 @@ async def test_probes_tell_the_progress_while_the_engine_starts(tmp_path: Path) 
         assert await service.metric('rbln_serve_phase{phase="compile"}') == 1
         assert await service.metric("rbln_serve_warmup_graphs_done") == 1
         refused = await service.client.post(CHAT, json={"do": "answer"})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "not_ready"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
         assert "1 of 2 graphs" in refused.json()["error"]["message"]
         assert "retry-after" in refused.headers
         assert (await service.client.get("/v1/models")).status_code == 503
@@ -97,8 +96,7 @@ async def test_sigterm_lets_requests_finish_and_takes_no_new_ones(tmp_path: Path
         assert ready.json()["reason"] == "SIGTERM"
         assert (await service.client.get("/livez")).status_code == 200
         refused = await post(service, do="answer")
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "draining"
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert refused.headers["connection"] == "close"
         assert "retry-after" in refused.headers
         assert not service.exit_code.done()
@@ -270,8 +268,7 @@ async def test_a_refused_model_is_explained_before_the_process_ends(tmp_path: Pa
     async with running(tmp_path, launcher, death_linger_s=1.0) as service:
         while (ready := await service.client.get("/readyz")).json()["status"] == "starting":
             await asyncio.sleep(0.01)
-        assert ready.status_code == 503
-        assert ready.json()["status"] == "dead"
+        assert (ready.status_code, ready.json()["status"]) == (503, "dead")
         assert ready.json()["reason"] == "no op for this"
         refused = await service.client.post(CHAT, json={"do": "answer"})
         assert "no op for this" in refused.json()["error"]["message"]

@@ -29,7 +29,6 @@ from tests.warm_process import WarmProcess
 
 pytestmark = pytest.mark.engine
 
-NO_LOG = '{"rbln": {"window_prefix_cache": false}}'
 Check = Callable[..., subprocess.CompletedProcess[str]]
 Verdict = Callable[..., dict[str, Any]]
 

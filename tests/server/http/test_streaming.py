@@ -189,8 +189,7 @@ async def test_a_wrong_value_is_refused(tmp_path: Path, value: object) -> None:
     async with running(tmp_path) as service:
         body = {"do": "answer", "return_progress": value}
         answer = await service.client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "return_progress"
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "return_progress")
 
 
 # -------------------------------------------------------------------------------------------- spans

@@ -503,31 +503,23 @@ async def test_deep_bodies_are_refused(tmp_path: Path) -> None:
         assert "the limit of 10." in error["message"]
 
 
-DEADLINES: list[tuple[dict[str, Any], dict[str, str], str]] = [
-    ({}, {"X-Request-Timeout-Ms": "200"}, "0.2 s, the limit of X-Request-Timeout-Ms"),
-    ({"max_request_s": 0.2}, {}, "0.2 s, the limit of --max-request-s"),
-    (
-        {"max_request_s": 0.2},
-        {"X-Request-Timeout-Ms": "60000"},
-        "0.2 s, the limit of --max-request-s",
-    ),
-    (
-        {"max_request_s": 60},
-        {"X-Request-Timeout-Ms": "200"},
-        "0.2 s, the limit of X-Request-Timeout-Ms",
-    ),
+DEADLINES: list[tuple[dict[str, Any], str | None, str]] = [
+    ({}, "200", "X-Request-Timeout-Ms"),
+    ({"max_request_s": 0.2}, None, "--max-request-s"),
+    ({"max_request_s": 0.2}, "60000", "--max-request-s"),
+    ({"max_request_s": 60}, "200", "X-Request-Timeout-Ms"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "headers", "words"), DEADLINES)
+@pytest.mark.parametrize(("settings", "asked_ms", "limit"), DEADLINES)
 async def test_a_deadline_before_the_first_byte_is_a_504(
-    tmp_path: Path, settings: dict[str, Any], headers: dict[str, str], words: str
+    tmp_path: Path, settings: dict[str, Any], asked_ms: str | None, limit: str
 ) -> None:
+    headers = {} if asked_ms is None else {"X-Request-Timeout-Ms": asked_ms}
     async with running(tmp_path, **settings) as service:
         answer = await service.client.post(CHAT, json={"do": "wait"}, headers=headers)
-        assert answer.status_code == 504
-        assert answer.json()["error"]["code"] == "deadline_exceeded"
-        assert words in answer.json()["error"]["message"]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert f"0.2 s, the limit of {limit}" in answer.json()["error"]["message"]
         assert answer.headers["x-should-retry"] == "false"
         assert service.frontend.ended == ["answer aborted"]
         counted = 'rbln_http_requests_total{code="504",method="POST",outcome="timeout"'
@@ -555,8 +547,7 @@ async def test_a_timeout_must_be_a_positive_integer(tmp_path: Path, value: str) 
     async with running(tmp_path) as service:
         headers = {b"X-Request-Timeout-Ms": value.encode("latin-1")}
         answer = await service.client.post(CHAT, json={"do": "answer"}, headers=headers)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["code"] == "invalid_value"
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
         assert answer.json()["error"]["param"] == "X-Request-Timeout-Ms"
 
 
