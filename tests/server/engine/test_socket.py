@@ -164,32 +164,20 @@ TEXTS = (
     "Ünïcödé",
     "日",
     "bad \ufffd",
-    "\ufffd" * 9,
     "x",
+    "\ufffd" * 9,
 )
 
 
 def byte_fallback() -> Tokenizer:
     """Return a tokenizer like SentencePiece's: spaces begin words, bytes are spelled <0xNN>."""
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehilmnostx1234 "]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {word: number for number, word in enumerate(words)},
-            [],
-            unk_token="<unk>",
-            byte_fallback=True,
-            fuse_unk=True,
-        )
-    )
+    vocabulary = {word: number for number, word in enumerate(words)}
+    options: dict[str, Any] = {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], **options))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    of_bytes = (decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse())
+    tokenizer.decoder = decoders.Sequence([*of_bytes, decoders.Strip(" ", 1, 0)])
     return tokenizer
 
 

@@ -13,6 +13,10 @@ CHAT = "/v1/chat/completions"
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
 def line(number: int, do: str = "answer", **fields: Any) -> dict[str, Any]:
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "do": do}
     return {"custom_id": f"c{number}", "method": "POST", "url": CHAT, "body": body, **fields}

@@ -41,6 +41,7 @@ from server.storage.response_table import finished_response
 from tests.server.scripted import Running, running
 from tests.server.storage.batch_clients import (
     CHAT,
+    bearer,
     create,
     line,
     shown,
@@ -282,10 +283,6 @@ async def test_usage_follows_every_change(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------- owners
 FIRST, SECOND = "sk-first-unnamed-key", "sk-second-unnamed-key"
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 async def leave_everything(service: Running, key: str) -> dict[str, str]:

@@ -39,6 +39,7 @@ from server.storage.response_table import (
 )
 from server.storage.responses import FairQueue
 from tests.server.scripted import Running, ScriptedLauncher, running
+from tests.server.storage.batch_clients import bearer
 from tests.server.storage.test_batches_engine import Service
 
 PATH = "/v1/responses"
@@ -129,7 +130,7 @@ async def test_what_ends_the_server_each_time_is_given_up(tmp_path: Path) -> Non
 async def test_other_keys_see_nothing_of_it(tmp_path: Path) -> None:
     settings = {"data_dir": tmp_path / "data", "api_key": ("a=k1", "b=k2")}
     async with running(tmp_path, **settings) as service:
-        mine, other = ({"authorization": f"Bearer {key}"} for key in ("k1", "k2"))
+        mine, other = (bearer(key) for key in ("k1", "k2"))
         name = (await create(service.client, headers=mine))["id"]
         for method, path in (
             *(("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")),
@@ -473,10 +474,6 @@ def test_a_label_of_another_type_is_refused() -> None:
 KEYS = ("a=k1", "b=k2")
 ROWS = 8
 """Of the scripted engine."""
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 async def ask(service: Running, key: str = "k1", **fields: Any) -> httpx.Response:

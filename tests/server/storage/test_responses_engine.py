@@ -434,10 +434,6 @@ def test_what_cannot_be_compacted_is_refused(client: openai.OpenAI) -> None:
 
 
 # --------------------------------------------------------------------------------------- compaction
-def said_by_user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
 def content(text: bytes) -> str:
     return "rbln1." + base64.urlsafe_b64encode(text).decode()
 
@@ -455,8 +451,8 @@ def texts(message: Any) -> list[str]:
 
 @pytest.mark.parametrize("summary", ["They met.", "a\n\u2603\U0001f600?>\\ud800" * 99])
 def test_a_summary_comes_back_as_an_answer(summary: str) -> None:
-    first, message = expanded(said_by_user("a"), compaction_item(summary))
-    assert first == said_by_user("a")
+    first, message = expanded(user("a"), compaction_item(summary))
+    assert first == user("a")
     assert message["role"] == "assistant"
     assert texts(message)[0].endswith(summary)
 
@@ -482,12 +478,12 @@ def test_a_summary_comes_back_as_an_answer(summary: str) -> None:
 )
 def test_content_of_another_kind_is_refused(wrong: Any) -> None:
     with pytest.raises(InvalidValueError) as caught:
-        expanded(said_by_user("a"), {"type": "compaction", "encrypted_content": wrong})
+        expanded(user("a"), {"type": "compaction", "encrypted_content": wrong})
     assert caught.value.param == "input[1].encrypted_content"
 
 
 def test_other_items_stay() -> None:
-    items = [said_by_user("a"), "b", 7, {"type": "reasoning"}, {"type": ["compaction"]}]
+    items = [user("a"), "b", 7, {"type": "reasoning"}, {"type": ["compaction"]}]
     assert expanded(*items) == items
     body = {"input": "a"}
     expand_compactions(body)
@@ -496,7 +492,7 @@ def test_other_items_stay() -> None:
 
 LONG_CONVERSATION: list[Any] = [
     {"role": "system", "content": "Be short."},
-    said_by_user("one"),
+    user("one"),
     {"role": "assistant", "content": "two"},
     {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
     {"type": "function_call_output", "call_id": "c", "output": "seen"},
@@ -541,8 +537,8 @@ def test_summaries_have_a_bound() -> None:
 
 def test_the_window_ends_with_the_summary() -> None:
     response = {"id": "resp_1", "created_at": 1, "usage": {"input_tokens": 1}}
-    made = compacted(response, [said_by_user("a")], "They met.")
-    assert made["output"][0] == said_by_user("a")
+    made = compacted(response, [user("a")], "They met.")
+    assert made["output"][0] == user("a")
     assert made["output"][1]["type"] == "compaction"
     assert made["output"][1]["id"].startswith("cmp_")
     assert (made["id"], made["object"]) == ("resp_1", "response.compaction")
