@@ -27,7 +27,7 @@ _PLUGIN = "rbln"
 _REGISTER = "rbln_backend:register"
 
 
-def refuse_twins() -> None:
+def refuse_second_plugin() -> None:
     """Raise ``PlatformError`` if another package has a platform plug-in of the same name.
 
     vLLM would run the one that it finds last, without a message. As a general plug-in this function
@@ -40,11 +40,11 @@ def refuse_twins() -> None:
 
     if envs.VLLM_PLUGINS is not None and _PLUGIN not in envs.VLLM_PLUGINS:
         return
-    for twin in entry_points(group=PLATFORM_PLUGINS_GROUP, name=_PLUGIN):
-        if twin.value != _REGISTER:
-            owner = "another package" if twin.dist is None else twin.dist.name
+    for plugin in entry_points(group=PLATFORM_PLUGINS_GROUP, name=_PLUGIN):
+        if plugin.value != _REGISTER:
+            owner = "another package" if plugin.dist is None else plugin.dist.name
             raise PlatformError(
-                f"two platform plug-ins are called {_PLUGIN!r}: {twin.value} of {owner} and "
+                f"two platform plug-ins are called {_PLUGIN!r}: {plugin.value} of {owner} and "
                 f"{_REGISTER} of rbln-serve, and vLLM runs the one that it finds last; uninstall "
                 f"{owner}, or give each an environment of its own"
             )

@@ -66,7 +66,7 @@ def with_config(
                 logging.getLogger(name).setLevel(logging.WARNING)
         try:
             # Before vLLM parses the flags, whose defaults come from the platform.
-            api.refuse_twins()
+            api.refuse_second_plugin()
         except PlatformError as error:
             raise LaunchError(str(error), exit_code=2) from error
         from server.vllm.flags import parse_arguments

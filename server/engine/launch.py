@@ -171,7 +171,7 @@ class Launcher:
         """Import vLLM and make the engine's configuration from the flags."""
         in_daemon_thread(partial(read_ahead, self._argv))
         # Before vLLM parses the flags, whose defaults come from the platform.
-        api.refuse_twins()
+        api.refuse_second_plugin()
         allow_stop_strings(self._settings.max_stop)
         from server.vllm.flags import parse_arguments
 

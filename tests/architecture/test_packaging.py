@@ -17,7 +17,7 @@ import pytest
 from packaging.version import Version
 
 import server
-from rbln_backend.api import refuse_twins
+from rbln_backend.api import refuse_second_plugin
 from rbln_backend.host.resources import SUPPORTED
 from tests.architecture.source_tree import PACKAGES, ROOT, python_files
 
@@ -55,7 +55,7 @@ def test_vllm_finds_the_platform_plugin() -> None:
 def test_vllm_finds_what_refuses_a_second_platform_plugin_of_that_name() -> None:
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     # Of the same name: VLLM_PLUGINS=rbln names both.
-    assert [plugin.load() for plugin in plugins if plugin.name == "rbln"] == [refuse_twins]
+    assert [plugin.load() for plugin in plugins if plugin.name == "rbln"] == [refuse_second_plugin]
 
 
 @pytest.mark.parametrize("name", ["torch.txt", "cpu.lock", "dev.lock"])

@@ -15,7 +15,7 @@ import pytest
 from vllm import envs
 
 import server
-from rbln_backend.api import refuse_twins
+from rbln_backend.api import refuse_second_plugin
 from rbln_backend.errors import PlatformError
 from server.commands import cli, flags
 from server.commands.flags import UnknownFlagError, nearest, require_known, vllm_flags
@@ -464,19 +464,19 @@ def test_the_nearest_word_or_nothing() -> None:
     assert nearest("xyz", ["serve", "check"]) == ""
 
 
-# -------------------------------------------------------------------------------------- twin plugin
-REASON = "two platform plug-ins are called 'rbln': twin_plugin:register of vllm-twin"
-TWIN = """
+# ------------------------------------------------------------------------------------ second plugin
+REASON = "two platform plug-ins are called 'rbln': second_plugin:register of vllm-second"
+SECOND = """
 import sys
 
 def register():
-    return "twin_plugin.TwinPlatform"
+    return "second_plugin.SecondPlatform"
 
 def __getattr__(name):
     # vLLM asks for the class only when it has chosen this platform.
-    print("TWIN CHOSEN", name, file=sys.stderr)
+    print("SECOND CHOSEN", name, file=sys.stderr)
     from vllm.platforms.cpu import CpuPlatform
-    return type("TwinPlatform", (CpuPlatform,), {})
+    return type("SecondPlatform", (CpuPlatform,), {})
 """
 
 
@@ -486,7 +486,7 @@ def distribution(folder: Path, name: str, value: str) -> Path:
     (dist / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
     points = f"[vllm.platform_plugins]\nrbln = {value}\n"
     if name == "rbln-serve":
-        points += "[vllm.general_plugins]\nrbln = rbln_backend.api:refuse_twins\n"
+        points += "[vllm.general_plugins]\nrbln = rbln_backend.api:refuse_second_plugin\n"
     (dist / "entry_points.txt").write_text(points)
     return folder
 
@@ -496,10 +496,10 @@ def distribution(folder: Path, name: str, value: str) -> Path:
 )
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return PYTHONPATH; a distribution counts where its name is found first."""
-    twin = distribution(tmp_path / "twin", "vllm-twin", "twin_plugin:register")
-    (twin / "twin_plugin.py").write_text(TWIN)
+    second = distribution(tmp_path / "second", "vllm-second", "second_plugin:register")
+    (second / "second_plugin.py").write_text(SECOND)
     ours = distribution(tmp_path / "ours", "rbln-serve", "rbln_backend:register")
-    folders = [ours, twin] if request.param == "ours is found first" else [twin, ours]
+    folders = [ours, second] if request.param == "ours is found first" else [second, ours]
     return os.pathsep.join(map(str, [*folders, ROOT]))
 
 
@@ -509,7 +509,7 @@ def test_check_refuses_it(path: str, checkpoints: CheckpointCache) -> None:
     done = warm_process().run("check", str(checkpoints("llama")), environ=environ)
     assert done.returncode == 2
     assert REASON in done.stderr
-    assert "uninstall vllm-twin" in done.stderr
+    assert "uninstall vllm-second" in done.stderr
     assert not done.stdout
 
 
@@ -539,7 +539,7 @@ def test_python_refuses_it(path: str, checkpoints: CheckpointCache) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(("plugins", "refused"), [("", False), ("rbln", True)])
-def test_an_unselected_plugin_is_no_twin(
+def test_an_unselected_plugin_is_not_second(
     path: str, monkeypatch: pytest.MonkeyPatch, plugins: str, refused: bool
 ) -> None:
     for folder in reversed(path.split(os.pathsep)):
@@ -548,4 +548,4 @@ def test_an_unselected_plugin_is_no_twin(
     # An engine in this process, as other tests make, freezes the variables' values.
     envs.disable_envs_cache()
     with pytest.raises(PlatformError) if refused else nullcontext():
-        refuse_twins()
+        refuse_second_plugin()
