@@ -53,7 +53,8 @@ def test_our_calls_are_theirs_but_for_named_differences(
     if theirs.device_tensors:
         # As theirs are started, see ``vendor_environment``.
         environment |= torch_rbln_variables() | {"VLLM_RBLN_AUTO_PORT": "0"}
-    rbln = {"sample_on_device": theirs.device_tensors}
+    # Theirs compiled everything.
+    rbln = {"sample_on_device": theirs.device_tensors, "cache_root": str(tmp_path / "cache")}
     ran = run([job], tmp_path, rbln=rbln, environment=environment, **dict(theirs.double))
     assert ran.answers == [expected_of(theirs, checkpoint)]
     forms = (call_form(ran.log), kept_call_forms()[name])

@@ -241,6 +241,11 @@ def test_advice_is_shown_where_something_is_gained_alone(server: RealServer, pag
     file.unlink()
 
 
+CELLS = """return [...arguments[0].querySelectorAll('tr:first-child td')].map(cell => ({
+    ...cell.getBoundingClientRect().toJSON(), name: cell.dataset.name,
+    before: getComputedStyle(cell, '::before').content}))"""
+
+
 def test_nothing_leaves_its_panel_on_a_narrow_screen(page: Chrome) -> None:
     try:
         page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
@@ -256,15 +261,14 @@ def test_nothing_leaves_its_panel_on_a_narrow_screen(page: Chrome) -> None:
             wide = "return arguments[0].scrollWidth - arguments[0].clientWidth"
             assert page.execute_script(wide, holder) <= 0, "nothing is hidden at the side"
         # A row is a card, each value beside the name of its column.
-        cells = part(page, "buckets").find_elements(By.CSS_SELECTOR, "tr:first-child td")
-        names = [cell.get_attribute("data-name") for cell in cells]
-        assert names == ["Phase", "Size", "Steps", "Share", "Padding", "Mean step"]
-        before = "return getComputedStyle(arguments[0], '::before').content"
-        assert page.execute_script(before, cells[3]) == '"Share"'
-        places = [cell.rect for cell in cells]
-        assert len({place["x"] for place in places}) == 1
-        assert sorted({place["y"] for place in places}) == [place["y"] for place in places]
-        assert all(place["x"] + place["width"] <= PHONE["width"] for place in places)
+        # Read at once: the page replaces its rows.
+        cells = page.execute_script(CELLS, part(page, "buckets"))
+        names = ["Phase", "Size", "Steps", "Share", "Padding", "Mean step"]
+        assert [(cell["name"], cell["before"]) for cell in cells] == [(x, f'"{x}"') for x in names]
+        assert len({cell["left"] for cell in cells}) == 1
+        tops = [cell["top"] for cell in cells]
+        assert sorted({*tops}) == tops
+        assert all(cell["right"] <= PHONE["width"] for cell in cells)
     finally:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
