@@ -87,14 +87,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
-    stepped = {name: step_side(name) for name in dict.fromkeys(("ours", *args.step_side))}
-    served = {name: server_side(name) for name in dict.fromkeys(("ours", *args.side))}
+    steps = ("ours", *args.step_side) if STEPS in args.part else ()
+    servers = ("ours", *args.side) if {COLD, PART} & {*args.part} else ()
+    stepped = {name: step_side(name) for name in dict.fromkeys(steps)}
+    served = {name: server_side(name) for name in dict.fromkeys(servers)}
     if args.before is not None:
-        stepped["before"], served["before"] = before(args.before.resolve())
-    if STEPS not in args.part:
-        stepped = {}
-    if set(args.part) <= {STEPS}:
-        served = {}
+        step, server = before(args.before.resolve())
+        stepped |= {"before": step} if steps else {}
+        served |= {"before": server} if servers else {}
     needs_llama = "llama.cpp" in stepped | served
     if needs_llama:
         say("peers' environment")
@@ -110,7 +110,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
             | {f"{name}, over HTTP": server.note for name, server in served.items()},
         )
     )
-    subjects = [_subject(name, args.quick, needs_llama) for name in args.model]
+    subjects = [_subject(name, quick=args.quick, needs_llama=needs_llama) for name in args.model]
     minutes = sum(subject.plan.minutes.get(part, 0.0) for subject in subjects for part in args.part)
     say(f"about {minutes:.0f} minutes on an idle 2-core machine without bfloat16 instructions")
     for subject in subjects:
@@ -132,7 +132,7 @@ def _measure(log: Log, args: argparse.Namespace, command: str) -> None:
             say(f"{subject.name} took {(time.monotonic() - began) / 60:.1f} minutes")
 
 
-def _subject(name: str, quick: bool, needs_llama: bool) -> Subject:
+def _subject(name: str, *, quick: bool, needs_llama: bool) -> Subject:
     say(f"checkpoint {name}")
     checkpoint = find_checkpoint(name)
     text_model = text_checkpoint(checkpoint.path)
