@@ -36,7 +36,10 @@ _PRELOADED = (
     *("vllm.config", "vllm.model_executor.models.llama", "vllm.model_executor.model_loader"),
     *("vllm.v1.engine.core", "vllm.v1.executor.uniproc_executor"),
     *("vllm.v1.executor.multiproc_executor", "rbln_backend.worker.worker"),
-    "rbln_backend.worker.check",
+    *("rbln_backend.worker.check", "rbln_backend.scheduler.scheduler", "numpy.random"),
+    # What a start imports when it comes to it.
+    *("vllm.model_executor.layers.quantization.online.base", "jsonschema", "pydantic.v1"),
+    "rbln_backend.grammar.reasoning",
 )
 _SET_BEFORE_IMPORTS = {
     "HF_HUB_OFFLINE": "1",

@@ -174,6 +174,9 @@ def marked_reasoning(parser: type[ReasoningParser] | None) -> type[ReasoningPars
 
     It is a `MarkedReasoning`, or `parser` itself where vLLM's reads by more than markers.
     """
+    if parser is None:
+        # The import is a tenth of a warm start: vLLM's parsers, and Mistral's library with them.
+        return None
     from rbln_backend.grammar.reasoning import marked_reasoning
 
     return marked_reasoning(parser)  # type: ignore[arg-type]

@@ -551,9 +551,9 @@ class ArtifactStore:
                 found.append(entry)
         return sorted(found, key=lambda entry: (entry.last_used, entry.key.digest))
 
-    def size_bytes(self) -> int:
-        """Return the bytes of all entries' files, damaged ones included."""
-        return sum(map(directory_bytes, entry_paths(self.root)))
+    def sizes(self) -> list[int]:
+        """Return the bytes of each entry's files, damaged ones included."""
+        return [directory_bytes(path) for path in entry_paths(self.root)]
 
     def prune(self) -> None:
         """Evict the least recently used entries above the bound, and remove garbage."""

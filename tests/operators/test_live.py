@@ -69,7 +69,7 @@ def scene(
 def loaded(scene: Scene) -> Scene:
     calm = scene.prometheus.firing()
     assert calm <= SLOWNESS | {"RblnStartupStuck"}
-    scene.load(seconds=12)
+    scene.load(seconds=4)
     return scene
 
 

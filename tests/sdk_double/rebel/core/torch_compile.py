@@ -23,7 +23,7 @@ from rebel.core.inputs import (
 from rebel.core.options import check_options, describe_options
 from rebel.core.routing import check_routing
 from rebel.core.runtime import Runtime
-from rebel.core.trace import Trace, check_metadata, check_names, describe, on_host
+from rebel.core.trace import Calls, check_metadata, check_names, describe, on_host
 from rebel.device_info import target_name
 from rebel.rules import require
 from rebel.settings import SETTINGS
@@ -56,9 +56,8 @@ def rbln_backend(
     check_marks(graph_module, inputs)
     if target_name() is None:
         raise RuntimeError("no NPU is here to compile for; RBLN_FORCE_NPU_NAME may name one")
+    calls = Calls(graph_module)
     module = on_host(graph_module)
-    trace = Trace(module)
-    trace.trace(example_inputs)
     key = binaries.key_of(module.code, inputs, options)
     hit = binaries.find(key, options)
     log.write(
@@ -71,9 +70,9 @@ def rbln_backend(
         inputs=[given.describe() for given in inputs],
         attributes=[[name, describe(value)] for name, value in attributes(graph_module)],
         of_weights=computed_of_weights(graph_module, inputs),
-        linear_ranks=sorted(trace.linear_ranks),
-        sdk_ops=trace.sdk_ops,
-        ops=dict(sorted(trace.others.items())),
+        linear_ranks=sorted(calls.linear_ranks),
+        sdk_ops=calls.sdk_ops,
+        ops=dict(sorted(calls.others.items())),
         rank=log.environment().get("LOCAL_RANK"),
     )
     if not hit:

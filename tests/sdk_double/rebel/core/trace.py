@@ -1,64 +1,53 @@
-"""A run of a graph without numbers: the SDK's ops check their arguments, the log learns them."""
+"""The calls of a graph: the SDK's ops check their arguments, the log learns them."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from rebel.rules import require
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 _SDK_NAMESPACES = ("rbln_custom_ops", "rbln", "rbln_triton_ops")
 
 
-class Trace(fx.Interpreter):
-    """Runs ``module`` on tensors that have shapes alone.
+class Calls:
+    """The calls of ``module``, whose nodes have an ``example_value``.
 
     ``sdk_ops`` are the calls of the SDK's ops with a description of each argument, in order;
     ``others`` counts the rest by name; ``linear_ranks`` are the axes of what linear layers take.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        """Raises what an op of the SDK says of its arguments."""
         self.sdk_ops: list[list[Any]] = []
         self.others: Counter[str] = Counter()
         self.linear_ranks: set[int] = set()
 
-    def trace(self, inputs: Sequence[Any]) -> None:
-        """Raises what an op says of its arguments."""
-        with torch.no_grad(), self._mode:
-            self.run(*(self._without_numbers(value) for value in inputs))
+        def example(node: fx.Node) -> Any:
+            # What Dynamo gives to attributes, weights and constants, the rule ``meta`` leaves out.
+            if "example_value" not in node.meta and node.op == "get_attr":
+                return operator.attrgetter(node.target)(module)
+            return node.meta["example_value"]
 
-    def _without_numbers(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Attributes are weights and constants."""
-        return self._without_numbers(super().get_attr(target, args, kwargs))
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Note the call, then make it."""
-        name = _name(target)
-        if name.split("::")[0] in _SDK_NAMESPACES:
-            arguments = [describe(value) for value in (*args, *kwargs.values())]
-            self.sdk_ops.append([name, arguments])
-        else:
-            self.others[name] += 1
-        if name.endswith("linear"):
-            self.linear_ranks.add(args[0].dim())
-        return super().call_function(target, args, kwargs)
-
-    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Methods of tensors are named as such."""
-        self.others[f"Tensor.{target}"] += 1
-        return super().call_method(target, args, kwargs)
+        with torch.no_grad():
+            for node in module.graph.nodes:
+                if node.op == "call_method":
+                    self.others[f"Tensor.{node.target}"] += 1
+                if node.op != "call_function":
+                    continue
+                name = _name(node.target)
+                if name.split("::")[0] in _SDK_NAMESPACES:
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), example)
+                    described = [describe(value) for value in (*args, *kwargs.values())]
+                    self.sdk_ops.append([name, described])
+                    node.target(*args, **kwargs)
+                else:
+                    self.others[name] += 1
+                if name.endswith("linear"):
+                    self.linear_ranks.add(example(node.args[0]).dim())
 
 
 def _name(target: Any) -> str:
