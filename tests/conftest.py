@@ -3,14 +3,17 @@
 import gc
 import logging
 import os
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
 
 from tests.debian_tools import pytest_terminal_summary  # noqa: F401 (a hook)
+from tests.warm_process import ADDRESS
 
 if TYPE_CHECKING:
     from tests.checkpoints import CheckpointCache
@@ -71,6 +74,23 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.freeze()
     gc.enable()
     return collected
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mix modules that wait with modules that compute: neighbours do the same, and cores idle."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: crc32(item.nodeid.partition("::")[0].encode()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Fork workers from the process that has imported vLLM: imports are most of their start."""
+    # Coverage begins before the imports of what it covers.
+    if getattr(config.option, "cov_source", None):
+        return
+    os.environ.setdefault(ADDRESS, f"rbln-serve-tests-{os.getpid()}")
+    for spec in specs:
+        spec.python = f"{sys.executable} -m tests.warm_process"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

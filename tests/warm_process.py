@@ -1,9 +1,9 @@
-"""`rbln-serve` and scripts in forks of a process that has already imported vLLM.
+"""`rbln-serve`, scripts and pytest's workers as forks of a process that has imported vLLM.
 
 Imports are 20 of the 21 CPU seconds that a server with a tiny model takes to start, half of them
-in the HTTP process and half in its fork server. Here one process imports for all commands of all
-workers of a test run. Each command line still is a process of its own, with its own arguments,
-environment, folder, streams, exit status and fork server.
+in the HTTP process and half in its fork server, and most of a worker's before its first test. Here
+one process imports for all of a test run. Each command line still is a process of its own, with its
+own arguments, environment, folder, streams, exit status and fork server.
 
 What modules read while they are imported, such as VLLM_PLUGINS, is the first process's: a test of
 that starts its own process instead.
@@ -28,6 +28,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from select import select
+from types import ModuleType
 from typing import IO, Any
 
 _PRELOADED = (
@@ -40,6 +41,8 @@ _PRELOADED = (
     # What a start imports when it comes to it.
     *("vllm.model_executor.layers.quantization.online.base", "jsonschema", "pydantic.v1"),
     "rbln_backend.grammar.reasoning",
+    # Of workers.
+    *("hypothesis", "schemathesis", "openai", "anthropic", "selenium.webdriver.chrome.webdriver"),
 )
 _SET_BEFORE_IMPORTS = {
     "HF_HUB_OFFLINE": "1",
@@ -47,6 +50,9 @@ _SET_BEFORE_IMPORTS = {
     # As `rbln-serve` sets it without --log-level.
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+ADDRESS = "WARM_PROCESS"
+"""Variable with the address of the test run's process, for what the run starts."""
+
 _MESSAGE_BYTES = 1 << 20
 _READY = b"ready"
 
@@ -65,8 +71,11 @@ class ForkedProcess:
         """Return the exit status, None while the process runs."""
         return self._read(0.0)
 
-    def wait(self, timeout: float) -> int:
-        """Return the exit status. Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+    def wait(self, timeout: float | None) -> int:
+        """Return the exit status.
+
+        Raises `subprocess.TimeoutExpired` after `timeout` seconds, with None never.
+        """
         status = self._read(timeout)
         if status is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
@@ -81,7 +90,7 @@ class ForkedProcess:
         """Send SIGKILL, unless the process has ended."""
         self.send_signal(signal.SIGKILL)
 
-    def _read(self, timeout: float) -> int | None:
+    def _read(self, timeout: float | None) -> int | None:
         if self.returncode is None:
             self._statuses.settimeout(timeout)
             try:
@@ -120,12 +129,14 @@ class WarmProcess:
         environ: Mapping[str, str],
         output: IO[Any],
         errors: IO[Any],
+        commands: IO[Any] | None = None,
         address_space: int | None = None,
         script: Path | None = None,
     ) -> ForkedProcess:
         """Start `rbln-serve args`, or `script args`; `address_space` is a limit in bytes.
 
         Of `environ`, the folders in PYTHONPATH come first on the import path, as in a new process.
+        With `commands`, its standard input, it is a Python that runs the last of `args`.
         """
         command = {
             "script": None if script is None else str(script),
@@ -137,6 +148,8 @@ class WarmProcess:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             descriptors = [output.fileno(), errors.fileno(), theirs.fileno()]
+            if commands is not None:
+                descriptors.insert(0, commands.fileno())
             socket.send_fds(self._socket, [json.dumps(command).encode()], descriptors)
         return ForkedProcess(ours)
 
@@ -159,8 +172,8 @@ class WarmProcess:
 def warm_process() -> WarmProcess:
     """Return the one of this test run."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    warm = WarmProcess({**ours, **_SET_BEFORE_IMPORTS}, f"\0rbln-serve-tests-{run}")
+    address = os.environ.setdefault(ADDRESS, f"rbln-serve-tests-{os.getpid()}")
+    warm = WarmProcess({**ours, **_SET_BEFORE_IMPORTS}, "\0" + address)
     atexit.register(warm.close)
     return warm
 
@@ -170,10 +183,12 @@ def _start_listening(environ: Mapping[str, str], address: str) -> None:
         listener.bind(address)
         listener.listen()
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listener.fileno())],
+            [sys.executable, "-m", "tests.warm_process", str(listener.fileno())],
             env=dict(environ),
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
+            # A worker's is its connection.
+            stdout=subprocess.DEVNULL,
         )
     # It may outlive this worker, of which `Popen` would warn.
     process.returncode = 0
@@ -188,7 +203,7 @@ def _next_command(listener: socket.socket) -> tuple[dict[str, Any], list[int]] |
             users.append(listener.accept()[0])
             users[-1].send(_READY)
             continue
-        message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+        message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 4)
         if not message:
             connection.close()
             users.remove(connection)
@@ -214,14 +229,13 @@ def _next_command(listener: socket.socket) -> tuple[dict[str, Any], list[int]] |
             os.close(descriptor)
 
 
-def _run(command: dict[str, Any], output: int, errors: int) -> int:
+def _run(command: dict[str, Any], streams: list[int]) -> int:
+    """Run a command with the last of the three standard streams; with all of them, as Python."""
     from server.commands.cli import main
 
-    for descriptor, number in ((output, 1), (errors, 2)):
+    for number, descriptor in enumerate(streams, 3 - len(streams)):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    # A traced graph is a hundred thousand objects: the default collects every 700.
-    gc.set_threshold(50_000, 20, 20)
     os.environ.clear()
     os.environ.update(command["environ"])
     time.tzset()
@@ -231,6 +245,17 @@ def _run(command: dict[str, Any], output: int, errors: int) -> int:
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if command["address_space"] is not None:
         resource.setrlimit(resource.RLIMIT_AS, (command["address_space"],) * 2)
+    if len(streams) == 3:
+        sys.stdin = os.fdopen(0)
+        sys.modules["__main__"] = new = ModuleType("__main__")
+        exec(sys.argv[-1], vars(new))  # noqa: S102 - as Python's option -c
+        return 0
+    # A traced graph is a hundred thousand objects: the default collects every 700.
+    gc.set_threshold(50_000, 20, 20)
+    # vLLM thaws all objects when an engine ends: each collection would look at a million, 1 s.
+    for name in ("freeze", "unfreeze"):
+        setattr(gc, name, lambda: None)
+    _fork_fork_servers()
     try:
         if script is not None:
             runpy.run_path(script, run_name="__main__")
@@ -314,15 +339,10 @@ def _serve() -> None:
     trace_once()
     gc.collect()
     gc.freeze()
-    # vLLM thaws all objects when an engine ends: each collection would look at a million, 1 s.
-    for name in ("freeze", "unfreeze"):
-        setattr(gc, name, lambda: None)
-    _fork_fork_servers()
     found = _next_command(socket.socket(fileno=int(sys.argv[1])))
     if found is None:
         return
-    command, (output, errors) = found
-    status = _run(command, output, errors)
+    status = _run(*found)
     # What the interpreter does at its end, without the seconds it takes to free all modules.
     _exit_function()
     sys.stdout.flush()
@@ -330,5 +350,13 @@ def _serve() -> None:
     os._exit(status)
 
 
+def _hand_over() -> int:
+    """Let a fork run the code of Python's option -c with the streams of this process."""
+    streams = {"commands": sys.stdin, "output": sys.stdout, "errors": sys.stderr}
+    return warm_process().start(sys.argv[-1], environ=os.environ, **streams).wait(None)
+
+
 if __name__ == "__main__":
+    if "-c" in sys.argv:
+        sys.exit(_hand_over())
     _serve()

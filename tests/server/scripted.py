@@ -11,10 +11,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import fastapi.routing
 import httpx
 import pytest
 from pydantic_core import to_json
@@ -42,6 +43,9 @@ from server.structured_outputs.gate import GrammarGate
 from server.tools import ToolSupport
 from server.wire import Endpoint, JsonObject, PromptProgress
 from tests.server.adapter_folders import TARGETS
+
+# Each test makes an application, of which the validators of its answers are a half.
+fastapi.routing.create_model_field = cache(fastapi.routing.create_model_field)  # type: ignore[assignment]
 
 SHOWN = ToolSupport("template", "hermes", "it names them")
 

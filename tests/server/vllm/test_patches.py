@@ -2,6 +2,7 @@
 
 import ast
 import json
+import logging
 import os
 import shutil
 import time
@@ -201,10 +202,15 @@ KSERVE = ("--served-model-name", "name", "--port", "8000", "--shutdown-timeout",
     ids=["llm-d", "llm-d-rbln", "kserve"],
 )
 def test_arguments_are_taken(
-    checkpoints: CheckpointCache, flags: tuple[str, ...], drain_s: float | None
+    checkpoints: CheckpointCache,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    drain_s: float | None,
 ) -> None:
+    from server.observability.logging import REQUEST_LOGGER
     from server.vllm.flags import parse_arguments
 
+    monkeypatch.setattr(logging.getLogger(REQUEST_LOGGER), "filters", [])
     parser = server_parser("serve")
     ours, rest = split(parser, [str(checkpoints("llama")), *flags])
     settings = settings_of(parser, ours, rest)
