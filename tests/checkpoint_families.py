@@ -14,11 +14,12 @@ import transformers
 
 from tests.checkpoint_tokenizer import VOCAB_SIZE
 
+LAYERS = 2
 SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,

@@ -378,7 +378,7 @@ def _made(
     config |= {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]}
     config |= {"num_hidden_layers": 1, "intermediate_size": INNER, "tie_word_embeddings": False}
     config |= {"draft_vocab_size": len(vocabulary), "rms_norm_eps": EPS}
-    config |= {"eagle_aux_hidden_state_layer_ids": [1, layers - 1, layers], **fields}
+    config |= {"eagle_aux_hidden_state_layer_ids": [layers - 2, layers - 1, layers], **fields}
     size, width = config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     generator = torch.Generator().manual_seed(6)

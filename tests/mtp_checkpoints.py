@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.checkpoint_families import SIZES
+from tests.checkpoint_families import LAYERS, SIZES
 from tests.quantized_checkpoints import Recipe, make_quantized_checkpoint
 from tests.reference import _process, load_over
 
@@ -53,7 +53,7 @@ class MtpFamily:
 
 
 def _deepseek(served: str, **options: Any) -> MtpFamily:
-    own = "model.layers.3."
+    own = f"model.layers.{LAYERS}."
     return MtpFamily(
         served=served,
         block=served,

@@ -343,6 +343,9 @@ def _serve() -> None:
     if found is None:
         return
     status = _run(*found)
+    if len(found[1]) == 3:
+        # A worker has processes of references, which end with the interpreter.
+        sys.exit(status)
     # What the interpreter does at its end, without the seconds it takes to free all modules.
     _exit_function()
     sys.stdout.flush()

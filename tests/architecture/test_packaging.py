@@ -126,6 +126,7 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert importlib.metadata.version("rbln-serve") == version
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_the_code_and_the_default_models_checkpoint_alone(tmp_path: Path) -> None:
     """Built from a copy: setuptools leaves a folder beside what it builds."""
     sources = tmp_path / "sources"

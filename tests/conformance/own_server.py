@@ -32,7 +32,7 @@ def own_server(checkpoints: CheckpointCache, folder: Path) -> Iterator[Target]:
     admin_keys = folder / "admin-keys"
     admin_keys.write_text(f"operator={ADMIN_KEY}\n", encoding="utf-8")
     access = ("--api-key-file", str(keys), "--admin-key-file", str(admin_keys))
-    checkpoint = checkpoints("llama", dtype="float32")
+    checkpoint = checkpoints("llama", dtype="float32", seed=1)
     stored = ("--data-dir", str(folder / "data"), "--min-free-bytes", "0")
     with collecting() as collector, pytest.MonkeyPatch.context() as patch:
         # Otherwise spans leave every five seconds.

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 
 from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.settings import configured
-from tests.checkpoint_families import MIXTURES
+from tests.checkpoint_families import LAYERS, MIXTURES
 from tests.engine.conftest import Engine, Engines
 from tests.engine.support import FEW, GREEDY, NUM_TOKENS, assert_equals_reference, make_prompts
 from tests.reference import reference_generate
@@ -93,7 +93,7 @@ def test_the_path_is_in_the_description(engines: Engines) -> None:
         "path": "custom",
         "reason": "VLLM_RBLN_MOE_CUSTOM_KERNEL is on and VLLM_RBLN_MOE_USE_OPT_KERNEL off",
         "tokens_mask": True,
-        "layers": 3,
+        "layers": LAYERS,
         "experts": 8,
         "local": 8,
         "ranks": 1,

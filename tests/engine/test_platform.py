@@ -15,6 +15,7 @@ from rbln_backend.errors import UnsupportedModelError
 from rbln_backend.platform import RblnPlatform
 from rbln_backend.refusals import refuse_unsupported
 from rbln_backend.settings import configured
+from tests.checkpoint_families import LAYERS
 from tests.checkpoints import CheckpointCache
 from tests.draft_checkpoints import write_medusa
 from tests.engine.conftest import DEFAULTS, Engines
@@ -129,7 +130,11 @@ def _quantized(recipe: Recipe) -> dict[str, Any]:
         ("llama", {}, "served model LlamaForCausalLM, draft model Glm4MoeMTPModel: MTP with this"),
         ("glm4_moe", _layers(0), "num_nextn_predict_layers 0: MTP with this model"),
         ("glm4_moe", _layers(2), "num_nextn_predict_layers 2: MTP with this model"),
-        ("glm4_moe", {}, r"num_speculative_tokens 2: .* not initialized .*model\.layers\.3"),
+        (
+            "glm4_moe",
+            {},
+            rf"num_speculative_tokens 2: .* not initialized .*model\.layers\.{LAYERS}",
+        ),
         (
             "glm4_moe",
             _quantized(Recipe(bits=4)),

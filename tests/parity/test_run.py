@@ -134,6 +134,7 @@ def test_a_reference_is_computed_once_with_use_cache(
     assert len(list(Path("cache").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_side_that_cannot_run_is_status_3_with_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_connection_that_breaks_is_resumed(
     assert hub.ranges("model.safetensors") == [None, f"bytes={10 << 20}-"]
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_resumed_by_the_next_one(hub: HubServer, tmp_path: Path) -> None:
     hub.repos["org/tiny"]["main"]["model.safetensors"] = LARGE
     hub.hold_after = 16 << 20

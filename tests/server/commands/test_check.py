@@ -89,7 +89,7 @@ LACKING = [
     (
         "llama",
         [
-            *("model.layers.2.self_attn.k_proj.weight", "model.layers.2.mlp.up_proj.weight"),
+            *("model.layers.1.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight"),
             *("model.embed_tokens.weight", "model.norm.weight"),
         ],
     ),

@@ -291,7 +291,7 @@ def test_vllms_names_of_our_settings_are_read(words: list[str], tmp_path: Path) 
 
 
 # -------------------------------------------------------------------------------------------- batch
-LINES = 160
+LINES = 80
 
 
 def line(number: int, **fields: Any) -> dict[str, Any]:

@@ -271,6 +271,7 @@ async def test_who_leaves_while_a_process_starts_leaves_a_pool_that_works(pool: 
     assert len(started()) == 1
 
 
+@pytest.mark.slow
 async def test_a_start_that_hangs_is_given_up_and_used_when_it_goes_on() -> None:
     go_on = threading.Event()
 

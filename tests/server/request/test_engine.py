@@ -1,7 +1,9 @@
 """Requests to a real engine that once ended or held the server, or were answered with a 500."""
 
 import json
+import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ import openai
 import pytest
 
 from tests.checkpoints import CheckpointCache
-from tests.server.real_server import RealServer
+from tests.server.real_server import RealServer, until
 
 pytestmark = pytest.mark.engine
 
@@ -387,12 +389,12 @@ def test_a_real_engine_forgets_its_prompts(server: RealServer) -> None:
 
 
 OPEN = "\ufffd"
-HIDDEN = {"role": "system", "content": "TOP-SECRET: 4711."}
+HIDDEN = {"role": "system", "content": "TOP-SECRET: swordfish."}
 ASK, OPENED = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": OPEN}
 ITEM = {"type": "message", "id": "m", "role": "assistant", "status": "incomplete"}
 PART = {"type": "output_text", "text": OPEN, "annotations": []}
 CONTINUED: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": f"The secret is 4711{OPEN}"},
+    "/v1/completions": {"prompt": f"The secret is swordfish{OPEN}"},
     CHAT: {
         "messages": [HIDDEN, ASK, OPENED],
         "continue_final_message": True,
@@ -418,7 +420,7 @@ def test_no_text_of_a_prompt_is_returned(server: RealServer, path: str, stream: 
         answered = answer.text.replace(json.dumps(HIDDEN["content"]), "")
     else:
         answered = answer.text
-    assert "4711" not in answered
+    assert "swordfish" not in answered
 
 
 def test_token_ids_that_end_inside_a_character_are_continued(server: RealServer) -> None:
@@ -557,9 +559,16 @@ def test_flex_gives_way(server: RealServer, client: openai.OpenAI) -> None:
     for thread in behind:
         thread.start()
     assert began.wait(60)
+    # A step takes less time than a request of a busy machine: none runs until all are there.
+    engine = server.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
     front = [threading.Thread(target=ask, args=(4 + n, "default", 40)) for n in range(4)]
     for thread in front:
         thread.start()
+    try:
+        until(lambda: server.metric("rbln_serve_in_flight_requests") == 8)
+    finally:
+        os.kill(engine, signal.SIGCONT)
     for thread in front + behind:
         thread.join()
     assert ended[:4] == ["default"] * 4, "they came later, and no row of theirs was taken"

@@ -384,7 +384,9 @@ async def test_it_is_for_who_may_change_the_server(tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_a_real_engine_writes_what_it_ran(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     cache = {"rbln": {"profiler": True, "cache_root": str(tmp_path / "cache"), "kernels": "aten"}}
-    flags = ("--additional-config", json.dumps(cache))
+    # A cache of its own, so few graphs.
+    flags = ("--max-num-seqs", "1", "--max-num-batched-tokens", "16")
+    flags += ("--additional-config", json.dumps(cache))
     with RealServer(checkpoints("llama"), tmp_path, *flags) as server:
         server.until_ready()
         assert server.client.post(START).status_code == 200

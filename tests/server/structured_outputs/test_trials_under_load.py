@@ -85,6 +85,7 @@ async def reasons(gate: GrammarGate) -> dict[str, str | None]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_the_verdict_is_the_same_under_load() -> None:
     quiet = await reasons(gate_with(wall_s=120))
@@ -94,6 +95,7 @@ async def test_the_verdict_is_the_same_under_load() -> None:
     assert 0 < sum(reason is not None for reason in quiet.values()) <= 10
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_what_takes_too_much_work_is_refused_for_a_while() -> None:
     gate = gate_with(wall_s=120)

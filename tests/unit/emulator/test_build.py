@@ -131,6 +131,7 @@ print(json.dumps([*results, sorted(runtimes)]))
 """
 
 
+@pytest.mark.slow
 def test_without_a_compiler_pytorch_takes_over_and_a_cached_library_loads(tmp_path: Path) -> None:
     """The OpenMP runtime is torch's, the only one of the process."""
     cached = share_kernels(tmp_path / "cached")
