@@ -42,7 +42,7 @@ serve: install ## Serve MODEL (a folder, smollm2) on HOST:PORT; ARGS go to the s
 test: dev $(stamps)/test-kernels ## Run TESTS with pytest, except those marked wide; ARGS go to pytest
 	$(quiet) $(testing) $(python) -m pytest -m 'not wide' --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
 
-test-fast: dev $(stamps)/test-kernels ## Tests of all parts that start no engine and take under ten seconds each
+test-fast: dev $(stamps)/test-kernels ## Tests of all parts that start no engine and are not slow
 	$(quiet) $(testing) $(python) -m pytest -m 'not wide and not engine and not slow' --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(TESTS) $(ARGS)
 
 test-tools: ## As root: install the Debian packages without which `make test` skips tests

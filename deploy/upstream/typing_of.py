@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-import textwrap
 import types
 import typing
 from collections import Counter
@@ -66,10 +65,20 @@ def _is_read(node: ast.AST, name: str) -> bool:
 
 
 @cache
-def _tree(owner: type) -> ast.Module:
+def _tree(owner: type) -> ast.AST:
+    # Of a class, `inspect` would parse the whole module each time.
+    tree: ast.AST = _module_tree(sys.modules[owner.__module__])
+    for name in owner.__qualname__.split("."):
+        inside = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+        tree = next((node for node in inside if node.name == name), ast.Module([], []))
+    return tree
+
+
+@cache
+def _module_tree(module: types.ModuleType) -> ast.Module:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(owner)))
-    except (OSError, TypeError, SyntaxError):
+        return ast.parse(inspect.getsource(module))
+    except (OSError, TypeError):
         return ast.Module([], [])
 
 
@@ -122,10 +131,9 @@ class _Imports(dict[str, Any]):
 
 @cache
 def _imports(module: types.ModuleType) -> dict[str, tuple[str, str]]:
-    tree = ast.parse(inspect.getsource(module))
     return {
         alias.asname or alias.name: (node.module, alias.name)
-        for node in ast.walk(tree)
+        for node in ast.walk(_module_tree(module))
         if isinstance(node, ast.ImportFrom) and node.module and not node.level
         for alias in node.names
     }
