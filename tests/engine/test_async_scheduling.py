@@ -77,11 +77,15 @@ def test_answers_are_the_same(
         preempt(request, *args, **named)
 
     monkeypatch.setattr(engine.core.scheduler, "_preempt_request", seen)
-    company = play(engine, work, 2)
-    both = plain.requests.keys() & company.requests.keys()
-    assert len(both) > len(work) / 2
-    for name in both:
-        assert company.answer(name) == plain.answer(name), work[int(name)]
+    # Which requests meet depends on the measured times of steps, too.
+    for seed in range(2, 8):
+        company = play(engine, work, seed)
+        both = plain.requests.keys() & company.requests.keys()
+        assert len(both) > len(work) / 2
+        for name in both:
+            assert company.answer(name) == plain.answer(name), work[int(name)]
+        if any(preempted) or options != PREEMPTING:
+            break
     assert engine.total("rbln_recompiles_after_warmup_total") == 0
     # Some while a step computes a token of theirs.
     assert any(preempted) == (options == PREEMPTING)
