@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.debian_tools import pytest_terminal_summary  # noqa: F401 (a hook)
-from tests.warm_process import ADDRESS
+from tests.warm_process import run_address
 
 if TYPE_CHECKING:
     from tests.checkpoints import CheckpointCache
@@ -88,7 +88,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
     # Coverage begins before the imports of what it covers.
     if getattr(config.option, "cov_source", None):
         return
-    os.environ.setdefault(ADDRESS, f"rbln-serve-tests-{os.getpid()}")
+    run_address()
     for spec in specs:
         spec.python = f"{sys.executable} -m tests.warm_process"
 

@@ -50,9 +50,6 @@ _SET_BEFORE_IMPORTS = {
     # As `rbln-serve` sets it without --log-level.
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-ADDRESS = "WARM_PROCESS"
-"""Variable with the address of the test run's process, for what the run starts."""
-
 _MESSAGE_BYTES = 1 << 20
 _READY = b"ready"
 
@@ -168,12 +165,16 @@ class WarmProcess:
             return subprocess.CompletedProcess(args, status, output.read(), errors.read())
 
 
+def run_address() -> str:
+    """Return the address of the test run's process; what is started from now on knows it, too."""
+    return os.environ.setdefault("WARM_PROCESS", f"rbln-serve-tests-{os.getpid()}")
+
+
 @cache
 def warm_process() -> WarmProcess:
     """Return the one of this test run."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "RBLN_"))}
-    address = os.environ.setdefault(ADDRESS, f"rbln-serve-tests-{os.getpid()}")
-    warm = WarmProcess({**ours, **_SET_BEFORE_IMPORTS}, "\0" + address)
+    warm = WarmProcess({**ours, **_SET_BEFORE_IMPORTS}, "\0" + run_address())
     atexit.register(warm.close)
     return warm
 

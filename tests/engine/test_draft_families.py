@@ -285,7 +285,8 @@ def test_quantised_models_answer_the_same(
     [
         (
             {"eagle_aux_hidden_state_layer_ids": [1, 2, LAYERS + 1]},
-            f"eagle_aux_hidden_state_layer_ids must be 3 layers from 0 to {LAYERS}, got ",
+            rf"eagle_aux_hidden_state_layer_ids must be 3 layers from 0 to {LAYERS}, got "
+            rf"\[1, 2, {LAYERS + 1}\]",
         ),
         ({"target_hidden_size": 64}, "hidden_size must be the served model's, 128, got 64"),
         ({"lost": "lm_head"}, r"lm_head\.weight must be in the checkpoint"),

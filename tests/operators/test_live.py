@@ -30,7 +30,7 @@ from tests.operators.forgetful_plan import plugin_folder
 from tests.operators.prometheus_process import RULE_FILES, Prometheus, read_rules
 from tests.operators.scene import Scene, bound, running_scene
 from tests.operators.vendor_exporter import VENDOR_LABELS, VENDOR_METRICS
-from tests.server.real_server import RealServer, until
+from tests.server.real_server import RealServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -53,6 +53,8 @@ SLOWNESS = {
     *("RblnSlowTokens", "RblnSlowFirstToken", "RblnColdCache", "RblnPadding", "RblnEventLoopLag"),
     "RblnEventLoopHeld",
 }
+_SCRAPED = 'absent(ALERTS{alertname="RblnTargetDown",alertstate="firing"})'
+"""Beside a load a scrape may take longer than it is given: the target is down for a while."""
 # The burst fills the KV cache on some machines.
 _PREEMPTIONS = "vllm:num_preemptions_total"
 
@@ -67,8 +69,9 @@ def scene(
 
 @pytest.fixture(scope="module")
 def loaded(scene: Scene) -> Scene:
-    # Beside a load a scrape may take longer than it is given: the target is down for a while.
-    until(lambda: scene.prometheus.firing() <= SLOWNESS | {"RblnStartupStuck"}, 60)
+    scene.prometheus.until(_SCRAPED)
+    calm = scene.prometheus.firing()
+    assert calm <= SLOWNESS | {"RblnStartupStuck"}
     scene.load(seconds=4)
     return scene
 
@@ -190,7 +193,8 @@ def test_alerts_fire_when_there_is_reason(loaded: Scene) -> None:
     fires = 'ALERTS{{alertname="{}",alertstate="firing"}}'
     prometheus.until(fires.format("RblnOverload"))
     preempted = {"RblnPreemptions"} if prometheus.now(f"{_PREEMPTIONS} > 0") else set()
-    until(lambda: prometheus.firing() <= SLOWNESS | {"RblnOverload"} | preempted, 60)
+    prometheus.until(_SCRAPED)
+    assert prometheus.firing() <= SLOWNESS | {"RblnOverload"} | preempted
 
     loaded.devices.values |= {"rbln_npu_temperature": 88.0}
     loaded.devices.state = "fault"
