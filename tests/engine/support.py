@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
-from rbln_backend.speculation.drafter import DraftedRequest
+from rbln_backend.speculation.drafter import DraftBudget, DraftedRequest
 from tests.engine.conftest import Engine
 from tests.reference import Reference, reference_generate
 
@@ -95,6 +95,19 @@ class Seldom(AnyLength):
     def drafts(self, bucket: int) -> int:
         self.steps += 1
         return 0 if self.steps % 8 else MOST
+
+
+class SteadyTimes(DraftBudget):
+    """The budget of an engine in which each step with drafts takes half as long again as others."""
+
+    def __init__(self) -> None:
+        super().__init__(MOST, lambda own: own)
+
+    def plain(self, bucket: int, seconds: float) -> None:
+        super().plain(bucket, 1.0)
+
+    def checked(self, bucket: int, seconds: float, tokens: float) -> float:
+        return super().checked(bucket, 1.5, tokens)
 
 
 class Stepped:
