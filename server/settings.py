@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 ENV_PREFIX = "RBLN_SERVE_"
 # Variables of vLLM that also apply here.
@@ -78,8 +77,8 @@ def _not_empty(value: object) -> object:
     return value
 
 
-Words = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_secrets)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_not_empty)]
 
 
@@ -106,15 +105,10 @@ SECTIONS: Mapping[str, str] = {
 """Titles of the groups of flags in the command line's help, by the first setting of each."""
 
 
-class ServerSettings(BaseSettings):
+class ServerSettings(BaseModel):
     """Settings of one server process; secrets are printed as asterisks."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX,
-        frozen=True,
-        extra="forbid",
-        validate_default=False,
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     host: str = Field("0.0.0.0", description="Address to listen on.")  # noqa: S104
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 picks a free one.")
@@ -395,20 +389,21 @@ def load_settings(flags: Mapping[str, object], config_file: Mapping[str, object]
     Raises `SettingsError` for an unknown variable of our prefix or an invalid value.
     """
     known = [f"{ENV_PREFIX}{name.upper()}" for name in ServerSettings.model_fields]
-    for name in sorted(_names() - set(known)):
+    variables = {k.upper(): v for k, v in os.environ.items() if k.upper().startswith(ENV_PREFIX)}
+    for name in sorted(variables.keys() - set(known)):
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
         raise SettingsError(f"unknown environment variable {name}; {hint}")
-    named = _names()
-    below = {k: v for k, v in config_file.items() if f"{ENV_PREFIX}{k.upper()}" not in named}
+    named: dict[str, object] = {k[len(ENV_PREFIX) :].lower(): v for k, v in variables.items()}
+    values = {**config_file, **named, **flags}
     key = os.environ.get(_VLLM_KEY)
-    if key is not None and "api_key" not in flags and f"{ENV_PREFIX}API_KEY" not in named:
+    if key is not None and "api_key" not in {**named, **flags}:
         if not key.strip():
             raise SettingsError(f"{_VLLM_KEY} is empty; unset it to have no key")
         # One key, even if it contains commas.
-        below.setdefault("api_key", json.dumps([key]))
+        values.setdefault("api_key", json.dumps([key]))
     try:
-        settings = ServerSettings(**{**below, **flags})  # type: ignore[arg-type]
+        settings = ServerSettings.model_validate(values)
     except ValidationError as error:
         raise SettingsError("; ".join(_explain(dict(item)) for item in error.errors())) from None
     if (settings.ssl_keyfile is None) != (settings.ssl_certfile is None):
@@ -453,10 +448,6 @@ def export_service_name() -> None:
     """
     if "service.name=" not in os.environ.get(_OTEL_ATTRIBUTES, ""):
         os.environ.setdefault(_OTEL_NAME, "rbln-serve")
-
-
-def _names() -> set[str]:
-    return {name.upper() for name in os.environ if name.upper().startswith(ENV_PREFIX)}
 
 
 def _explain(error: Mapping[str, object]) -> str:
