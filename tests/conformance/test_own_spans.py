@@ -260,13 +260,17 @@ def test_a_request_that_is_refused_has_its_span(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_deadline_is_the_servers_error(target: Target, stream: bool) -> None:
-    traced = Traced(target)
-    headers = traced.headers | {"x-request-timeout-ms": "60"}
-    with target.http() as http:
-        http.post(CHAT, json=chat(max_tokens=480, stream=stream), headers=headers)
-    ours, (engine,) = traced.spans(engine=1)
-    said = attributes(ours)
-    assert said["http.response.status_code"] == (200 if stream else 504)
+    # A busy machine has no first token of a stream in 60 ms.
+    for milliseconds in (60, 240, 960):
+        traced = Traced(target)
+        headers = traced.headers | {"x-request-timeout-ms": str(milliseconds)}
+        with target.http() as http:
+            http.post(CHAT, json=chat(max_tokens=480, stream=stream), headers=headers)
+        ours, (engine,) = traced.spans(engine=1)
+        said = attributes(ours)
+        if (status := said["http.response.status_code"]) == (200 if stream else 504):
+            break
+    assert status == (200 if stream else 504)
     assert (said["error.type"], said["rbln_serve.outcome"]) == ("deadline_exceeded", "timeout")
     assert ours.status.code == Status.StatusCode.STATUS_CODE_ERROR
     assert attributes(engine)["gen_ai.response.finish_reasons"] == ["abort"]

@@ -1,7 +1,6 @@
 """Prompts are read by one engine and answered by another, which gets the KV over NIXL."""
 
 import importlib.util
-import socket
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from vllm.v1.request import RequestStatus
 from rbln_backend.errors import ConfigError, UnsupportedModelError
 from tests.engine.conftest import Engine, Engines
 from tests.engine.support import FEW, make_prompts
+from tests.ports import free_port
 
 # `make test-nixl` installs the package; elsewhere a double copies between engines of a process.
 if importlib.util.find_spec("nixl") is None:
@@ -34,12 +34,6 @@ def several(*connectors: dict[str, Any]) -> dict[str, Any]:
     extra = {"connectors": list(connectors)}
     names = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
     return {"kv_transfer_config": {**names, "kv_connector_extra_config": extra}}
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 class Pair:

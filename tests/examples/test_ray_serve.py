@@ -12,7 +12,7 @@ import pytest
 from tests.architecture.source_tree import ROOT
 from tests.checkpoints import CheckpointCache
 from tests.kernel_cache import share_kernels
-from tests.kubernetes.nginx_process import free_ports
+from tests.ports import free_port
 from tests.server.real_server import FLAGS
 
 _RUN = """
@@ -35,7 +35,7 @@ serve.shutdown()
 @pytest.mark.timeout(600)
 def test_replicas_answer_and_stream(checkpoints: CheckpointCache, tmp_path: Path) -> None:
     pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
-    (port,) = free_ports(1)
+    port = free_port()
     environment = {
         **os.environ,
         "VLLM_CACHE_ROOT": str(share_kernels(tmp_path / "cache")),

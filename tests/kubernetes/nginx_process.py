@@ -1,10 +1,8 @@
 """Debian's nginx with deploy/nginx/nginx.conf, on ports of the test."""
 
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -13,15 +11,6 @@ from deploy.kubernetes.generate import CHART
 from tests.debian_tools import debian_tool
 
 CONFIG = CHART.parents[1] / "nginx" / "nginx.conf"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listened on a moment ago."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 class Nginx:

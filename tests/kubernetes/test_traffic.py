@@ -22,10 +22,11 @@ from tests.checkpoints import CheckpointCache
 from tests.hub_server import HubServer
 from tests.kernel_cache import share_kernels
 from tests.kubernetes.chart import Document, Server, of_kind, render, server
-from tests.kubernetes.nginx_process import Nginx, free_ports
+from tests.kubernetes.nginx_process import Nginx
 from tests.kubernetes.pod_process import PodProcess
 from tests.kubernetes.steady_load import SteadyLoad
 from tests.kubernetes.value_sets import DOWNLOAD
+from tests.ports import free_port
 from tests.server.real_server import FLAGS
 
 CLIENTS, TOKENS = 8, 150
@@ -99,7 +100,7 @@ def test_a_roll_under_load_loses_nothing_and_starts_warm(
         checkpoint, {"enabled": True, "file": bundle.name, "digest": digest, "volume": source}
     )
 
-    *ports, front = free_ports(3)
+    *ports, front = (free_port() for _ in range(3))
     pods = []
     for number, port in enumerate(ports):
         pods.append(_replica(given, port, bundle, tmp_path / f"pod-{number}"))
@@ -176,8 +177,7 @@ def test_it_writes_in_the_folder_that_it_was_given_and_nowhere_else(replica: int
     before = _named_for_nginx(temporary)
     with tempfile.TemporaryDirectory(prefix="rbln-proxy-") as folder:
         Path(folder).chmod(0o711)
-        (port,) = free_ports(1)
-        nginx = Nginx(port, (replica, replica), Path(folder) / "run")
+        nginx = Nginx(free_port(), (replica, replica), Path(folder) / "run")
         try:
             nginx.until_listening()
             answer = httpx.post(f"{nginx.url}/v1/completions", content=BODY)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import sys
 from typing import Any
 
@@ -33,10 +32,10 @@ def main() -> None:
 def _engine(job: dict[str, Any], connector: str, role: str, **extra: Any) -> Any:
     from vllm import LLM, envs
 
+    from tests.ports import free_port
+
     envs.disable_envs_cache()
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(found.getsockname()[1])
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     transfer = {"kv_connector": connector, "kv_role": role, "kv_connector_extra_config": extra}
     return LLM(job["path"], kv_transfer_config=transfer, **job["options"])
 

@@ -3,7 +3,6 @@
 Needs Debian's prometheus: `make test-tools`.
 """
 
-import socket
 import subprocess
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import httpx
 import yaml
 
 from tests.debian_tools import debian_tool
+from tests.ports import free_port
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus"
 # The last one is off by default.
@@ -37,9 +37,7 @@ class Prometheus:
         self._folder = folder
         folder.mkdir(exist_ok=True)
         _write_configuration(folder, targets, bounds or {})
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         command = [debian_tool("prometheus"), f"--config.file={folder / 'prometheus.yml'}"]
         command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"]
         self._log = folder / "prometheus.log"

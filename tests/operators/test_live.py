@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -30,6 +29,7 @@ from tests.operators.forgetful_plan import plugin_folder
 from tests.operators.prometheus_process import RULE_FILES, Prometheus, read_rules
 from tests.operators.scene import Scene, bound, running_scene
 from tests.operators.vendor_exporter import VENDOR_LABELS, VENDOR_METRICS
+from tests.ports import free_port
 from tests.server.real_server import RealServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -244,9 +244,7 @@ def story(
 ) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("story")
     cache = share_kernels(folder / "cache")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = {"rbln": {"cache_root": str(cache), "hot_path_policy": "warn"}}
     flags = ["--port", str(port), "--additional-config", json.dumps(options)]
     checkpoint = checkpoints("llama")

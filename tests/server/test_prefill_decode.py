@@ -6,7 +6,6 @@ Needs the real nixl: two processes exchange memory. ``make test-nixl`` runs it.
 import contextlib
 import importlib.util
 import random
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import CheckpointCache
+from tests.ports import free_port
 from tests.server.real_server import RealServer
 
 pytestmark = [
@@ -40,11 +40,8 @@ class Servers(NamedTuple):
 
 def start(checkpoint: Path, folder: Path, role: str, *flags: str) -> RealServer:
     folder.mkdir()
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
     config = f'{{"kv_connector": "NixlConnector", "kv_role": "{role}"}}'
-    environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": port}
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     options = ("--kv-transfer-config", config, *flags)
     return RealServer(checkpoint, folder, *options, environment=environment)
 

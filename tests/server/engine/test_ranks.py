@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from tests.checkpoints import CheckpointCache
+from tests.ports import free_port
 from tests.server.real_server import RealServer, descendants
 from tests.server.test_real_server_end import gone, in_flight
 
@@ -30,12 +31,6 @@ JUNK = [
     [msgspec.msgpack.encode([7])],
     [msgspec.msgpack.encode([0, [], None, 1.0, [5, None, None]])],
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from benchmarks.engines.server_process import free_port
 from rbln_backend.reports.info import BucketsInfo, DescriptionWriter
 from rbln_backend.usage import Usage, UsageFile, about_engine
 from server.host.tasks import background_task
@@ -39,6 +38,7 @@ from server.observability.traffic import KEPT, BucketAdvice, History, PaddedWork
 from server.structured_outputs.constraint import GUIDES, constraints_of, kind_of
 from server.wire import Endpoint
 from tests.checkpoints import CheckpointCache
+from tests.ports import free_port
 from tests.server.adapter_folders import write_adapter
 from tests.server.observability.kv_subscriber import KvSubscriber
 from tests.server.real_server import RealServer
