@@ -118,12 +118,7 @@ def create_app(
     # The last one added is the first to see a request.
     app.add_middleware(AccessMiddleware, lifecycle=lifecycle, admission=admission, access=access)
     allow_origins(app, settings)
-    app.add_middleware(
-        RequestMiddleware,
-        lifecycle=lifecycle,
-        metrics=metrics,
-        frontend=frontend,
-    )
+    app.add_middleware(RequestMiddleware, lifecycle=lifecycle, metrics=metrics, frontend=frontend)
     return app
 
 

@@ -48,9 +48,7 @@ def fetch(argv: Sequence[str]) -> int:
             return 0
         hub = hub_settings()
         hub = replace(
-            hub,
-            endpoint=args.endpoint or hub.endpoint,
-            is_offline=args.offline or hub.is_offline,
+            hub, endpoint=args.endpoint or hub.endpoint, is_offline=args.offline or hub.is_offline
         )
         root = Path(resolve(None).config.cache_root)
         folder = fetch_checkpoint(args.model, root, args.revision, hub)

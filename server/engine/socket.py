@@ -50,9 +50,7 @@ class EngineSocket(zmq.asyncio.Socket):
     _accepts: Callable[[Sequence[Any]], bool] | None
 
     def __init__(
-        self,
-        source: zmq.asyncio.Socket,
-        accepts: Callable[[Sequence[Any]], bool] | None = None,
+        self, source: zmq.asyncio.Socket, accepts: Callable[[Sequence[Any]], bool] | None = None
     ) -> None:
         """Receive the messages of `source`, which no other receiver may use.
 

@@ -47,13 +47,7 @@ from server.observability.tracing import (
     operation_attributes,
 )
 from server.request.body import CLIENT_GONE
-from server.request.endpoints import (
-    INVOCATIONS,
-    OTHER,
-    is_anthropic,
-    route_of,
-    route_path,
-)
+from server.request.endpoints import INVOCATIONS, OTHER, is_anthropic, route_of, route_path
 from server.request.endpoints import Scope as KeyScope
 from server.request.record import (
     ANTHROPIC_ID_HEADER,

@@ -133,10 +133,7 @@ class LingeringTransport(asyncio.Transport):
     """Wraps the transport of a uvicorn protocol and changes how it is closed."""
 
     def __init__(
-        self,
-        transport: asyncio.Transport,
-        slot: ConnectionSlot,
-        peer_sends: Callable[[], bool],
+        self, transport: asyncio.Transport, slot: ConnectionSlot, peer_sends: Callable[[], bool]
     ) -> None:
         """Wrap `transport`; `peer_sends` returns whether a request is not yet complete."""
         super().__init__()

@@ -18,13 +18,7 @@ from pathlib import Path, PurePath
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
 
-from rbln_backend.api.names import (
-    Target,
-    TensorName,
-    check_config,
-    check_modules,
-    check_tensors,
-)
+from rbln_backend.api.names import Target, TensorName, check_config, check_modules, check_tensors
 from rbln_backend.errors import AdapterError
 from server.errors import InvalidAdapterError, describe, json_type
 from server.host.files import read_regular

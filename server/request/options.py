@@ -96,12 +96,7 @@ _MAX_PRIORITY = BACKGROUND_PRIORITY - 1
 
 
 def check_headers(
-    headers: Headers,
-    priority: object,
-    tier: Tier | None,
-    *,
-    has_priorities: bool,
-    num_ranks: int,
+    headers: Headers, priority: object, tier: Tier | None, *, has_priorities: bool, num_ranks: int
 ) -> None:
     """Raise the `RequestError` of an invalid priority or rank, which vLLM would accept or ignore.
 

@@ -477,9 +477,7 @@ _RESPONSES = (
     *obeyed("max_tool_calls", why="limits tools of the server, which has none"),
     *obeyed("include", why="message.output_text.logprobs"),
     *ignored(
-        "include[]",
-        why="reasoning is returned unencrypted",
-        only=("reasoning.encrypted_content",),
+        "include[]", why="reasoning is returned unencrypted", only=("reasoning.encrypted_content",)
     ),
     *refused(
         "include[]",
@@ -504,10 +502,7 @@ _NO_PLACE = "it is neither in the prompt nor in the sampling parameters"
 RENDERED = (
     *obeyed("return_token_offsets", why="in `token_offsets`, for texts"),
     *refused(
-        "use_beam_search",
-        why="a beam search has no sampling parameters",
-        same=(False,),
-        stays=True,
+        "use_beam_search", why="a beam search has no sampling parameters", same=(False,), stays=True
     ),
     *ignored("prediction", "return_progress", why=_NO_PLACE),
     *ignored("speculative", "session_id", why=_NO_PLACE),
@@ -518,8 +513,7 @@ RENDERED = (
 RENDERED_CHAT = (
     *RENDERED,
     *obeyed(
-        "return_assistant_tokens_mask",
-        why="where the chat template marks the assistant's tokens",
+        "return_assistant_tokens_mask", why="where the chat template marks the assistant's tokens"
     ),
 )
 

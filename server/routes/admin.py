@@ -9,12 +9,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    UnsupportedOperationError,
-    describe,
-)
+from server.errors import InvalidTypeError, InvalidValueError, UnsupportedOperationError, describe
 from server.frontend import Frontend, Profiler
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lifecycle import Lifecycle, ServiceStatus

@@ -97,12 +97,7 @@ def files_router(store: Callable[[], BatchService], settings: ServerSettings) ->
     """Return the routes; `store` raises `NotEnabledError` without --data-dir."""
     router = APIRouter(route_class=DescribedRoute)
 
-    @router.post(
-        "/v1/files",
-        response_model=FileObject,
-        responses=_UPLOADED,
-        openapi_extra=_UPLOAD,
-    )
+    @router.post("/v1/files", response_model=FileObject, responses=_UPLOADED, openapi_extra=_UPLOAD)
     async def create(request: Request) -> Response:
         """Store a file, `purpose` batch: lines of requests."""
         files = store().files

@@ -455,8 +455,7 @@ def create(
     )
     if idempotency is not None:
         row = db.execute(
-            "SELECT * FROM batches WHERE owner = ? AND idempotency = ?",
-            (owner, idempotency),
+            "SELECT * FROM batches WHERE owner = ? AND idempotency = ?", (owner, idempotency)
         ).fetchone()
         if row is not None:
             batch = Batch.of(row)

@@ -326,13 +326,7 @@ def new_id(prefix: str) -> str:
 
 
 def find_row(
-    db: sqlite3.Connection,
-    table: str,
-    owner: str,
-    row_id: str,
-    param: str,
-    *,
-    columns: str = "*",
+    db: sqlite3.Connection, table: str, owner: str, row_id: str, param: str, *, columns: str = "*"
 ) -> sqlite3.Row:
     """Return columns of an owner's row. Raises `NotFoundError` for the parameter `param`."""
     row: sqlite3.Row | None = db.execute(

@@ -90,10 +90,7 @@ _ANNOTATIONS = frozenset(("$schema", "$id", "$comment", "title", "description"))
 
 
 def constraints_of(
-    endpoint: Endpoint,
-    fields: JsonObject,
-    *,
-    rewrites_tools: bool = True,
+    endpoint: Endpoint, fields: JsonObject, *, rewrites_tools: bool = True
 ) -> list[list[Constraint]]:
     """Return the constraints of the answer; each list is compiled together, each tool alone.
 
@@ -153,8 +150,7 @@ def output_constraint(value: object, name: str) -> list[Constraint]:
         if value.get(option):
             path = f"{name}.{option}"
             raise UnsupportedFieldError(
-                f"'{path}' has no effect with the grammar backend {BACKEND}; {instead}.",
-                param=path,
+                f"'{path}' has no effect with the grammar backend {BACKEND}; {instead}.", param=path
             )
     given = [kind for kind in _KINDS if value.get(kind) is not None]
     if len(given) != 1:

@@ -55,13 +55,7 @@ class GrammarGate:
     """Checks and compiles constraints; used from one event loop."""
 
     def __init__(
-        self,
-        max_bytes: int,
-        pool: JobPool,
-        cache_entries: int,
-        cpu_s: float,
-        *,
-        rules: SchemaRules,
+        self, max_bytes: int, pool: JobPool, cache_entries: int, cpu_s: float, *, rules: SchemaRules
     ) -> None:
         """`max_bytes` is the limit of a constraint, `cpu_s` the processor time of a trial."""
         self._max_bytes = max_bytes

@@ -28,11 +28,7 @@ _NARROW = {
     "w": "0-9A-Za-z_",
     "s": r"\t-\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000",
 }
-_WIDE = {
-    "d": r"\p{Nd}",
-    "w": r"\p{L}\p{N}_",
-    "s": r"\s\x1c-\x1f\ufeff",
-}
+_WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": r"\s\x1c-\x1f\ufeff"}
 _CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "f": r"\x0c", "v": r"\x0b", "0": r"\x00"}
 _HEX = "[0-9A-Fa-f]"
 _CODE = re.compile(rf"x({_HEX}{{2}})|u({_HEX}{{4}})|c([A-Za-z])")

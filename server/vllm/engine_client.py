@@ -35,12 +35,7 @@ from server.errors import ContextLengthError, InternalError, ServerError
 from server.frontend import LaunchError
 from server.host.tasks import in_thread
 from server.lora.folder import ServedModel
-from server.lora.registry import (
-    STATE_FILE,
-    Adapter,
-    AdapterRegistry,
-    StateFile,
-)
+from server.lora.registry import STATE_FILE, Adapter, AdapterRegistry, StateFile
 from server.request.options import Tier
 from server.request.record import RequestRecord, record_var
 from server.settings import ServerSettings

@@ -182,10 +182,7 @@ _TRANSLATIONS: tuple[
         ),
     ),
     ((GenerationError,), _not_generated),
-    (
-        (BacklogError,),
-        lambda error, _: OverloadedError(str(error), rejection="queued_tokens"),
-    ),
+    ((BacklogError,), lambda error, _: OverloadedError(str(error), rejection="queued_tokens")),
     (
         (QueueOverflowError,),
         lambda *_: OverloadedError(

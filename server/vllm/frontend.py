@@ -66,12 +66,7 @@ from server.vllm.patches import (
     skip_processor,
 )
 from server.vllm.reading import BodyReader, RequestReader, make_request_rules, serve_reading
-from server.vllm.rendering import (
-    RemoteTemplates,
-    large_var,
-    render_elsewhere,
-    sanitizer,
-)
+from server.vllm.rendering import RemoteTemplates, large_var, render_elsewhere, sanitizer
 from server.vllm.templates import templates_of
 from server.vllm.tools import check_parsers, choose_tools, template_tokenizer
 from server.wire import Endpoint, JsonObject

@@ -137,8 +137,7 @@ _BODIES: Mapping[str, ToBody] = {
     "compact": compacted_json,
     "count_tokens": lambda answer, *_: answer.model_dump_json(exclude_none=True).encode(),
     **dict.fromkeys(
-        ("render_chat", "render_completion"),
-        lambda answer, *_: answer.model_dump_json().encode(),
+        ("render_chat", "render_completion"), lambda answer, *_: answer.model_dump_json().encode()
     ),
 }
 

@@ -30,11 +30,7 @@ from vllm.entrypoints.serve.tokenize import protocol as tokenize
 from vllm.renderers import TokenizeParams
 
 from server.frontend import WireSchemas
-from server.structured_outputs.custom_tools import (
-    CALL_SCHEMA,
-    CHOICE_SCHEMA,
-    TOOL_SCHEMA,
-)
+from server.structured_outputs.custom_tools import CALL_SCHEMA, CHOICE_SCHEMA, TOOL_SCHEMA
 from server.tools import ALLOWED_SCHEMA, FIELD
 from server.wire import Endpoint, JsonObject
 

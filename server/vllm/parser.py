@@ -31,10 +31,7 @@ from vllm.entrypoints.generate.base.protocol import (
 )
 from vllm.parser import Parser
 from vllm.reasoning import ReasoningParser
-from vllm.tokenizers.detokenizer_utils import (
-    convert_prompt_ids_to_tokens,
-    detokenize_incrementally,
-)
+from vllm.tokenizers.detokenizer_utils import convert_prompt_ids_to_tokens, detokenize_incrementally
 from vllm.tool_parsers import ToolParser
 
 from rbln_backend import api

@@ -228,12 +228,7 @@ class BodyReader:
                 _fail_fast_validator(self._models[form])
 
     def read(  # noqa: C901, PLR0912 (the list of all steps, in their order)
-        self,
-        endpoint: Endpoint,
-        raw: bytes,
-        before: bytes | None = None,
-        *,
-        is_large: bool = False,
+        self, endpoint: Endpoint, raw: bytes, before: bytes | None = None, *, is_large: bool = False
     ) -> ParsedRequest | StorageOptions:
         """Parse and check a body; see `server.frontend.Frontend.read`.
 

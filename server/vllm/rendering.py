@@ -404,11 +404,7 @@ class RemoteTemplates:
     """Renders small conversations in place and others in another process; blocks meanwhile."""
 
     def __init__(
-        self,
-        send: Send,
-        served: Collection[str],
-        max_chars: int,
-        tokens_of: TokensOf | None = None,
+        self, send: Send, served: Collection[str], max_chars: int, tokens_of: TokensOf | None = None
     ) -> None:
         """Use from the event loop.
 

@@ -275,9 +275,7 @@ def choose_tools(
         return ToolSupport("none", args.tool_call_parser, reason)
     args.chat_template_content_format = probe.content_format(args.chat_template_content_format)
     args.chat_template = with_tool_prompt(
-        template,
-        system=probe.shows_system(),
-        parts=args.chat_template_content_format == "openai",
+        template, system=probe.shows_system(), parts=args.chat_template_content_format == "openai"
     )
     _choose_parser(args, _HERMES)
     return ToolSupport("default", args.tool_call_parser, "the chat template shows no tools")
@@ -365,11 +363,7 @@ class _Probe:
         from vllm.renderers.hf import resolve_chat_template_content_format
 
         return resolve_chat_template_content_format(
-            self._template,
-            None,
-            wanted,
-            self._tokenizer,
-            model_config=self._model_config,
+            self._template, None, wanted, self._tokenizer, model_config=self._model_config
         )
 
     def _render(self, turns: list[Any], tools: list[Any] | None) -> str | None:
