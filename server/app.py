@@ -122,13 +122,6 @@ def create_app(
     return app
 
 
-def _methods(request: Request) -> set[str]:
-    """Return the methods that a path takes; the framework knows those of its first route."""
-    matching = (r for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
-    methods = {method for route in matching for method in getattr(route, "methods", ())}
-    return methods | ({"HEAD"} if "GET" in methods else set())
-
-
 async def _raise_server_error(request: Request, error: Exception) -> Response:
     """Turn the framework's own errors into ours; the middleware answers with the envelope."""
     assert isinstance(error, HTTPException)
@@ -136,7 +129,10 @@ async def _raise_server_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         raise RouteNotFoundError(f"There is no route {where}.")
     if error.status_code == 405:
-        allow = ", ".join(sorted(_methods(request)))
+        # Of all routes of the path; the framework knows the methods of its first one.
+        matching = (r for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
+        methods = {method for route in matching for method in getattr(route, "methods", ())}
+        allow = ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
         raise MethodNotAllowedError(
             f"{where} is not allowed; this path takes {allow}.", headers={"allow": allow}
         )

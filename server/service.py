@@ -239,12 +239,6 @@ def _warn_if_open(settings: ServerSettings) -> None:
     )
 
 
-def _stop_signals() -> list[signal.Signals]:
-    """Return the signals that drain; SIGHUP is one unless `nohup` has it ignored."""
-    signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    return [name for name in signals if signal.getsignal(name) is not signal.SIG_IGN]
-
-
 async def serve(
     settings: ServerSettings,
     launcher: EngineLauncher,
@@ -273,8 +267,10 @@ async def serve(
         service.background,
     )
     loop = asyncio.get_running_loop()
-    for name in _stop_signals():
-        loop.add_signal_handler(name, service.stop, name.name)
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # `nohup` has SIGHUP ignored.
+        if signal.getsignal(name) is not signal.SIG_IGN:
+            loop.add_signal_handler(name, service.stop, name.name)
     tls = Tls(settings) if settings.ssl_certfile else None
     connections = Connections(settings, metrics)
     server = HttpServer(http_config(app, settings, tls), settings, connections)

@@ -82,13 +82,11 @@ Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_secrets)]
 OptionalPath = Annotated[Path | None, BeforeValidator(_not_empty)]
 
 
-def _ssl_requirement(value: object) -> object:
-    """Return the name of a constant of Python's `ssl`, which vLLM's flag takes."""
-    return {"0": "none", "1": "optional", "2": "required"}.get(str(value), value)
-
-
+_SSL_CONSTANTS: Mapping[str, str] = {"0": "none", "1": "optional", "2": "required"}
+"""Values of constants of Python's `ssl`, which vLLM's flag takes."""
 ClientCertificates = Annotated[
-    Literal["none", "optional", "required"], BeforeValidator(_ssl_requirement)
+    Literal["none", "optional", "required"],
+    BeforeValidator(lambda value: _SSL_CONSTANTS.get(str(value), value)),
 ]
 
 

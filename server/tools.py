@@ -9,7 +9,13 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from server.errors import InvalidValueError, MissingFieldError, UnsupportedFieldError, describe
+from server.errors import (
+    InvalidValueError,
+    MissingFieldError,
+    UnsupportedFieldError,
+    describe,
+    invalid_value,
+)
 from server.wire import Endpoint, JsonObject
 
 FIELD = "tool_choice"
@@ -105,24 +111,14 @@ def check_choice(endpoint: Endpoint, fields: JsonObject) -> None:
             holder = _require(value, _ALLOWED, path)
         mode = _require(holder, "mode", f"{path}.mode")
         if mode not in _MODES:
-            raise InvalidValueError(
-                f"'{path}.mode' must be 'auto' or 'required', got {describe(mode)}.",
-                param=f"{path}.mode",
-            )
+            raise invalid_value(f"{path}.mode", "be 'auto' or 'required'", mode)
         tools = _require(holder, "tools", f"{path}.tools")
         if not isinstance(tools, list) or not tools:
-            raise InvalidValueError(
-                f"'{path}.tools' must be an array of at least one tool, got {describe(tools)}.",
-                param=f"{path}.tools",
-            )
+            raise invalid_value(f"{path}.tools", "be an array of at least one tool", tools)
         for index, tool in enumerate(tools):
             tool_path = f"{path}.tools[{index}]"
-            if get_field(tool, "type") != "function":
-                raise InvalidValueError(
-                    f"'{tool_path}.type' must be 'function' or 'custom', got "
-                    f"{describe(get_field(tool, 'type'))}.",
-                    param=f"{tool_path}.type",
-                )
+            if (kind := get_field(tool, "type")) != "function":
+                raise invalid_value(f"{tool_path}.type", "be 'function' or 'custom'", kind)
             if endpoint.chats:
                 tool, tool_path = (
                     _require(tool, "function", f"{tool_path}.function"),
@@ -185,11 +181,8 @@ def check_tools(endpoint: Endpoint, body: JsonObject) -> None:
     for name, path in _paths(body.get("tools"), "tools"):
         fits = 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()
         if not fits or not name.strip() or _UNCALLABLE & set(name):
-            raise InvalidValueError(
-                f"'{path}' must have 1 to {MAX_NAME_CHARACTERS} printable characters and no "
-                f"quotation mark, \\, < or >, got {describe(name)}.",
-                param=path,
-            )
+            must = f"have 1 to {MAX_NAME_CHARACTERS} printable characters and no quotation mark, "
+            raise invalid_value(path, must + "\\, < or >", name)
     messages = body.get("messages")
     last = messages[-1] if isinstance(messages, list) and messages else None
     if body.get(_CONTINUING) is True and get_field(last, "tool_calls"):

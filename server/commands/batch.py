@@ -170,21 +170,16 @@ class BatchJob:
             ):
                 return dict(batch)
         endpoint = await asyncio.to_thread(_endpoint, self._source)
-        file = await self._upload()
+        with self._source.open("rb") as lines:
+            files = {"file": ("input.jsonl", lines)}
+            answer = await self._client.post("/v1/files", data={"purpose": "batch"}, files=files)
         body = {
-            "input_file_id": file["id"],
+            "input_file_id": _json(answer)["id"],
             "endpoint": endpoint,
             "completion_window": "24h",
             "metadata": {"content": name},
         }
         return _json(await self._client.post("/v1/batches", json=body))
-
-    async def _upload(self) -> dict[str, Any]:
-        with self._source.open("rb") as lines:
-            files = {"file": ("input.jsonl", lines)}
-            return _json(
-                await self._client.post("/v1/files", data={"purpose": "batch"}, files=files)
-            )
 
     async def _get(self, path: str) -> dict[str, Any]:
         return _json(await self._client.get(path))
@@ -263,11 +258,6 @@ def _endpoint(path: Path) -> str:
 
 def _error_text(errors: Sequence[LineError]) -> str:
     lines = [f"  line {error['line'] or '-'}: {error['message']}" for error in errors]
-    more = len(lines) - _SHOWN_ERRORS
-    return "\n".join(
-        [
-            "the input is invalid",
-            *lines[:_SHOWN_ERRORS],
-            *([f"  and {more} more"] if more > 0 else []),
-        ]
-    )
+    if (more := len(lines) - _SHOWN_ERRORS) > 0:
+        lines[_SHOWN_ERRORS:] = [f"  and {more} more"]
+    return "\n".join(["the input is invalid", *lines])

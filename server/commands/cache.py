@@ -247,8 +247,8 @@ def _contents(args: Namespace) -> Contents:
     )
 
 
-def _fail(reason: str, code: int) -> int:
-    sys.stderr.write(f"rbln-serve cache: error: {reason}\n")
+def _fail(reason: str, code: int, command: str = "") -> int:
+    sys.stderr.write(f"{_PROG}{command}: error: {reason}\n")
     return code
 
 
@@ -319,17 +319,13 @@ def verify(args: Namespace) -> int:
 def prune(args: Namespace) -> int:
     """Remove the selected entries, or print them with --dry-run."""
     if args.keep_days is None and args.max_bytes is None and not args.other_versions:
-        sys.stderr.write(
-            "rbln-serve cache prune: error: one of --keep-days, --max-bytes and --other-versions "
-            "is required\n"
-        )
-        return 2
+        reason = "one of --keep-days, --max-bytes and --other-versions is required"
+        return _fail(reason, 2, " prune")
     store = _store(args.root, read_only=args.dry_run)
     try:
         graphs, kernels = _to_remove(args, store.entries())
     except PlatformError as error:
-        sys.stderr.write(f"rbln-serve cache prune: error: {error}\n")
-        return 2
+        return _fail(str(error), 2, " prune")
     failed = 0
     if not args.dry_run:
         failed += sum(not store.evict(entry.key.digest) for entry in graphs)
@@ -349,9 +345,7 @@ def prune(args: Namespace) -> int:
             sys.stdout.write(f"{verb} {kernel.key} kernels for {target}\n")
         freed = _bytes(graphs, kernels)
         sys.stdout.write(f"{verb} {len(graphs) + len(kernels)} entries, {freed / 1e6:.1f} MB\n")
-    if failed:
-        sys.stderr.write(f"rbln-serve cache prune: error: {failed} could not be removed\n")
-    return 1 if failed else 0
+    return _fail(f"{failed} could not be removed", 1, " prune") if failed else 0
 
 
 def _to_remove(args: Namespace, entries: Sequence[Entry]) -> tuple[list[Entry], list[KernelFiles]]:
@@ -399,12 +393,8 @@ def _graph(entry: Entry) -> dict[str, Any]:
 
 
 def _kernel(kernel: KernelFiles) -> dict[str, Any]:
-    return {
-        "key": kernel.key,
-        "target": kernel.target,
-        "size_bytes": kernel.size_bytes,
-        "last_used": kernel.last_used,
-    }
+    names = ("key", "target", "size_bytes", "last_used")
+    return {name: getattr(kernel, name) for name in names}
 
 
 def _printable(text: str) -> str:

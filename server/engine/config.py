@@ -22,6 +22,7 @@ from rbln_backend.api.names import MULTIMODAL, given_options, options_of_vllm
 from rbln_backend.errors import RblnError
 from rbln_backend.host.resources import vllm_build
 from server.engine.weight_files import check_model_folder, model_config_of
+from server.errors import clip
 from server.frontend import LaunchError
 from server.settings import ServerSettings
 
@@ -116,19 +117,13 @@ def _limit_backlog(config: VllmConfig, settings: ServerSettings) -> None:
             exit_code=2,
         )
     if of_vllm is None:
-        scheduler.max_num_queued_tokens = limit or _default_backlog(config)
-
-
-def _default_backlog(config: VllmConfig) -> int | None:
-    """Return the prompt tokens that all sequences of all data-parallel ranks can hold.
-
-    None for pooling models, whose requests have many short prompts.
-    """
-    model, scheduler = config.model_config, config.scheduler_config
-    if model.runner_type == "pooling":
-        return None
-    sequences = scheduler.max_num_seqs * config.parallel_config.data_parallel_size
-    return max(sequences * model.max_model_len, _MIN_BACKLOG)
+        scheduler.max_num_queued_tokens = limit
+    # Not of pooling models, whose requests have many short prompts.
+    if scheduler.max_num_queued_tokens is None and config.model_config.runner_type != "pooling":
+        # What all sequences of all data-parallel ranks can hold.
+        sequences = scheduler.max_num_seqs * config.parallel_config.data_parallel_size
+        backlog = max(sequences * config.model_config.max_model_len, _MIN_BACKLOG)
+        scheduler.max_num_queued_tokens = backlog
 
 
 def _refuse_model(engine_args: AsyncEngineArgs, args: Namespace) -> None:
@@ -178,22 +173,18 @@ def launch_error(error: Exception, model: str, reported: str | None = None) -> L
 
     `reported` is the cause that a worker wrote to the run directory.
     """
-    cause = _unwrapped(error)
+    cause = error
+    while isinstance(cause, ValidationError):
+        # Pydantic's error has the one that was raised inside.
+        inner = cause.errors()[0].get("ctx", {}).get("error")
+        if not isinstance(inner, Exception):
+            break
+        cause = inner
     if isinstance(cause, LaunchError):
         return cause
     if reported is not None and _ENGINE_FAILED in str(cause):
         return LaunchError(_one_line(reported))
     return LaunchError(_one_line(_reason(cause, model)))
-
-
-def _unwrapped(error: Exception) -> Exception:
-    """Return the exception inside pydantic's validation errors."""
-    while isinstance(error, ValidationError):
-        inner = error.errors()[0].get("ctx", {}).get("error")
-        if not isinstance(inner, Exception):
-            break
-        error = inner
-    return error
 
 
 def _reason(cause: Exception, model: str) -> str:
@@ -239,5 +230,4 @@ def _broken_architecture(name: str, model: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _MAX_LENGTH else f"{line[: _MAX_LENGTH - 3]}..."
+    return clip(" ".join(text.split()), _MAX_LENGTH)

@@ -226,18 +226,14 @@ def _key(text: str, kind: str, number: int, salt: bytes, limits: KeyLimits) -> K
     text = text.strip()
     name, equals, rest = text.partition("=")
     named = _NAMED.fullmatch(name)
-    if equals and not rest.startswith("=") and named is not None and not _is_base64(text):
+    is_base64 = len(text) % 4 == 0 and bool(_BASE64.fullmatch(text)) and text != text.lower()
+    if equals and not rest.startswith("=") and named is not None and not is_base64:
         where = f"--{kind}-key (RBLN_SERVE_{kind.upper()}_KEY)"
         if not rest:
             raise SettingsError(f"{where}: the key of the name {name!r} is empty")
         return _named_key(where, named, _digest(rest), limits)
     digest = _digest(text)
     return Key(f"{kind}-{number}", digest, owner_of_digest(salt, digest), limits)
-
-
-def _is_base64(text: str) -> bool:
-    """Return whether text that ends in one `=` is a base64 key, not a name without a key."""
-    return len(text) % 4 == 0 and bool(_BASE64.fullmatch(text)) and text != text.lower()
 
 
 def _key_of_line(file: Path, number: int, line: str, limits: KeyLimits) -> Key:

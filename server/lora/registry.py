@@ -29,12 +29,12 @@ from rbln_backend.host.files import replace_file, sync_directory
 from server.errors import (
     AdapterExistsError,
     InternalError,
-    InvalidValueError,
     NoAdapterSlotError,
     NotFoundError,
     ServerError,
     UnsupportedOperationError,
     describe,
+    invalid_value,
 )
 from server.host.files import read_regular
 from server.host.tasks import in_thread
@@ -324,11 +324,8 @@ class AdapterRegistry:
 
     def _check_name(self, name: str, *, replace: bool) -> None:
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
-            raise InvalidValueError(
-                f"'lora_name' must have 1 to {MAX_NAME_CHARS} printable characters and no space "
-                f"around them, got {describe(name)}.",
-                param="lora_name",
-            )
+            must = f"have 1 to {MAX_NAME_CHARS} printable characters and no space around them"
+            raise invalid_value("lora_name", must, name)
         if name in self.reserved_names:
             raise AdapterExistsError(
                 f"{describe(name)} is the name of the served model itself.", param="lora_name"

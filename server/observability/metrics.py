@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -30,13 +30,9 @@ from server.admission import Admission
 from server.errors import REJECTIONS
 from server.host.job_pool import GRAMMAR_RESULTS, READING_RESULTS, JobCounts
 from server.lifecycle import Lifecycle, ServicePhase
-from server.lora.registry import State
+from server.lora.registry import AdapterRegistry, State
 from server.settings import ServerSettings
 from server.structured_outputs.constraint import GUIDES
-
-if TYPE_CHECKING:
-    from server.lora.registry import AdapterRegistry
-
 
 MAX_ADAPTERS_SHOWN = 100
 LOAD_RESULTS = ("ok", "refused", "failed")

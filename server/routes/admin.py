@@ -9,7 +9,13 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.errors import InvalidTypeError, InvalidValueError, UnsupportedOperationError, describe
+from server.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    UnsupportedOperationError,
+    describe,
+    invalid_value,
+)
 from server.frontend import Frontend, Profiler
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.lifecycle import Lifecycle, ServiceStatus
@@ -93,9 +99,7 @@ def cache_router(frontend: Callable[[], Frontend]) -> APIRouter:
         }
         for name, value in switches.items():
             if value not in _SWITCHES:
-                raise InvalidValueError(
-                    f"{name!r} must be true or false, got {describe(value)}.", param=name
-                )
+                raise invalid_value(name, "be true or false", value)
         done = await frontend().reset_prefix_cache(
             preempt=reset_running_requests == "true", tiers=reset_external == "true"
         )

@@ -26,6 +26,7 @@ from server.errors import (
     StorageUnavailableError,
     UnknownFieldError,
     describe,
+    invalid_value,
 )
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
 from server.request.body import read_json_object
@@ -152,13 +153,9 @@ def owner_of(request: Request) -> str:
 def page_of(limit: str, most: int, after: str | None, order: str) -> Page:
     """Return the requested page of a list. Raises `InvalidValueError`."""
     if not (_is_number(limit) and 1 <= int(limit) <= most):
-        raise InvalidValueError(
-            f"'limit' must be 1 to {most}, got {describe(limit)}.", param="limit"
-        )
+        raise invalid_value("limit", f"be 1 to {most}", limit)
     if order not in ("asc", "desc"):
-        raise InvalidValueError(
-            f"'order' must be 'asc' or 'desc', got {describe(order)}.", param="order"
-        )
+        raise invalid_value("order", "be 'asc' or 'desc'", order)
     return Page(int(limit), after or None, newest_first=order == "desc")
 
 
@@ -179,10 +176,7 @@ def _checked_form(fields: dict[str, str], policy: UnknownPolicy) -> tuple[str, i
     if purpose is None:
         raise MissingFieldError("The field 'purpose' is missing.", param="purpose")
     if purpose != INPUT:
-        raise InvalidValueError(
-            f"'purpose' must be {INPUT!r}, the only supported one, got {describe(purpose)}.",
-            param="purpose",
-        )
+        raise invalid_value("purpose", f"be {INPUT!r}, the only supported one", purpose)
     anchor, seconds = fields.get(_FORM_FIELDS[1]), fields.get(_FORM_FIELDS[2])
     if anchor is None and seconds is None:
         return purpose, None

@@ -20,6 +20,7 @@ from server.errors import (
     UnsupportedFieldError,
     UnsupportedOperationError,
     describe,
+    invalid_value,
 )
 from server.frontend import Frontend
 from server.http.openapi import BODY_FAILURES, DescribedRoute, failing, taking
@@ -141,9 +142,7 @@ def lora_router(
         """Unload an adapter and wait for the end of its last request."""
         adapters = _registry(frontend())
         if (waits := _BOOLEANS.get(wait.lower())) is None:
-            raise InvalidValueError(
-                f"'wait' must be true or false, got {describe(wait)}.", param="wait"
-            )
+            raise invalid_value("wait", "be true or false", wait)
         adapter = await adapters.unload(name, wait=waits)
         if not adapter.gone.is_set():
             return JSONResponse(_seen(adapter, request, shown), status_code=_ACCEPTED)

@@ -17,6 +17,7 @@ from server.errors import (
     NotEnabledError,
     NotFoundError,
     describe,
+    invalid_value,
 )
 from server.frontend import Frontend
 from server.http.openapi import DescribedRoute, failing
@@ -157,9 +158,7 @@ def _model_page(
     if limit is not None:
         size = int(limit) if limit.isascii() and limit.isdigit() and len(limit) <= 4 else 0
     if not 1 <= size <= _MAX_LIMIT:
-        raise InvalidValueError(
-            f"'limit' must be between 1 and {_MAX_LIMIT}, got {describe(limit)}.", param="limit"
-        )
+        raise invalid_value("limit", f"be between 1 and {_MAX_LIMIT}", limit)
     for param, name in (("after_id", after_id), ("before_id", before_id)):
         if name is not None and name not in names:
             raise NotFoundError(f"'{param}' is {describe(name)}, which is not there.", param=param)

@@ -24,7 +24,7 @@ from server.errors import (
     StorageFullError,
     StorageUnavailableError,
     UnsupportedFieldError,
-    describe,
+    invalid_value,
 )
 from server.frontend import Frontend, ParsedRequest
 from server.http.openapi import DescribedRoute, failing
@@ -74,9 +74,7 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
         _refuse_include(request)
         response = await stored.get(owner_of(request), response_id)
         if stream not in ("true", "false"):
-            raise InvalidValueError(
-                f"'stream' must be 'true' or 'false', got {describe(stream)}.", param="stream"
-            )
+            raise invalid_value("stream", "be 'true' or 'false'", stream)
         if stream == "false":
             if starting_after is not None:
                 raise InvalidValueError(
@@ -85,10 +83,7 @@ def responses_router(service: Callable[[], ResponseService]) -> APIRouter:
             return Response(response.shown(), media_type=JSON_TYPE)
         number = "-1" if starting_after is None else starting_after
         if starting_after is not None and not (number.isascii() and number.isdigit()):
-            raise InvalidValueError(
-                f"'starting_after' must be the number of an event, got {describe(number)}.",
-                param="starting_after",
-            )
+            raise invalid_value("starting_after", "be the number of an event", number)
         frames = await stored.follow(response, int(number[:12]))
         record = record_of(request.scope)
         record.stream = True

@@ -27,7 +27,7 @@ from msgspec import Raw, Struct
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from server.errors import InvalidValueError, UnsupportedFieldError, describe
+from server.errors import InvalidValueError, UnsupportedFieldError, describe, invalid_value
 from server.storage.database import BATCHES, Page, find_row, new_id, page_of_rows
 from server.storage.files import INPUT, StoredFile, find, insert
 from server.storage.jobs import LoopbackResponse
@@ -223,7 +223,6 @@ def _error(code: str, line: int | None, message: str, param: str | None = None) 
     return LineError(code=code, line=line, message=message, param=param)
 
 
-_OK = 200
 _NEVER_RUN = {
     "expired": ("batch_expired", "This line was not run before the batch expired."),
     "cancelled": ("batch_cancelled", "This line was not run: the batch was cancelled."),
@@ -270,7 +269,7 @@ def result_of(line: Line, answer: LoopbackResponse) -> LineResult:
     }
     return LineResult(
         line,
-        answer.status == _OK,
+        answer.status == 200,
         _text(line, response=response, error=None),
         input_tokens=int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
         cached_tokens=int(details.get("cached_tokens") or 0),
@@ -411,17 +410,11 @@ class CreateBatchBody(BaseModel):
 
 def check_batch(body: CreateBatchBody, idempotency: str | None) -> None:
     """Raise `InvalidValueError` for a body or an idempotency key that cannot be used."""
-    if body.endpoint not in [endpoint.value for endpoint in ENDPOINTS]:
-        raise InvalidValueError(
-            f"'endpoint' must be one of {', '.join(e.value for e in ENDPOINTS)}, got "
-            f"{describe(body.endpoint)}.",
-            param="endpoint",
-        )
+    known = [endpoint.value for endpoint in ENDPOINTS]
+    if body.endpoint not in known:
+        raise invalid_value("endpoint", f"be one of {', '.join(known)}", body.endpoint)
     if body.completion_window != "24h":
-        raise InvalidValueError(
-            f"'completion_window' must be '24h', got {describe(body.completion_window)}.",
-            param="completion_window",
-        )
+        raise invalid_value("completion_window", "be '24h'", body.completion_window)
     if idempotency is not None and not 0 < len(idempotency) <= _MAX_KEY:
         raise InvalidValueError(f"An Idempotency-Key has 1 to {_MAX_KEY} characters.")
     metadata = body.metadata or {}

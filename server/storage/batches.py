@@ -173,7 +173,6 @@ _MAX_READERS = 4
 _SHOWN_ERRORS = 100
 _MAX_FAULTS = 3
 """Attempts of a line whose response is a server error."""
-_FAULT = 500
 _FAULT_PAUSE_S = 0.5
 
 
@@ -460,7 +459,7 @@ class BatchService:
         internal = InternalRequest(batch.owner, (Tier.FLEX,))
         response = await post_until_accepted(self._app, batch.endpoint, body, internal)
         for _ in range(1, _MAX_FAULTS):
-            if response.status < _FAULT:
+            if response.status < 500:
                 break
             await asyncio.sleep(_FAULT_PAUSE_S)
             response = await post_until_accepted(self._app, batch.endpoint, body, internal)

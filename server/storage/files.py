@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired, Protocol
+from typing import Any, Literal, NotRequired
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -94,15 +94,6 @@ FieldCheck = Callable[[dict[str, str]], tuple[str, int | None]]
 """Return the purpose and the seconds to keep (None: the default) for the fields of an upload."""
 
 
-class UploadSource(Protocol):
-    """Source of an upload; its name and fields are complete after the last chunk."""
-
-    name: str | None
-    fields: dict[str, str]
-
-    def chunks(self) -> AsyncIterator[bytes]: ...
-
-
 class FileStore:
     """Files of the data folder. Files of other owners raise `NotFoundError` as well."""
 
@@ -114,7 +105,7 @@ class FileStore:
         self._max_file_bytes = max_file_bytes
         self._keep_s = keep_s
 
-    async def create(self, owner: str, source: UploadSource, check: FieldCheck) -> StoredFile:
+    async def create(self, owner: str, source: Upload, check: FieldCheck) -> StoredFile:
         """Store the content of `source`, whose fields `check` checks.
 
         Raises the errors of `source` and `check`, `BodyTooLargeError`, `StorageFullError` and
@@ -269,7 +260,7 @@ _MAX_NAME_CHARS = 255
 
 
 class Upload:
-    """Multipart form; `fields` are complete once `chunks` has ended."""
+    """Multipart form; `name` and `fields` are complete once `chunks` has ended."""
 
     def __init__(self, request: Request, timeout_s: float) -> None:
         """Read the content type. Raises `MediaTypeError`."""

@@ -122,7 +122,6 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 _FLUSH_S = 0.25
 _DISK_PAUSE_S = 5.0
-_OK = 200
 _EVENTS = ("event: response.", "event: error\n")
 _FRAME_END = "\n\n"
 
@@ -391,7 +390,7 @@ class ResponseService:
 
 def _outcome(response: Response, log: EventLog, answer: LoopbackResponse) -> dict[str, Any]:
     """Return the changes of a response from the answer to its request, as JSON texts."""
-    if answer.status != _OK:
+    if answer.status != 200:
         return table.failure(from_json(answer.body)["error"]["message"])
     if not response.streams:
         return dict(all_fields_of(answer.body))

@@ -18,6 +18,7 @@ from server.errors import (
     MissingFieldError,
     UnsupportedFieldError,
     describe,
+    invalid_value,
 )
 from server.tools import FIELD, get_field
 from server.wire import Endpoint, JsonObject
@@ -128,9 +129,7 @@ class _Taker:
                 param=path,
             )
         if kind != "text":
-            raise InvalidValueError(
-                f"'{path}.type' must be 'text', got {describe(kind)}.", param=f"{path}.type"
-            )
+            raise invalid_value(f"{path}.type", "be 'text'", kind)
         for name in value:
             if name != "type":
                 self.on_unknown(f"{path}.{name}", ("type",))

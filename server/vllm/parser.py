@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -146,29 +145,13 @@ class JsonCalls:
             content="".join(part.text for part in parts) or None,
         )
 
-    def extract_tool_calls_streaming(
-        self,
-        previous_text: str,
-        current_text: str,
-        delta_text: str,
-        previous_token_ids: Any,
-        current_token_ids: Any,
-        delta_token_ids: Any,
-        request: Any,
-    ) -> Any:
-        """Return what a further piece of an answer adds."""
+    def extract_tool_calls_streaming(self, *args: Any) -> Any:
+        """Return what a further piece of an answer adds; the arguments are vLLM's."""
+        _, _, delta_text, *_, request = args
         if self._reader is None:
             self._reader = self.reader(request)
         if self._reader is None:
-            return super().extract_tool_calls_streaming(  # type: ignore[misc]
-                previous_text,
-                current_text,
-                delta_text,
-                previous_token_ids,
-                current_token_ids,
-                delta_token_ids,
-                request,
-            )
+            return super().extract_tool_calls_streaming(*args)  # type: ignore[misc]
         return _delta(self._reader.read(delta_text))
 
     def finish(self, *, cut: bool) -> Any:
@@ -192,41 +175,32 @@ def _delta(found: Found) -> Any:
     return DeltaMessage(content=found.text or None, tool_calls=calls)
 
 
-@dataclass(slots=True)
-class _ToolCall:
-    id: str | None
-    name: str
-    arguments: str = ""
-
-
 class ParsedAnswer:
     """Accumulates the deltas of one stream."""
 
     def __init__(self) -> None:
         self.reasoning = ""
         self.content = ""
-        self._calls: dict[int, _ToolCall] = {}
+        self._calls: dict[int, FunctionCall] = {}
 
     def add(self, delta: Any) -> None:
         self.reasoning += delta.reasoning or ""
         self.content += delta.content or ""
         for piece in delta.tool_calls or ():
             function = piece.function
-            call = self._calls.setdefault(piece.index, _ToolCall(piece.id, function.name))
-            call.arguments += function.arguments or ""
+            if piece.index not in self._calls:
+                call = FunctionCall(id=piece.id, name=function.name, arguments="")
+                self._calls[piece.index] = call
+            self._calls[piece.index].arguments += function.arguments or ""
 
     @property
-    def calls(self) -> list[_ToolCall]:
+    def calls(self) -> list[FunctionCall]:
         """Tool calls in the order in which they began."""
         return list(self._calls.values())
 
     def parts(self) -> tuple[str | None, str | None, list[Any]]:
         """Return reasoning, text and tool calls as `Parser.parse` does."""
-        calls = [
-            FunctionCall(id=call.id, name=call.name, arguments=call.arguments)
-            for call in self._calls.values()
-        ]
-        return self.reasoning or None, self.content or None, calls
+        return self.reasoning or None, self.content or None, self.calls
 
 
 MAX_PIECES = 512

@@ -260,11 +260,7 @@ def leave_tags_to_the_gate() -> None:
     """Keep vLLM's request models from parsing structural tags on the event loop; idempotent."""
     from vllm.entrypoints.generate.base import protocol
 
-    protocol.validate_structural_tag_payload = _accept_any_tag
-
-
-def _accept_any_tag(payload: object, *, parameter: str) -> None:
-    """Replace vLLM's validation: the gate validates structural tags."""
+    protocol.validate_structural_tag_payload = lambda *_, **__: None
 
 
 def adapt_serving(serving: _Serving, subclass: type, parser_of: Callable[[Any], Any]) -> _Serving:

@@ -482,9 +482,5 @@ def with_tool_prompt(template: str, *, system: bool, parts: bool) -> str:
     `system`: it shows a system message; else the prompt goes before the first words of the user.
     `parts`: it takes contents as lists of parts, as vLLM's content format `openai` has them.
     """
-    turns = _TURNS.replace("SYSTEM", _literal(system)).replace("PARTS", _literal(parts))
+    turns = _TURNS.replace("SYSTEM", json.dumps(system)).replace("PARTS", json.dumps(parts))
     return _MACROS.lstrip() + turns.lstrip() + template
-
-
-def _literal(value: bool) -> str:
-    return "true" if value else "false"
