@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from server.host.tasks import in_daemon_thread
 from server.vllm.patches import engine_parts, require, use_coordinator
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.renderers import BaseRenderer
     from vllm.v1.engine.core_client import EngineCoreClient
-
-StartMethod = Literal["forkserver", "spawn"]
 
 _GRACE_S = 0.7
 

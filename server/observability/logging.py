@@ -119,15 +119,11 @@ def configure(level: str, form: str) -> None:
     """Send our loggers to stderr at `level`, as `text` or `json`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    for name in ("server", "rbln_backend"):
+    ours = dict.fromkeys(("server", "rbln_backend"), level.upper())
+    for name, least in {**ours, "uvicorn": "WARNING", "asyncio": "WARNING"}.items():
         logger = logging.getLogger(name)
         logger.handlers = [handler]
-        logger.setLevel(level.upper())
-        logger.propagate = False
-    for name in ("uvicorn", "asyncio"):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.setLevel(logging.WARNING)
+        logger.setLevel(least)
         logger.propagate = False
 
 

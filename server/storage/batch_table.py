@@ -104,11 +104,8 @@ def read_lines(path: Path, rules: LineRules) -> Iterator[InputLine | LineError]:
                 raw, begin = raw.removeprefix(BOM_UTF8), len(BOM_UTF8)
             if len(raw) > rules.max_bytes:
                 number += 1
-                yield _error(
-                    "line_too_long",
-                    number,
-                    f"The line has more than {rules.max_bytes} bytes (--max-body-bytes).",
-                )
+                message = f"The line has more than {rules.max_bytes} bytes (--max-body-bytes)."
+                yield _error("line_too_long", number, message)
                 while rest := file.readline(rules.max_bytes):
                     place += len(rest)
                     if rest.endswith(b"\n"):
@@ -118,11 +115,8 @@ def read_lines(path: Path, rules: LineRules) -> Iterator[InputLine | LineError]:
                 continue
             number += 1
             if number > rules.max_lines:
-                yield _error(
-                    "too_many_tasks",
-                    None,
-                    f"There are more than {rules.max_lines} lines (--max-batch-lines).",
-                )
+                message = f"There are more than {rules.max_lines} lines (--max-batch-lines)."
+                yield _error("too_many_tasks", None, message)
                 return
             yield _read(raw, number, begin, rules, groups)
     if not number:
@@ -161,40 +155,21 @@ def _read(
         return _error("invalid_json_line", number, f"The line is not a JSON object: {error}.")
     custom_id = string_of(bytes(line.custom_id))
     if custom_id is None or not 0 < len(custom_id) <= _MAX_ID_CHARS:
-        return _error(
-            "invalid_custom_id",
-            number,
-            "'custom_id' must be a string of 1 to "
-            f"{_MAX_ID_CHARS} characters, got {_described(line.custom_id)}.",
-            "custom_id",
-        )
+        must = f"be a string of 1 to {_MAX_ID_CHARS} characters"
+        return _wrong("invalid_custom_id", number, "custom_id", must, line.custom_id)
     if string_of(bytes(line.method)) != "POST":
-        return _error(
-            "invalid_method",
-            number,
-            f"'method' must be 'POST', got {_described(line.method)}.",
-            "method",
-        )
+        return _wrong("invalid_method", number, "method", "be 'POST'", line.method)
     if string_of(bytes(line.url)) != rules.endpoint:
-        return _error(
-            "mismatched_url",
-            number,
-            f"'url' must be the batch's endpoint {describe(rules.endpoint)}, got "
-            f"{_described(line.url)}.",
-            "url",
-        )
+        must = f"be the batch's endpoint {describe(rules.endpoint)}"
+        return _wrong("mismatched_url", number, "url", must, line.url)
     body = bytes(line.body)
     if body[:1] != b"{":
         return _error("invalid_body", number, "'body' must be an object.", "body")
     fields = fields_of(body, "model", "messages", "input", "instructions")
     model = fields.get("model", b"null")
     if model != b"null" and string_of(model) is None:
-        return _error(
-            "invalid_model",
-            number,
-            f"'model' must be a string, got {described(model)}.",
-            "body.model",
-        )
+        message = f"'model' must be a string, got {described(model)}."
+        return _error("invalid_model", number, message, "body.model")
     prefix = _prefix(fields)
     shared = groups.get(prefix)
     if shared is None:
@@ -204,8 +179,9 @@ def _read(
     return InputLine(number, custom_id, place, len(raw), string_of(model), shared)
 
 
-def _described(value: Raw) -> str:
-    return described(None if value is _ABSENT else bytes(value))
+def _wrong(code: str, line: int, name: str, must: str, value: Raw) -> LineError:
+    got = described(None if value is _ABSENT else bytes(value))
+    return _error(code, line, f"'{name}' must {must}, got {got}.", name)
 
 
 def _prefix(fields: dict[str, bytes]) -> bytes:

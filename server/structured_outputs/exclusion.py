@@ -162,7 +162,8 @@ class Exclusion:
             if name in schema.get("properties", {}):
                 found.append(self._document.child(node, "properties", name))
             elif schema.get("additionalProperties") is False and not any(
-                _may_match(pattern, name) for pattern in schema.get("patternProperties", {})
+                matches(pattern, name, unclear=True)
+                for pattern in schema.get("patternProperties", {})
             ):
                 return None
         return None if any(node.schema is False for node in found) else found
@@ -281,11 +282,12 @@ def _values(nodes: Iterable[Node]) -> frozenset[Any] | None:
     return found
 
 
-def _may_match(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str, *, unclear: bool) -> bool:
+    """Return whether a name fits; `unclear` for a class that Python's expressions lack."""
     try:
         return re.search(pattern, name) is not None
     except re.error:
-        return True
+        return unclear
 
 
 def _other_values(values: Sequence[Any], types: Types) -> list[Any]:

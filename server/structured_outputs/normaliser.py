@@ -8,7 +8,6 @@ exactly.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -21,6 +20,7 @@ from server.structured_outputs.exclusion import (
     NoNegationError,
     above,
     either,
+    matches,
     types_of,
 )
 from server.structured_outputs.patterns import (
@@ -462,7 +462,8 @@ class _Normaliser:
             return {"allOf": [listed]}
         if pattern is None:
             return True
-        fits = [name for name in schema.get("properties", ()) if _matches(pattern, name)]
+        known = schema.get("properties", ())
+        fits = [name for name in known if matches(pattern, name, unclear=False)]
         listed = {"properties": dict.fromkeys(fits, True), "additionalProperties": False}
         return {"allOf": [{**listed, "patternProperties": {pattern: True}}]}
 
@@ -576,14 +577,6 @@ def _exactly(listing: _Listing) -> Schema:
     }
 
 
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        # A class that Python's expressions lack.
-        return False
-
-
 def _name_rule(schema: Any) -> tuple[list[str] | None, str | None]:
     """Return the only names that a schema of names allows, or their pattern.
 
@@ -596,7 +589,7 @@ def _name_rule(schema: Any) -> tuple[list[str] | None, str | None]:
         said -= {"format"}
     if said in ({"enum"}, {"const"}):
         values = schema["enum"] if "enum" in schema else [schema["const"]]
-        return [value for value in dict.fromkeys(map(_text, values)) if value is not None], None
+        return list(dict.fromkeys(value for value in values if isinstance(value, str))), None
     if said == {"pattern"}:
         return None, translated(schema["pattern"])
     if said and said <= {"minLength", "maxLength"}:
@@ -605,10 +598,6 @@ def _name_rule(schema: Any) -> tuple[list[str] | None, str | None]:
     if said or "$ref" in schema:
         raise PatternError("only 'enum', 'const', 'pattern' or lengths can be followed")
     return None, None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _check_finite(root: Any, definitions: Schema) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from rbln_backend import api
 from server import bounds
-from server.errors import json_type
+from server.errors import clip, json_type
 from server.host.job_pool import limit_growth, limit_processor_time, uncounted_processor_time
 from server.structured_outputs.constraint import Constraint, ConstraintKind, UnusableError
 from server.structured_outputs.grammars import (
@@ -476,8 +476,7 @@ def _plain(message: str) -> str:
     if found := _COMPILING.search(message):
         message = found[1]
     text = _PLACE.sub("", " ".join(message.split())).removeprefix("Warning: ").rstrip(". ")
-    text = _CHECK.sub("", text)
-    return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON - 3]}..."
+    return clip(_CHECK.sub("", text), _MAX_REASON)
 
 
 _NICENESS = 5

@@ -391,8 +391,6 @@ TokensOf = Callable[[str], ControlTokens]
 Send = Callable[[bytes], Coroutine[Any, Any, Rendered]]
 """Sends a job to another process."""
 
-_CACHED_TEMPLATES = 32
-
 large_var: ContextVar[bool] = ContextVar("large", default=False)
 """True if the body of the current request was too large for parsing on the event loop."""
 
@@ -472,7 +470,7 @@ def sanitizer(online: OnlineRenderer) -> tuple[TokensOf | None, PlainTextEncoder
         parser = online.parser.reasoning_parser_cls(tokenizer, **options)
         named = f"{parser.reasoning_start_str}\0{parser.reasoning_end_str}"
 
-    @lru_cache(maxsize=_CACHED_TEMPLATES)
+    @lru_cache(maxsize=_CACHED)
     def tokens_of(template: str) -> ControlTokens:
         return control_tokens_of(template, added.values(), named)
 
