@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
 import psutil
-from starlette.requests import Request
 
 from rbln_backend.api.names import ProgressReader
 from server.admission import Capacity
 from server.engine.config import launch_error
 from server.engine.launch import Launcher
 from server.errors import HeadlessError
-from server.frontend import LaunchError, ParsedRequest, WireSchemas
+from server.frontend import LaunchError, WireSchemas
 from server.host.job_pool import JobCounts
 from server.host.tasks import in_daemon_thread, in_thread, without_garbage_collection
-from server.storage.response_table import StorageOptions
 from server.tools import ToolSupport
 from server.wire import Endpoint, JsonObject
 
@@ -85,34 +83,19 @@ class HeadlessFrontend:
     def schemas(self) -> WireSchemas:
         return WireSchemas(requests={}, answers={}, definitions={}, streaming=())
 
-    async def read(
-        self, endpoint: Endpoint, raw: bytes, before: bytes | None = None
-    ) -> ParsedRequest | StorageOptions:
-        raise self._refusal()
-
     def take_reading(self) -> JobCounts:
         return self._reading
-
-    async def handle(
-        self, endpoint: Endpoint, parsed: ParsedRequest, extra_fields: JsonObject, request: Request
-    ) -> bytes | AsyncGenerator[str, None]:
-        raise self._refusal()
-
-    async def reset_prefix_cache(self, *, preempt: bool, tiers: bool) -> bool:
-        """Raise `HeadlessError`: the server with the API resets all engines."""
-        raise self._refusal()
-
-    async def tokenizer_info(self) -> JsonObject | None:
-        raise self._refusal()
 
     async def models(self) -> list[JsonObject]:
         return []
 
-    def _refusal(self) -> HeadlessError:
-        return HeadlessError(
+    async def _refuse(self, *_args: Any, **_options: Any) -> NoReturn:
+        raise HeadlessError(
             "This server has no API: --headless runs engines for the server whose "
             f"--data-parallel-address is {self._front}. Send requests to that server."
         )
+
+    read = handle = reset_prefix_cache = tokenizer_info = _refuse
 
 
 class HeadlessEngines:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import cast
 
 from msgspec import Raw
@@ -38,37 +39,6 @@ def add_inference_routes(
     admission: Admission,
 ) -> None:
     """Add a POST route per endpoint; the gate passes requests only once there is a front end."""
-    for endpoint in Endpoint:
-        handler = _handler(endpoint, frontend, store, settings, admission)
-        app.add_route(endpoint.value, handler, methods=["POST"], name=endpoint.name.lower())
-    handler = _handler(None, frontend, store, settings, admission)
-    app.add_route(INVOCATIONS, handler, methods=["POST"], name="invocations")
-
-
-def _invocation(
-    raw: bytes, request: Request, offered: Collection[Endpoint]
-) -> tuple[Endpoint, bytes]:
-    """Return the endpoint of an invocation, by the names of its body's fields, and its body."""
-    check_session(request.headers)
-    try:
-        names = decode(raw, dict[str, Raw])
-    except JsonSyntaxError as error:
-        raise InvalidJsonError(f"The request body is not valid JSON: {error}.") from None
-    except ShapeError as error:
-        raise InvalidJsonError(f"The request body must be a JSON object: {error}.") from None
-    adapter = request.headers.get(ADAPTER_HEADER)
-    fields = raw if adapter is None else with_fields(raw, {"model": adapter})
-    return invoked_endpoint(names, offered), fields
-
-
-def _handler(
-    endpoint: Endpoint | None,
-    frontend: Callable[[], Frontend],
-    store: ResponseStore,
-    settings: ServerSettings,
-    admission: Admission,
-) -> Callable[[Request], Awaitable[Response]]:
-    """Return the handler of an endpoint; None: of invocations, whose bodies name theirs."""
 
     async def respond(endpoint: Endpoint, raw: bytes, request: Request) -> Response:
         # Held until the last byte of the response. A small body is parsed without an await, so that
@@ -118,7 +88,8 @@ def _handler(
         beat = PING if endpoint.anthropic else COMMENT
         return SseResponse(frames, record, engine.keep_alive_s, beat)
 
-    async def handle(request: Request) -> Response:
+    async def handle(endpoint: Endpoint | None, request: Request) -> Response:
+        """Answer a request; None for one of invocations, whose body names its endpoint."""
         record: RequestRecord = request.state.record
         record.deadline = get_deadline(request.headers, record.started, settings.max_request_s)
         try:
@@ -133,4 +104,23 @@ def _handler(
                 error.retry_in(admission.retry_after_s())
             raise
 
-    return handle
+    for endpoint in Endpoint:
+        handler = partial(handle, endpoint)
+        app.add_route(endpoint.value, handler, methods=["POST"], name=endpoint.name.lower())
+    app.add_route(INVOCATIONS, partial(handle, None), methods=["POST"], name="invocations")
+
+
+def _invocation(
+    raw: bytes, request: Request, offered: Collection[Endpoint]
+) -> tuple[Endpoint, bytes]:
+    """Return the endpoint of an invocation, by the names of its body's fields, and its body."""
+    check_session(request.headers)
+    try:
+        names = decode(raw, dict[str, Raw])
+    except JsonSyntaxError as error:
+        raise InvalidJsonError(f"The request body is not valid JSON: {error}.") from None
+    except ShapeError as error:
+        raise InvalidJsonError(f"The request body must be a JSON object: {error}.") from None
+    adapter = request.headers.get(ADAPTER_HEADER)
+    fields = raw if adapter is None else with_fields(raw, {"model": adapter})
+    return invoked_endpoint(names, offered), fields
