@@ -156,7 +156,7 @@ def _inference(
         content["text/event-stream"] = {}
     return DescribedRoute(
         path,
-        _undefined,
+        lambda: None,
         methods=["POST"],
         summary=summary,
         response_class=Response,
@@ -184,9 +184,6 @@ def _inference_routes(engine: WireSchemas) -> Iterator[DescribedRoute]:
         {"anyOf": [engine.answers[endpoint] for endpoint in invoked]},
         streams=any(endpoint in engine.streaming for endpoint in invoked),
     )
-
-
-def _undefined() -> None: ...
 
 
 def openapi_router(

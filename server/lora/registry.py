@@ -187,6 +187,7 @@ class StateFile:
 
 
 MAX_NAME_CHARS = 256
+_NAME = "lora_name"
 _STAGE_TIMEOUT_S = 300.0
 _FIRST_POLL_S = 0.01
 _SLOWEST_POLL_S = 0.2
@@ -325,21 +326,16 @@ class AdapterRegistry:
     def _check_name(self, name: str, *, replace: bool) -> None:
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
             must = f"have 1 to {MAX_NAME_CHARS} printable characters and no space around them"
-            raise invalid_value("lora_name", must, name)
+            raise invalid_value(_NAME, must, name)
         if name in self.reserved_names:
-            raise AdapterExistsError(
-                f"{describe(name)} is the name of the served model itself.", param="lora_name"
-            )
+            message = f"{describe(name)} is the name of the served model itself."
+            raise AdapterExistsError(message, param=_NAME)
         if name in self._loading:
-            raise AdapterExistsError(
-                f"An adapter {describe(name)} is being loaded.", param="lora_name"
-            )
+            raise AdapterExistsError(f"An adapter {describe(name)} is being loaded.", param=_NAME)
         present = self._named.get(name)
         if present is not None and present.state is State.READY and not replace:
-            raise AdapterExistsError(
-                f"An adapter {describe(name)} is loaded; 'load_inplace' replaces it.",
-                param="lora_name",
-            )
+            message = f"An adapter {describe(name)} is loaded; 'load_inplace' replaces it."
+            raise AdapterExistsError(message, param=_NAME)
 
     async def _begin(self, adapter: Adapter, work: Coroutine[Any, Any, None]) -> None:
         """Load in a separate task, so that a cancelled request does not leak a slot."""
@@ -374,10 +370,7 @@ class AdapterRegistry:
             self._leave(before)
         logger.info(
             "adapter %r of rank %d is in slot %s after %.2f s, from %s",
-            adapter.name,
-            adapter.rank,
-            adapter.slot,
-            time.perf_counter() - started,
+            *(adapter.name, adapter.rank, adapter.slot, time.perf_counter() - started),
             adapter.path,
         )
 
@@ -466,4 +459,4 @@ class AdapterRegistry:
 
 
 def _not_found(name: str) -> NotFoundError:
-    return NotFoundError(f"There is no adapter {describe(name)}.", param="lora_name")
+    return NotFoundError(f"There is no adapter {describe(name)}.", param=_NAME)

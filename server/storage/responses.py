@@ -250,8 +250,7 @@ class ResponseService:
                 param="response_id",
             )
         await self._stop(response_id)
-        changes = {"status": "cancelled"}
-        ended = await self._database.run(table.end, response_id, changes)
+        ended = await self._database.run(table.end, response_id, {"status": "cancelled"})
         return ended or await self.get(owner, response_id)
 
     async def delete(self, owner: str, response_id: str) -> None:

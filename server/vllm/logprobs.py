@@ -175,12 +175,10 @@ class AnswerLogprobs(LogprobsProcessor):
         for index in range(self.placed, end):
             token, sampled = next(iter(self.logprobs[index].items()))
             is_last = index == end - 1 and output.finish_reason is FinishReason.STOP
-            self.logprobs[index][token] = self._in_place(index, token, sampled, is_last=is_last)
+            self.logprobs[index][token] = self._in_place(index, token, sampled, is_last)
         self.placed = end
 
-    def _in_place(
-        self, index: int, token: int, sampled: Logprob, *, is_last: bool
-    ) -> PlacedLogprob:
+    def _in_place(self, index: int, token: int, sampled: Logprob, is_last: bool) -> PlacedLogprob:
         same = sampled.logprob, sampled.rank, sampled.decoded_token
         if index >= len(self.starts):
             return PlacedLogprob(*same, len(self.detokenizer.output_text), None)
