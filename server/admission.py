@@ -464,16 +464,12 @@ class KeyUse:
     def rates(self) -> dict[str, RateState]:
         """Return the state of each limited rate: `requests`, `tokens`."""
         now = self._ledger.clock()
-        buckets = {"requests": self._requests, "tokens": self._tokens}
-        return {
-            name: RateState(
-                bucket.limit,
-                max(0, math.floor(bucket.level(now))),
-                bucket.wait_s(bucket.limit, now),
-            )
-            for name, bucket in buckets.items()
-            if bucket is not None
-        }
+        rates = {}
+        for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                left = max(0, math.floor(bucket.level(now)))
+                rates[name] = RateState(bucket.limit, left, bucket.wait_s(bucket.limit, now))
+        return rates
 
     def _check(
         self, bucket: TokenBucket, needed: float, unit: str, now: float, more: str = ""

@@ -89,12 +89,8 @@ def _short(known: Collection[str]) -> Iterator[str]:
 # Last words of names that say more than their type.
 _METAVARS = {
     "s": "SECONDS",
-    "root": "DIR",
-    "dir": "DIR",
-    "file": "FILE",
-    "keyfile": "FILE",
-    "certfile": "FILE",
-    "certs": "FILE",
+    **dict.fromkeys(("root", "dir"), "DIR"),
+    **dict.fromkeys(("file", "keyfile", "certfile", "certs"), "FILE"),
 }
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 

@@ -185,12 +185,9 @@ def _visit(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
 def _is_removed(value: Any, node: _Node, path: str, ignored: set[str]) -> bool:
     """Return True if the rules remove a value; raises for a refused one."""
     for row in node.rows:
-        if row.when and not (
-            isinstance(value, dict)
-            and all(
-                name in value and _equal(value[name], entry) for name, entry in row.when.items()
-            )
-        ):
+        if row.when and not isinstance(value, dict):
+            continue
+        if not all(name in value and _equal(value[name], it) for name, it in row.when.items()):
             continue
         if row.only and not any(_equal(value, other) for other in row.only):
             continue

@@ -441,21 +441,11 @@ def create(
             param="input_file_id",
         )
     now, batch_id = int(time.time()), new_id("batch_")
+    first_columns = batch_id, owner, body.endpoint, file.id, now, now + WINDOW_S, keep_s
     db.execute(
         "INSERT INTO batches VALUES (?, ?, ?, ?, 'validating', ?, ?, ?, ?, '{}', '[]', NULL, NULL, "
         "NULL, ?, ?, 0, 0, 0, 0, 0, 0, 0, 0)",
-        (
-            batch_id,
-            owner,
-            body.endpoint,
-            body.input_file_id,
-            now,
-            now + WINDOW_S,
-            keep_s,
-            json.dumps(metadata),
-            idempotency,
-            fingerprint,
-        ),
+        (*first_columns, json.dumps(metadata), idempotency, fingerprint),
     )
     return reload(db, batch_id)
 
@@ -484,13 +474,8 @@ def reload(db: sqlite3.Connection, batch_id: str) -> Batch:
 
 def add_lines(db: sqlite3.Connection, batch_id: str, lines: Iterable[InputLine]) -> None:
     """Insert lines; `duplicates` then finds `custom_id`s that are not unique."""
-    db.executemany(
-        "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, 0)",
-        (
-            (batch_id, line.number, line.custom_id, line.place, line.bytes, line.shared)
-            for line in lines
-        ),
-    )
+    rows = ((batch_id, x.number, x.custom_id, x.place, x.bytes, x.shared) for x in lines)
+    db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, 0)", rows)
 
 
 def duplicates(db: sqlite3.Connection, batch_id: str, limit: int) -> list[LineError]:
@@ -564,6 +549,7 @@ def count_results(db: sqlite3.Connection, results: Sequence[LineResult]) -> None
     for result in results:
         line = result.line
         kind, count = f"{result.kind}_bytes", "completed" if result.succeeded else "failed"
+        tokens = result.input_tokens, result.cached_tokens, result.output_tokens
         db.execute(
             "UPDATE lines SET done = 1 WHERE batch = ? AND number = ?", (line.batch, line.number)
         )
@@ -571,13 +557,7 @@ def count_results(db: sqlite3.Connection, results: Sequence[LineResult]) -> None
             f"UPDATE batches SET {kind} = {kind} + ?, {count} = {count} + 1, "
             "input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, "
             "output_tokens = output_tokens + ? WHERE id = ?",
-            (
-                len(result.text),
-                result.input_tokens,
-                result.cached_tokens,
-                result.output_tokens,
-                line.batch,
-            ),
+            (len(result.text), *tokens, line.batch),
         )
 
 

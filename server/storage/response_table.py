@@ -361,16 +361,12 @@ def end(db: sqlite3.Connection, response_id: str, changes: Mapping[str, Any]) ->
         fields = {**all_fields_of(response.answer), **changes}
         status, output = fields.pop("status"), bytes(fields.pop("output", response.output))
         answer = object_of(fields)
+        text = status if isinstance(status, str) else string_of(bytes(status))
+        more_bytes = len(answer) + len(output) - response.unfinished_bytes
         db.execute(
             "UPDATE responses SET status = ?, answer = ?, output = ?, request = NULL, "
             "bytes = bytes + ? WHERE id = ?",
-            (
-                status if isinstance(status, str) else string_of(bytes(status)),
-                answer,
-                output,
-                len(answer) + len(output) - response.unfinished_bytes,
-                response_id,
-            ),
+            (text, answer, output, more_bytes, response_id),
         )
     return _of_id(db, response_id, omitted=("input", "request"))
 

@@ -335,19 +335,12 @@ class _Normaliser:
         """Return the branches of a `oneOf`, each without what others of them allow."""
         assert isinstance(node.schema, dict)
         types = types_of(node.schema)
-        return [
-            _all_of(
-                [
-                    one,
-                    *(
-                        either(self._exclusion.negated(other, types))
-                        for other, overlaps in zip(nodes, row, strict=True)
-                        if overlaps
-                    ),
-                ]
-            )
-            for one, row in zip(found, self._overlaps(node), strict=True)
-        ]
+        apart = []
+        for one, row in zip(found, self._overlaps(node), strict=True):
+            others = [other for other, overlaps in zip(nodes, row, strict=True) if overlaps]
+            without_others = [either(self._exclusion.negated(other, types)) for other in others]
+            apart.append(_all_of([one, *without_others]))
+        return apart
 
     # Keywords: each returns a schema that applies with the others'.
 
@@ -432,13 +425,9 @@ class _Normaliser:
         return {"patternProperties": made}
 
     def _dependent_names(self, _node: Node, schema: Schema) -> Any:
-        return _all_of(
-            [
-                _if_present(schema, name, {"required": list(dict.fromkeys(needed))})
-                for name, needed in schema["dependentRequired"].items()
-                if needed
-            ]
-        )
+        rows = schema["dependentRequired"].items()
+        needs = {name: {"required": [*dict.fromkeys(needed)]} for name, needed in rows if needed}
+        return _all_of([_if_present(schema, name, need) for name, need in needs.items()])
 
     def _dependent(self, node: Node, schema: Schema) -> Any:
         nodes = self._document.named(node, "dependentSchemas")

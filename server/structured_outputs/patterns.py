@@ -45,10 +45,8 @@ _REFUSED = {
     **dict.fromkeys("bB", ", a word boundary,"),
 }
 _NAMES = {
-    "(?=": "a look-ahead",
-    "(?!": "a look-ahead",
-    "(?<=": "a look-behind",
-    "(?<!": "a look-behind",
+    **dict.fromkeys(("(?=", "(?!"), "a look-ahead"),
+    **dict.fromkeys(("(?<=", "(?<!"), "a look-behind"),
 }
 _DECIMAL = "^(?!^[-+.]*$)[+-]?0*"
 _BOTH_LIMITS = re.compile(

@@ -348,15 +348,9 @@ class ObjectCallParser:
         `output` is a vLLM CompletionOutput. One that was cut takes up to some 100 ms.
         """
         self._prompt_ids = prompt_token_ids
+        ending = Ending.of(output, request)
         self._whole.append(
-            self._read(
-                output.text,
-                request,
-                auto_tools=auto_tools,
-                token_ids=output.token_ids,
-                prompt_token_ids=prompt_token_ids,
-                ending=Ending.of(output, request),
-            )
+            self._read(output.text, request, auto_tools, output.token_ids, prompt_token_ids, ending)
         )
 
     def parse(
@@ -371,9 +365,7 @@ class ObjectCallParser:
             return self.streamed.parts()
         if self._whole:
             return self._whole.popleft()
-        return self._read(
-            model_output, request, auto_tools=enable_auto_tools, token_ids=model_output_token_ids
-        )
+        return self._read(model_output, request, enable_auto_tools, model_output_token_ids)
 
     def parse_delta(
         self,
@@ -488,7 +480,6 @@ class ObjectCallParser:
         self,
         text: str,
         request: Any,
-        *,
         auto_tools: bool,
         token_ids: Sequence[int],
         prompt_token_ids: Sequence[int] = (),

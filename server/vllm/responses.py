@@ -45,6 +45,10 @@ def _new_id(kind: str) -> str:
     return _ID_PREFIXES[kind] + uuid.uuid4().hex
 
 
+def _opened(kind: str, **fields: Any) -> JsonObject:
+    return {"id": _new_id(kind), "type": kind, "status": "in_progress", **fields}
+
+
 class TextItem:
     """A message or reasoning, with one part of text."""
 
@@ -54,13 +58,7 @@ class TextItem:
         self._name = "output_text" if self.is_message else "reasoning_text"
         self._delta = f"response.{self._name}.delta"
         head: JsonObject = {"role": "assistant"} if self.is_message else {"summary": []}
-        self.item: JsonObject = {
-            "id": _new_id(kind),
-            "type": kind,
-            "status": "in_progress",
-            **head,
-            "content": [],
-        }
+        self.item = _opened(kind, **head, content=[])
         self._place = {"item_id": self.item["id"], "content_index": 0}
         self._texts: list[str] = []
         self.logprobs: list[JsonObject] = []
@@ -110,14 +108,8 @@ class ClientCall:
         if custom:
             kind, self._field, self._events = CALL, "input", "response.custom_tool_call_input"
         self._reader = InputReader() if custom else None
-        self.item: JsonObject = {
-            "id": _new_id(kind),
-            "type": kind,
-            "status": "in_progress",
-            "call_id": added.call_id,
-            "name": added.name,
-            self._field: "",
-        }
+        text = {self._field: ""}
+        self.item = _opened(kind, call_id=added.call_id, name=added.name, **text)
         if not custom and (namespace := getattr(added, "namespace", None)) is not None:
             self.item["namespace"] = namespace
         self._arguments: list[str] = []

@@ -70,15 +70,10 @@ def templates_of(online: OnlineRenderer) -> set[str]:
     renderer: Any = online.renderer
     if not isinstance(renderer, HfRenderer) or renderer.tokenizer is None:
         return set()
-
     choices: tuple[list[Any] | None, ...] = (None, [])
+    given, config = online.chat_template, online.model_config
     chosen = (
-        resolve_chat_template(
-            renderer.tokenizer,
-            chat_template=online.chat_template,
-            tools=tools,
-            model_config=online.model_config,
-        )
+        resolve_chat_template(renderer.tokenizer, given, tools, model_config=config)
         for tools in choices
     )
     return {template for template in chosen if template is not None}
@@ -299,14 +294,9 @@ def _list_variables(tree: nodes.Template) -> frozenset[str]:
     assigned = [
         (node.target.name, node.node)
         for node in tree.find_all(nodes.Assign)
-        if isinstance(node.target, nodes.Name)
+        if isinstance(node.target, nodes.Name) and node.target.name not in _LISTS
     ]
     lists = _LISTS | {name for name, _ in assigned}
-    while (
-        wrong := {
-            name for name, value in assigned if name not in _LISTS and not _is_list(value, lists)
-        }
-        & lists
-    ):
+    while wrong := lists & {name for name, value in assigned if not _is_list(value, lists)}:
         lists -= wrong
     return lists

@@ -49,15 +49,13 @@ def callable_names(request: Any) -> Collection[str]:
     names = allowed_names(request)
     if names is not None:
         return names
-    return {
-        name
-        for tool in request.tools or ()
-        for name in (
-            [tool.function.name]
-            if hasattr(tool, "function")
-            else [one for one, _ in iter_response_function_tool_info(tool)]
-        )
-    }
+    found = set[str]()
+    for tool in request.tools or ():
+        if hasattr(tool, "function"):
+            found.add(tool.function.name)
+        else:
+            found.update(name for name, _ in iter_response_function_tool_info(tool))
+    return found
 
 
 def tool_name(tool: Any) -> str | None:
