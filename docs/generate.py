@@ -120,7 +120,7 @@ def _settings() -> str:
                 code(ENV_PREFIX + name.upper()),
                 _kind(setting.annotation),
                 _default(setting.default),
-                setting.description or "",
+                " ".join((setting.description or "").split()),
             )
             for name, setting in ServerSettings.model_fields.items()
         ),
