@@ -98,11 +98,6 @@ def http_config(app: object, settings: ServerSettings, tls: Tls | None) -> uvico
 
 logger = logging.getLogger(__name__)
 
-_CLIENT_CERTIFICATES = {
-    "none": ssl.CERT_NONE,
-    "optional": ssl.CERT_OPTIONAL,
-    "required": ssl.CERT_REQUIRED,
-}
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 
 
@@ -144,7 +139,7 @@ class Tls:
         settings = self._settings
         # Python's defaults: TLS 1.2 and later, no weak ciphers.
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.verify_mode = _CLIENT_CERTIFICATES[settings.ssl_cert_reqs]
+        context.verify_mode = ssl.VerifyMode[f"CERT_{settings.ssl_cert_reqs.upper()}"]
         try:
             self._load(context, contents)
             if settings.ssl_ciphers is not None:

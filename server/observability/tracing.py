@@ -31,20 +31,14 @@ OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 CACHE_READ_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 
 OPERATIONS: Mapping[Endpoint, str] = {
-    Endpoint.CHAT: "chat",
-    Endpoint.RESPONSES: "chat",
-    Endpoint.MESSAGES: "chat",
+    **dict.fromkeys((Endpoint.CHAT, Endpoint.RESPONSES, Endpoint.MESSAGES), "chat"),
     Endpoint.COMPLETION: "text_completion",
-    Endpoint.EMBEDDINGS: "embeddings",
-    Endpoint.COHERE_EMBED: "embeddings",
+    **dict.fromkeys((Endpoint.EMBEDDINGS, Endpoint.COHERE_EMBED), "embeddings"),
     # The conventions have no names for these.
     Endpoint.POOLING: "pooling",
     Endpoint.CLASSIFY: "classify",
-    Endpoint.SCORE: "score",
-    Endpoint.SCORE_V1: "score",
-    Endpoint.RERANK: "rerank",
-    Endpoint.RERANK_V1: "rerank",
-    Endpoint.RERANK_V2: "rerank",
+    **dict.fromkeys((Endpoint.SCORE, Endpoint.SCORE_V1), "score"),
+    **dict.fromkeys((Endpoint.RERANK, Endpoint.RERANK_V1, Endpoint.RERANK_V2), "rerank"),
 }
 """The endpoints that run the model; the others tokenize or count tokens."""
 

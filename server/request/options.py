@@ -24,6 +24,7 @@ from server.errors import (
 )
 from server.request.rules import UnknownPolicy, refuse_unknown, unknown_field
 from server.request.tables import ANTHROPIC_TIERS, OPENAI_TIERS, effort_path, obeys
+from server.tools import get_field
 from server.wire import Endpoint, JsonObject
 
 # Service tiers: priority classes of the engine's scheduler, by OpenAI's and Anthropic's names.
@@ -271,7 +272,7 @@ def normalize_thinking(
     path = effort_path(endpoint)
     effort: object = body if path else None
     for name in path.split("."):
-        effort = _get(effort, name)
+        effort = get_field(effort, name)
     # vLLM turns an effort into the switch of that name.
     has_effect = thinking.effort or thinking.switch == "enable_thinking"
     return ignored if effort is None or has_effect else [*ignored, path]
@@ -281,7 +282,7 @@ def _pop_thinking(body: JsonObject, thinking: ThinkingSupport) -> list[str]:
     value = body.pop("thinking", None)
     if value is None:
         return []
-    kind = _get(value, "type")
+    kind = get_field(value, "type")
     thinks = _WANTED.get(kind) if isinstance(kind, str) else None
     if thinks is None:
         raise invalid_value("thinking.type", f"be one of {', '.join(_WANTED)}", kind)
@@ -294,10 +295,6 @@ def _pop_thinking(body: JsonObject, thinking: ThinkingSupport) -> list[str]:
         return []
     # Without a switch, a model always thinks or never does.
     return [] if thinks == thinking.parses else ["thinking"]
-
-
-def _get(value: object, name: str) -> object:
-    return value.get(name) if isinstance(value, dict) else None
 
 
 # Variables of chat templates, in `chat_template_kwargs` and beside it. vLLM passes whatever has a

@@ -20,13 +20,12 @@ from server.request.body import JSON_TYPE, read_body
 from server.request.endpoints import ADAPTER_HEADER, INVOCATIONS, check_session, invoked_endpoint
 from server.request.options import TIER_FIELD, Tier, granted_tier
 from server.request.record import RequestRecord, get_deadline
+from server.request.tables import MAX_TOKENS_FIELDS
 from server.routes.responses import ResponseStore
 from server.settings import ServerSettings
 from server.storage.raw_json import JsonSyntaxError, ShapeError, decode, with_fields
 from server.wire import Endpoint, JsonObject, PromptProgress, chunk_head
 
-_ANSWER_BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-"""Fields of the APIs that bound the tokens of an answer."""
 _PRELUDE = (":", "event: response.created", "event: response.in_progress")
 """Frames sent before the engine's first output: comments, the Responses API's first two."""
 
@@ -60,7 +59,7 @@ def add_inference_routes(
         shows_tier = parsed.storage_options is not None or parsed.tier is not None
         if shows_tier or record.tier is not Tier.DEFAULT:
             extra_fields[TIER_FIELD] = record.tier.value
-        record.bounds_answer = any(parsed.fields.get(name) for name in _ANSWER_BOUNDS)
+        record.bounds_answer = any(parsed.fields.get(name) for name in MAX_TOKENS_FIELDS)
         if permit is not None and parsed.storage_options and parsed.storage_options.background:
             # A background response takes its own permit when it runs.
             permit.release()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -22,7 +22,7 @@ from vllm.exceptions import VLLMValidationError
 from server.errors import ContextLengthError
 from server.http.streaming import PING
 from server.request.options import Tier
-from server.request.record import record_of
+from server.request.record import Counts, record_of
 from server.tools import is_whole, replace_halves
 from server.vllm.errors import TOO_LONG_PARAMETERS
 from server.vllm.serving import Chats
@@ -31,9 +31,6 @@ from server.wire import JsonObject, named_frame
 _DATA = "data:"
 _CHAT_ID, _MESSAGE_ID = "chatcmpl-", "msg_"
 _CALL_IDS, _TOOL_USE_ID = ("chatcmpl-tool-", "call_"), "toolu_"
-
-Prefix = Callable[[], tuple[int, int]]
-"""Returns the numbers of prompt tokens read from the prefix cache and written to it."""
 
 
 class Messages(Chats, AnthropicServingMessages):
@@ -190,9 +187,12 @@ def stop_of(
 
 
 async def message_events(
-    chunks: AsyncGenerator[str, None], max_tokens: int | None, prefix: Prefix, tier: str
+    chunks: AsyncGenerator[str, None], max_tokens: int | None, prefix: Counts, tier: str
 ) -> AsyncGenerator[str, None]:
-    """Yield a message's events for the frames of a chat that streams its usage."""
+    """Yield a message's events for the frames of a chat that streams its usage.
+
+    `prefix` returns the numbers of prompt tokens read from the prefix cache and written to it.
+    """
     message = _Message(max_tokens, prefix, tier)
     async with aclosing(chunks) as stream:
         async for frame in stream:
@@ -205,7 +205,7 @@ async def message_events(
 class _Message:
     """One message as it comes; at most one block is open."""
 
-    def __init__(self, max_tokens: int | None, prefix: Prefix, tier: str) -> None:
+    def __init__(self, max_tokens: int | None, prefix: Counts, tier: str) -> None:
         self._max_tokens = max_tokens
         self._tier = tier
         self._prefix = prefix
