@@ -73,13 +73,15 @@ def test_w8a8_is_named_where_it_is_done(sdk: ModuleType) -> None:
             assert str(RblnByteScheme(stored, "layers.0.o_proj").weights) == name
 
 
+def fp8_llama(tmp_path: Path) -> Path:
+    recipe, sizes = Recipe(format="fp8", block=(32, 64)), {"max_position_embeddings": 4096}
+    return make_quantized_checkpoint("llama", tmp_path / "fp8", recipe, **sizes)
+
+
 @pytest.mark.engine
 @pytest.mark.wide
 def test_blocks_of_fp8_answer_as_their_float32_copy(tmp_path: Path) -> None:
-    recipe = Recipe(format="fp8", block=(32, 64))
-    path = make_quantized_checkpoint(
-        "llama", tmp_path / "fp8", recipe, max_position_embeddings=4096
-    )
+    path = fp8_llama(tmp_path)
     job = Job(path, batches=[[ONE_CHUNK], [ONE_CHUNK]], reference=path / "plain")
     ran = run([job], tmp_path / "npu")
     assert ran.answers == [job.expected()]
@@ -225,10 +227,7 @@ def test_nvfp4_experts_in_bfloat16(nvfp4: Path, tmp_path: Path, ranks: int) -> N
 @pytest.mark.wide
 def test_switched_on_inputs_of_linear_layers_are_scaled(tmp_path: Path) -> None:
     """As theirs, which are not rounded: the answer is the same."""
-    recipe = Recipe(format="fp8", block=(32, 64))
-    path = make_quantized_checkpoint(
-        "llama", tmp_path / "fp8", recipe, max_position_embeddings=4096
-    )
+    path = fp8_llama(tmp_path)
     job = Job(path, batches=[[ONE_CHUNK]], reference=path / "plain")
     ran = run([job], tmp_path / "npu", rbln={"use_w8a8": True})
     assert ran.answers == [job.expected()]
@@ -278,10 +277,7 @@ def amplify_attention(path: Path) -> None:
 
 @pytest.mark.engine
 def test_tokens_are_those_of_rounded_keys_and_values(tmp_path: Path) -> None:
-    recipe = Recipe(format="fp8", block=(32, 64))
-    path = make_quantized_checkpoint(
-        "llama", tmp_path / "fp8", recipe, max_position_embeddings=4096
-    )
+    path = fp8_llama(tmp_path)
     amplify_attention(path)
     job = Job(
         with_scales(path, SCALES),
@@ -307,9 +303,7 @@ def test_e5m2_answers_as_rounded_so(tmp_path: Path) -> None:
     """Cold and over a bundle; wrong where the bytes are read as e4m3. The weights are float32:
     vLLM refuses this cache for FP8 checkpoints.
     """
-    sizes = {"max_position_embeddings": 4096}
-    recipe = Recipe(format="fp8", block=(32, 64))
-    path = make_quantized_checkpoint("llama", tmp_path / "fp8", recipe, **sizes)
+    path = fp8_llama(tmp_path)
     amplify_attention(path)
     ones = ((1.0, 1.0),) * len(SCALES)
     options = {"kv_cache_dtype": "fp8_e5m2"}
