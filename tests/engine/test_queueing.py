@@ -235,21 +235,17 @@ def test_a_prompt_that_comes_seldom_is_not_cut(
     """Alone it takes two steps; beside a stream the second would be a long time in coming."""
     engine, mixed = run
     monkeypatch.setattr(priorities, "STEPS_PER_CHUNK", 5)
-
-    def chunks() -> float:
-        return engine.total("rbln_bucket_steps_total", phase="prefill")
-
     front, alone, behind = make_prompts([30, 40, 40], seed=93)
-    before = chunks()
+    before = chunks(engine)
     mixed.ask("behind-alone", alone)
     mixed.until_begun(1)
-    assert chunks() == before + 2
+    assert chunks(engine) == before + 2
     mixed.ask("front", front)
     mixed.until_begun(2)
-    before = chunks()
+    before = chunks(engine)
     mixed.ask("behind", behind)
     mixed.until_begun(3)
-    assert chunks() == before + 1
+    assert chunks(engine) == before + 1
     mixed.to_the_end()
     mixed.assert_exact()
 
