@@ -160,7 +160,6 @@ def merge_stacks(
 
 
 def is_stack(name: str) -> bool:
-    """Whether a tensor of an adapter is of a stack of experts."""
     return ".experts.lora_" in name or ".experts.base_layer." in name
 
 

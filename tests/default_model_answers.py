@@ -25,7 +25,6 @@ class Pinned:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The request's messages."""
         return [{"role": "user", "content": self.question}]
 
 

@@ -34,7 +34,6 @@ def write_medusa(
 
 
 def random_medusa(folder: Path, served: Path, *, heads: int = 3) -> Path:
-    """Write heads of random weights, whose drafts are wrong."""
     hidden_size, vocab_size = _sizes(served)
     generator = torch.Generator().manual_seed(3)
 

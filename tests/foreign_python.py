@@ -29,6 +29,5 @@ def install(place: Path, *wheels: str) -> None:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a command that has to work."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command[:6]}: {done.stderr[-3000:]}"

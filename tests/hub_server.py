@@ -35,13 +35,11 @@ class HubServer:
     """Method, path and Range header."""
 
     def add(self, repo: str, folder: Path, revision: str = "main") -> None:
-        """Add the files of a folder."""
         files = (path for path in folder.rglob("*") if path.is_file())
         content = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
         self.repos.setdefault(repo, {})[revision] = content
 
     def ranges(self, path: str) -> list[str | None]:
-        """Return the Range headers of the downloads of a file."""
         return [r for method, p, r in self.requests if method == "GET" and p.endswith(path)]
 
     def commit(self, repo: str, revision: str) -> str:
@@ -59,7 +57,6 @@ class HubServer:
 
     @contextmanager
     def running(self) -> Iterator["HubServer"]:
-        """Serve until the end of the context."""
         server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Of", (_HubHandler,), {"hub": self}))
         server.daemon_threads = True
         self.url = f"http://127.0.0.1:{server.server_port}"

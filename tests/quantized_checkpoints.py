@@ -27,8 +27,6 @@ _MODELOPT = ("modelopt", "modelopt-mixed")
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How the weights of a checkpoint are quantised."""
-
     format: Format = "compressed-tensors"
     """``compressed-tensors`` is its format pack-quantized; two more of its formats are here."""
     bits: int = 0
@@ -53,11 +51,9 @@ class Recipe:
         object.__setattr__(self, "bits", self.bits or usual)
 
     def of(self, name: str) -> Recipe:
-        """The recipe of one tensor."""
         return next((r for end, r in self.others if name.endswith(f"{end}.weight")), self)
 
     def stored(self, weight: Tensor) -> Stored:
-        """``weight`` in this form."""
         if self.format == "gptq":
             return gptq(weight, self.bits, self.group_size)
         if self.format == "awq":

@@ -38,7 +38,6 @@ class Reference:
     margins: torch.Tensor  # [num_tokens], float32: best logit minus second best
 
     def token_logprobs(self) -> list[float]:
-        """Return the log-probability of each chosen token."""
         rows = torch.arange(len(self.token_ids))
         return [float(x) for x in self.logprobs[rows, torch.tensor(self.token_ids)]]
 

@@ -299,7 +299,6 @@ def test_a_route_without_the_model_has_a_span_of_http(target: Target) -> None:
 
 # -------------------------------------------------------------------------------- own observability
 def log_line(target: Target, request_id: str) -> dict[str, Any]:
-    """The line that says how a request ended."""
     assert target.log is not None
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:

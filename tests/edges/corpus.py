@@ -95,7 +95,6 @@ class Case:
 
 
 def endpoint_of(form: str) -> Endpoint:
-    """Return the first endpoint that has the form."""
     return next(endpoint for endpoint in Endpoint if form in forms_of(endpoint, [form]))
 
 

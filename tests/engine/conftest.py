@@ -67,7 +67,6 @@ class Engine:
         return outputs
 
     def kv_caches(self) -> list[Any]:
-        """The cache tensor of each attention layer."""
         layers = self.core.vllm_config.compilation_config.static_forward_context
         return [layer.kv_cache for layer in layers.values() if hasattr(layer, "kv_cache")]
 

@@ -50,7 +50,6 @@ class DraftedRanks(Drafted):
         return alone
 
     def remembered(self) -> list[int]:
-        """As of one rank, on every rank."""
         return [count for counts in self._on_ranks(_remembered) for count in counts]
 
     def seen(self) -> list[Any]:

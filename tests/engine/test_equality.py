@@ -368,7 +368,6 @@ class Trace:
 
 
 def _name(found: Any) -> Any:
-    """The caller's name of a request, without vLLM's suffix."""
     return (_name(found[0]), found[1]) if isinstance(found, tuple) else found.split("-")[0]
 
 
@@ -496,7 +495,6 @@ SEEDED = SamplingParams(
 
 
 def outcome(output: Any) -> list[Any]:
-    """Return the tokens and all their log-probabilities."""
     (completion,) = output.outputs
     steps = [*completion.logprobs, *filter(None, output.prompt_logprobs or ())]
     logprobs = [{token: entry.logprob for token, entry in step.items()} for step in steps]

@@ -52,7 +52,6 @@ def tokens_of(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]]
 
 
 def written(engine: Engine) -> None:
-    """Wait until all pages are stored."""
     store = engine.core.scheduler._reuse.tiers._store
     end = time.monotonic() + 30
     while store._waiting and time.monotonic() < end:

@@ -171,7 +171,6 @@ def projections(checkpoint: Path, arch: str) -> list[str]:
 
 
 def kind_of_experts(checkpoint: Path) -> Any:
-    """Names of the experts in an adapter of a checkpoint."""
     with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
         stacked = any(name.endswith("experts.down_proj") for name in file.keys())  # noqa: SIM118
     return "stacked" if stacked else "single"

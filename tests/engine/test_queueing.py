@@ -275,8 +275,6 @@ CHOOSY = params(
 
 
 class Mixed(Stepped):
-    """Streams and lines of the background."""
-
     def ask(self, name: str, prompt: list[int], params: SamplingParams, lora: Any = None) -> None:
         """Of the background if its name begins with "line"."""
         priority = BACKGROUND_PRIORITY if name.startswith("line") else 0

@@ -112,11 +112,9 @@ class Container:
         self.process.wait(30)
 
     def signal(self, name: str) -> None:
-        """Send process 1 a signal, as the orchestrator does."""
         subprocess.run(self._runc("kill", self._name, name), check=True)
 
     def check_health(self) -> subprocess.CompletedProcess[str]:
-        """Run the image's health check inside."""
         kind, *command = self._image.config["Healthcheck"]["Test"]
         assert kind == "CMD"
         return self.run(*command)

@@ -40,7 +40,6 @@ READY_WITHIN_S = 1200
 def storage(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """Where buildah has the image."""
     if given := request.config.getoption("--image-folder"):
         yield Path(given)
         return
@@ -51,7 +50,6 @@ def storage(
 
 
 def build(folder: Path, tag: str, *arguments: str, context: Path = ROOT) -> str:
-    """Return what the build said."""
     done = subprocess.run(
         [str(Path(__file__).with_name("build_image.sh")), str(folder), tag, *arguments],
         env={**os.environ, "CONTEXT": str(context)},

@@ -103,7 +103,6 @@ def test_trimming_keeps_what_runs(tmp_path: Path) -> None:
 
 
 def make_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
-    """Write a wheel without content."""
     stem = f"{name.replace('-', '_')}-{version}"
     needs = f"Requires-Dist: {requires}\n" if requires else ""
     files = {

@@ -46,7 +46,6 @@ def _render(values: str, release: str) -> list[Document]:
 
 
 def notes(values: dict[str, Any] | None = None) -> str:
-    """What Helm prints after an installation."""
     text: str = _chart().render(values=values or {}, name="llm", namespace="serving")[
         "rbln-serve/templates/NOTES.txt"
     ]
@@ -61,7 +60,6 @@ def refusal(values: dict[str, Any]) -> str:
 
 
 def of_kind(documents: list[Document], kind: str) -> Document:
-    """The one document of a kind."""
     found = [doc for doc in documents if doc["kind"] == kind]
     assert len(found) == 1, [f"{doc['kind']}/{doc['metadata']['name']}" for doc in documents]
     return found[0]
@@ -102,7 +100,6 @@ class Server:
 
 
 def server(values: dict[str, Any] | None = None) -> Server:
-    """The server of a Deployment or a StatefulSet."""
     templates = pod_templates(render(values))
     pod = (templates.get("Deployment") or templates["StatefulSet"])["spec"]
     return Server(pod["containers"][0], pod)

@@ -36,7 +36,6 @@ class Nginx:
             )
 
     def until_listening(self) -> None:
-        """Wait for the port."""
         end = time.monotonic() + 10
         while time.monotonic() < end:
             assert self._process.poll() is None, self._errors.read_text()

@@ -81,7 +81,6 @@ class PodProcess:
         return time.monotonic() - begun
 
     def close(self) -> None:
-        """Leave no process behind."""
         self._client.close()
         if self._process is not None and self._process.poll() is None:
             self._process.kill()

@@ -63,7 +63,6 @@ class Job:
     """Of keys and values by layer, in a cache of e4m3; none in another."""
 
     def expected(self) -> list[list[list[int]]]:
-        """Return the answers of transformers."""
         path = self.reference or self.checkpoint
         return [
             [
@@ -139,8 +138,6 @@ def _double_digest() -> str:
 
 
 class Life(Protocol):
-    """One engine's life, with any kind of requests."""
-
     @property
     def checkpoint(self) -> Path: ...
 

@@ -13,7 +13,6 @@ from typing import Any
 
 
 def main() -> None:
-    """Answer the jobs one after another."""
     answers = [_answer(**job) for job in json.loads(sys.argv[1])]
     sys.stdout.write(f"RESULT {json.dumps(answers)}\n")
 

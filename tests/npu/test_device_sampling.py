@@ -60,7 +60,6 @@ def run(life: Life, folder: Path, rbln: dict[str, Any], **double: Any) -> Ran:
 
 
 def sampler_runs(log: Path) -> int:
-    """Runs of the graphs that draw tokens."""
     lines, drawing = read_log(log), set()
     for before, line in pairwise(lines):
         if line["call"] == "runtime" and before["call"] == "compile" and _draws(before):

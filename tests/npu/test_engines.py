@@ -297,15 +297,12 @@ EMBED: dict[str, Any] = {"convert": "embed", "enable_chunked_prefill": True}
 
 @dataclass(frozen=True)
 class PoolingJob:
-    """One pooling engine's life."""
-
     checkpoint: Path
     task: str = "embed"
     options: dict[str, Any] = field(default_factory=lambda: EMBED)
     batches: list[list[list[int]]] = field(default_factory=lambda: BATCHES)
 
     def expected(self, prompt: list[int]) -> Tensor:
-        """Return the vector of transformers."""
         if self.task == "classify":
             scores: Tensor = class_logits(self.checkpoint, prompt).softmax(-1)
             return scores
@@ -317,7 +314,6 @@ class PoolingJob:
         return first
 
     def error(self, answers: list[list[list[float]]]) -> float:
-        """Return the largest difference from transformers."""
         errors = [
             (torch.tensor(vector) - self.expected(prompt)).abs().max()
             for batch, vectors in zip(self.batches, answers, strict=True)
@@ -334,7 +330,6 @@ def pooling_run(
     environment: dict[str, str] | None = None,
     **double: Any,
 ) -> tuple[list[float], list[dict[str, Any]]]:
-    """Each job's largest error, and the double's log."""
     fields = [{"task": job.task, "batches": job.batches} for job in jobs]
     answers, log = run_lives(SCRIPT, jobs, fields, folder, rbln, environment, **double)
     errors = [job.error(answer) for job, answer in zip(jobs, answers, strict=True)]

@@ -18,7 +18,6 @@ def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def variables() -> list[dict[str, Any]]:
-    """Return the variables of all dashboards."""
     return [variable for one in DASHBOARDS for variable in one["templating"]["list"]]
 
 

@@ -82,12 +82,10 @@ class Prometheus:
         return found
 
     def firing(self) -> set[str]:
-        """Return the names of the alerts that fire."""
         alerts = self.ask("alerts")["alerts"]
         return {a["labels"]["alertname"] for a in alerts if a["state"] == "firing"}
 
     def until(self, expr: str, patience_s: float = 180.0) -> None:
-        """Wait until `expr` returns something."""
         end = time.monotonic() + patience_s
         while not self.now(expr):
             assert time.monotonic() < end, f"still nothing: {expr}"

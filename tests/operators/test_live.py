@@ -224,15 +224,12 @@ class Story:
         self.prometheus = prometheus
 
     def fires(self, alert: str) -> None:
-        """Wait until an alert fires."""
         self.prometheus.until(f'ALERTS{{alertname="{alert}",alertstate="firing"}}', PATIENCE_S)
 
     def is_silent(self, *alerts: str) -> None:
-        """Check that none of these alerts fires."""
         assert not self.prometheus.firing() & set(alerts)
 
     def complete(self, prompt: list[int], **more: object) -> int:
-        """Return the status of a completion."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "ignore_eos": True, **more}
         with httpx.Client(base_url=self.server.url, timeout=PATIENCE_S) as client:
             return client.post(COMPLETIONS, json=body).status_code

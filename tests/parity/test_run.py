@@ -16,7 +16,6 @@ SMALL = ["--max-tokens", "6", "--max-batched", "32", "--max-model-len", "256", "
 
 
 def _lines(path: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the report's lines of a kind."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
 

@@ -279,6 +279,11 @@ class Running:
         assert len(values) <= 1, values
         return float(values[0]) if values else 0.0
 
+    async def until(self, line_start: str, least: float = 1.0) -> None:
+        """Wait until a metric is at least so much."""
+        while await self.metric(line_start) < least:
+            await asyncio.sleep(0.01)
+
 
 @asynccontextmanager
 async def running(

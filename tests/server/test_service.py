@@ -87,8 +87,7 @@ async def test_sigterm_lets_requests_finish_and_takes_no_new_ones(tmp_path: Path
     async with running(tmp_path) as service:
         stream = asyncio.create_task(post(service, do="wait", stream=True))
         answer = asyncio.create_task(post(service, do="wait"))
-        while await service.metric("rbln_serve_in_flight_requests") < 2:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_serve_in_flight_requests", 2)
         service.signal()
         while (ready := await service.client.get("/readyz")).status_code == 200:
             await asyncio.sleep(0.01)
@@ -145,8 +144,7 @@ async def test_who_ignores_hangups_goes_on(tmp_path: Path) -> None:
 
 
 async def until_in_flight(service: Running, number: int) -> None:
-    while await service.metric("rbln_serve_in_flight_requests") < number:
-        await asyncio.sleep(0.01)
+    await service.until("rbln_serve_in_flight_requests", number)
 
 
 LAST_FRAMES = {

@@ -12,19 +12,16 @@ GIB = 1024**3
 def open_store(
     root: Path, *, max_bytes: int = GIB, read_only: bool = False
 ) -> tuple[ArtifactStore, list[StoreEvent]]:
-    """Return a store and the list into which it reports."""
     events: list[StoreEvent] = []
     store = ArtifactStore(root, max_bytes=max_bytes, read_only=read_only, on_event=events.append)
     return store, events
 
 
 def key_of(number: int) -> CacheKey:
-    """Return one of many keys."""
     return CacheKey({"graph": "decode", "bucket": number})
 
 
 def payload_of(number: int) -> dict[str, bytes]:
-    """Return what the tests keep under `key_of(number)`."""
     return {"graph.json": b"{%d}" % number * 50, "bindings.bin": bytes(range(256)) * (number + 1)}
 
 
@@ -60,7 +57,6 @@ def write_forever(root: Path) -> None:
 
 
 def hold_lock(root: Path, holding: Any, release: Any) -> None:
-    """Hold the lock of a key until the release event."""
     store, _ = open_store(root)
     with store.lock(key_of(0)):
         holding.set()

@@ -36,7 +36,6 @@ def entry_of(store: ArtifactStore, key: CacheKey = KEY) -> Path:
 
 @pytest.fixture
 def filled(tmp_path: Path) -> ArtifactStore:
-    """A store with one entry."""
     store, _ = open_store(tmp_path / "store")
     store.store(KEY, FILES)
     return store

@@ -120,7 +120,6 @@ def test_a_killed_process_is_resumed_by_the_next_one(hub: HubServer, tmp_path: P
 
 
 def _until_written(cache: Path) -> list[Path]:
-    """Return the partial file once it has bytes."""
     while True:
         found = [path for path in cache.rglob("*.partial") if path.stat().st_size]
         if found:

@@ -58,8 +58,6 @@ class Model(nn.Module):
 
 
 class Recorded(GraphListener):
-    """A listener that records its calls."""
-
     def __init__(self) -> None:
         self.started: list[GraphSpec] = []
         self.done: dict[GraphSpec, Result] = {}
@@ -342,8 +340,6 @@ STEPS = [
 
 @dataclass
 class WarmGraph:
-    """Counts its runs."""
-
     spec: GraphSpec
     runs: int = 0
     is_prepared: bool = False

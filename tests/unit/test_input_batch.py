@@ -310,8 +310,6 @@ def make_request(name: str, wish: Mapping[str, Any], *, pools: bool = False) -> 
 
 
 class Update(NamedTuple):
-    """The changes of one step."""
-
     ends: set[int]
     """Rows that are left."""
     arrivals: list[dict[str, Any]]

@@ -110,7 +110,6 @@ def stack_of(outputs: Sequence[int], dtype: torch.dtype = torch.float32) -> Matr
 
 
 def matrices(rank: int, outputs: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """One adapter: A and B of each slice."""
     down = [torch.randn(rank, INPUTS) for _ in outputs]
     return down, [torch.randn(size, rank) for size in outputs]
 

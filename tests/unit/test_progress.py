@@ -26,8 +26,6 @@ from rbln_backend.worker.sampling import GrammarMask
 
 
 class Terminal(io.StringIO):
-    """A text stream that says it is a tty."""
-
     def isatty(self) -> bool:
         return True
 

@@ -335,7 +335,6 @@ def test_another_clock_that_jumped_does_no_harm() -> None:
 
 # ------------------------------------------------------------------------------------- stage drafts
 def staged(name: str, computed: int, status: RequestStatus = RequestStatus.RUNNING) -> Request:
-    """A request of 5 tokens."""
     made = Request(name, [7] * 5, SamplingParams(max_tokens=9), None)
     made.num_computed_tokens, made.status = computed, status
     return made

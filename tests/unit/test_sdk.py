@@ -424,7 +424,6 @@ def kv_memory() -> TensorKvMemory:
 
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> Pairs:
-    """Copies that torch made."""
     made: Pairs = []
     copy = torch._foreach_copy_
 

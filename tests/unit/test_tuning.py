@@ -291,7 +291,6 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Decode steps of three and of eleven requests."""
     path = tmp_path / "server.log"
     line = "Batchsize forward time stats (batchsize, count, median_time(ms)): "
     path.write_text(f"{line}[(3, 400, 4.0), (11, 300, 12.0)] decode, [(40, 20, 30.0)] prefill\n")

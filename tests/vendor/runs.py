@@ -87,7 +87,6 @@ class Run:
         return place
 
     def mtp_maker(self, make: CheckpointCache) -> MtpMaker:
-        """Return the maker of this checkpoint with an MTP layer."""
         return MtpMaker(self.family, make, max_position_embeddings=2 * BLOCK, **self.fields)
 
     def reference(self, checkpoint: Path) -> Path:
@@ -207,7 +206,6 @@ RUNS: Mapping[str, Run] = {
 
 
 def expected_of(run: Run, checkpoint: Path) -> list[list[list[int]]]:
-    """The tokens of transformers, round by round."""
     reference = run.reference(checkpoint)
     if run.options.get("kv_cache_dtype") == "fp8_e5m2":
         return [

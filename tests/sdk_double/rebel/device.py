@@ -63,7 +63,6 @@ class Memory:
         self._taken[what] = self._taken.get(what, 0) + size
 
     def give_back(self, what: str) -> None:
-        """Free what ``take`` took."""
         log.write("freed", what=what, bytes=self._taken.pop(what))
 
 

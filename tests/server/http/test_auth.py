@@ -452,8 +452,7 @@ async def test_requests_in_flight_are_limited_and_counted(tmp_path: Path) -> Non
     async with running(tmp_path, api_key=keys, key_max_in_flight=2, open_metrics=True) as service:
         waiting = [asyncio.create_task(_post(service, "a", do="wait")) for _ in range(2)]
         async with asyncio.timeout(10):
-            while await service.metric('rbln_key_in_flight{key="alice"}') < 2:
-                await asyncio.sleep(0.01)
+            await service.until('rbln_key_in_flight{key="alice"}', 2)
         refused = await _post(service, "a")
         assert refused.status_code == 429
         assert "2 requests in flight; at most 2" in refused.json()["error"]["message"]

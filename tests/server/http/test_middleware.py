@@ -135,8 +135,7 @@ async def drop(service: Running, body: dict[str, object], *, read: bool) -> None
     if read:
         await reader.readuntil(b"data: first")
     else:
-        while await service.metric("rbln_serve_in_flight_requests") < 1:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_serve_in_flight_requests")
     writer.close()
     await writer.wait_closed()
 
@@ -160,8 +159,7 @@ async def test_a_client_that_goes_before_the_first_frame_aborts_too(tmp_path: Pa
         request = asyncio.create_task(
             service.client.post(CHAT, json={"do": "wait", "stream": True})
         )
-        while await service.metric("rbln_serve_in_flight_requests") < 1:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_serve_in_flight_requests")
         await asyncio.sleep(0.05)
         request.cancel()
         while not service.frontend.ended:
@@ -416,8 +414,7 @@ async def test_answers_that_are_due_come_before_a_refusal(tmp_path: Path) -> Non
 async def test_no_more_than_some_requests_wait_on_a_connection(tmp_path: Path) -> None:
     async with running(tmp_path) as service, connected(service.port) as wire:
         await wire.send(post({"do": "wait"}))
-        while await service.metric("rbln_serve_in_flight_requests") < 1:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_serve_in_flight_requests")
         await wire.send(LIVE * 1000)
         await asyncio.sleep(0.1)
         service.frontend.go_on.set()
@@ -432,8 +429,7 @@ async def test_a_client_that_leaves_ends_the_request_before_the_one_it_sent_last
     async with running(tmp_path) as service:
         async with connected(service.port) as wire:
             await wire.send(post({"do": "wait"}) + LIVE)
-            while await service.metric("rbln_serve_in_flight_requests") < 1:
-                await asyncio.sleep(0.01)
+            await service.until("rbln_serve_in_flight_requests")
         async with asyncio.timeout(5):
             while service.frontend.ended != ["answer aborted"]:
                 await asyncio.sleep(0.01)

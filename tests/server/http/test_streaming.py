@@ -256,8 +256,7 @@ async def test_an_error_has_its_code_and_a_fault_of_the_server_its_status(
 async def test_a_request_that_admission_refuses_has_its_span(traced: Traced) -> None:
     client = traced.service.client
     first = asyncio.create_task(client.post(CHAT, json={"do": "wait"}))
-    while not await traced.service.metric("rbln_admission_in_flight"):
-        await asyncio.sleep(0.01)
+    await traced.service.until("rbln_admission_in_flight")
     assert (await client.post(CHAT, json={"do": "answer"})).status_code == 429
     span = await traced.last()
     assert said(span)["http.response.status_code"] == 429

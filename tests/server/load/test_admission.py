@@ -366,8 +366,7 @@ async def fill(service: Running, number: int, **body: object) -> list[asyncio.Ta
         for _ in range(number)
     ]
     weight = int(body.get("n", 1))  # type: ignore[call-overload]
-    while await service.metric("rbln_admission_in_flight") < before + number * weight:
-        await asyncio.sleep(0.01)
+    await service.until("rbln_admission_in_flight", before + number * weight)
     return tasks
 
 
@@ -445,8 +444,7 @@ async def send_half(service: Running) -> tuple[asyncio.StreamReader, asyncio.Str
         b"content-length: 100\r\n\r\n{" % CHAT.encode()
     )
     await writer.drain()
-    while await service.metric("rbln_serve_in_flight_requests") < 1:
-        await asyncio.sleep(0.01)
+    await service.until("rbln_serve_in_flight_requests")
     return reader, writer
 
 

@@ -116,12 +116,10 @@ async def test_flex_takes_nobodys_place(tmp_path: Path) -> None:
     async with running(tmp_path, max_in_flight=2) as service:
         body = {"do": "wait", "service_tier": "flex"}
         flex = [asyncio.create_task(service.client.post(CHAT, json=body)) for _ in range(2)]
-        while await service.metric("rbln_admission_flex_in_flight") < 2:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_admission_flex_in_flight", 2)
         assert await service.metric("rbln_admission_in_flight") == 0
         online = [asyncio.create_task(ask(service, "", do="wait")) for _ in range(2)]
-        while await service.metric("rbln_admission_in_flight") < 2:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_admission_in_flight", 2)
         service.frontend.go_on.set()
         assert [answer.status_code for answer in await asyncio.gather(*flex, *online)] == [200] * 4
         for name in ("flex_in_flight", "in_flight"):
@@ -132,8 +130,7 @@ async def test_flex_has_its_own_limit(tmp_path: Path) -> None:
     async with running(tmp_path, max_in_flight=1) as service:
         body = {"do": "wait", "service_tier": "flex"}
         first = asyncio.create_task(service.client.post(CHAT, json=body))
-        while await service.metric("rbln_admission_flex_in_flight") < 1:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_admission_flex_in_flight")
         refused = await service.client.post(CHAT, json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
         assert "of the tier flex" in refused.json()["error"]["message"]

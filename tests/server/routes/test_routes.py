@@ -175,8 +175,7 @@ DRAIN, UNDRAIN = "/admin/drain", "/admin/undrain"
 
 async def busy(service: Running) -> asyncio.Task[httpx.Response]:
     task = asyncio.create_task(service.client.post(CHAT, json={"do": "wait", "stream": True}))
-    while await service.metric("rbln_serve_in_flight_requests") < 1:
-        await asyncio.sleep(0.01)
+    await service.until("rbln_serve_in_flight_requests")
     return task
 
 

@@ -77,8 +77,7 @@ async def ended_lines(service: Running, **expected: int) -> None:
     """Wait until rbln_batch_lines_total has these numbers of lines by result."""
     async with asyncio.timeout(60):
         for result, number in expected.items():
-            while await service.metric(f'rbln_batch_lines_total{{result="{result}"}}') < number:
-                await asyncio.sleep(0.02)
+            await service.until(f'rbln_batch_lines_total{{result="{result}"}}', number)
 
 
 FORM = "multipart/form-data; boundary=b"

@@ -132,11 +132,9 @@ async def test_lines_take_the_rows_that_clients_leave(tmp_path: Path) -> None:
         online = [
             asyncio.create_task(service.client.post(CHAT, json={"do": "wait"})) for _ in range(3)
         ]
-        while await service.metric("rbln_admission_in_flight") < 3:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_admission_in_flight", 3)
         batch = await create(service.client, [line(n, "wait") for n in range(20)])
-        while await service.metric("rbln_batch_lines_running") < 5:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_batch_lines_running", 5)
         await asyncio.sleep(0.3)
         assert await service.metric("rbln_batch_lines_running") == 5
         # They hold no permit: of six, three are free.
@@ -170,8 +168,7 @@ async def test_cancelling_keeps_what_is_done(tmp_path: Path) -> None:
 async def test_lines_whose_file_is_gone_say_so(tmp_path: Path) -> None:
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         batch = await create(service.client, [line(n, "wait") for n in range(30)])
-        while not await service.metric("rbln_batch_lines_running"):
-            await asyncio.sleep(0.01)
+        await service.until("rbln_batch_lines_running")
         await service.client.delete(f"/v1/files/{batch['input_file_id']}")
         service.frontend.go_on.set()
         batch = await until_ended(service.client, batch)
@@ -353,13 +350,11 @@ async def test_answers_wait_for_a_full_disk(
     monkeypatch.setattr("server.storage.batches._PAUSE_S", 0.1)
     async with running(tmp_path, data_dir=tmp_path / "data") as service:
         batch = await create(service.client, [line(n, "wait") for n in range(12)])
-        while await service.metric("rbln_batch_lines_running") < 8:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_batch_lines_running", 8)
         with monkeypatch.context() as patched:
             patched.setattr(DataFolder, "free_bytes", lambda _self: 0)
             service.frontend.go_on.set()
-            while not await service.metric("rbln_storage_full"):
-                await asyncio.sleep(0.01)
+            await service.until("rbln_storage_full")
             assert (await shown(service.client, batch))["request_counts"]["completed"] == 0
             assert await online(service)
         batch = await until_ended(service.client, batch)

@@ -182,8 +182,7 @@ async def test_a_stop_puts_lines_back(tmp_path: Path) -> None:
     data = tmp_path / "data"
     async with running(tmp_path, data_dir=data, drain_timeout_s=0.2) as service:
         batch = await create(service.client, [line(n, "wait") for n in range(20)])
-        while await service.metric("rbln_batch_lines_running") < 8:
-            await asyncio.sleep(0.01)
+        await service.until("rbln_batch_lines_running", 8)
         service.signal()
         assert await service.exit_code == 0
     async with running(tmp_path, data_dir=data) as service:

@@ -172,8 +172,7 @@ async def test_lines_wait_while_nothing_more_may_be_stored(tmp_path: Path) -> No
         filling = (await at_once(service, 1, 1000))[0].json()["id"]
         batch = await create(service.client, lines)
         async with asyncio.timeout(10):
-            while not await service.metric("rbln_storage_full"):
-                await asyncio.sleep(0.05)
+            await service.until("rbln_storage_full")
         assert (await shown(service.client, batch))["request_counts"]["completed"] == 0
         await service.client.delete(f"{FILES}/{filling}")
         batch = await until_ended(service.client, batch)

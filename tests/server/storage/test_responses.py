@@ -296,8 +296,7 @@ async def test_conversations_in_progress_are_bounded_together(tmp_path: Path) ->
         small = (await create(service.client))["id"]
         body = {"input": "x", "user": "wait", "previous_response_id": large}
         waiting = asyncio.ensure_future(service.client.post(PATH, json=body))
-        while await service.metric("rbln_admission_in_flight") < 1:
-            await asyncio.sleep(0.02)
+        await service.until("rbln_admission_in_flight")
         await asyncio.sleep(0.2)
         refused = await service.client.post(PATH, json={**body, "user": "me"})
         error = refused.json()["error"]

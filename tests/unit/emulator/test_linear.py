@@ -275,7 +275,6 @@ SMALL_OPS_WIDTHS = (1, 7, 32, 100, 576, 2049)
 
 
 def steps_apart(a: Tensor, b: Tensor) -> Tensor:
-    """Return the number of representable values between a and b."""
     kind = torch.int32 if a.dtype == torch.float32 else torch.int16
     bits = [x.contiguous().view(kind).long() for x in (a, b)]
     lowest = torch.iinfo(kind).min

@@ -30,7 +30,6 @@ class Layer:
         self.b = [torch.stack([pack_reference(matrix) for matrix in stack]) for stack in self.up]
 
     def rows(self, count: int) -> tuple[Tensor, Tensor]:
-        """Random y and x."""
         y, x = torch.randn(count, sum(self.outputs)), torch.randn(count, self.inputs)
         return y.to(self.dtype), x.to(self.dtype)
 
@@ -192,7 +191,6 @@ class AdaptedExperts(Experts):
         return self._made(self.count, EXPERT_SLOTS, outputs, inputs) * inputs**-0.5
 
     def lora(self, slots: list[int]) -> tuple[Any, ...]:
-        """The last arguments of a call."""
         packed = [
             torch.stack([torch.stack([pack_reference(m) for m in slot]) for slot in stack])
             for stack in (self.down13, *self.up13, self.down2, self.up2)

@@ -17,8 +17,6 @@ ACTIVATIONS = ("silu", "swigluoai")
 
 @dataclass(kw_only=True)
 class Experts:
-    """One layer's random experts."""
-
     dtype: torch.dtype = torch.float32
     count: int = 5
     hidden_size: int = 40

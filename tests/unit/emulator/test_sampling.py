@@ -31,7 +31,6 @@ def evenly(count: int) -> Tensor:
 
 
 def limits(rows: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return top_k, top_p and min_p by row."""
     top_k = torch.randint(1, width + 1, (rows,), dtype=torch.int32)
     return top_k, torch.rand(rows).clamp(min=0.01), torch.rand(rows) * 0.3
 

@@ -113,5 +113,4 @@ class Windows:
         return torch.stack([x[row, :, 0, first:count] for x in self.tokens[1:]])
 
     def held(self, count: int, row: int = 0) -> Tensor:
-        """Return the actual slots."""
         return self.cache[self.blocks[row], :, :, 0, : min(count, self.window)]

@@ -25,7 +25,6 @@ def hold(run: Callable[[], None]) -> None:
 
 
 def catch_up() -> None:
-    """Run what was kept back."""
     while _waiting:
         _waiting.pop(0)()
 

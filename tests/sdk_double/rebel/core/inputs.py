@@ -33,11 +33,9 @@ class Input:
 
     @property
     def is_fixed(self) -> bool:
-        """Return True if the device may keep a copy."""
         return self.kind == "weight" or (self.kind != "static" and self.mark is not None)
 
     def describe(self) -> dict[str, Any]:
-        """The input as the log has it."""
         if not isinstance(self.value, Tensor):
             return {"name": self.name, "kind": self.kind, "type": type(self.value).__name__}
         return {

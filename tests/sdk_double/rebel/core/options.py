@@ -29,7 +29,6 @@ _MODES = {"strict", "compile_only"}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Rule ``options``."""
     for key, value in options.items():
         require("options", key in KNOWN, f"unknown option {key!r}")
         known = KNOWN.get(key, object)
@@ -44,7 +43,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def describe_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as the log has them."""
     described: dict[str, Any] = {}
     for key, value in sorted(options.items()):
         if isinstance(value, CompileContext):

@@ -34,7 +34,6 @@ _uploaded: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def upload(weight: Tensor) -> Tensor:
-    """The device's copy of a weight, made at its first use."""
     if storage_id(weight) not in _uploaded:
         whole = _whole(weight)
         if not is_device_tensor(weight):
@@ -49,7 +48,6 @@ def upload(weight: Tensor) -> Tensor:
 
 
 def _whole(weight: Tensor) -> Tensor:
-    """The memory of a weight as bytes."""
     if is_device_tensor(weight):
         size = weight.untyped_storage().nbytes() // weight.element_size()
         return alias_of_device_tensor(weight.as_strided((size,), (1,), 0)).view(torch.uint8)

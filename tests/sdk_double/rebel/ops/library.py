@@ -71,7 +71,6 @@ def _in_order(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def describe(tensor: Tensor | None) -> str:
-    """``int64[2, 1]``."""
     if tensor is None:
         return "None"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

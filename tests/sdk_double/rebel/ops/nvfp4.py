@@ -36,7 +36,6 @@ def from_nvfp4(weight: Tensor, scale: Tensor, second: Tensor | None, group: int)
 def check_nvfp4(
     weight_dtype: str, pairs: Sequence[tuple[Tensor, Tensor]], seconds: Sequence[Tensor | None]
 ) -> None:
-    """Rule ``schema`` for weights of ``weight_dtype``."""
     require("schema", weight_dtype == NVFP4, f"weight_dtype is {weight_dtype!r}, not {NVFP4!r}")
     require("schema", len(seconds) == len(pairs), f"{len(seconds)} of {len(pairs)} scale_2")
     for (weight, scale), second in zip(pairs, seconds, strict=True):
