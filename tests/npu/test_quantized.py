@@ -141,7 +141,8 @@ def test_experts_of_fp8_answer_as_their_float32_copy(tmp_path: Path, form: str) 
 @pytest.mark.wide
 def test_switched_on_inputs_of_fp8_experts_are_bytes(tmp_path: Path) -> None:
     recipe = Recipe(format="fp8", block=(32, 64), skipped=("mlp.gate",))
-    sizes = {"max_position_embeddings": 4096, "moe_intermediate_size": 128}
+    # With two layers the rounded inputs change no token.
+    sizes = {"max_position_embeddings": 4096, "moe_intermediate_size": 128, "num_hidden_layers": 3}
     path = make_quantized_checkpoint("qwen3_moe", tmp_path / "fp8", recipe, **sizes)
     job = Job(path, batches=[[ONE_CHUNK, WHOLE_CHUNK]], reference=path / "plain")
     expected = answers_over_e4m3_inputs(path / "plain", job.batches[0], job.max_tokens, 64)
