@@ -265,7 +265,10 @@ def _open(
         return None, offer.reason
     start = library.rbln_emulator_open_channel
     start.argtypes = (
-        *(ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int64),
+        ctypes.c_char_p,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
         ctypes.POINTER(ctypes.c_int32),
     )
     start.restype = ctypes.c_int64

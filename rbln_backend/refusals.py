@@ -175,7 +175,10 @@ def _check_ranks(config: VllmConfig, *, profiler: bool) -> None:
         logger.warning(
             "--max-num-seqs %d is no multiple of the %d pipeline stages: a step takes at most %d "
             "requests, so %d of them never run together with the others",
-            *(number, stages, number // stages, number % stages),
+            number,
+            stages,
+            number // stages,
+            number % stages,
         )
 
 

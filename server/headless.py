@@ -156,7 +156,10 @@ class HeadlessLauncher(Launcher):
         first, count = parallel.data_parallel_rank, parallel.data_parallel_size_local
         logger.info(
             "headless: starting data-parallel engines %d to %d of %d for the front end at %s",
-            *(first, first + count - 1, parallel.data_parallel_size, front),
+            first,
+            first + count - 1,
+            parallel.data_parallel_size,
+            front,
         )
         manager = CoreEngineProcManager(
             local_engine_count=count,

@@ -133,7 +133,9 @@ class Service:
             self._launcher.keep_ready_s(ready_after_s)
         logger.info(
             "ready: %s serves %s after %.1f s",
-            *(self._url, models or "no API (--headless)", ready_after_s),
+            self._url,
+            models or "no API (--headless)",
+            ready_after_s,
         )
         death = asyncio.create_task(self._watch(engine))
         try:
@@ -233,7 +235,8 @@ def _warn_if_open(settings: ServerSettings) -> None:
         "NO API KEY: whoever reaches %s:%d may use the model and read /metrics and "
         "/v1/server_info%s. --api-key-file (or RBLN_SERVE_API_KEY) closes that, --host 127.0.0.1 "
         "keeps other hosts out%s",
-        *(settings.host, settings.port),
+        settings.host,
+        settings.port,
         ", and load and unload adapters" if changes else "",
         ", --no-allow-unguarded-changes guards the adapters" if changes else "",
     )
@@ -279,7 +282,8 @@ async def serve(
     eta_s = lifecycle.eta_s
     logger.info(
         "listening on %s after %.2f s; starting the engine%s",
-        *(url, lifecycle.uptime_s),
+        url,
+        lifecycle.uptime_s,
         "" if eta_s is None else f", ready in about {eta_s:.0f} s",
     )
     end = asyncio.create_task(service.until_end())

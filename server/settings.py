@@ -23,8 +23,20 @@ _VLLM_KEY = "VLLM_API_KEY"
 _VLLM_LOG_LEVEL = "VLLM_LOGGING_LEVEL"
 # Prefixes of the variables that `collect-env` prints.
 _REPORTED = (
-    *(ENV_PREFIX, "VLLM_", "RBLN_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TORCH", "OMP_"),
-    *("KMP_", "MKL_", "LD_PRELOAD", "CUDA_VISIBLE", "OTEL_", "PYTORCH_"),
+    ENV_PREFIX,
+    "VLLM_",
+    "RBLN_",
+    "HF_",
+    "HUGGINGFACE_",
+    "TRANSFORMERS_",
+    "TORCH",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "LD_PRELOAD",
+    "CUDA_VISIBLE",
+    "OTEL_",
+    "PYTORCH_",
 )
 _SECRET = re.compile("KEY|TOKEN|PASSWORD|SECRET|HEADERS", re.IGNORECASE)
 _USER_INFO = re.compile(r"://[^/@\s]+@")

@@ -25,8 +25,11 @@ _NAMING = frozenset(("function", "tool"))
 _MODES = ("auto", "required")
 _CALLING = frozenset(
     (
-        *(Endpoint.CHAT, Endpoint.RENDER_CHAT, Endpoint.RESPONSES),
-        *(Endpoint.INPUT_TOKENS, Endpoint.MESSAGES),
+        Endpoint.CHAT,
+        Endpoint.RENDER_CHAT,
+        Endpoint.RESPONSES,
+        Endpoint.INPUT_TOKENS,
+        Endpoint.MESSAGES,
     )
 )
 

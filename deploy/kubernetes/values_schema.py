@@ -24,11 +24,10 @@ from deploy.kubernetes.schema import (
 from server.settings import ServerSettings
 
 # Settings that follow from other values of the chart.
-OWNED = (
-    *("port", "drain_timeout_s", "data_dir", "lora_root", "run_root"),
-    *("api_key", "api_key_file", "admin_key", "admin_key_file"),
-    *("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_cert_reqs"),
-    *("ssl_ciphers", "enable_ssl_refresh"),
+OWNED = tuple(
+    "port drain_timeout_s data_dir lora_root run_root api_key api_key_file admin_key "
+    "admin_key_file ssl_keyfile ssl_certfile ssl_keyfile_password ssl_ca_certs ssl_cert_reqs "
+    "ssl_ciphers enable_ssl_refresh".split()
 )
 _KINDS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 _PULL = one_of("Always", "IfNotPresent", "Never")
@@ -37,9 +36,9 @@ _RESOURCES = closed(
     requests={"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
     limits={"type": "object", "additionalProperties": {"type": ["string", "integer"]}},
 )
-_EXTRAS = (
-    *("extraEnv", "extraEnvFrom", "extraPorts", "extraVolumes", "extraVolumeMounts"),
-    *("extraInitContainers", "extraContainers"),
+_EXTRAS = tuple(
+    "extraEnv extraEnvFrom extraPorts extraVolumes extraVolumeMounts extraInitContainers "
+    "extraContainers".split()
 )
 # Variables of the server are `settings`; the others belong to the chart.
 _ENV: Schema = {

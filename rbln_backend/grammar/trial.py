@@ -23,9 +23,8 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar, Str
 from rbln_backend.grammar.backend import MARK, pinned_backend
 from rbln_backend.grammar.lark import LarkGrammar
 
-_FIELDS = (
-    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+_FIELDS = tuple(
+    "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
 )
 
 

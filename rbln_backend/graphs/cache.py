@@ -153,11 +153,10 @@ def _flatten(value: JsonValue, path: str) -> dict[str, str]:
     return {path: canonical_json(value).decode()} if path else {}
 
 
-_GRAPH_SOURCES = (
-    *("collectives.py", "core.py", "devices", "layers", "lora", "models"),
-    *("graphs/call_list.py", "graphs/capture.py", "graphs/operators.py", "graphs/program.py"),
-    *("graphs/tensors.py", "worker/draft_model.py", "worker/graph_functions.py"),
-    "worker/inputs.py",
+_GRAPH_SOURCES = tuple(
+    "collectives.py core.py devices layers lora models graphs/call_list.py graphs/capture.py "
+    "graphs/operators.py graphs/program.py graphs/tensors.py worker/draft_model.py "
+    "worker/graph_functions.py worker/inputs.py".split()
 )
 
 

@@ -219,8 +219,11 @@ _MODULES = {
     "nn": torch._C._nn,
 }
 _OP_NAMESPACES = {
-    *("rbln_emulated_ops", "rbln_emulated_kernels", "rbln_emulator"),
-    *(NAMESPACE, collectives.NAMESPACE),
+    "rbln_emulated_ops",
+    "rbln_emulated_kernels",
+    "rbln_emulator",
+    NAMESPACE,
+    collectives.NAMESPACE,
 }
 _SINGLE_OPS = frozenset(
     ("aten::embedding", "aten::linear", "aten::index_select", "rbln::argmax", "rbln::top_k_top_p")

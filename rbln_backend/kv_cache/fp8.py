@@ -38,6 +38,8 @@ def log_scales(layers: Mapping[str, Any]) -> None:
     largest = "; keys and values beyond 448 times the scale are clamped"
     logger.info(
         "KV cache of %s: %d of %d layers have scales from the checkpoint, the others 1.0%s",
-        *(str(dtype).removeprefix("torch."), scaled, len(found)),
+        str(dtype).removeprefix("torch."),
+        scaled,
+        len(found),
         largest if dtype == torch.float8_e4m3fn else "",
     )

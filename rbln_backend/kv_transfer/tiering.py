@@ -426,7 +426,10 @@ def make_tiering(
         folder = FolderTier(root, keys.folder_name, rbln.kv_tier_folder_bytes)
     logger.info(
         "KV tiers: pages of %d tokens, %d bytes; memory %d bytes; folder %s",
-        *(layout.tokens, layout.num_bytes, rbln.kv_tier_memory_bytes, rbln.kv_tier_folder),
+        layout.tokens,
+        layout.num_bytes,
+        rbln.kv_tier_memory_bytes,
+        rbln.kv_tier_folder,
     )
     digests = adapter_digests(config.instance_id)
     return KvTiering(PageStore(memory, folder), keys, layout, manager, board, digests)

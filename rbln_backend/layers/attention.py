@@ -88,7 +88,10 @@ class RblnAttentionBackend(AttentionBackend):
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        *("auto", "float16", "bfloat16", "float32"),
+        "auto",
+        "float16",
+        "bfloat16",
+        "float32",
         *FP8_DTYPES,
     ]
 

@@ -312,8 +312,17 @@ class SdkAttention:
         is_causal, mask = True, None
         return self._op(
             "sliding_window_attention_v1",
-            *(q, k, v, kv_cache, seq_idx, scale, block_tables),
-            *(window, is_causal, mask, self._sinks),
+            q,
+            k,
+            v,
+            kv_cache,
+            seq_idx,
+            scale,
+            block_tables,
+            window,
+            is_causal,
+            mask,
+            self._sinks,
         )
 
     def shifted_window(

@@ -114,8 +114,14 @@ class PlainExperts:
     def glu(self, x: Tensor, by_expert: Tensor, expert_map: Tensor | None) -> Tensor:
         inner = self.intermediate_size
         mixed: Tensor = torch.ops.rbln_custom_ops.custom_moe_glu(
-            *(x, self.w13[:, :inner], self.w13[:, inner:], self.w2),
-            *(by_expert, self.activation, expert_map, *self._split_biases()),
+            x,
+            self.w13[:, :inner],
+            self.w13[:, inner:],
+            self.w2,
+            by_expert,
+            self.activation,
+            expert_map,
+            *self._split_biases(),
         )
         return mixed
 
@@ -127,8 +133,12 @@ class PlainExperts:
 
     def _arguments(self) -> tuple[Any, ...]:
         return (
-            *(self.w13, self.w13_bias, self.w2, self.w2_bias),
-            *(self.intermediate_size, self.activation),
+            self.w13,
+            self.w13_bias,
+            self.w2,
+            self.w2_bias,
+            self.intermediate_size,
+            self.activation,
             *(() if self.adapters is None else self.adapters.arguments()),
         )
 

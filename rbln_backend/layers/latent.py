@@ -232,14 +232,26 @@ class LatentAttention(MultiHeadLatentAttentionWrapper, AttentionLayerBase):
         if self._on_npu:
             name = _sdk_name(own.is_prefill)
             mixed = getattr(torch.ops.rbln_custom_ops, name)(
-                *(queries.transpose(1, 2), kv_c, k_pe, self.kv_cache),
-                *(own.seq_idx, own.block_tables, self.impl.scale_tensor),
+                queries.transpose(1, 2),
+                kv_c,
+                k_pe,
+                self.kv_cache,
+                own.seq_idx,
+                own.block_tables,
+                self.impl.scale_tensor,
                 **self._later[name],
             )
             return mixed.transpose(1, 2)
         mixed = torch.ops.rbln_emulator.latent_attention(
-            *(queries, kv_c, k_pe, self.kv_cache, self.impl.scale_tensor),
-            *(own.seq_idx, own.block_tables, own.batch_size, own.query_counts),
+            queries,
+            kv_c,
+            k_pe,
+            self.kv_cache,
+            self.impl.scale_tensor,
+            own.seq_idx,
+            own.block_tables,
+            own.batch_size,
+            own.query_counts,
         )
         return mixed
 

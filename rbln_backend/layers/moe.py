@@ -97,8 +97,11 @@ def run_opt(tokens: RoutedTokens, routing: Routing, experts: Experts) -> Tensor:
     x = tokens.x
     if routing.is_plain:
         weights, ids = torch.ops.rbln_emulator.moe_route(
-            *(tokens.logits, routing.top_k, routing.renormalize),
-            *(tokens.expert_map, tokens.tokens_mask),
+            tokens.logits,
+            routing.top_k,
+            routing.renormalize,
+            tokens.expert_map,
+            tokens.tokens_mask,
         )
     else:
         x, weights, chosen = routing.route(x, tokens.logits)
@@ -265,7 +268,10 @@ class RblnMoEMethod(UnquantizedFusedMoEMethod):
     ) -> Tensor:
         """x [T, H], router_logits [T, E]; returns [T, H]."""
         tokens = RoutedTokens(
-            *(x, router_logits, layer.expert_map, self.tokens_mask),
+            x,
+            router_logits,
+            layer.expert_map,
+            self.tokens_mask,
             here=self.here,
             on_host=self.capabilities.runs_on_host,
         )

@@ -282,10 +282,15 @@ class BlockExperts(PlainExperts):
         inner = self.intermediate_size
         rows, ops = inner // self._block[0], torch.ops.rbln_custom_ops
         weights = (
-            *(self.w13[:, :inner], self._w13_scale[:, :rows]),
-            *(self.w13[:, inner:], self._w13_scale[:, rows:]),
-            *(self.w2, self._w2_scale, by_expert),
-            *(torch.tensor(self._block[1], dtype=torch.int32), self.activation),
+            self.w13[:, :inner],
+            self._w13_scale[:, :rows],
+            self.w13[:, inner:],
+            self._w13_scale[:, rows:],
+            self.w2,
+            self._w2_scale,
+            by_expert,
+            torch.tensor(self._block[1], dtype=torch.int32),
+            self.activation,
         )
         rest = (*self._split_biases(), expert_map)
         mixed: Tensor

@@ -379,8 +379,13 @@ class RblnByteScheme(CompressedTensorsScheme):
                 weight = dequantized_parts(words, scales, self._columns, x.dtype)
             return torch.nn.functional.linear(x, weight, bias)
         out: Tensor = torch.ops.rbln_emulator.quantized_linear(
-            *(x, layer.weight, layer.weight_scale, None, bias),
-            *(sum(self._columns), self.weights.format),
+            x,
+            layer.weight,
+            layer.weight_scale,
+            None,
+            bias,
+            sum(self._columns),
+            self.weights.format,
         )
         return out
 

@@ -203,7 +203,7 @@ class SlotStack:
         """
         flat_y, flat_x = (t.flatten(0, 1) if t.dim() == 3 else t for t in (y, x))
         torch.ops.rbln_emulator.add_lora_.default(
-            *(flat_y, flat_x, rows, self.a, list(self.b), self.rank, list(self.outputs))
+            flat_y, flat_x, rows, self.a, list(self.b), self.rank, list(self.outputs)
         )
         return flat_y if flat_y is y else flat_y.view(y.shape)
 

@@ -24,9 +24,9 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from rbln_backend.limits import MULTIMODAL
 
-_PARTS = (
-    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "image_newline"),
-    *("audio_tower.", "embed_vision.", "embed_audio."),
+_PARTS = tuple(
+    "visual. vision_tower. vision_model. multi_modal_projector. image_newline audio_tower. "
+    "embed_vision. embed_audio.".split()
 )
 _NAMES = WeightsMapper(
     orig_to_new_prefix={

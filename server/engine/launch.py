@@ -207,7 +207,8 @@ class VllmLauncher(Launcher):
                 limit_s = self._settings.step_timeout_s
                 engines = engine.vllm_config.parallel_config.data_parallel_size
                 return VllmEngine(
-                    *(engine, frontend),
+                    engine,
+                    frontend,
                     HangWatch(limit_s, lambda: socket.num_messages, engine.is_sleeping),
                     IdleWatch(
                         limit_s,

@@ -238,9 +238,7 @@ def limit_growth() -> None:
 
 # Results and durations of jobs, for the metrics.
 
-GRAMMAR_RESULTS = (
-    *("ok", "known", "refused", "spent", "timeout", "crashed", "overloaded", "not_started"),
-)
+GRAMMAR_RESULTS = tuple("ok known refused spent timeout crashed overloaded not_started".split())
 """Results of grammar checks, the label of their metric."""
 READING_RESULTS = ("ok", "refused", "timeout", "crashed", "overloaded", "not_started")
 """Results of reading large bodies, the label of their metric."""

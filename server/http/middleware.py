@@ -201,7 +201,11 @@ class RequestMiddleware:
         logger.log(
             level,
             "%s %s %d %s %.3f s",
-            *(record.method, route, code, outcome, seconds),
+            record.method,
+            route,
+            code,
+            outcome,
+            seconds,
             extra={FIELDS: fields},
         )
 

@@ -29,18 +29,30 @@ from server.request.endpoints import INVOCATIONS, INVOKED, NEVER_GUARDED, Scope,
 from server.wire import Endpoint, JsonObject
 
 BODY_FAILURES = (
-    *(errors.InvalidJsonError, errors.InvalidTypeError, errors.InvalidValueError),
-    *(errors.MissingFieldError, errors.UnknownFieldError, errors.UnsupportedOperationError),
-    *(errors.MediaTypeError, errors.BodyTooLargeError, errors.BodyTimeoutError),
+    errors.InvalidJsonError,
+    errors.InvalidTypeError,
+    errors.InvalidValueError,
+    errors.MissingFieldError,
+    errors.UnknownFieldError,
+    errors.UnsupportedOperationError,
+    errors.MediaTypeError,
+    errors.BodyTooLargeError,
+    errors.BodyTimeoutError,
 )
 """Errors of every request with a body."""
 _GATE_FAILURES = (errors.NotReadyError, errors.DrainingError, errors.EngineFailedError)
 _INFERENCE_FAILURES = (
     *BODY_FAILURES,
-    *(errors.UnsupportedFieldError, errors.ContextLengthError, errors.InvalidSchemaError),
+    errors.UnsupportedFieldError,
+    errors.ContextLengthError,
+    errors.InvalidSchemaError,
     errors.PermissionDeniedError,
-    *(errors.InvalidGrammarError, errors.ModelNotFoundError, errors.OverloadedError),
-    *(errors.NotTriedError, errors.QueueTimeoutError, errors.DeadlineError),
+    errors.InvalidGrammarError,
+    errors.ModelNotFoundError,
+    errors.OverloadedError,
+    errors.NotTriedError,
+    errors.QueueTimeoutError,
+    errors.DeadlineError,
     *_GATE_FAILURES,
 )
 _REFERENCE = "#/components/schemas/{model}"

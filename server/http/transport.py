@@ -124,7 +124,9 @@ def _connection_limit(limit: int) -> int:
     allowed = max(soft - _OTHER_FILES, soft // 2)
     logger.warning(
         "at most %d connections instead of %d (--max-connections): the process may open %d files",
-        *(allowed, limit, soft),
+        allowed,
+        limit,
+        soft,
     )
     return allowed
 

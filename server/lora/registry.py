@@ -370,7 +370,10 @@ class AdapterRegistry:
             self._leave(before)
         logger.info(
             "adapter %r of rank %d is in slot %s after %.2f s, from %s",
-            *(adapter.name, adapter.rank, adapter.slot, time.perf_counter() - started),
+            adapter.name,
+            adapter.rank,
+            adapter.slot,
+            time.perf_counter() - started,
             adapter.path,
         )
 

@@ -140,10 +140,10 @@ def drop_request_lines(routes: Collection[str] | None) -> None:
     logging.getLogger(REQUEST_LOGGER).addFilter(passes)
 
 
-_PER_REQUEST = (
-    *("vllm.entrypoints", "vllm.renderers", "vllm.inputs", "vllm.sampling_params"),
-    *("vllm.parser", "vllm.tool_parsers", "vllm.reasoning"),
-    *("vllm.tokenizers", "vllm.utils", "vllm.v1.engine.input_processor", "vllm.lora"),
+_PER_REQUEST = tuple(
+    "vllm.entrypoints vllm.renderers vllm.inputs vllm.sampling_params vllm.parser "
+    "vllm.tool_parsers vllm.reasoning vllm.tokenizers vllm.utils vllm.v1.engine.input_processor "
+    "vllm.lora".split()
 )
 """Packages that log about single requests."""
 _SWALLOWING = ("vllm.parser", "vllm.tool_parsers", "vllm.reasoning")

@@ -42,10 +42,10 @@ KEY_LIMITS = ("in_flight", "requests", "tokens")
 LINE_RESULTS = ("completed", "failed")
 LINE_TOKENS = ("prompt", "completion")
 
-CONNECTION_ENDS = (
-    *("too_many_connections", "too_many_client_connections", "headers_too_large"),
-    *("header_timeout", "invalid_http", "unsupported_transfer_encoding", "websocket_unsupported"),
-    *("unread_body", "write_timeout"),
+CONNECTION_ENDS = tuple(
+    "too_many_connections too_many_client_connections headers_too_large header_timeout "
+    "invalid_http unsupported_transfer_encoding websocket_unsupported unread_body "
+    "write_timeout".split()
 )
 
 

@@ -21,8 +21,11 @@ from rbln_backend.usage import UsageFile, advise
 from server.host.tasks import in_thread
 
 _VLLM = (
-    *("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
-    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+    "vllm:generation_tokens_total",
+    "vllm:prompt_tokens_total",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
 )
 _ROWS = ("rbln_bucket_useful_rows_total", "rbln_bucket_padded_rows_total")
 _DECODE = ("decode", "verify")

@@ -208,8 +208,14 @@ _MESSAGE_TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_con
 _CALL, _OUTPUT = "function_call", "function_call_output"
 _MESSAGE, _REASONING = "message", "reasoning"
 _ITEM_TYPES = (
-    *(_MESSAGE, _CALL, _OUTPUT, _REASONING, "custom_tool_call", "custom_tool_call_output"),
-    *("compaction", "compaction_trigger"),
+    _MESSAGE,
+    _CALL,
+    _OUTPUT,
+    _REASONING,
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "compaction",
+    "compaction_trigger",
 )
 _ITEM_TEXTS: Mapping[str, Sequence[str]] = {
     _CALL: ("call_id", "name"),

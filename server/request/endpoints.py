@@ -232,8 +232,10 @@ _FORMS: Mapping[Endpoint, tuple[frozenset[str], ...]] = {
     Endpoint.CLASSIFY: (frozenset({"input"}), frozenset({"messages"})),
     Endpoint.RERANK: (frozenset({"query", "documents"}),),
     Endpoint.SCORE: (
-        *(frozenset({"queries", "documents"}), frozenset({"queries", "items"})),
-        *(frozenset({"data_1", "data_2"}), frozenset({"text_1", "text_2"})),
+        frozenset({"queries", "documents"}),
+        frozenset({"queries", "items"}),
+        frozenset({"data_1", "data_2"}),
+        frozenset({"text_1", "text_2"}),
     ),
     Endpoint.POOLING: (frozenset({"input"}), frozenset({"messages"})),
 }

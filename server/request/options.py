@@ -308,10 +308,8 @@ _RENDERER_FIELDS = frozenset(
 )
 """Arguments of the renderer that requests have as fields."""
 _KNOWN_SWITCHES = frozenset(
-    (
-        *("enable_thinking", "thinking", "thinking_mode", "thinking_budget", "reasoning_effort"),
-        *("preserve_thinking", "clear_thinking", "drop_thinking"),
-    )
+    "enable_thinking thinking thinking_mode thinking_budget reasoning_effort preserve_thinking "
+    "clear_thinking drop_thinking".split()
 )
 """Variables of well-known templates, which clients set whichever model they talk to."""
 

@@ -247,9 +247,7 @@ _ANTHROPIC_TIER = obeyed(
 )
 
 _NO_CALLS = "it is deprecated; send tool_calls instead"
-_OTHERS = (
-    *("thinking", "enable_thinking", "think", "reasoning", "provider", "options", "chat_id"),
-)
+_OTHERS = tuple("thinking enable_thinking think reasoning provider options chat_id".split())
 """Fields that clients of other providers send by default."""
 _TURNS = (
     *ignored("messages[].id", "messages[].tool_calls[].extra_content", why=_LABEL),
@@ -257,8 +255,10 @@ _TURNS = (
     *obeyed("messages[].reasoning_content", why="as `reasoning`"),
     *ignored("messages[].annotations", why="they are not shown to the model", same=([],)),
     *ignored(
-        *("messages[].provider_specific_fields", "messages[].reasoning_details"),
-        *("messages[].thinking_blocks", "messages[].parsed"),
+        "messages[].provider_specific_fields",
+        "messages[].reasoning_details",
+        "messages[].thinking_blocks",
+        "messages[].parsed",
         why="added to answers by gateways and clients; not shown to the model",
     ),
     *granted("messages[].tool_calls[].index", why="calls are in the order of the list"),
@@ -281,7 +281,9 @@ _COMMON = (
     *refused("modalities", why="answers are text", same=(["text"],)),
     *refused("kv_transfer_params", "ec_transfer_params", why=_TRANSFER, same=({},), stays=True),
     *refused(
-        *("return_token_offsets", "return_assistant_tokens_mask", "routed_experts_prompt_start"),
+        "return_token_offsets",
+        "return_assistant_tokens_mask",
+        "routed_experts_prompt_start",
         why="it has no effect on this server",
         same=(False, 0),
         stays=True,
@@ -416,7 +418,7 @@ _ITEMS = (
     *obeyed("reasoning"),
     *obeyed("reasoning.effort", why=_EFFORT, kind=FieldKind.EFFORT),
     *ignored(
-        *("reasoning.summary", "reasoning.generate_summary"), why="reasoning is returned unchanged"
+        "reasoning.summary", "reasoning.generate_summary", why="reasoning is returned unchanged"
     ),
     *ignored(
         "reasoning.mode",

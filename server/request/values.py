@@ -44,10 +44,8 @@ REPORT_MODE = "kv_cache_report_mode"
 """The key that selects the KV events of a request."""
 _REPORT_MODES = ("incremental", "full")
 _MEDIA = frozenset(
-    (
-        *("image", "image_url", "input_image", "image_pil", "image_embeds", "images"),
-        *("audio_url", "input_audio", "audio_embeds", "video_url", "video_embeds"),
-    )
+    "image image_url input_image image_pil image_embeds images audio_url input_audio audio_embeds "
+    "video_url video_embeds".split()
 )
 """Types of content parts, and the fields that hold them if `type` is omitted."""
 _GREEDY_BELOW = 1e-5

@@ -63,13 +63,19 @@ _UPLOAD = {
     }
 }
 _UPLOADED = failing(
-    *(MediaTypeError, MissingFieldError, InvalidValueError, UnknownFieldError),
-    *(BodyTooLargeError, BodyTimeoutError, StorageFullError, NotEnabledError),
+    MediaTypeError,
+    MissingFieldError,
+    InvalidValueError,
+    UnknownFieldError,
+    BodyTooLargeError,
+    BodyTimeoutError,
+    StorageFullError,
+    NotEnabledError,
     StorageUnavailableError,
 )
 _KNOWN = failing(NotFoundError, NotEnabledError, StorageUnavailableError)
 _LISTED_FILES = failing(
-    *(NotEnabledError, NotFoundError, InvalidValueError, InvalidTypeError, StorageUnavailableError)
+    NotEnabledError, NotFoundError, InvalidValueError, InvalidTypeError, StorageUnavailableError
 )
 _ORDER = Query(
     description="`asc` or `desc`, by creation.", json_schema_extra={"enum": ["asc", "desc"]}
@@ -197,7 +203,7 @@ def _is_number(text: str) -> bool:
 
 _MAX_BATCHES = 100
 _CREATE_BATCH = failing(
-    *(*BODY_FAILURES, NotFoundError, StorageFullError, NotEnabledError, StorageUnavailableError)
+    *BODY_FAILURES, NotFoundError, StorageFullError, NotEnabledError, StorageUnavailableError
 )
 _CHANGED_BATCH = failing(NotFoundError, InvalidValueError, NotEnabledError, StorageUnavailableError)
 

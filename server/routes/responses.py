@@ -43,7 +43,10 @@ _KEEP_ALIVE_S = 15.0
 """Default of vLLM's flag; these routes work without an engine."""
 _KNOWN = failing(NotFoundError, NotEnabledError, StorageUnavailableError)
 _READ = failing(
-    *(NotFoundError, NotEnabledError, InvalidValueError, UnsupportedFieldError),
+    NotFoundError,
+    NotEnabledError,
+    InvalidValueError,
+    UnsupportedFieldError,
     StorageUnavailableError,
 )
 _ORDER = Query(description="`asc` or `desc`.", json_schema_extra={"enum": ["asc", "desc"]})

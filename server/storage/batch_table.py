@@ -266,9 +266,9 @@ def _text(line: Line, *, response: Any, error: Any) -> bytes:
     return object_of(result) + b"\n"
 
 
-_MOMENTS = (
-    *("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),
-    *("cancelling_at", "cancelled_at"),
+_MOMENTS = tuple(
+    "in_progress_at finalizing_at completed_at failed_at expired_at cancelling_at "
+    "cancelled_at".split()
 )
 
 

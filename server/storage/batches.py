@@ -187,7 +187,9 @@ class _RunningLine:
 _EXPIRE_EVERY = 12
 """Refreshes between two deletions of expired data."""
 _GAUGES = (
-    *("rbln_batch_lines_to_do", "rbln_stored_files", "rbln_stored_bytes"),
+    "rbln_batch_lines_to_do",
+    "rbln_stored_files",
+    "rbln_stored_bytes",
     "rbln_storage_free_bytes",
 )
 

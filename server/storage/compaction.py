@@ -31,9 +31,9 @@ _PREFIX = "rbln1."
 """Prefix of items of this server, with their version."""
 _CONTENT = "encrypted_content"
 _TRIGGER = "compaction_trigger"
-_OF_ANSWERS = (
-    *("tools", "tool_choice", "parallel_tool_calls", "text", "structured_outputs", "stop"),
-    *("top_logprobs", "include", "ignore_eos", "min_tokens"),
+_OF_ANSWERS = tuple(
+    "tools tool_choice parallel_tool_calls text structured_outputs stop top_logprobs include "
+    "ignore_eos min_tokens".split()
 )
 """Fields of an answer that a summary does not have."""
 _INSTRUCTING_ROLES = ("system", "developer")

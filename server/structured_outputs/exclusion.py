@@ -34,14 +34,11 @@ _OTHER_SIDE = {
 }
 """By bound: the type that it is of, and the bound of what it excludes with its step."""
 ASSERTIONS = frozenset(
-    (
-        *("type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not", "if"),
-        *("pattern", "format", "multipleOf", "items", "prefixItems", "uniqueItems", "contains"),
-        *("unevaluatedItems", "unevaluatedProperties", "properties", "patternProperties"),
-        *("additionalProperties", "propertyNames", "required", "minProperties", "maxProperties"),
-        *("dependentRequired", "dependentSchemas", *_OTHER_SIDE),
-    )
-)
+    "type enum const $ref allOf anyOf oneOf not if pattern format multipleOf items "
+    "prefixItems uniqueItems contains unevaluatedItems unevaluatedProperties properties "
+    "patternProperties additionalProperties propertyNames required minProperties "
+    "maxProperties dependentRequired dependentSchemas".split()
+).union(_OTHER_SIDE)
 """Keywords that may refuse a value by themselves."""
 
 

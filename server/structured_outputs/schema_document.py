@@ -17,16 +17,18 @@ Steps = tuple[str | int, ...]
 """Keys from a schema to a part of it."""
 
 _ONE = frozenset(
-    (
-        *("not", "if", "then", "else", "additionalProperties", "unevaluatedProperties"),
-        *("propertyNames", "items", "additionalItems", "unevaluatedItems", "contains"),
-    )
+    "not if then else additionalProperties unevaluatedProperties propertyNames items "
+    "additionalItems unevaluatedItems contains".split()
 )
 _MANY = frozenset(("allOf", "anyOf", "oneOf", "prefixItems", "items"))
 _NAMED = frozenset(
     (
-        *("dependentSchemas", "dependencies", "properties", "patternProperties"),
-        *("$defs", "definitions"),
+        "dependentSchemas",
+        "dependencies",
+        "properties",
+        "patternProperties",
+        "$defs",
+        "definitions",
     )
 )
 

@@ -86,26 +86,23 @@ def check_pattern_length(pattern: str, what: str) -> None:
         )
 
 
-_ABSENT = (
-    *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
-    *("$dynamicRef", "$recursiveRef", "minContains", "maxContains"),
+_ABSENT = tuple(
+    "not if then else dependentRequired dependentSchemas dependencies $dynamicRef $recursiveRef "
+    "minContains maxContains".split()
 )
 _FORMATS = frozenset(
-    (
-        *("email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid"),
-        *("uri", "uri-reference", "uri-template", "json-pointer", "relative-json-pointer"),
-    )
+    "email date time date-time duration ipv4 ipv6 hostname uuid uri uri-reference uri-template "
+    "json-pointer relative-json-pointer".split()
 )
 _OF_TYPE = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    "array": (
-        *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
-        "unevaluatedItems",
+    "array": tuple(
+        "items prefixItems minItems maxItems uniqueItems contains unevaluatedItems".split()
     ),
-    "object": (
-        *("properties", "patternProperties", "additionalProperties", "propertyNames"),
-        *("required", "minProperties", "maxProperties", "unevaluatedProperties"),
+    "object": tuple(
+        "properties patternProperties additionalProperties propertyNames required minProperties "
+        "maxProperties unevaluatedProperties".split()
     ),
 }
 _ASSERTIONS = frozenset(("type", "enum", "const")).union(*_OF_TYPE.values())

@@ -325,6 +325,8 @@ class VllmFrontend:
 _CHARS_PER_BYTE = 4
 """Largest ratio of a prompt's characters to the body limit; a template multiplied longer ones."""
 _WITHOUT_ENGINE = (
-    *(Endpoint.TOKENIZE, Endpoint.DETOKENIZE),
-    *(Endpoint.RENDER_CHAT, Endpoint.RENDER_COMPLETION),
+    Endpoint.TOKENIZE,
+    Endpoint.DETOKENIZE,
+    Endpoint.RENDER_CHAT,
+    Endpoint.RENDER_COMPLETION,
 )

@@ -62,8 +62,12 @@ _SERVED_BY = {
     "detokenize": ("serving_tokenization", "create_detokenize"),
     **dict.fromkeys(
         (
-            *("embeddings", "embeddings_chat", "embeddings_chats", "embeddings_chat_input"),
-            *("embeddings_chats_input", "cohere_embed"),
+            "embeddings",
+            "embeddings_chat",
+            "embeddings_chats",
+            "embeddings_chat_input",
+            "embeddings_chats_input",
+            "cohere_embed",
         ),
         ("serving_embedding", "__call__"),
     ),

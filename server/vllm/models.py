@@ -211,8 +211,10 @@ _ANSWERS: Mapping[Endpoint, type[BaseModel]] = {
 }
 
 _NEVER_STREAMS = (
-    *(Endpoint.INPUT_TOKENS, Endpoint.COMPACT),
-    *(Endpoint.RENDER_CHAT, Endpoint.RENDER_COMPLETION),
+    Endpoint.INPUT_TOKENS,
+    Endpoint.COMPACT,
+    Endpoint.RENDER_CHAT,
+    Endpoint.RENDER_COMPLETION,
 )
 """Endpoints whose request model has `stream`, without effect."""
 

@@ -297,8 +297,13 @@ MARK = b"RENDER\n"
 """The prefix of rendering jobs; jobs about bodies begin with the name of an endpoint."""
 
 _OF_TEMPLATES = (
-    *(TemplateError, LookupError, TypeError, ValueError),
-    *(AttributeError, ArithmeticError, RuntimeError),
+    TemplateError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
 )
 """The exceptions of templates, raised explicitly or by an unexpected conversation."""
 

@@ -190,7 +190,10 @@ def output_item(added: Any, custom_tools: Collection[str]) -> OutputItem:
 _REASONS = {"length": "max_output_tokens", "content_filter": "content_filter"}
 """The reasons that OpenAI has for an incomplete response, by finish reason."""
 _VLLM_FIELDS = (
-    *("kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages"),
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "input_messages",
+    "output_messages",
     "prompt",
 )
 """Fields of vLLM's own, shown if they have a value."""

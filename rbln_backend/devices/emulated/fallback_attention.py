@@ -149,8 +149,14 @@ def latent_attention(
     rows = torch.cat((kv_c, k_pe), dim=-1).view(batch, 1, 1, -1, q.shape[2])
     queries = q.view(batch, -1, 1, heads, q.shape[2]).permute(0, 2, 3, 1, 4)
     out = flash_causal_attention(
-        *(queries, rows, rows[..., : kv_c.shape[-1]]),
-        *(kv_cache.expand(-1, 2, -1, -1, -1, -1), scale, seq_idx, block_tables, scale),
+        queries,
+        rows,
+        rows[..., : kv_c.shape[-1]],
+        kv_cache.expand(-1, 2, -1, -1, -1, -1),
+        scale,
+        seq_idx,
+        block_tables,
+        scale,
         query_counts=query_counts,
     )
     return out.permute(0, 3, 1, 2, 4).reshape(q.shape[0], heads, -1)

@@ -242,9 +242,8 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
 
 # [B, L, H, G, D] in memory as the ops see it.
 _TO_OP = (0, 2, 3, 1, 4)
-_ATTENTION_OPTIONS = (
-    *("sinks", "logits_soft_cap", "alibi_slopes", "k_scale", "v_scale"),
-    *("attention_chunk", "attention_window"),
+_ATTENTION_OPTIONS = tuple(
+    "sinks logits_soft_cap alibi_slopes k_scale v_scale attention_chunk attention_window".split()
 )
 _SPLITS: tuple[Callable[..., tuple[Tensor, ...]], ...] = (torch.split, torch.chunk)
 
@@ -285,15 +284,25 @@ def _fuse(graph: fx.Graph, node: fx.Node, given: Mapping[str, Any]) -> None:
         fused = graph.call_function(
             torch.ops.rbln_emulator.self_attention.default,
             (
-                *(q.rows, q.column, k.rows, k.column, v.rows, v.column),
-                *(q.norm, k.norm, q.eps),
+                q.rows,
+                q.column,
+                k.rows,
+                k.column,
+                v.rows,
+                v.column,
+                q.norm,
+                k.norm,
+                q.eps,
                 *rotation,
-                *(given["kv_cache"], given["scale"]),
+                given["kv_cache"],
+                given["scale"],
                 given["cache_seq_len" if is_window else "seq_idx"],
                 given["cache_offset"] if is_window else None,
                 given["block_tables"],
                 *(given.get(name) for name in _ATTENTION_OPTIONS),
-                *(group, batch, given.get("query_counts")),
+                group,
+                batch,
+                given.get("query_counts"),
             ),
         )
         width = kv_heads * group * head_size
